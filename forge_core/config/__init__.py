@@ -1,0 +1,1 @@
+"""TOML in, typed job out."""

@@ -1,0 +1,111 @@
+"""Callbacks: what else happens during a run. Progress display, health checks, freeze schedules and captures are these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.config.sections import Job
+
+
+@attrs.define
+class Requests:
+    """The three things a callback can ask for. What any rank asks, all ranks do."""
+
+    skip_step: bool = False
+    """In ``before_optimizer_step`` only: leave out this update."""
+    save_now: bool = False
+    """Write a checkpoint after this or the next step."""
+    stop: str = ""
+    """Not empty: save, and end the run with exit code 3 after this or the next step. The text is the reason."""
+
+
+@attrs.frozen
+class RunContext:
+    """What a callback may know for the whole run."""
+
+    job: Job
+    run_dir: Path
+    rank: int
+    world_size: int
+    device: torch.device
+    model: nn.Module
+    """This rank's part of the model; its parameters may be ``DTensor``s."""
+    optimizer: torch.optim.Optimizer
+    total_steps: int
+    requests: Requests
+    log: Callable[[str], None]
+    """Prints a line and writes it to ``log.txt``, on the first rank only."""
+
+
+@attrs.frozen
+class StepContext:
+    """One step, as it is known at that moment."""
+
+    step: int
+    """Counts from 1."""
+    tokens: int
+    """Tokens trained on by all ranks, this step included."""
+    metrics: Mapping[str, torch.Tensor]
+    """Device scalars, such as ``grad_norm``; reading one on the host makes the device wait. ``loss`` is this rank's
+    part of the step's mean, and is the global one on logged steps."""
+    logged: bool
+    """Whether the host values of this step will be logged. Look at tensors only then."""
+
+
+class Callback:
+    """Base class. Override what you need; an event that nobody overrides costs nothing.
+
+    A method may take any subset of its event's parameters. Callbacks are called in the order in which the job names
+    them. One that raises ends the run, and the error names it.
+    """
+
+    state_version: int = 1
+    """Saved with the state; ``load_state`` is given the saved one."""
+
+    def run_start(self, run: RunContext) -> None:
+        """Before the first step, after a checkpoint has been loaded."""
+
+    def step_start(self, run: RunContext, step: int) -> None:
+        """Before the microbatches of ``step`` are run."""
+
+    def before_optimizer_step(self, run: RunContext, context: StepContext) -> None:
+        """Gradients are summed, normalised and not yet clipped; ``run.requests.skip_step`` may be set."""
+
+    def step_end(self, run: RunContext, context: StepContext) -> None:
+        """After the update; gradients are gone."""
+
+    def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        """Host values of an earlier step have arrived, on the first rank only (as in ``metrics.jsonl``)."""
+
+    def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation; values are global and equal on all ranks."""
+
+    def checkpoint_saved(self, run: RunContext, step: int, path: Path) -> None:
+        """After a checkpoint has been committed."""
+
+    def run_end(self, run: RunContext, step: int) -> None:
+        """The run reached its end, or was stopped and saved."""
+
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
+        """The run ends with an error; collectives must not be used here."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What must survive a resume, as JSON values. Saved under ``plugin.<distribution>.callback.<name>``."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        """Given what ``state`` returned, before ``run_start``."""
+
+
+class CallbackFactory(Protocol):
+    def __call__(self, config: Any, /) -> Callback:
+        """Build the callback."""
+        ...

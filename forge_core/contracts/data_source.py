@@ -1,0 +1,73 @@
+"""Data sources: the samples, by index. The order in which they are used is the core's business (``forge_core.data``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from forge_core.contracts.builder import Builder
+    from forge_core.contracts.tokenizer import Tokenizer
+
+Split = Literal["train", "validation", "all"]
+
+
+@attrs.frozen(kw_only=True)
+class DataSourceConfig:
+    """The keys that every data source has. Config classes of sources extend this one."""
+
+    shuffle: bool = True
+    """Visit the samples of each epoch in a pseudo-random order that depends on the seed and the epoch alone."""
+    workers: int = attrs.field(default=1, validator=attrs.validators.ge(0))
+    """Background threads that read ahead; 0 reads in the training thread. The stream is the same for any number."""
+    prefetch: int = attrs.field(default=4, validator=attrs.validators.ge(1))
+    """Microbatches to read ahead, over all workers."""
+
+
+class DataSource(Protocol):
+    """A finite, indexed set of samples, all of one length. Reading is free of side effects and safe from threads."""
+
+    vocab_size: int
+    """All token ids are below this."""
+    tokenizer: Tokenizer | None
+    """What ``forge generate`` uses; ``None`` if the data do not say."""
+    fingerprint: str
+    """A hash of what decides the samples (files, sizes, tokenizer, seq_len): a resumed run must find the same one."""
+
+    def __len__(self) -> int:
+        """Samples in one epoch, at least 1."""
+        ...
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The samples with these indices, stacked.
+
+        Args:
+            indices: ``(B,)`` int64, each 0 to ``len(self) − 1``, repetitions allowed.
+
+        Returns:
+            ``tokens`` ``(B, S)`` int64 and ``targets`` ``(B, S)`` int64 with ``targets[:, s]`` the token after
+            ``tokens[:, s]`` in the same document and −100 where there is none; optionally ``document`` and
+            ``positions`` ``(B, S)`` int64 for packed documents, and whatever else the model's forward takes.
+        """
+        ...
+
+
+class DataSourceFactory(Protocol):
+    def __call__(self, config: Any, /, *, seq_len: int, split: Split, build: Builder) -> DataSource:
+        """Open the data.
+
+        Args:
+            config: extends ``DataSourceConfig``.
+            seq_len: ``S``, tokens a sample.
+            split: ``"train"`` and ``"validation"`` are disjoint parts of the same data, fixed by the config alone;
+                ``"all"`` is everything (a source that is named under ``[eval.data]``).
+            build: builds the tokenizer that the config names.
+
+        Raises:
+            ConfigError: data missing, empty, damaged or too small, or ``"validation"`` asked of a source that holds
+                nothing out; the sentence says which key to change.
+        """
+        ...

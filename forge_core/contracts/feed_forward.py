@@ -1,0 +1,51 @@
+"""Feed-forward layers: the position-wise half of a block, dense or sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.contracts.builder import Builder
+    from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+
+
+class FeedForward(Protocol):
+    """An ``nn.Module`` that maps ``(B, S, D)`` to ``(B, S, D)``, each position on its own."""
+
+    def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Args:
+        hidden: ``(B, S, D)``.
+        valid: ``(B, S)`` bool, false at padding, which a sparse layer must neither route nor count; ``None``: all.
+        """
+        ...
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot.
+
+        Args:
+            residual_std: for projections that write into the residual stream.
+            std: for all other matrices.
+        """
+        ...
+
+    def parallel_plan(self) -> Mapping[str, ShardRole]:
+        """As ``Model.parallel_plan``, names relative to this module; ``""`` for the module itself."""
+        ...
+
+    def parameter_roles(self) -> Mapping[str, ParameterRole]:
+        """As ``Model.parameter_roles``, names relative to this module."""
+        ...
+
+    def active_parameters(self) -> int:
+        """Weights multiplied for one token (all of them in a dense layer; the chosen experts' in a sparse one)."""
+        ...
+
+
+class FeedForwardFactory(Protocol):
+    def __call__(self, config: Any, /, *, dim: int, layer: int, n_layers: int, build: Builder) -> nn.Module:
+        """Build the layer of block ``layer`` (0 to ``n_layers − 1``) for hidden states of width ``dim``."""
+        ...

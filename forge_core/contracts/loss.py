@@ -1,0 +1,39 @@
+"""Losses: what is minimised, computed from hidden states so that it can avoid building the logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+IGNORED = -100
+"""The target where there is nothing to learn."""
+
+
+class LossSum(NamedTuple):
+    """Sums, not means: the engine divides by the number of valid tokens of the whole step, over all ranks."""
+
+    total: torch.Tensor
+    """Scalar, fp32, in nats: the sum over valid tokens. Zero, and connected to the graph, where there are none."""
+    count: torch.Tensor
+    """Scalar, int64: the number of targets that are not −100."""
+
+
+class Loss(Protocol):
+    """A callable without state."""
+
+    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+        """Args:
+        hidden: ``(B, S, D)``, the final hidden states after the norm, in the compute dtype.
+        head: the output projection; ``head.weight`` is ``(V, D)``, ``head(hidden)`` gives logits ``(B, S, V)``.
+        targets: ``(B, S)`` int64, already shifted: ``targets[b, s]`` is what position ``s`` should predict.
+        """
+        ...
+
+
+class LossFactory(Protocol):
+    def __call__(self, config: Any, /) -> Loss:
+        """Build the loss."""
+        ...

@@ -1,0 +1,128 @@
+"""Models: what they declare about themselves, so that passes need not know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.contracts.builder import Builder
+    from forge_core.contracts.loss import Loss, LossSum
+
+ShardRole = Literal["column", "row", "vocab", "embedding", "expert", "sequence", "replicate"]
+"""How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the head
+by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position."""
+
+ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
+"""What a parameter is to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
+
+Recompute = Literal["keep", "recompute"]
+
+
+class Initializer(Protocol):
+    """Fills parameters and buffers, each from a generator of its own seeded by (run seed, name).
+
+    The values do not depend on how a tensor is sharded, on which pipeline stage holds it, or on the order of calls.
+    """
+
+    def fill(self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]) -> None:
+        """Call ``fill(full, generator)``, which must write all of ``full`` in place, and keep this rank's part of it.
+
+        Args:
+            name: the qualified name in the whole model, such as ``blocks.3.attention.q.weight``.
+            tensor: the parameter or buffer to write, possibly a ``DTensor``.
+            fill: given a plain tensor of the global shape and of ``tensor``'s dtype, and a generator on its device.
+        """
+        ...
+
+
+class Model(Protocol):
+    """An ``nn.Module`` made of an embedding, blocks, a norm and a head. It is built on the meta device.
+
+    The four parts are attributes with these names, and ``None`` on a pipeline stage that does not hold them.
+    """
+
+    embed: nn.Module | None
+    blocks: nn.ModuleDict
+    """The repeated units, in order. Keys are global layer indices as strings, stable under pipeline splits. Units of
+    sharding, checkpointing, compiling and pipelining come from here."""
+    norm: nn.Module | None
+    head: nn.Module | None
+    """The output projection, with ``weight`` of shape ``(V, D)``; tied models share it with ``embed.weight``."""
+    vocab_size: int
+    max_seq_len: int
+    """The longest sequence, in tokens, that ``forward`` accepts."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        loss: Loss | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor | LossSum:
+        """Run the parts that are present.
+
+        Args:
+            tokens: ``(B, S)`` int64 token ids; hidden states ``(B, S, D)`` on a stage without ``embed``.
+            targets: ``(B, S)`` int64, −100 where there is nothing to learn; needed with ``loss``.
+            loss: applied to the normed hidden states and ``self.head`` *inside* forward, so that a fused loss never
+                builds the full logits and the head's weights are gathered once.
+            inputs: other entries of the batch: ``positions`` ``(B, S)`` int64 (position inside its document) and
+                ``document`` ``(B, S)`` int64 (equal ids attend to each other); ``cache`` when generating.
+
+        Returns:
+            With ``loss``, its ``LossSum``. Without, the logits ``(B, S, V)``, or hidden states ``(B, S, D)`` on a stage
+            without a head.
+        """
+        ...
+
+    def init_weights(self, rng: Initializer) -> None:
+        """Fill every parameter and every buffer through ``rng``. The engine refuses a model that forgets one."""
+        ...
+
+    def parallel_plan(self) -> Mapping[str, ShardRole]:
+        """Name patterns of modules (``*`` stands for one name component) to how each is cut over ``tp``."""
+        ...
+
+    def recompute_plan(self) -> Mapping[str, Recompute]:
+        """Operations (``"aten.mm"``, ``"aten._scaled_dot_product_flash_attention"``) to whether selective activation
+        checkpointing keeps their result or computes it again. Operations not named are recomputed."""
+        ...
+
+    def parameter_roles(self) -> Mapping[str, ParameterRole]:
+        """The role of every parameter, by qualified name; names present on this stage only."""
+        ...
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward FLOPs a token: 6 a weight that is multiplied (the embedding table is not), and
+        ``12 · layers · D · S`` for attention, without halving for causality (PaLM, appendix B)."""
+        ...
+
+
+class GenerativeModel(Model, Protocol):
+    """A model that ``forge generate`` can sample from."""
+
+    def make_cache(self, batch_size: int, max_len: int) -> Any:
+        """An empty cache of keys and values for ``max_len`` positions, on the device and in the dtype of the weights.
+
+        Passed as ``forward(tokens, cache=cache)``, which appends the new positions and attends to all of them. Prompts
+        may be fed in chunks of any length, and rows of a batch may be left-padded: ``positions`` is then given, and is
+        −1 at padding, which nothing attends to.
+        """
+        ...
+
+
+class ModelFactory(Protocol):
+    def __call__(self, config: Any, /, *, vocab_size: int, build: Builder) -> nn.Module:
+        """Build the model on the current default device (the engine sets ``meta``).
+
+        Args:
+            config: an instance of the component's config class. If it has a field ``vocab_size: int | None``, the
+                engine takes a number there over the data's, and refuses one that is smaller.
+            vocab_size: rows of the embedding table and of the head.
+            build: builds nested components.
+        """
+        ...

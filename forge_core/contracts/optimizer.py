@@ -1,0 +1,46 @@
+"""Optimizers: how gradients become updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.contracts.model import ParameterRole
+
+
+@attrs.frozen
+class NamedParameter:
+    """A parameter as an optimizer sees it."""
+
+    name: str
+    """Qualified name in the whole model, the same on every layout."""
+    parameter: torch.nn.Parameter
+    """fp32 unless the run asks for less. A ``DTensor`` when it is sharded: ``.placements`` and ``.device_mesh`` say how."""
+    role: ParameterRole
+
+
+class OptimizerFactory(Protocol):
+    """Gives back a ``torch.optim.Optimizer`` over exactly the given parameters.
+
+    * Base learning rates stand in ``param_groups[i]["lr"]``; before each step the engine sets every group's ``lr`` to
+      that base times the schedule's multiplier, so hyper-parameters must be read from the group at each step.
+    * All state that affects later steps is in ``optimizer.state[parameter]``: tensors of the parameter's shape (sharded
+      as it is), or of any shape if they are equal on all ranks; plain numbers are fine. The engine saves and restores
+      it by parameter name, without calling ``step``.
+    * State is created in the first ``step``, not in the constructor.
+    * A class attribute ``compute_layout`` says what ``step`` works on: ``"local"`` (the default) on local shards;
+      ``"full_matrix"`` needs whole matrices.
+    """
+
+    def __call__(self, config: Any, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+        """Build the optimizer.
+
+        Raises:
+            ConfigError: a parameter-group pattern matches nothing, and the like.
+        """
+        ...

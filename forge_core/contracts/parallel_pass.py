@@ -1,0 +1,52 @@
+"""Passes: transformations of the built model, between construction on meta and initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.config.sections import Job
+    from forge_core.engine.mesh import Mesh
+
+
+@attrs.frozen
+class PassContext:
+    """What a pass may know."""
+
+    mesh: Mesh
+    job: Job
+    device: torch.device
+    """Where the model will be materialised; during passes its parameters are on meta."""
+
+
+class ParallelPass(Protocol):
+    """Where a pass stands among others is declared in its ``PassComponent``, not here.
+
+    A pass is driven by what the model declares (``forge_core.contracts.model``): its blocks, plans and roles. It may
+    not ask for the class of a block nor look for attribute names of its own.
+    """
+
+    def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
+        """Transform the model.
+
+        Returns:
+            The transformed model (usually the same object) and the qualified names of the modules touched; the empty
+            name stands for the model itself. A pass that finds nothing to do returns none, and the engine refuses
+            that: a pass that was asked for may not silently do nothing.
+
+        Raises:
+            ConfigError: what the job asks for cannot be done to this model.
+        """
+        ...
+
+
+class PassFactory(Protocol):
+    def __call__(self, config: Any, /) -> ParallelPass:
+        """Build the pass."""
+        ...

@@ -1,0 +1,24 @@
+"""Schedules of the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Schedule(Protocol):
+    """A pure function, so that there is nothing to save."""
+
+    def __call__(self, step: int, /) -> float:
+        """The learning rate's multiplier for the update that completes step ``step``, which counts from 1 to
+        ``total_steps``. Finite and not negative; defined for later steps too."""
+        ...
+
+
+class ScheduleFactory(Protocol):
+    def __call__(self, config: Any, /, *, total_steps: int) -> Schedule:
+        """Build the schedule of a run of ``total_steps`` steps.
+
+        Raises:
+            ConfigError: for a contradiction with ``total_steps``, such as a longer warm-up.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Build a job's model on its mesh, and train it."""

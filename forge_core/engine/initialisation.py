@@ -1,0 +1,72 @@
+"""Same seed, same model, on any mesh: every tensor is filled from a generator named after it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forge_core.errors import PluginError
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter and buffer of a materialised model by ``model.init_weights``.
+
+    Raises:
+        PluginError: a parameter or buffer was left out, or filled under a name that is not its own.
+    """
+    rng = SeededInitializer(seed)
+    with torch.no_grad():
+        model.init_weights(rng)  # type: ignore[operator]  # the contract of a model
+    expected = {canonical_name(name) for name, _ in named_tensors(model)}
+    forgotten = sorted(expected - rng.filled)
+    unknown = sorted(rng.filled - expected)
+    if forgotten or unknown:
+        what = f"leaves {', '.join(forgotten)} uninitialised" if forgotten else f"fills unknown {', '.join(unknown)}"
+        raise PluginError(f"{type(model).__qualname__}.init_weights {what}. This is a bug in the model.")
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, also non-persistent ones; a tied parameter once, under its first name."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def canonical_name(name: str) -> str:
+    """The name in the model as it was built, without what wrappers (compile, checkpointing) put between."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+class SeededInitializer:
+    """The ``Initializer`` of the model contract."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.filled: set[str] = set()
+
+    def fill(self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]) -> None:
+        name = canonical_name(name)
+        self.filled.add(name)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:8], "little"))
+        with torch.no_grad():
+            if not isinstance(tensor, DTensor):
+                fill(tensor, generator)
+                return
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            fill(full, generator)
+            tensor.to_local().copy_(_local_part(full, tensor))
+
+
+def _local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of ``full``, without communication: every rank has computed the same ``full``."""
+    for placement in like.placements:
+        if not isinstance(placement, (Shard, Replicate)):
+            raise PluginError(f"a parameter cannot be initialised with the placement {placement}")
+    shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        full = full.narrow(dim, min(start, full.shape[dim]), length)
+    return full

@@ -1,0 +1,48 @@
+"""Errors that are sentences for the person who can mend them, and the exit codes of ``forge run``."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a process of ours ends. 0 only when the run reached its end."""
+
+    COMPLETED = 0
+    UNEXPECTED = 1
+    INVALID = 2
+    """The configuration, the data or a plugin is wrong; nothing was started."""
+    STOPPED = 3
+    """Stopped early, with a checkpoint saved."""
+    NON_FINITE = 4
+    LOST_PEER = 5
+
+
+class ForgeError(Exception):
+    """An error whose message is meant for the user; printed without a traceback unless ``--debug`` is given."""
+
+    exit_code = ExitCode.UNEXPECTED
+
+
+class ConfigError(ForgeError):
+    """Something the user wrote or pointed at is wrong: a configuration, an override, a data file."""
+
+    exit_code = ExitCode.INVALID
+
+
+class PluginError(ForgeError):
+    """A plugin is wrong: it cannot be imported, or breaks the contract. The message says whose bug it is."""
+
+    exit_code = ExitCode.INVALID
+
+
+class NonFiniteError(ForgeError):
+    """A loss or gradient is not finite, and the policy says to stop."""
+
+    exit_code = ExitCode.NON_FINITE
+
+
+class LostPeerError(ForgeError):
+    """Another rank ended or does not answer."""
+
+    exit_code = ExitCode.LOST_PEER
