@@ -139,8 +139,8 @@ class Slot:
     """Marks a config field as a choice of component: ``router: Annotated[Use, Slot("router")]``.
 
     In TOML the field is a table with the key ``name`` and the component's own keys, or just the name as a string.
-    ``Annotated[Use | None, Slot("router")] = None`` makes the choice optional; ``Slot("router", default="softmax_topk")``
-    on a required field says which name an absent table stands for.
+    ``Annotated[Use | None, Slot("router")] = None`` makes the choice optional; ``Slot("loss", default="…")`` on a
+    required field says which name an absent table stands for.
     """
 
     kind: str

@@ -79,7 +79,10 @@ class ForgeSpecs:
 
     @hookspec
     def forge_trackers(self) -> Iterable[Component]:
-        """Contribute trackers of metrics, chosen by ``[[trackers]] name``. Contract: ``forge_core.contracts.tracker``."""
+        """Contribute trackers of metrics, chosen by ``[[trackers]] name``.
+
+        Contract: ``forge_core.contracts.tracker``.
+        """
         raise AssertionError("specification only")
 
     @hookspec

@@ -1,1 +1,1 @@
-"""Forge's standard library."""
+"""Passes over a built model: sharding and compilation."""

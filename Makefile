@@ -1,0 +1,46 @@
+# `make demo` and `make test` do everything on a fresh machine. PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-fast lint types docs clean
+
+demo: $(VENV)/installed  ## Train a small model on real text, interrupt it, resume it, sample from it.
+	rm -rf runs/demo
+	@echo "== training; it will be interrupted after its first checkpoint"
+	@$(BIN)/forge run configs/demo.toml & run=$$!; \
+	while kill -0 $$run 2>/dev/null && [ ! -e runs/demo/checkpoints/latest ]; do sleep 0.2; done; \
+	kill -INT $$run 2>/dev/null; wait $$run; code=$$?; \
+	echo "== it ended with exit code $$code"; [ $$code -eq 3 ] || [ $$code -eq 0 ]
+	@echo "== the same command continues"
+	$(BIN)/forge run configs/demo.toml
+	@echo "== a sample"
+	$(BIN)/forge generate runs/demo --prompt "def " --max-new-tokens 400
+
+test: $(VENV)/installed-dev  ## The whole suite.
+	$(BIN)/python -m pytest -q
+
+test-fast: $(VENV)/installed-dev  ## Without the tests that take more than ten seconds each.
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+docs: $(VENV)/installed-dev
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) runs docs/_build docs/generated
+
+$(VENV)/installed: requirements.txt constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -r requirements.txt
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
+	$(BIN)/pip install -q -c constraints.txt -r requirements-dev.txt
+	touch $@

@@ -1,0 +1,38 @@
+"""Which changes of a configuration a resumed run can honour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_core.config.diff import Difference, differences
+from forge_core.errors import ConfigError
+
+_FIXED = ("model", "optimizer.name", "train.seq_len", "train.seed", "train.data_seed", "data.shuffle")
+"""What the weights, the optimizer's state and the position in the data mean. The data themselves are compared by their
+fingerprint, so that they may be moved."""
+
+
+def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[Difference]:
+    """The differences between a checkpoint's job and this one, all of which can be honoured.
+
+    Raises:
+        ConfigError: some cannot, each named with both values.
+    """
+    changes = differences(dict(saved), dict(now))
+    refused = [change for change in changes if any(_is_within(change.key, fixed) for fixed in _FIXED)]
+    if refused:
+        lines = "\n  ".join(f"{change.key}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused)
+        raise ConfigError(
+            f"{where} cannot be continued with this configuration; these keys differ:\n  {lines}\n"
+            "Restore them, or choose another run.name to start afresh."
+        )
+    return changes
+
+
+def _is_within(key: str, section: str) -> bool:
+    return key == section or key.startswith((section + ".", section + "["))
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else repr(value)

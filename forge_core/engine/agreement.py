@@ -1,0 +1,51 @@
+"""What any rank asks for, all ranks do, at the same step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from forge_core.contracts.callback import Requests
+
+
+class Agreement:
+    """Exchanges requests over gloo, so that no device has to be waited for."""
+
+    def __init__(self) -> None:
+        self._alone = dist.get_world_size() == 1
+        self._group = None if self._alone else dist.new_group(backend="gloo")
+        self._flags = torch.zeros(2, dtype=torch.int32)
+        self._under_way: dist.Work | None = None
+
+    def exchange(self, requests: Requests) -> tuple[bool, bool]:
+        """Whether to save and whether to stop, as all ranks know it.
+
+        With several ranks the answer is to what was asked one step ago: the exchange overlaps with a step.
+        """
+        if self._alone:
+            answer = requests.save_now, bool(requests.stop)
+            requests.save_now = False
+            return answer
+        save, stop = False, False
+        if self._under_way is not None:
+            self._under_way.wait()
+            save, stop = (bool(flag) for flag in self._flags.numpy())
+        if save:
+            requests.save_now = False
+        self._flags = torch.tensor([requests.save_now, bool(requests.stop)], dtype=torch.int32)
+        self._under_way = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return save, stop
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so, now; all ranks wait for each other."""
+        if self._alone:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return bool(flags.numpy()[0])
+
+    def finish(self) -> None:
+        """Wait for an exchange that nobody asked after."""
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None

@@ -1,0 +1,123 @@
+"""From a job to a model on its mesh: build on meta, apply passes, materialise, initialise by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from forge_core.builder import ComponentBuilder
+from forge_core.checkpoint.tensors import named_parameters
+from forge_core.component import Use
+from forge_core.config.sections import Job
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.engine.initialisation import initialise
+from forge_core.engine.mesh import Mesh
+from forge_core.errors import ConfigError, PluginError
+
+
+@attrs.frozen
+class AppliedPass:
+    """What a pass did, for ``--dry-run``."""
+
+    use: Use
+    touched: Sequence[str]
+
+
+def build_model(
+    job: Job, vocab_size: int, mesh: Mesh, device: torch.device, passes: Sequence[Use], build: ComponentBuilder
+) -> tuple[nn.Module, list[AppliedPass]]:
+    """The model of ``job``, sharded, materialised and initialised.
+
+    Args:
+        vocab_size: the model's, as ``choose_vocab_size`` gives it.
+        passes: in the order in which they are applied.
+
+    Raises:
+        ConfigError: a pass was asked for and finds nothing to do.
+        PluginError: the model leaves a tensor uninitialised, or declares less than the contract asks.
+    """
+    model = build_on_meta(job, vocab_size, build)
+    applied = []
+    context = PassContext(mesh, job, device)
+    for use in passes:
+        model, touched = build(use).apply(model, context)
+        if not touched:
+            raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
+        applied.append(AppliedPass(use, touched))
+    materialise(model, device, job.train.seed)
+    return model, applied
+
+
+def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:
+    """The whole model without memory, checked against its declarations."""
+    with torch.device("meta"):
+        model: nn.Module = build(job.model, vocab_size=vocab_size)
+    if job.train.precision == "bf16_pure":
+        model.to(torch.bfloat16)
+    declared = set(model.parameter_roles())  # type: ignore[operator]  # the contract of a model
+    actual = {name for name, _ in model.named_parameters()}
+    if declared != actual:
+        wrong = ", ".join(sorted(declared ^ actual)[:5])
+        raise PluginError(f"{type(model).__qualname__}.parameter_roles and its parameters differ: {wrong}")
+    return model
+
+
+def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give every tensor memory on ``device`` and its initial value."""
+    tied = _tied_parameters(model)
+    model.to_empty(device=device)  # replaces each parameter once a module, which unties them
+    for (owner, name), *others in tied:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(owner, name))
+    initialise(model, seed)
+
+
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def build_optimizer(job: Job, model: nn.Module, build: ComponentBuilder) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters that can be trained.
+
+    Raises:
+        PluginError: it does not take each of them exactly once.
+    """
+    roles = model.parameter_roles()  # type: ignore[operator]  # the contract of a model
+    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    optimizer: torch.optim.Optimizer = build(
+        job.optimizer, parameters=[NamedParameter(name, p, roles[name]) for name, p in trainable.items()]
+    )
+    taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):
+        raise PluginError(
+            f"optimizer {job.optimizer.qualified_name} holds {len(taken)} parameters of {len(trainable)}; it must take "
+            "each exactly once. This is a bug in the optimizer."
+        )
+    return optimizer
+
+
+def choose_vocab_size(job: Job, data: DataSource) -> int:
+    """The model's vocabulary: its own if its config names one, else the data's.
+
+    Raises:
+        ConfigError: the data have ids that the model's vocabulary does not.
+    """
+    configured: Any = getattr(job.model.config, "vocab_size", None)
+    if configured is None:
+        return data.vocab_size
+    if configured < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {configured} is smaller than the data's vocabulary of {data.vocab_size}; "
+            f"leave it out, or make it at least {data.vocab_size}"
+        )
+    return int(configured)

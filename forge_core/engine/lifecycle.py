@@ -1,0 +1,110 @@
+"""The events of a run, and the callbacks that the job names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pluggy
+
+from forge_core.contracts.callback import Callback
+
+EVENTS = (
+    "run_start",
+    "step_start",
+    "before_optimizer_step",
+    "step_end",
+    "step_logged",
+    "eval_end",
+    "checkpoint_saved",
+    "run_end",
+    "run_failed",
+)
+
+
+class Lifecycle:
+    """Calls the callbacks that override an event, in the order of the job.
+
+    pluggy checks the callbacks and lets each take the arguments it wants; who listens is looked up once, so that an
+    event without listeners is an empty loop.
+    """
+
+    def __init__(self, callbacks: Sequence[tuple[str, Callback]]) -> None:
+        manager = _CallbackManager("forge_lifecycle")
+        manager.add_hookspecs(_Events)
+        # the same callback may be named twice in a job, with two configurations
+        for place, (name, callback) in reversed(list(enumerate(callbacks))):  # pluggy calls the last one first
+            manager.register(callback, name=f"callbacks[{place}] {name}")
+        manager.check_pending()
+        self._listeners: dict[str, list[tuple[str, Callable[..., None], tuple[str, ...]]]] = {
+            event: [
+                (implementation.plugin_name, implementation.function, implementation.argnames)
+                for implementation in reversed(getattr(manager.hook, event).get_hookimpls())
+            ]
+            for event in EVENTS
+        }
+
+    def listens(self, event: str) -> bool:
+        return bool(self._listeners[event])
+
+    def call(self, event: str, **given: Any) -> None:
+        """Raises what a callback raises, with a note that names it."""
+        for name, function, wanted in self._listeners[event]:
+            try:
+                function(*(given[argument] for argument in wanted))
+            except Exception as error:
+                error.add_note(f"raised by {name} in {event}")
+                raise
+
+    def call_failed(self, log: Callable[[str], None], **given: Any) -> None:
+        """``run_failed``: a callback that fails here must not hide why the run failed."""
+        for name, function, wanted in self._listeners["run_failed"]:
+            try:
+                function(*(given[argument] for argument in wanted))
+            except Exception as error:  # noqa: BLE001 - the run's own error is being raised
+                log(f"{name} failed in run_failed: {type(error).__name__}: {error}")
+
+
+class _CallbackManager(pluggy.PluginManager):
+    """Methods that override those of ``Callback`` are hook implementations; no decorator is needed."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        if name not in EVENTS or getattr(type(plugin), name, None) is getattr(Callback, name):
+            return None
+        options: pluggy.HookimplOpts = {
+            "wrapper": False,
+            "hookwrapper": False,
+            "optionalhook": False,
+            "tryfirst": False,
+            "trylast": False,
+            "specname": None,
+        }
+        return options
+
+    def parse_hookspec_opts(self, module_or_class: object, name: str) -> pluggy.HookspecOpts | None:
+        if name not in EVENTS:
+            return None
+        return {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
+
+
+_Events = Callback
+"""The base class is the specification."""
+
+
+def callback_state(named: Sequence[tuple[str, Callback]]) -> dict[str, Any]:
+    """The state of all callbacks, by namespace."""
+    return {
+        f"{name}#{place}": {"version": callback.state_version, "state": dict(callback.state())}
+        for place, (name, callback) in enumerate(named)
+        if callback.state()
+    }
+
+
+def load_callback_state(named: Sequence[tuple[str, Callback]], saved: Mapping[str, Any]) -> list[str]:
+    """Give each callback its state back; returns the namespaces nobody claims."""
+    remaining = dict(saved)
+    for place, (name, callback) in enumerate(named):
+        entry = remaining.pop(f"{name}#{place}", None)
+        if entry is not None:
+            callback.load_state(entry["state"], entry["version"])
+    return sorted(remaining)

@@ -1,0 +1,103 @@
+"""The named grid of ranks. One process is a mesh too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch forgets to export it
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from forge_core.config.sections import AXES, Job
+from forge_core.errors import ConfigError
+from forge_core.passes import resolve_degrees
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Ranks along these see different samples."""
+
+
+@attrs.frozen
+class Mesh:
+    """All axes are always there, most of them of size 1."""
+
+    device_mesh: DeviceMesh
+    degrees: Mapping[str, int]
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that see different samples."""
+        size = 1
+        for axis in DATA_AXES:
+            size *= self.degrees[axis]
+        return size
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among them, 0 to ``dp_size − 1``."""
+        index = 0
+        for axis in DATA_AXES:
+            index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+        return index
+
+    def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Sum ``value`` in place over the given axes, and return it. Axes of size 1 cost nothing."""
+        for axis in axes:
+            if self.degrees[axis] > 1:
+                dist.all_reduce(value, group=self.device_mesh.get_group(axis))
+        return value
+
+
+def build_mesh(job: Job, device: torch.device) -> Mesh:
+    """The mesh of an initialised process group.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world size.
+    """
+    degrees = resolve_degrees(job.parallel, dist.get_world_size())
+    device_mesh = init_device_mesh(
+        device.type if device.type != "mps" else "cpu",
+        tuple(degrees[axis] for axis in AXES),
+        mesh_dim_names=AXES,
+    )
+    return Mesh(device_mesh, {axis: degrees[axis] for axis in AXES})
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of this process for ``run.device``.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(kind for kind, there in present.items() if there) if wanted == "auto" else wanted
+    if not present[kind]:
+        raise ConfigError(f"run.device: {kind} was asked for, but torch sees none on this machine; use auto or cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_process_group(device: torch.device) -> None:
+    """Join the group that a launcher describes in the environment, or be a group of one."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

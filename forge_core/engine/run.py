@@ -1,0 +1,406 @@
+"""One run of a job, on one rank: everything is checked, then built, then restored, then trained."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
+from forge_core.checkpoint.compatibility import changed_keys
+from forge_core.checkpoint.store import Checkpoint, CheckpointStore
+from forge_core.checkpoint.tensors import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
+from forge_core.component import Use
+from forge_core.config.job import dump_job, job_table
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import Callback, Requests, RunContext
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.scheduler import Schedule
+from forge_core.data.loader import BatchLoader, evaluation_batches
+from forge_core.data.stream import SampleStream
+from forge_core.engine.build import AppliedPass, build_model, build_optimizer, choose_vocab_size
+from forge_core.engine.console import Console
+from forge_core.engine.executor import PlainExecutor
+from forge_core.engine.lifecycle import Lifecycle, callback_state, load_callback_state
+from forge_core.engine.measurement import Measurement
+from forge_core.engine.mesh import Mesh, build_mesh, choose_device, join_process_group
+from forge_core.engine.trackers import Trackers
+from forge_core.engine.trainer import Trainer
+from forge_core.errors import ConfigError, ExitCode, ForgeError, LostPeerError
+from forge_core.hardware import peak_flops
+from forge_core.passes import sort_passes
+from forge_core.run_directory import RunDirectory, describe_environment
+
+T = TypeVar("T")
+
+
+def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
+    """Run ``job`` in this process, which is one rank of the group that the environment describes, or a group of one.
+
+    Returns:
+        COMPLETED or STOPPED.
+
+    Raises:
+        ForgeError: its ``exit_code`` says how the process should end. Nothing has been written if it is INVALID.
+    """
+    device = choose_device(job.run.device)
+    join_process_group(device)
+    try:
+        prepared = _on_all_ranks(lambda: _prepare(job, catalog, device))
+        if prepared.is_complete:
+            prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
+            return ExitCode.COMPLETED
+        built = _on_all_ranks(lambda: _build(prepared))
+        if dry_run:
+            _describe(prepared, built)
+            return ExitCode.COMPLETED
+        with _lost_peers_named():
+            return _train(prepared, built)
+    finally:
+        dist.destroy_process_group()
+
+
+@attrs.frozen
+class _Prepared:
+    """What is known before anything large is built, or anything is written."""
+
+    job: Job
+    catalog: Catalog
+    build: ComponentBuilder
+    device: torch.device
+    mesh: Mesh
+    passes: Sequence[Use]
+    source: DataSource
+    validation: DataSource | None
+    vocab_size: int
+    schedule: Schedule
+    callbacks: Sequence[tuple[str, Callback]]
+    directory: RunDirectory
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+    console: Console
+
+    @property
+    def is_complete(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.step == self.job.train.steps
+
+
+@attrs.frozen
+class _Built:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    applied: Sequence[AppliedPass]
+
+
+def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
+    mesh = build_mesh(job, device)
+    build = ComponentBuilder(catalog)
+    source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
+    needed = job.train.batch_size * (job.train.grad_accumulation or 1) * mesh.dp_size
+    if len(source) < needed:
+        raise ConfigError(
+            f"data: {len(source)} samples of {job.train.seq_len} tokens are fewer than the {needed} of one step; "
+            "add data, or lower train.batch_size, train.grad_accumulation or train.seq_len"
+        )
+    directory = RunDirectory(job, writes=mesh.rank == 0)
+    directory.refuse_if_unwritable()
+    console = Console(speaks=mesh.rank == 0, record=directory.write_log)
+    store = CheckpointStore(directory.checkpoints)
+    checkpoint = store.newest(console.line)
+    if checkpoint is not None:
+        _refuse_if_incompatible(job, source, checkpoint, console)
+    return _Prepared(
+        job=job,
+        catalog=catalog,
+        build=build,
+        device=device,
+        mesh=mesh,
+        passes=sort_passes(job, catalog),
+        source=source,
+        validation=_validation_source(job, build) if job.eval.interval else None,
+        vocab_size=choose_vocab_size(job, source),
+        schedule=build(job.scheduler, total_steps=job.train.steps),
+        callbacks=[(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks],
+        directory=directory,
+        store=store,
+        checkpoint=checkpoint,
+        console=console,
+    )
+
+
+def _validation_source(job: Job, build: ComponentBuilder) -> DataSource:
+    split = "validation" if job.eval.data is None else "all"
+    source: DataSource = build(job.eval.data or job.data, seq_len=job.train.seq_len, split=split)
+    return source
+
+
+def _refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint, console: Console) -> None:
+    saved_job = tomllib.loads((checkpoint.path / "job.toml").read_text())
+    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
+    if checkpoint.state()["data_fingerprint"] != source.fingerprint:
+        keys = [change.key for change in changes if change.key.startswith("data.")]
+        why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"
+        raise ConfigError(
+            f"{checkpoint.path} was trained on other data ({why}); choose another run.name to start afresh"
+        )
+    if checkpoint.step > job.train.steps:
+        raise ConfigError(
+            f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
+        )
+    for change in changes:
+        if not change.key.startswith(("run.", "metrics.", "checkpoint.")):
+            console.line(f"resuming with another {change.key}: {change.old} -> {change.new}")
+
+
+def _build(prepared: _Prepared) -> _Built:
+    model, applied = build_model(
+        prepared.job, prepared.vocab_size, prepared.mesh, prepared.device, prepared.passes, prepared.build
+    )
+    return _Built(model, build_optimizer(prepared.job, model, prepared.build), applied)
+
+
+def _describe(prepared: _Prepared, built: _Built) -> None:
+    parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    say = prepared.console.line
+    say(f"model {prepared.job.model.qualified_name}: {parameters:,} parameters, vocabulary {prepared.vocab_size:,}")
+    say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in prepared.mesh.degrees.items()))
+    for applied in built.applied:
+        touched = ", ".join(name or "the model" for name in applied.touched)
+        say(f"pass {applied.use.qualified_name}: {len(applied.touched)} modules: {touched}")
+    say(f"data {len(prepared.source):,} samples of {prepared.job.train.seq_len} tokens an epoch")
+    say("dry run: stopped before the first step; nothing was written")
+
+
+def _train(prepared: _Prepared, built: _Built) -> ExitCode:
+    job, mesh, checkpoint = prepared.job, prepared.mesh, prepared.checkpoint
+    state = _restore(prepared, built)
+    versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
+    environment = describe_environment(versions, mesh.degrees, str(prepared.device))
+    prepared.directory.open(job, environment, checkpoint.step if checkpoint else 0)
+    if mesh.rank == 0:
+        prepared.store.remove_unfinished()
+    _announce(prepared, built)
+
+    requests = Requests()
+    context = RunContext(
+        job=job,
+        run_dir=prepared.directory.path,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        device=prepared.device,
+        model=built.model,
+        optimizer=built.optimizer,
+        total_steps=job.train.steps,
+        requests=requests,
+        log=prepared.console.line,
+    )
+    lifecycle = Lifecycle([("progress", prepared.console), *prepared.callbacks])
+    loader = _loader(prepared, int(state.get("position", 0)))
+    trackers = Trackers(prepared.build, job, prepared.directory.path, prepared.console.line, active=mesh.rank == 0)
+
+    def record(values: Mapping[str, float]) -> None:
+        if mesh.rank == 0:
+            prepared.directory.write_metrics(values)
+            trackers.log(values)
+
+    trainer = Trainer(
+        job=job,
+        mesh=mesh,
+        device=prepared.device,
+        model=built.model,
+        executor=PlainExecutor(built.model, prepared.build(job.loss)),
+        optimizer=built.optimizer,
+        schedule=prepared.schedule,
+        loader=loader,
+        evaluation=_evaluation(prepared),
+        measurement=Measurement(
+            prepared.device,
+            built.model.flops_per_token(job.train.seq_len),  # type: ignore[operator]  # the contract of a model
+            peak_flops(prepared.device),
+            mesh.world_size,
+        ),
+        lifecycle=lifecycle,
+        context=context,
+        save=lambda step, tokens: _save(prepared, built, loader, step, tokens),
+        record=record,
+        step=checkpoint.step if checkpoint else 0,
+    )
+    outcome = "failed"
+    try:
+        with _stop_on_signals(requests, prepared.console.line):
+            completed = trainer.run()
+        outcome = "completed" if completed else "stopped"
+        prepared.console.line(
+            f"done: {trainer.step} steps"
+            if completed
+            else f"stopped at step {trainer.step}, saved; the same command continues"
+        )
+        return ExitCode.COMPLETED if completed else ExitCode.STOPPED
+    except BaseException as error:
+        lifecycle.call_failed(prepared.console.line, run=context, step=trainer.step, error=error)
+        prepared.directory.write_log(f"failed at step {trainer.step}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        loader.close()
+        trackers.close(outcome)
+        prepared.directory.close()
+
+
+def _restore(prepared: _Prepared, built: _Built) -> dict[str, Any]:
+    """Fill model, optimizer and callbacks from the checkpoint; returns its state, empty for a fresh run."""
+    if prepared.checkpoint is None:
+        return {}
+    state = prepared.checkpoint.state()
+    names = named_parameters(built.model)
+    tensors = model_tensors(built.model)
+    saved = prepared.checkpoint.saved_tensors()
+    tensors.update(empty_optimizer_state(built.optimizer, names, saved, state["optimizer"]))
+    if unread := sorted(saved.keys() - tensors.keys()):
+        raise ConfigError(f"{prepared.checkpoint.path} has tensors this model does not: {', '.join(unread[:10])}")
+    prepared.checkpoint.load(tensors)
+    for namespace in load_callback_state(prepared.callbacks, state["callbacks"]):
+        prepared.console.line(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+    return state
+
+
+def _announce(prepared: _Prepared, built: _Built) -> None:
+    job, checkpoint = prepared.job, prepared.checkpoint
+    start = f"resumed from {checkpoint.path.name}" if checkpoint else "fresh start"
+    parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    axes = {axis: degree for axis, degree in prepared.mesh.degrees.items() if degree > 1}
+    mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
+    prepared.console.line(
+        f"{job.run.name}: {start}; {parameters:,} parameters, {job.train.precision} on {prepared.device.type}, {mesh}; "
+        f"{job.train.steps} steps; files in {prepared.directory.path}"
+    )
+
+
+def _loader(prepared: _Prepared, position: int) -> BatchLoader:
+    train, config = prepared.job.train, prepared.job.data.config
+    seed = train.seed if train.data_seed is None else train.data_seed
+    return BatchLoader(
+        SampleStream(prepared.source, seed=seed, shuffle=config.shuffle),
+        position=position,
+        batch_size=train.batch_size,
+        grad_accumulation=train.grad_accumulation or 1,
+        dp_rank=prepared.mesh.dp_rank,
+        dp_size=prepared.mesh.dp_size,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        pin_memory=prepared.device.type == "cuda",
+    )
+
+
+def _evaluation(prepared: _Prepared) -> Callable[[], Iterator[Mapping[str, torch.Tensor]]] | None:
+    source = prepared.validation
+    if source is None:
+        return None
+    return lambda: evaluation_batches(
+        source,
+        batch_size=prepared.job.train.batch_size,
+        dp_rank=prepared.mesh.dp_rank,
+        dp_size=prepared.mesh.dp_size,
+        batches=prepared.job.eval.batches,
+    )
+
+
+def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, tokens: int) -> Path:
+    names = named_parameters(built.model)
+    tensors, optimizer_facts = optimizer_state(built.optimizer, names)
+    tokenizer = prepared.source.tokenizer
+    state: dict[str, Any] = {
+        "step": step,
+        "tokens": tokens,
+        "position": loader.position,
+        "data_fingerprint": prepared.source.fingerprint,
+        "vocab_size": prepared.vocab_size,
+        "optimizer": optimizer_facts,
+        "callbacks": callback_state(prepared.callbacks),
+        "mesh": dict(prepared.mesh.degrees),
+    }
+
+    def write_more(folder: Path) -> None:  # before ``state`` is written
+        (folder / "job.toml").write_text(dump_job(prepared.job))
+        if tokenizer is not None:
+            (folder / "tokenizer").mkdir()
+            state["tokenizer"] = dict(tokenizer.save(folder / "tokenizer"))
+
+    path = prepared.store.save(step, {**model_tensors(built.model), **tensors}, state, write_more)
+    prepared.console.line(f"saved {path.name}")
+    return path
+
+
+def _on_all_ranks(work: Callable[[], T]) -> T:
+    """Do ``work`` on every rank, and fail on every rank if it fails on one, with all their sentences.
+
+    Raises:
+        ForgeError: on the first rank, with what each rank had to say; on the others with an empty message.
+    """
+    error: ForgeError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except ForgeError as caught:
+        error = caught
+    if dist.get_world_size() > 1:
+        said: list[tuple[str, ExitCode] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else (str(error), error.exit_code))
+        failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
+        if failed:
+            joined = ForgeError("" if dist.get_rank() else _joined([(rank, message) for rank, message, _ in failed]))
+            joined.exit_code = failed[0][2]
+            raise joined from error
+    if error is not None:
+        raise error
+    assert result is not None
+    return result
+
+
+def _joined(said: Sequence[tuple[int, str]]) -> str:
+    """One line where all say the same."""
+    messages = {message for _, message in said}
+    if len(messages) == 1:
+        return said[0][1]
+    return "\n".join(f"[rank {rank}] {message}" for rank, message in said)
+
+
+@contextmanager
+def _stop_on_signals(requests: Requests, say: Callable[[str], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the run to save and stop; the second ends it at once."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if requests.stop:
+            sys.exit(128 + number)
+        requests.stop = name
+        say(f"{name}: will save and stop after this step; once more leaves at once")
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _lost_peers_named() -> Iterator[None]:
+    """Turn what a collective raises when another rank is gone into a sentence and its exit code."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's own errors are RuntimeErrors too
+        gone = ("Connection closed by peer", "Connection reset by peer", "timed out", "Timed out waiting")
+        if dist.get_world_size() > 1 and any(sign in str(error) for sign in gone):
+            raise LostPeerError(f"rank {dist.get_rank()} lost another rank: {error}") from error
+        raise

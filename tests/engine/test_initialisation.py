@@ -1,0 +1,58 @@
+import pytest
+import torch
+from torch import nn
+
+from forge_core.engine.initialisation import canonical_name, initialise
+from forge_core.errors import PluginError
+
+
+class Small(nn.Module):
+    def __init__(self, order=1):
+        super().__init__()
+        self.a = nn.Linear(3, 5)
+        self.b = nn.Linear(5, 2, bias=False)
+        self.register_buffer("scale", torch.empty(4), persistent=False)
+        self.order = order
+
+    def init_weights(self, rng):
+        tensors = [*self.named_parameters(), *self.named_buffers()][:: self.order]
+        for name, tensor in tensors:
+            rng.fill(name, tensor, lambda full, generator: full.normal_(generator=generator))
+
+
+def test_values_depend_on_seed_and_name_and_not_on_order():
+    one, other, reseeded = Small(), Small(order=-1), Small()
+    initialise(one, 1)
+    initialise(other, 1)
+    initialise(reseeded, 2)
+
+    for (name, tensor), again, different in zip(
+        one.state_dict().items(), other.state_dict().values(), reseeded.state_dict().values(), strict=True
+    ):
+        assert torch.equal(tensor, again), name
+        assert not torch.equal(tensor, different), name
+    assert not torch.equal(one.a.weight.flatten()[:5], one.b.weight.flatten()[:5])
+
+
+def test_a_forgotten_tensor_is_refused_by_name():
+    class Forgetful(Small):
+        def init_weights(self, rng):
+            for name, tensor in self.named_parameters():
+                rng.fill(name, tensor, lambda full, generator: full.zero_())
+
+    with pytest.raises(PluginError, match=r"Forgetful.init_weights leaves scale uninitialised"):
+        initialise(Forgetful(), 1)
+
+
+def test_a_name_that_is_not_in_the_model_is_refused():
+    class Misnaming(Small):
+        def init_weights(self, rng):
+            super().init_weights(rng)
+            rng.fill("a.wieght", self.a.weight, lambda full, generator: full.zero_())
+
+    with pytest.raises(PluginError, match=r"fills unknown a\.wieght"):
+        initialise(Misnaming(), 1)
+
+
+def test_names_are_those_of_the_model_as_it_was_built():
+    assert canonical_name("blocks.0._orig_mod.a._checkpoint_wrapped_module.weight") == "blocks.0.a.weight"
