@@ -49,9 +49,18 @@ class RunDirectory:
 
         Lines of ``metrics.jsonl`` about later steps belong to work that was lost with the process that did it; they are
         taken out, so that the file tells one history.
+
+        Raises:
+            ConfigError: the directory cannot be written to after all.
         """
         if not self._writes:
             return
+        try:
+            self._open(job, environment, resumed_step)
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot write {error.filename or self.path}: {error.strerror}") from error
+
+    def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         _write(self.path / "job.toml", dump_job(job))
         _write(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")

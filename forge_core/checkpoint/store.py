@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,10 @@ class Checkpoint:
         if problems:
             shown = "\n  ".join(problems[:20])
             raise ConfigError(f"{self.path} does not fit this model:\n  {shown}")
-        load(dict(tensors), storage_reader=FileSystemReader(self.path), no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            # one process without a group, as for sampling, is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(tensors), storage_reader=FileSystemReader(self.path), no_dist=not dist.is_initialized())
 
 
 class CheckpointStore:

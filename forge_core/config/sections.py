@@ -48,8 +48,10 @@ class TrainSection:
     seed: int = attrs.field(default=42, validator=ge(0))
     """Decides the initial weights, and the order of the data unless ``data_seed`` does."""
     data_seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(ge(0)))
+    """Decides the order of the data; by default ``seed``."""
     precision: Precision = "bf16"
-    """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: everything in bf16."""
+    """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: everything in
+    bf16."""
 
 
 @attrs.frozen(kw_only=True)

@@ -82,6 +82,7 @@ class _Prepared:
     mesh: Mesh
     passes: Sequence[Use]
     source: DataSource
+    loader: BatchLoader
     validation: DataSource | None
     vocab_size: int
     schedule: Schedule
@@ -107,12 +108,6 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
     mesh = build_mesh(job, device)
     build = ComponentBuilder(catalog)
     source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
-    needed = job.train.batch_size * (job.train.grad_accumulation or 1) * mesh.dp_size
-    if len(source) < needed:
-        raise ConfigError(
-            f"data: {len(source)} samples of {job.train.seq_len} tokens are fewer than the {needed} of one step; "
-            "add data, or lower train.batch_size, train.grad_accumulation or train.seq_len"
-        )
     directory = RunDirectory(job, writes=mesh.rank == 0)
     directory.refuse_if_unwritable()
     console = Console(speaks=mesh.rank == 0, record=directory.write_log)
@@ -128,6 +123,7 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
         mesh=mesh,
         passes=sort_passes(job, catalog),
         source=source,
+        loader=_loader(job, source, mesh, device, checkpoint),
         validation=_validation_source(job, build) if job.eval.interval else None,
         vocab_size=choose_vocab_size(job, source),
         schedule=build(job.scheduler, total_steps=job.train.steps),
@@ -136,6 +132,24 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
         store=store,
         checkpoint=checkpoint,
         console=console,
+    )
+
+
+def _loader(
+    job: Job, source: DataSource, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None
+) -> BatchLoader:
+    train, config = job.train, job.data.config
+    seed = train.seed if train.data_seed is None else train.data_seed
+    return BatchLoader(
+        SampleStream(source, seed=seed, shuffle=config.shuffle),
+        position=checkpoint.state()["position"] if checkpoint else 0,
+        batch_size=train.batch_size,
+        grad_accumulation=train.grad_accumulation or 1,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        pin_memory=device.type == "cuda",
     )
 
 
@@ -184,10 +198,10 @@ def _describe(prepared: _Prepared, built: _Built) -> None:
 
 def _train(prepared: _Prepared, built: _Built) -> ExitCode:
     job, mesh, checkpoint = prepared.job, prepared.mesh, prepared.checkpoint
-    state = _restore(prepared, built)
+    _restore(prepared, built)
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
-    prepared.directory.open(job, environment, checkpoint.step if checkpoint else 0)
+    _on_all_ranks(lambda: prepared.directory.open(job, environment, checkpoint.step if checkpoint else 0))
     if mesh.rank == 0:
         prepared.store.remove_unfinished()
     _announce(prepared, built)
@@ -206,7 +220,7 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         log=prepared.console.line,
     )
     lifecycle = Lifecycle([("progress", prepared.console), *prepared.callbacks])
-    loader = _loader(prepared, int(state.get("position", 0)))
+    loader = prepared.loader
     trackers = Trackers(prepared.build, job, prepared.directory.path, prepared.console.line, active=mesh.rank == 0)
 
     def record(values: Mapping[str, float]) -> None:
@@ -257,10 +271,10 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         prepared.directory.close()
 
 
-def _restore(prepared: _Prepared, built: _Built) -> dict[str, Any]:
-    """Fill model, optimizer and callbacks from the checkpoint; returns its state, empty for a fresh run."""
+def _restore(prepared: _Prepared, built: _Built) -> None:
+    """Fill model, optimizer and callbacks from the checkpoint, if there is one."""
     if prepared.checkpoint is None:
-        return {}
+        return
     state = prepared.checkpoint.state()
     names = named_parameters(built.model)
     tensors = model_tensors(built.model)
@@ -271,7 +285,6 @@ def _restore(prepared: _Prepared, built: _Built) -> dict[str, Any]:
     prepared.checkpoint.load(tensors)
     for namespace in load_callback_state(prepared.callbacks, state["callbacks"]):
         prepared.console.line(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
-    return state
 
 
 def _announce(prepared: _Prepared, built: _Built) -> None:
@@ -283,22 +296,6 @@ def _announce(prepared: _Prepared, built: _Built) -> None:
     prepared.console.line(
         f"{job.run.name}: {start}; {parameters:,} parameters, {job.train.precision} on {prepared.device.type}, {mesh}; "
         f"{job.train.steps} steps; files in {prepared.directory.path}"
-    )
-
-
-def _loader(prepared: _Prepared, position: int) -> BatchLoader:
-    train, config = prepared.job.train, prepared.job.data.config
-    seed = train.seed if train.data_seed is None else train.data_seed
-    return BatchLoader(
-        SampleStream(prepared.source, seed=seed, shuffle=config.shuffle),
-        position=position,
-        batch_size=train.batch_size,
-        grad_accumulation=train.grad_accumulation or 1,
-        dp_rank=prepared.mesh.dp_rank,
-        dp_size=prepared.mesh.dp_size,
-        workers=config.workers,
-        prefetch=config.prefetch,
-        pin_memory=prepared.device.type == "cuda",
     )
 
 
@@ -348,9 +345,9 @@ def _on_all_ranks(work: Callable[[], T]) -> T:
         ForgeError: on the first rank, with what each rank had to say; on the others with an empty message.
     """
     error: ForgeError | None = None
-    result: T | None = None
+    done: list[T] = []
     try:
-        result = work()
+        done.append(work())
     except ForgeError as caught:
         error = caught
     if dist.get_world_size() > 1:
@@ -363,8 +360,7 @@ def _on_all_ranks(work: Callable[[], T]) -> T:
             raise joined from error
     if error is not None:
         raise error
-    assert result is not None
-    return result
+    return done[0]
 
 
 def _joined(said: Sequence[tuple[int, str]]) -> str:

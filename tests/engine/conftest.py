@@ -34,7 +34,11 @@ def run_ranks() -> Callable[..., list[str]]:
         finally:
             for rank in ranks:
                 rank.kill()
-        errors = [f"[rank {i}] {err[-3000:]}" for i, (rank, (_, err)) in enumerate(zip(ranks, said, strict=True)) if rank.returncode]
+        errors = [
+            f"[rank {i}] {err[-3000:]}"
+            for i, (rank, (_, err)) in enumerate(zip(ranks, said, strict=True))
+            if rank.returncode
+        ]
         assert not errors, "\n".join(errors)
         return [out for out, _ in said]
 

@@ -1,1 +1,1 @@
-"""Forge's standard library."""
+"""Forge's standard optimizers, learning-rate schedules and losses."""

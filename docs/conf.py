@@ -1,0 +1,46 @@
+"""Sphinx configuration: ``sphinx-build -W --keep-going -q -b html docs docs/_build/html``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import forge_core
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from generate_reference import write_reference  # noqa: E402  # it lies beside this file
+
+write_reference(HERE / "generated")
+
+project = "Forge"
+author = "the Forge developers"
+version = release = forge_core.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown"}
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "undoc-members": True}
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = f"Forge {release}"
+
+
+def without_constructors_of_protocols(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """Nobody constructs a protocol, and what Python makes up as its signature would only puzzle."""
+    return ("", None) if what == "class" and getattr(obj, "_is_protocol", False) else None
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", without_constructors_of_protocols)

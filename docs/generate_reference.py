@@ -1,0 +1,184 @@
+"""Writes the pages that are made of data: the configuration reference and the table of passes.
+
+``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Nothing
+heavy is imported: config classes are free of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import attrs
+
+from forge_core.catalog import Catalog, Provided
+from forge_core.component import PHASES, PassComponent, Slot
+from forge_core.config.field_docs import field_docs, type_words
+from forge_core.config.limits import schema_limits
+from forge_core.config.sections import Job
+from forge_core.discovery import discover
+from forge_core.imports import load_reference
+
+
+def write_reference(folder: Path) -> None:
+    """Write ``config-reference.md`` and ``passes.md`` for what is installed. Unchanged files are left alone."""
+    catalog = discover()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in {"config-reference.md": config_reference(catalog), "passes.md": pass_tables(catalog)}.items():
+        page, text = folder / name, "\n".join(lines) + "\n"
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            page.write_text(text, encoding="utf-8")
+
+
+def config_reference(catalog: Catalog) -> Iterator[str]:
+    """Every key of every section, and of every installed component."""
+    yield "# Configuration reference"
+    yield ""
+    yield "Generated from the configuration classes of `forge_core` and of the installed plugins. What a key means is the"
+    yield "docstring under its field; `forge plugins show KIND NAME` prints the same for whatever else you install."
+    yield ""
+    yield "## Sections"
+    yield ""
+    for field in attrs.fields(attrs.resolve_types(Job, include_extras=True)):
+        yield from _section(field, catalog)
+    yield "## Components"
+    yield ""
+    for kind in catalog.kinds:
+        components = catalog.components(kind)
+        if components:
+            yield f"### Kind: {kind.replace('_', ' ')}"
+            yield ""
+        for provided in components:
+            yield from _component(kind, provided)
+
+
+def pass_tables(catalog: Catalog) -> Iterator[str]:
+    """The installed passes in the order in which they are applied, and which of them exclude each other."""
+    passes = [one.component for one in catalog.components("parallel_pass")]
+    passes = sorted((one for one in passes if isinstance(one, PassComponent)), key=lambda one: PHASES.index(one.phase))
+    yield "# Table of passes"
+    yield ""
+    yield "Generated from what the installed passes declare. Phases are applied in this order: "
+    yield " → ".join(f"**{phase}**" for phase in PHASES) + "."
+    yield ""
+    yield "| pass | phase | what it does | serves | after | before | needs |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in passes:
+        lists = (one.serves, one.after, one.before, one.needs)
+        cells = (f"`{one.name}`", one.phase, one.summary, *(", ".join(f"`{name}`" for name in names) for names in lists))
+        yield _row(cells)
+    yield ""
+    yield "## Conflicts"
+    yield ""
+    conflicts = [(one.name, conflict.other, conflict.reason) for one in passes for conflict in one.conflicts]
+    if not conflicts:
+        yield "No installed pass excludes another one."
+        return
+    yield "| pass | cannot be combined with | because |"
+    yield "|---|---|---|"
+    yield from (_row((f"`{name}`", f"`{other}`", reason)) for name, other, reason in conflicts)
+
+
+def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
+    slot, is_array = _slot(field.type), get_origin(field.type) is tuple
+    yield f"### `[[{field.name}]]`" if is_array else f"### `[{field.name}]`"
+    yield ""
+    if slot is None:
+        yield from _class_page(field.type)
+        return
+    chosen = f"A component of the kind `{slot.kind}`, chosen by the key `name`; its other keys are the component's own."
+    yield chosen if slot.default is None else f"{chosen} Without this section: `{slot.default}`."
+    names = [f"`{one.component.name}`" for one in catalog.components(slot.kind)]
+    installed = f"Installed: {', '.join(names)}, [see there](#kind-{slot.kind.replace('_', '-')})."
+    yield installed if names else "None is installed."
+    yield ""
+
+
+def _component(kind: str, provided: Provided) -> Iterator[str]:
+    component, plugin = provided.component, provided.plugin
+    cls = load_reference(component.config, what=f"the config class of '{component.name}'", owner=plugin.distribution)
+    yield f"#### {kind} `{component.name}`"
+    yield ""
+    summary = component.summary[:1].upper() + component.summary[1:]
+    yield f"{summary}. From {plugin.distribution}, built by `{component.factory}`."
+    yield ""
+    yield from _class_page(cls)
+
+
+def _class_page(cls: type) -> Iterator[str]:
+    """The docstring and keys of a config class, then those of the classes of its fields."""
+    yield _plain((cls.__doc__ or "").strip())
+    yield ""
+    attrs.resolve_types(cls, include_extras=True)
+    fields = [field for field in attrs.fields(cls) if field.init]
+    if not fields:
+        return
+    docs = field_docs(cls)
+    yield "| key | type | default | |"
+    yield "|---|---|---|---|"
+    for field in fields:
+        kind = ", ".join([type_words(field.type), *_limits(schema_limits(field.validator))])
+        yield _row((f"`{field.name}`", kind, _default(field), _plain(docs.get(field.name, ""))))
+    yield ""
+    for field in fields:
+        for inner in _config_classes(field.type):
+            yield f"**Keys of `{field.name}`.**"
+            yield from _class_page(inner)
+
+
+def _slot(annotation: Any) -> Slot | None:
+    """The slot of a field, also of an array of choices."""
+    if get_origin(annotation) is Annotated:
+        return next((extra for extra in get_args(annotation)[1:] if isinstance(extra, Slot)), None)
+    return next(filter(None, map(_slot, get_args(annotation))), None)
+
+
+def _config_classes(annotation: Any) -> Iterator[type]:
+    """The config classes in an annotation that are tables of their own, not choices of a component."""
+    if get_origin(annotation) is Annotated:
+        return
+    if isinstance(annotation, type) and attrs.has(annotation):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _config_classes(argument)
+
+
+def _limits(schema: Mapping[str, Any]) -> Iterable[str]:
+    """What the validators allow, in signs."""
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    if "anyOf" in schema:
+        return [" or ".join(word for one in schema["anyOf"] for word in _limits(one))]
+    if "enum" in schema:
+        return [" or ".join(f"`{json.dumps(choice)}`" for choice in schema["enum"])]
+    if "items" in schema:
+        return ["each " + " and ".join(_limits(schema["items"]))]
+    return [f"{signs[key]} {limit}" for key, limit in schema.items() if key in signs]
+
+
+def _default(field: attrs.Attribute[Any]) -> str:
+    """The default as one would write it in TOML."""
+    default: Any = field.default
+    if default is attrs.NOTHING:
+        slot = _slot(field.type)
+        return "**required**" if slot is None or slot.default is None else f'`"{slot.default}"`'
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]  # a class, which attrs' stubs call a function
+        default = default.factory()
+    if default is None:
+        return "–"
+    return f"`{json.dumps(default, default=str, ensure_ascii=False)}`"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _plain(docstring: str) -> str:
+    """Double backticks mean the same in Markdown as in reStructuredText."""
+    return " ".join(docstring.split())
+
+
+if __name__ == "__main__":
+    write_reference(Path(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""Builds the components that a job chooses: where names have become import paths, and import paths become objects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from forge_core.catalog import Catalog, kind_words
+from forge_core.component import Slot, Use
+from forge_core.config.converter import structure
+from forge_core.config.problems import ConfigProblems, InvalidError
+from forge_core.imports import load_reference
+
+
+class ComponentBuilder:
+    """The ``Builder`` of the contract, over what is installed."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def __call__(self, use: Use, /, **given: Any) -> Any:
+        what = f"the factory of {kind_words(use.kind)} '{use.name}'"
+        factory = load_reference(use.factory, what=what, owner=use.provider)
+        if "build" not in given and _takes_builder(factory):
+            given["build"] = self
+        return factory(use.config, **given)
+
+    def resolve(self, kind: str, table: str | Mapping[str, Any]) -> Use:
+        try:
+            # For mypy an Annotated is not a type; the converter knows what to do with it.
+            return structure(table, Annotated[Use, Slot(kind)], self._catalog)  # type: ignore[arg-type]
+        except InvalidError as error:
+            raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
+
+
+def _takes_builder(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # some callables written in C do not say
+        return False
+    return any(parameter.name == "build" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

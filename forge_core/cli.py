@@ -1,0 +1,205 @@
+"""The command line: which commands there are, and how an error ends.
+
+Nothing is imported for a command but the command itself: ``forge --help`` shows what descriptions say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_core import __version__
+from forge_core.commands import CORE_COMMANDS
+from forge_core.component import Command
+from forge_core.errors import ConfigError, ExitCode, ForgeError, PluginError
+
+if TYPE_CHECKING:
+    from forge_core.catalog import Catalog
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, where a command does not handle it: 128 + SIGINT, as shells have it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``forge`` with these arguments (by default the process') and return its exit code.
+
+    A command's own exit code is the integer that it returns, or that it gives to ``click.Context.exit``.
+    """
+    arguments, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = forge.main(arguments, prog_name="forge", standalone_mode=False, obj=Invocation(debug=debug))
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort as error:  # this is how click passes on Ctrl-C, and the end of an input it was asking for
+        if isinstance(error.__cause__, EOFError):
+            return _report(error.__cause__, debug)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback only for those who ask for it
+        return _report(error, debug)
+    return int(result) if isinstance(result, int) else ExitCode.COMPLETED
+
+
+class Invocation:
+    """What the global options say. Commands find it as ``ctx.obj`` (``@click.pass_obj``)."""
+
+    def __init__(self, *, debug: bool = False) -> None:
+        self.debug = debug
+        """Whether tracebacks are wanted."""
+        self.disabled: tuple[str, ...] = ()
+        """Distributions named by ``--disable-plugin``."""
+        self._catalogs: dict[frozenset[str], Catalog] = {}
+
+    def catalog(self, disable: Collection[str] = ()) -> Catalog:
+        """What is installed, without the disabled distributions: those of the command line, and ``disable``.
+
+        Raises:
+            ConfigError: the command line disables a distribution that is not there.
+        """
+        from forge_core.announcements import canonical_distribution
+        from forge_core.discovery import discover
+
+        wanted = frozenset(canonical_distribution(name) for name in (*self.disabled, *disable))
+        if wanted not in self._catalogs:
+            self._catalogs[wanted] = discover(wanted)
+        catalog = self._catalogs[wanted]
+        installed = {plugin.distribution for plugin in catalog.plugins}
+        for name in self.disabled:
+            if canonical_distribution(name) not in installed:
+                from forge_core.not_found import did_you_mean
+
+                near = did_you_mean(canonical_distribution(name), installed)
+                raise ConfigError(f"--disable-plugin {name}: no plugin of that name is installed.{near}")
+        return catalog
+
+
+class ForgeGroup(click.Group):
+    """The core's commands and those of plugins, each imported when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        core = [command.name for command in CORE_COMMANDS]
+        return [*core, *sorted(_invocation(ctx).catalog().commands)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for command in CORE_COMMANDS:
+            if command.name == cmd_name:
+                return _load(command, "forge-core")
+        found = _invocation(ctx).catalog().command(cmd_name)
+        return _load(found[0], found[1].distribution) if found else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        from forge_core.not_found import why_no_command
+
+        core = [command.name for command in CORE_COMMANDS]
+        raise click.UsageError(why_no_command(_invocation(ctx).catalog(), name, core), ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        catalog = _invocation(ctx).catalog()
+        with formatter.section("Commands"):
+            formatter.write_dl([(command.name, command.summary) for command in CORE_COMMANDS])
+        rows = [
+            (name, f"{command.summary}  [{plugin.distribution}]")
+            for name, (command, plugin) in catalog.commands.items()
+        ]
+        if rows:
+            with formatter.section("Commands of plugins"):
+                formatter.write_dl(sorted(rows))
+        for conflict in catalog.conflicts():
+            if conflict.kind == "command":
+                formatter.write_text(f"conflict: {conflict}")
+
+
+def _disable(ctx: click.Context, _: click.Parameter, distributions: tuple[str, ...]) -> None:
+    _invocation(ctx).disabled = distributions
+
+
+def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
+
+    try:
+        torch = f"torch {version('torch')}"  # its metadata: importing it takes a second
+    except PackageNotFoundError:
+        torch = "no torch"
+    api = f"plugin API {ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
+    click.echo(f"forge-core {__version__} ({api}), Python {sys.version.split()[0]}, {torch}")
+    plugins = [f"{plugin.distribution}-{plugin.version}" for plugin in _invocation(ctx).catalog().plugins]
+    click.echo(f"plugins: {', '.join(plugins) or 'none'}")
+    ctx.exit()
+
+
+@click.group(cls=ForgeGroup, no_args_is_help=True)
+# Taken out of the arguments before click sees them, so that it may stand anywhere; here for the help only.
+@click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks. May stand after the command, too.")
+@click.option(
+    "--disable-plugin",
+    metavar="DIST",
+    multiple=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_disable,
+    help="Do not import this plugin. May be repeated.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Show the versions of Forge, Python, torch and every plugin.",
+)
+def forge() -> None:
+    """Forge trains foundation models from TOML files and plugins.
+
+    forge COMMAND --help says more about a command.
+    """
+
+
+def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Remove ``--debug`` from the arguments, wherever it stands before ``--``."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    ours = [argument for argument in arguments[:end] if argument != "--debug"]
+    return [*ours, *arguments[end:]], len(ours) < end
+
+
+def _load(command: Command, owner: str) -> click.Command:
+    from forge_core.imports import load_reference
+
+    loaded = load_reference(command.run, what=f"the command '{command.name}'", owner=owner)
+    if not isinstance(loaded, click.Command):
+        raise PluginError(
+            f"{owner}: the command '{command.name}' ({command.run}) must be a click.Command, not "
+            f"{type(loaded).__name__}. This is a bug in {owner}."
+        )
+    return loaded
+
+
+def _invocation(ctx: click.Context) -> Invocation:
+    invocation = ctx.find_object(Invocation)
+    assert invocation is not None, "main() passes it"
+    return invocation
+
+
+def _report(error: BaseException, debug: bool) -> int:
+    if debug:
+        from traceback import format_exception
+
+        click.echo("".join(format_exception(error)), err=True, nl=False)
+    expected = isinstance(error, ForgeError)
+    message = str(error) if expected else f"{type(error).__name__}: {error}"
+    click.echo(f"error: {message}", err=True)
+    for note in getattr(error, "__notes__", ()):
+        click.echo(note, err=True)
+    if not expected and not debug:
+        click.echo("re-run with --debug for the traceback; it is a bug in Forge or in a plugin", err=True)
+    return error.exit_code if isinstance(error, ForgeError) else ExitCode.UNEXPECTED

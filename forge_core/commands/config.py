@@ -1,0 +1,73 @@
+"""``forge config``: what a configuration resolves to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from forge_core.commands.validate import options_of
+from forge_core.config.describe import literal
+from forge_core.config.diff import Difference, differences
+from forge_core.config.job import dump_job, job_table, load_job
+from forge_core.config.sections import Job
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", required=False, type=click.UNPROCESSED)
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Resolve the job for this number of ranks.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of what may stand in a file, for editors.")
+@click.option(
+    "--diff",
+    nargs=2,
+    metavar="A B",
+    type=click.Path(path_type=Path),
+    help="Print how the resolved job of B differs from that of A: ~ changed, + added, - removed.",
+)
+@click.pass_context
+def config(
+    ctx: click.Context,
+    config: str | None,
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    schema: bool,
+    diff: tuple[Path, Path] | None,
+) -> None:
+    """Print the job in CONFIG with every default, and every component by its qualified name, as TOML.
+
+    OVERRIDES are --section.key=value, section.key=value or --section.key value. With --diff they apply to both files.
+    """
+
+    def resolved(path: Path, settings: tuple[str, ...]) -> Job:
+        return load_job(path, settings, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
+
+    if schema:
+        _print_schema(ctx, config)
+    elif diff is not None:
+        settings = overrides if config is None else (config, *overrides)
+        old, new = (job_table(resolved(path, settings)) for path in diff)
+        changes = differences(old, new)
+        click.echo("\n".join(map(_line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
+    elif config is None:
+        raise click.UsageError("Missing argument 'CONFIG'.", ctx)
+    else:
+        click.echo(dump_job(resolved(Path(config), overrides)), nl=False)
+
+
+def _print_schema(ctx: click.Context, config: str | None) -> None:
+    import json
+
+    from forge_core.config.schema import job_schema
+
+    if config is not None:
+        raise click.UsageError(f"--schema is about every configuration and takes no file or setting, got {config}", ctx)
+    click.echo(json.dumps(job_schema(ctx.obj.catalog()), indent=2, ensure_ascii=False))
+
+
+def _line(change: Difference) -> str:
+    if change.old is None:
+        return f"+ {change.key}: {literal(change.new)}"
+    if change.new is None:
+        return f"- {change.key}: {literal(change.old)}"
+    return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"

@@ -1,0 +1,180 @@
+"""``forge plugins``: what is installed, what is broken and why; ``forge plugins show``: one component's keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import click
+
+from forge_core import __version__
+from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
+from forge_core.catalog import Catalog, Plugin, Provided, is_importable
+from forge_core.cli import Invocation
+
+
+@click.group(invoke_without_command=True)
+@click.option("--kind", metavar="KIND", help="List the components of this kind instead, with their summaries.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
+    """List the installed plugins, what they provide, and what is wrong with those that did not load.
+
+    The exit code is 1 if any plugin is broken or incompatible. --debug adds the tracebacks.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    invocation: Invocation = ctx.obj
+    catalog = invocation.catalog()
+    if kind is not None:
+        components = catalog.components(kind)
+        click.echo(_json([_component(kind, one) for one in components]) if as_json else _kind_table(components))
+    elif as_json:
+        click.echo(_json(_everything(catalog)))
+    else:
+        click.echo(_plugin_table(catalog, debug=invocation.debug))
+    ctx.exit(any(plugin.status in ("broken", "incompatible") for plugin in catalog.plugins))
+
+
+@plugins.command()
+@click.argument("kind")
+@click.argument("name")
+@click.pass_obj
+def show(invocation: Invocation, kind: str, name: str) -> None:
+    """Show the component NAME of KIND: who provides it, and the keys of its table in a configuration."""
+    from forge_core.imports import load_reference
+
+    provided = invocation.catalog().find(kind, name)
+    component, plugin = provided.component, provided.plugin
+    config = load_reference(
+        component.config, what=f"the config class of {kind} '{component.name}'", owner=plugin.distribution
+    )
+    click.echo(f"{kind} {component.name}: {component.summary}")
+    click.echo(f"provided by {plugin}, built by {component.factory}")
+    if component.aliases:
+        click.echo(f"also called {', '.join(component.aliases)}")
+    if component.deprecated:
+        click.echo(provided.deprecation)
+    for module in component.modules:
+        click.echo(f"needs the module {module}{'' if is_importable(module) else ', which is not installed'}")
+    click.echo()
+    click.echo(_key_table(config))
+
+
+def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
+    if not catalog.plugins:
+        return "no plugins are installed"
+    header = ("PLUGIN", "VERSION", "STATUS", "IMPORT", "PROVIDES")
+    rows = [
+        (
+            plugin.distribution,
+            plugin.version,
+            plugin.status,
+            f"{plugin.import_seconds * 1e3:.1f}ms",
+            ", ".join(_provides(plugin)) or "-",
+        )
+        for plugin in catalog.plugins
+    ]
+    first, *lines = _aligned([header, *rows], right=3)
+    indent = " " * first.index("VERSION")
+    text = [first]
+    for plugin, line in zip(catalog.plugins, lines, strict=True):
+        text.append(line)
+        if plugin.reason:
+            text.append(f"{indent}└ {plugin.reason}")
+        if debug and plugin.traceback:
+            text += [f"{indent}  {trace}" for trace in plugin.traceback.splitlines()]
+    for plugin in catalog.plugins:
+        if plugin.heavy:
+            libraries = ", ".join(plugin.heavy)
+            text.append(
+                f"warning: importing {plugin.distribution} also imports {libraries}: every forge command waits for it"
+            )
+    text += [f"conflict: {conflict}" for conflict in catalog.conflicts()]
+    return "\n".join(text)
+
+
+def _kind_table(components: Sequence[Provided]) -> str:
+    if not components:
+        return "none is installed"
+    rows = [(one.component.name, str(one.plugin), one.component.summary) for one in components]
+    return "\n".join(_aligned([("NAME", "PLUGIN", "SUMMARY"), *rows]))
+
+
+def _key_table(config: type) -> str:
+    from forge_core.config.field_docs import field_docs, type_words
+
+    attrs.resolve_types(config, include_extras=True)
+    fields = attrs.fields(config)
+    if not fields:
+        return "it has no keys"
+    docs = field_docs(config)
+    rows = [
+        (field.name, type_words(field.type), _default(field), " ".join(docs.get(field.name, "").split()))
+        for field in fields
+    ]
+    return "\n".join(_aligned([("KEY", "TYPE", "DEFAULT", ""), *rows]))
+
+
+def _default(field: attrs.Attribute[Any]) -> str:
+    """The default as one would write it in TOML."""
+    default = field.default
+    if default is attrs.NOTHING:
+        return "required"
+    if default is not None and hasattr(default, "takes_self"):  # an attrs.Factory
+        if default.takes_self:
+            return "follows from others"
+        default = default.factory()
+    if default is None:
+        return "-"
+    return "{}" if attrs.has(type(default)) else json.dumps(default, default=str)
+
+
+def _provides(plugin: Plugin) -> list[str]:
+    return [
+        *(f"{kind}:{component.name}" for kind, component in plugin.components),
+        *(f"command:{command.name}" for command in plugin.commands),
+        *(f"kind:{kind.name}" for kind in plugin.kinds),
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
+    """Rows as lines, columns two spaces apart; the column ``right`` is flush right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index == right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _everything(catalog: Catalog) -> dict[str, Any]:
+    return {
+        "core": __version__,
+        "api": f"{ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}",
+        "plugins": [
+            {
+                **attrs.asdict(plugin, recurse=False),
+                "components": [_component(kind, Provided(one, plugin)) for kind, one in plugin.components],
+                "commands": [attrs.asdict(command) for command in plugin.commands],
+                "kinds": [
+                    {key: value for key, value in attrs.asdict(kind).items() if key != "descriptor"}
+                    for kind in plugin.kinds
+                ],
+            }
+            for plugin in catalog.plugins
+        ],
+        "conflicts": [attrs.asdict(conflict) for conflict in catalog.conflicts()],
+    }
+
+
+def _component(kind: str, provided: Provided) -> dict[str, Any]:
+    return {"kind": kind, "provider": provided.plugin.distribution, **attrs.asdict(provided.component)}

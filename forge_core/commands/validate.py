@@ -1,0 +1,47 @@
+"""``forge validate``: everything that can be known before a run, without torch, data or a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from forge_core.config.job import deprecations, load_job
+from forge_core.config.sections import Job
+from forge_core.passes import sort_passes
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Check the job for this number of ranks.")
+@click.pass_context
+def validate(ctx: click.Context, config: Path, overrides: tuple[str, ...], world_size: int | None) -> None:
+    """Check the job in CONFIG and report every problem at once, each with the file and line.
+
+    OVERRIDES are --section.key=value, section.key=value or --section.key value.
+
+    Exit codes: 0 valid, 2 not.
+    """
+    job = load_job(config, overrides, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
+    catalog = ctx.obj.catalog(job.plugins.disable)
+    for line in deprecations(job, catalog):
+        click.echo(f"note: {line}", err=True)
+    passes = [use.name for use in sort_passes(job, catalog)]
+    click.echo(f"{config} is valid: {summary(job, world_size)}; passes: {', '.join(passes) or 'none'}")
+
+
+def options_of(command: click.Command) -> list[str]:
+    """The long options of a command, for the hint about a misspelt one."""
+    return [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+
+
+def summary(job: Job, world_size: int | None) -> str:
+    """What will be trained, in half a line."""
+    train = job.train
+    chosen = f"{job.model.name} on {job.data.name}, {job.optimizer.name} with {job.scheduler.name}"
+    if world_size is None:
+        size = f"{train.batch_size} × {train.seq_len} tokens a microbatch and data-parallel rank"
+    else:
+        size = f"{train.global_batch_size} × {train.seq_len} tokens on {world_size} rank{'s' * (world_size > 1)}"
+    return f"{chosen}; {train.steps} steps of {size}"

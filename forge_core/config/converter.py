@@ -1,0 +1,387 @@
+"""Plain data to typed configuration. Nothing is guessed, nothing is dropped, and everything that is wrong is reported.
+
+cattrs chooses a hook by type; the hooks are ours, since its own turn ``"false"`` into ``True`` and ``1.5`` into ``1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import attrs
+from cattrs import Converter
+
+from forge_core.catalog import Catalog, Provided, kind_words
+from forge_core.component import Slot, Use
+from forge_core.config.describe import describe, one_of
+from forge_core.config.limits import violations
+from forge_core.config.problems import InvalidError, Problem, nearest
+from forge_core.errors import ConfigError, PluginError
+from forge_core.imports import load_reference
+
+T = TypeVar("T")
+Hook = Callable[[Any, Any], Any]
+
+EXPECTED_STRING = "expected a string"
+"""How the sentence about a value that should have been quoted begins; the command line has a remedy of its own."""
+
+
+def structure(value: Any, cls: type[T], catalog: Catalog) -> T:
+    """``value``, plain data as ``tomllib`` gives it, as an instance of ``cls``.
+
+    Fields may be bool, int, float, str, ``Path``, ``Literal``, ``Enum``, arrays (tuple, list, frozenset, set), tables
+    with free keys (``Mapping``), attrs classes, choices of a component (``Slot``), unions of these, and ``Any``.
+
+    Raises:
+        InvalidError: with every problem there is, except that the validators of a table wait for its types.
+    """
+    converted: T = _structure(value, cls, strict_converter(catalog))
+    return converted
+
+
+def strict_converter(catalog: Catalog) -> Converter:
+    """The converter that finds components in ``catalog``."""
+    converter = Converter()
+    for cls, hook in ((bool, _bool), (int, _int), (float, _float), (str, _str), (Path, _path)):
+        converter.register_structure_hook(cls, hook)
+    # cattrs asks the predicates in the reverse order, and all of them before its own.
+    converter.register_structure_hook_factory(_is_array, lambda cls: _array_hook(cls, converter))
+    converter.register_structure_hook_factory(_is_mapping, lambda cls: _mapping_hook(cls, converter, catalog))
+    converter.register_structure_hook_factory(_is_union, lambda cls: _union_hook(cls, converter))
+    converter.register_structure_hook_factory(
+        _is_literal, lambda cls: _choice_hook({one: one for one in get_args(cls)})
+    )
+    converter.register_structure_hook_factory(_is_table, lambda cls: _table_hook(cls, converter, catalog))
+    converter.register_structure_hook_factory(
+        lambda cls: slot_of(cls) is not None, lambda cls: _component_hook(cls, converter, catalog)
+    )
+    return converter
+
+
+def slot_of(annotation: Any) -> Slot | None:
+    """The ``Slot`` of ``Annotated[Use, Slot("router")]``, if that is what the annotation is."""
+    return next((extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, Slot)), None)
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether ``None`` is allowed, as in ``Annotated[Use | None, Slot("router")]``."""
+    if slot_of(annotation) is not None:
+        annotation = get_args(annotation)[0]
+    return _is_union(annotation) and NoneType in get_args(annotation)
+
+
+def _structure(value: Any, cls: Any, converter: Converter) -> Any:
+    if isinstance(cls, type) and issubclass(cls, Enum):  # before cattrs, which takes a StrEnum for a string
+        return _choice_hook({member.value: member for member in cls})(value, cls)
+    return converter.structure(value, cls)
+
+
+def _bool(value: Any, _: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = value.lower() if isinstance(value, str) else ""
+    hint = f" (write {word} without quotes)" if word in ("true", "false") else ""
+    raise InvalidError.because(f"expected true or false, got {describe(value)}{hint}")
+
+
+def _int(value: Any, _: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    hint = f" (write {int(value)})" if isinstance(value, float) and value.is_integer() else ""
+    raise InvalidError.because(f"expected an integer, got {describe(value)}{hint}")
+
+
+def _float(value: Any, _: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidError.because(f"expected a number, got {describe(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidError.because(f"expected a finite number, got {describe(value)}")
+    return number
+
+
+def _str(value: Any, _: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidError.because(f"{EXPECTED_STRING}, got {describe(value)}")
+
+
+def _path(value: Any, _: Any) -> Path:
+    """The text as written: ``~`` is expanded where the path is used, so that a resolved job is not one machine's."""
+    if not isinstance(value, str):
+        raise InvalidError.because(f"{EXPECTED_STRING} (a path), got {describe(value)}")
+    if not value:
+        raise InvalidError.because("expected a path, got the empty string")
+    return Path(value)
+
+
+def _is_literal(cls: Any) -> bool:
+    origin: Any = get_origin(cls)
+    return origin is Literal
+
+
+def _choice_hook(choices: Mapping[Any, Any]) -> Hook:
+    def hook(value: Any, _: Any) -> Any:
+        for choice, meant in choices.items():
+            if type(choice) is type(value) and choice == value:
+                return meant
+        near = nearest(value, [choice for choice in choices if isinstance(choice, str)]) if _is_str(value) else None
+        hint = f"; did you mean '{near}'?" if near else "."
+        raise InvalidError.because(f"{describe(value)} is not allowed{hint} Choose one of: {one_of(choices)}.")
+
+    return hook
+
+
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_array(cls: Any) -> bool:
+    origin = get_origin(cls) or cls
+    return isinstance(origin, type) and issubclass(origin, (Sequence, AbstractSet)) and not issubclass(origin, str)
+
+
+def _array_hook(cls: Any, converter: Converter) -> Hook:
+    origin, arguments = get_origin(cls) or cls, get_args(cls)
+    fixed = issubclass(origin, tuple) and bool(arguments) and arguments[-1] is not Ellipsis
+    make = set if origin is set else list if origin is list else frozenset if issubclass(origin, AbstractSet) else tuple
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise InvalidError.because(f"expected an array, got {describe(value)}")
+        if fixed and len(value) != len(arguments):
+            raise InvalidError.because(f"expected an array of {len(arguments)}, got {describe(value)}")
+        types = arguments if fixed else [arguments[0] if arguments else Any] * len(value)
+        items = _collect(converter, enumerate(zip(value, types, strict=True)))
+        if make in (set, frozenset) and len(set(items.values())) < len(items):
+            raise InvalidError.because("an entry is there twice")
+        return make(items.values())
+
+    return hook
+
+
+def _is_mapping(cls: Any) -> bool:
+    origin = get_origin(cls) or cls
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _mapping_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
+    value_type = get_args(cls)[1] if get_args(cls) else Any
+    slot = slot_of(value_type)
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise InvalidError.because(f"expected a table, got {describe(value)}")
+        if slot is not None:
+            value = {key: _keyed_choice(key, item, value_type) for key, item in value.items()}
+        return _collect(converter, ((key, (item, value_type)) for key, item in value.items()))
+
+    return hook
+
+
+def _keyed_choice(key: str, value: Any, annotation: Any) -> Any:
+    """``fsdp = true``, ``fsdp = {}`` and ``fsdp = {name = "fsdp"}`` are the same choice; ``fsdp = false`` is none."""
+    if value is True:
+        return {"name": key}
+    if value is False and is_optional(annotation):
+        return None
+    return {"name": key, **value} if isinstance(value, Mapping) else value
+
+
+def _collect(converter: Converter, entries: Iterator[tuple[Any, tuple[Any, Any]]]) -> dict[Any, Any]:
+    """Convert values under their keys, and raise the problems of all of them at the end."""
+    converted, problems = {}, []
+    for key, (value, cls) in entries:
+        try:
+            converted[key] = _structure(value, cls, converter)
+        except InvalidError as error:
+            problems += [problem.under(key) for problem in error.problems]
+    if problems:
+        raise InvalidError(problems)
+    return converted
+
+
+def _is_union(cls: Any) -> bool:
+    return get_origin(cls) in (Union, UnionType)
+
+
+def _union_hook(cls: Any, converter: Converter) -> Hook:
+    members = [member for member in get_args(cls) if member is not NoneType]
+
+    def hook(value: Any, _: Any) -> Any:
+        if value is None and is_optional(cls):  # TOML cannot say it; data from elsewhere can
+            return None
+        errors = []
+        for member in members:
+            try:
+                return _structure(value, member, converter)
+            except InvalidError as error:
+                errors.append(error)
+        # What fails deep inside was the right member; otherwise the words for the whole union say most.
+        deepest = max(errors, key=lambda error: max(len(problem.path) for problem in error.problems))
+        if len(members) == 1 or any(problem.path for problem in deepest.problems):
+            raise deepest
+        raise InvalidError.because(f"expected {_a(cls)}, got {describe(value)}")
+
+    return hook
+
+
+def _is_table(cls: Any) -> bool:
+    return isinstance(cls, type) and attrs.has(cls)
+
+
+def _table_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
+    fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
+
+    def hook(value: Any, _: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidError.because(f"expected a table, got {describe(value)}")
+        given = {key: (value[key], field.type) for key, field in fields.items() if key in value}
+        missing = {key: field for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
+        for key, field in [*missing.items()]:
+            slot = slot_of(field.type)
+            if slot is not None and slot.default is not None:
+                given[key] = ({"name": slot.default}, field.type)
+                del missing[key]
+        problems = _unknown_keys(value, fields, missing)
+        problems += [Problem((key,), _is_required(field.type, catalog)) for key, field in missing.items()]
+        converted = {}
+        try:
+            converted = _collect(converter, iter(given.items()))
+        except InvalidError as error:
+            problems += error.problems
+        if problems:
+            raise InvalidError(problems)
+        try:
+            with attrs.validators.disabled():
+                config = cls(**converted)
+        except (ValueError, ConfigError) as error:  # a converter or __attrs_post_init__ of the class
+            raise InvalidError.because(str(error)) from error
+        _validate(config, fields)
+        return config
+
+    return hook
+
+
+def _unknown_keys(value: Mapping[str, Any], fields: Mapping[str, Any], missing: dict[str, Any]) -> list[Problem]:
+    """One problem for each key that is no field. A field that it was meant to be is not reported missing as well."""
+    problems = []
+    for key in [key for key in value if key not in fields]:
+        near = nearest(key, fields)
+        missing.pop(near or "", None)
+        known = f"known keys: {', '.join(fields)}" if fields else "it takes no keys"
+        problems.append(Problem((key,), f"unknown key; did you mean '{near}'?" if near else f"unknown key; {known}"))
+    return problems
+
+
+def _is_required(annotation: Any, catalog: Catalog) -> str:
+    slot = slot_of(annotation)
+    return f"is required: {_naming(slot, catalog)}" if slot else f"is required ({_a(annotation)})"
+
+
+def _validate(config: Any, fields: Mapping[str, Any]) -> None:
+    """Run every validator of a table, not just up to the first that fails."""
+    problems, crash = [], None
+    for key, field in fields.items():
+        if field.validator is not None:
+            try:
+                found = list(violations(config, field, getattr(config, field.name), field.validator))
+            except Exception as error:  # noqa: BLE001  # most often a check that relies on a field that is invalid too
+                crash = crash or error
+            else:
+                problems += [Problem((key, *path), sentence) for path, sentence in found]
+    if problems:
+        raise InvalidError(problems)
+    if crash is not None:
+        raise crash
+
+
+def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> Hook:
+    slot = slot_of(annotation)
+    assert slot is not None
+
+    def hook(value: Any, _: Any) -> Use | None:
+        if value is None and is_optional(annotation):
+            return None
+        if isinstance(value, Use):
+            return value
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            raise InvalidError.because(f"expected a table with {_naming(slot, catalog)}; got {describe(value)}")
+        name = value.get("name")
+        if name is None:
+            raise InvalidError.because(f"needs {_naming(slot, catalog)}")
+        if not isinstance(name, str):
+            raise InvalidError([Problem(("name",), f"{EXPECTED_STRING}, got {describe(name)}")])
+        try:
+            provided = catalog.lookup(slot.kind, name)
+            cls = config_class(provided, slot.kind)
+        except (ConfigError, PluginError) as error:
+            raise InvalidError([Problem((), str(error), at=("name",))]) from error
+        keys = {key: item for key, item in value.items() if key != "name"}
+        return Use(
+            kind=slot.kind,
+            name=provided.component.name,
+            provider=provided.plugin.distribution,
+            factory=provided.component.factory,
+            config=_configure(keys, cls, provided, converter),
+        )
+
+    return hook
+
+
+def config_class(provided: Provided, kind: str) -> type:
+    """Import the config class of a component.
+
+    Raises:
+        PluginError: it cannot be imported, or is not an attrs class; the message says whose bug that is.
+    """
+    component, plugin = provided.component, provided.plugin
+    what = f"the config class of {kind_words(kind)} '{component.name}'"
+    cls = load_reference(component.config, what=what, owner=str(plugin))
+    if not isinstance(cls, type) or not attrs.has(cls):
+        raise PluginError(
+            f"{plugin}: {what} '{component.config}' is not an attrs class. This is a bug in {plugin.distribution}."
+        )
+    return cls
+
+
+def _configure(keys: Mapping[str, Any], cls: type, provided: Provided, converter: Converter) -> Any:
+    try:
+        return _structure(keys, cls, converter)
+    except InvalidError:
+        raise
+    except Exception as error:
+        plugin = provided.plugin
+        raise InvalidError.because(
+            f"{plugin}: the config class '{provided.component.config}' fails ({type(error).__name__}: {error}). "
+            f"This is a bug in {plugin.distribution}."
+        ) from error
+
+
+def _naming(slot: Slot, catalog: Catalog) -> str:
+    names = dict.fromkeys(provided.component.name for provided in catalog.components(slot.kind))
+    return f'name = "..." naming {_article(kind_words(slot.kind))}; available: {", ".join(names) or "none"}'
+
+
+def _a(annotation: Any) -> str:
+    """A type in words, with an article where one belongs: ``an integer``, ``true or false``."""
+    from forge_core.config.field_docs import type_words  # it parses source text; only a message needs it
+
+    words = type_words(annotation)
+    return words if words[0] in '"-0123456789' or words in ("true or false", "anything") else _article(words)
+
+
+def _article(words: str) -> str:
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"

@@ -1,0 +1,244 @@
+"""From a TOML file to a ``Job``, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_core.announcements import canonical_distribution
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog, kind_words
+from forge_core.component import Use
+from forge_core.config.converter import EXPECTED_STRING, structure
+from forge_core.config.overrides import with_overrides
+from forge_core.config.plain import plain
+from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_text, nearest
+from forge_core.config.sections import Job, PluginsSection, TrainSection
+from forge_core.config.toml_file import Document, read_document
+from forge_core.errors import ConfigError
+from forge_core.passes import add_required, resolve_degrees, sort_passes
+
+SECTIONS = tuple(field.name for field in attrs.fields(Job))
+"""The keys at the root of a configuration, besides ``extends``."""
+
+
+def load_job(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    catalog: Callable[[Collection[str]], Catalog] | Catalog,
+    world_size: int | None = None,
+    options: Collection[str] = (),
+) -> Job:
+    """Read, merge, convert, complete and check a configuration.
+
+    Args:
+        path: a TOML file, possibly a ``job.toml``.
+        overrides: settings of the command line, as typed.
+        catalog: what is installed, or a function that finds it, given the distributions that the job disables.
+        world_size: ranks of the run. ``None`` leaves out what depends on it: ``global_batch_size``, and passes that
+            ``dp_shard = -1`` may need.
+        options: the options of the command that the overrides come from, for a hint if one is misspelt.
+
+    Raises:
+        ConfigError: with everything that is wrong. ``ConfigProblems`` if the files could be read.
+    """
+    document = with_overrides(read_document(path), overrides, sections=SECTIONS, options=options)
+    plugins = _plugins_section(document.table)
+    installed = catalog(plugins.disable) if callable(catalog) else catalog
+    problems = _plugin_problems(plugins, installed)
+    try:
+        job = structure(document.table, Job, installed)
+    except InvalidError as error:
+        problems += error.problems
+        raise ConfigProblems([_placed(problem, document) for problem in problems], str(path)) from error
+    job, found = _completed(job, path.stem, installed, world_size)
+    problems += found
+    if problems:
+        raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
+    return job
+
+
+def job_table(job: Job) -> dict[str, Any]:
+    """The job as plain TOML data, with qualified names of components. What is ``None`` is left out."""
+    table: dict[str, Any] = plain(job)
+    return table
+
+
+def dump_job(job: Job) -> str:
+    """The job as TOML. Loaded again, it is an equal job, and gives the same text."""
+    import tomli_w  # reading a configuration does not need it
+
+    return tomli_w.dumps(job_table(job))
+
+
+def components(job: Job) -> Iterator[tuple[KeyPath, Use]]:
+    """Every component that the job chooses, at any depth, and the key path of its table."""
+    return _components_in(job, ())
+
+
+def deprecations(job: Job, catalog: Catalog) -> list[str]:
+    """A line for each deprecated component that the job chooses."""
+    lines = []
+    for path, use in components(job):
+        sentence = catalog.find(use.kind, use.qualified_name).deprecation
+        if sentence:
+            lines.append(f"{key_text(path)}: {sentence}")
+    return lines
+
+
+def _plugins_section(table: Mapping[str, Any]) -> PluginsSection:
+    """Needed before anything else can be converted; what is wrong with it is reported with the rest."""
+    try:
+        return structure(table.get("plugins", {}), PluginsSection, Catalog([]))
+    except InvalidError:
+        return PluginsSection()
+
+
+def _plugin_problems(plugins: PluginsSection, catalog: Catalog) -> list[Problem]:
+    problems = []
+    installed = [plugin.distribution for plugin in catalog.plugins]
+    for index, name in enumerate(plugins.disable):
+        # A job may disable what this machine does not have, but hardly what is spelt almost like something it has.
+        near = nearest(canonical_distribution(name), installed)
+        if near and canonical_distribution(name) not in installed:
+            sentence = f"no plugin of that name is installed; did you mean '{near}'?"
+            problems.append(Problem(("plugins", "disable", index), sentence))
+    for index, requirement in enumerate(plugins.require):
+        from forge_core.config.requirement import unmet  # few jobs require anything
+
+        try:
+            why = unmet(requirement)
+        except ConfigError as error:
+            why = str(error)
+        if why:
+            problems.append(Problem(("plugins", "require", index), why))
+    return problems
+
+
+def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:
+    """Fill in what follows from the rest, and check what one section says against the others."""
+    run = job.run if job.run.name is not None else attrs.evolve(job.run, name=name)
+    job = attrs.evolve(job, run=run)
+    problems = _run_name_problems(str(run.name))
+    try:
+        degrees = resolve_degrees(job.parallel, world_size) if world_size is not None else None
+        train, found = _with_batches(job.train, degrees)
+        job = attrs.evolve(job, train=train)
+        problems += found
+        job = add_required(job, catalog, world_size, ComponentBuilder(catalog).resolve)
+        sort_passes(job, catalog)
+    except ConfigError as error:
+        problems += _paragraphs(error)
+    for path, use in components(job):
+        problems += _component_problems(path, use, job)
+    return job, problems
+
+
+def _run_name_problems(name: str) -> list[Problem]:
+    if name.strip() == name and name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\"):
+        return []
+    return [Problem(("run", "name"), f"must be a plain file name, as it becomes a directory; got {name!r}")]
+
+
+def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tuple[TrainSection, list[Problem]]:
+    """``grad_accumulation`` and ``global_batch_size``, each from the other."""
+    accumulation, total = train.grad_accumulation, train.global_batch_size
+    if total is None and accumulation is None:
+        accumulation = 1
+    if degrees is None:
+        return attrs.evolve(train, grad_accumulation=accumulation), []
+    ranks = prod(degrees[axis] for axis in ("dp_replicate", "dp_shard"))
+    microbatch = train.batch_size * ranks
+    factors, sizes = "batch_size × data-parallel ranks", f"{train.batch_size} × {ranks}"
+    problem = None
+    if total is None:
+        assert accumulation is not None, "it is 1 if neither is given"
+        total = microbatch * accumulation
+    elif total % microbatch:
+        problem = f"must be a multiple of {factors} = {sizes} = {microbatch}, got {total}"
+    elif accumulation is None:
+        accumulation = total // microbatch
+    elif total != microbatch * accumulation:
+        problem = (
+            f"{total} is not {factors} × grad_accumulation = {sizes} × {accumulation} = {microbatch * accumulation}; "
+            f"leave out one of the two, or set grad_accumulation = {total // microbatch}"
+        )
+    if problem:
+        return train, [Problem(("train", "global_batch_size"), problem)]
+    return attrs.evolve(train, grad_accumulation=accumulation, global_batch_size=total), []
+
+
+def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
+    """What the component itself has to say about the job."""
+    check = getattr(use.config, "check", None)
+    if check is None:
+        return []
+    try:
+        return [Problem((*path, *_key_path(key)), sentence) for key, sentence in check(job)]
+    except ConfigError as error:
+        return [Problem(path, str(error))]
+    except Exception as error:  # noqa: BLE001  # a plugin's mistake is that plugin's, and the rest is still reported
+        return [
+            Problem(
+                path,
+                f"the check of {kind_words(use.kind)} '{use.qualified_name}' fails "
+                f"({type(error).__name__}: {error}). This is a bug in {use.provider}.",
+            )
+        ]
+
+
+def _key_path(key: str) -> KeyPath:
+    """``"groups[1].lr"`` as ``("groups", 1, "lr")``."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key))
+
+
+def _paragraphs(error: ConfigError) -> list[Problem]:
+    """The problems in a message that has one to a paragraph, each starting with the key that it is about."""
+    paragraphs: list[str] = []
+    for line in str(error).splitlines():
+        if paragraphs and line.startswith((" ", "note: ")):
+            paragraphs[-1] += f"\n{line}"
+        else:
+            paragraphs.append(line)
+    problems = []
+    for paragraph in paragraphs:
+        match = re.match(r"([a-z_]+(?:\.[\w:-]*\w)*)(: )?", paragraph)
+        key = _key_path(match[1]) if match and match[1].partition(".")[0] in SECTIONS else ()
+        if match and key and match[2]:
+            problems.append(Problem(key, paragraph[match.end() :]))
+        else:
+            problems.append(Problem((), paragraph, at=key))
+    return problems
+
+
+def _placed(problem: Problem, document: Document) -> Problem:
+    """The problem with the place of its value, and the remedy that only the command line needs."""
+    path = problem.path if problem.at is None else problem.at
+    location = document.locate(path)
+    sentence = problem.sentence
+    if location.is_override and path in document.locations and sentence.startswith(EXPECTED_STRING):
+        setting = re.fullmatch(r"([^=\s]+)[=\s](.*)", location.source, re.DOTALL)
+        sentence += f" (for the text, write {setting[1]}='\"{setting[2]}\"')" if setting else ""
+    return attrs.evolve(problem, sentence=sentence, location=location)
+
+
+def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Use]]:
+    if isinstance(value, Use):
+        yield path, value
+        value = value.config
+    if attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            if field.init:
+                yield from _components_in(getattr(value, field.name), (*path, field.alias))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _components_in(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _components_in(item, (*path, index))

@@ -1,0 +1,189 @@
+"""Settings from the command line: ``--train.steps=20``, ``train.steps=20`` and ``--train.steps 20`` mean the same."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from forge_core.config.describe import describe
+from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Location, Problem, key_text, nearest
+from forge_core.config.toml_file import Document, chooses_another
+
+_NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
+
+
+@attrs.frozen
+class Override:
+    """One setting of the command line."""
+
+    text: str
+    """As it was typed; what an error about it shows as its place."""
+    path: KeyPath
+    value: Any
+
+    @property
+    def depth(self) -> int:
+        """How many tables are around what this sets; a component's ``name`` stands for the table that it is in."""
+        return len(self.path) - (self.path[-1] == "name")
+
+
+def with_overrides(
+    document: Document, tokens: Sequence[str], *, sections: Collection[str], options: Collection[str] = ()
+) -> Document:
+    """The document as the command line changes it.
+
+    What holds other settings is set before what it holds (a component's name before its keys), otherwise in the given
+    order, so that none is lost.
+
+    Args:
+        tokens: what the command line says beyond the options that the command knows.
+        sections: the keys that may stand without a dot.
+        options: the command's own options, such as ``--world-size``: one of them may be misspelt.
+
+    Raises:
+        ConfigProblems: a token is no setting, has no value, or leads to a place that does not exist.
+    """
+    overrides, problems = _parse(tokens, sections, options)
+    edited = Document(_copy(document.table), dict(document.locations))
+    for override in sorted(overrides, key=lambda override: override.depth):
+        location = Location(override.text, is_override=True)
+        try:
+            _set(edited, override, location)
+        except InvalidError as error:
+            problems += [attrs.evolve(problem, location=location) for problem in error.problems]
+    if problems:
+        raise ConfigProblems(problems, "the command line")
+    return edited
+
+
+def _parse(
+    tokens: Sequence[str], sections: Collection[str], options: Collection[str]
+) -> tuple[list[Override], list[Problem]]:
+    overrides, problems = [], []
+    remaining = list(tokens)
+    while remaining:
+        text = remaining.pop(0)
+        key, equals, raw = text.removeprefix("--").partition("=")
+        has_value = bool(equals)
+        if text.startswith("--") and not equals and remaining and not _starts_another(remaining[0], sections):
+            raw = remaining.pop(0)
+            text, has_value = f"{text} {raw}", True
+        try:
+            _require_setting(text, key, sections, options)
+            if not has_value:
+                raise InvalidError.because(f"needs a value, as in {text}=…")
+            overrides.append(Override(text, _path(key), _value(raw)))
+        except InvalidError as error:
+            location = Location(text, is_override=True)
+            problems += [attrs.evolve(problem, location=location) for problem in error.problems]
+    return overrides, problems
+
+
+def _require_setting(text: str, key: str, sections: Collection[str], options: Collection[str]) -> None:
+    is_option = text.startswith("--")
+    if not is_option and (key.startswith("-") or "=" not in text):
+        raise InvalidError.because("is not a setting; a setting is written section.key=value")
+    if "." in key or key in sections:
+        return
+    near = nearest(f"--{key}", [*options, *(f"--{section}" for section in sections)])
+    if near is None:
+        remedy = "a setting is written section.key=value"
+    else:
+        remedy = f"did you mean '{near if is_option or near in options else near.removeprefix('--')}'?"
+    kind = "is neither an option nor a section" if is_option else "is not a section"
+    raise InvalidError.because(f"{kind}; {remedy}")
+
+
+def _starts_another(token: str, sections: Collection[str]) -> bool:
+    """Whether a token is an option or a setting of its own, and not the value of the one before."""
+    if token.startswith("-"):
+        return not _NEGATIVE_NUMBER.match(token)
+    key, equals, _ = token.partition("=")
+    return bool(equals) and key.partition(".")[0] in sections
+
+
+def _path(key: str) -> KeyPath:
+    try:
+        parsed: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    path: KeyPath = ()
+    while isinstance(parsed, dict):
+        if len(parsed) != 1:  # not TOML, or a line break that would smuggle in a second key
+            raise InvalidError.because(f"'{key}' is not a key; keys are words joined by dots")
+        ((part, parsed),) = parsed.items()
+        path = (*path, part)
+    return path
+
+
+def _value(raw: str) -> Any:
+    """A TOML value; what is none is a string, so that words need no quotes.
+
+    It is parsed inside an inline table, which can hold neither a comment nor a second line that would cut it short.
+    """
+    try:
+        parsed = tomllib.loads(f"v = {{ v = {raw} }}")
+    except ValueError as error:
+        if raw.lstrip().startswith(("[", "{", '"', "'")):
+            raise InvalidError.because(f"the value is not valid TOML ({error})") from None
+        return raw
+    return parsed["v"]["v"] if len(parsed) == 1 and parsed["v"].keys() == {"v"} else raw
+
+
+def _set(document: Document, override: Override, location: Location) -> None:
+    holder: Any = document.table
+    path: KeyPath = ()
+    for part in override.path[:-1]:
+        key = _key_in(holder, part, path)
+        path = (*path, key)
+        if isinstance(holder, dict) and key not in holder:
+            holder[key] = {}
+            document.locations[path] = location
+        elif isinstance(holder[key], str) and key != "name":
+            holder[key] = {"name": holder[key]}  # `optimizer = "adamw"` has room for the component's keys
+        elif holder[key] is True:
+            holder[key] = {}  # so has a pass that is switched on
+        holder = holder[key]
+    key = _key_in(holder, override.path[-1], path)
+    if isinstance(override.value, str) and _is_choice(holder.get(key) if isinstance(holder, dict) else None, path, key):
+        holder, path, key = holder[key], (*path, key), "name"
+    if key == "name" and chooses_another(holder, {"name": override.value}, path):
+        for other in [*holder]:
+            del holder[other]
+            _forget(document, (*path, other))
+        document.locations[path] = location
+    _forget(document, (*path, key))
+    holder[key] = override.value
+    document.locations[*path, key] = location
+
+
+def _is_choice(value: Any, path: KeyPath, key: str | int) -> bool:
+    """Whether ``value`` is a component's table, so that a string in its place stands for its ``name``."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and (*path, key) != ("run",)
+
+
+def _key_in(holder: Any, part: str | int, path: KeyPath) -> str | int:
+    """``part`` as a key of a table, or as an index of an array."""
+    if isinstance(holder, dict):
+        return part
+    where = key_text(path)
+    if isinstance(holder, list):
+        if str(part).isdecimal() and int(part) < len(holder):
+            return int(part)
+        raise InvalidError.because(f"{where} has {len(holder)} entries; '{part}' is not one of them")
+    raise InvalidError.because(f"{where} is {describe(holder)}, not a table")
+
+
+def _forget(document: Document, path: KeyPath) -> None:
+    for known in [known for known in document.locations if known[: len(path)] == path]:
+        del document.locations[known]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,136 @@
+"""A TOML file and the files that it extends, as one plain table that remembers where each value was written."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_core.config.key_lines import key_lines
+from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem
+from forge_core.errors import ConfigError
+
+
+@attrs.frozen
+class Document:
+    """A configuration before it is typed: plain data, and the place of every key."""
+
+    table: dict[str, Any]
+    locations: dict[KeyPath, Location]
+
+    def locate(self, path: KeyPath) -> Location:
+        """Where ``path`` was written, or the nearest table around it that was written anywhere."""
+        while path not in self.locations:
+            path = path[:-1]
+        return self.locations[path]
+
+
+def read_document(path: Path) -> Document:
+    """Read a TOML file, on top of the files that its ``extends`` names.
+
+    Raises:
+        ConfigError: a file is missing, unreadable or not TOML, or the files extend each other in a circle.
+    """
+    return _read(path, chain=())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> Document:
+    layer = _parse(path)
+    extends = layer.table.pop("extends", [])
+    names = [extends] if isinstance(extends, str) else extends
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise _about_extends(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
+    chain = (*chain, path)
+    result = Document({}, {(): Location(str(path))})
+    for name in names:
+        base = path.parent / Path(name).expanduser()
+        if any(_is_same_file(base, file) for file in chain):
+            circle = " extends ".join(str(file) for file in (*chain, base))
+            raise _about_extends(layer, f"the files extend each other in a circle: {circle}")
+        if not base.is_file():
+            raise _about_extends(layer, f"there is no file {base} (names are relative to the file that extends)")
+        result = layered(result, _read(base, chain))
+    return layered(result, layer)
+
+
+def _about_extends(layer: Document, sentence: str) -> ConfigError:
+    return ConfigProblems([Problem(("extends",), sentence, location=layer.locate(("extends",)))])
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _parse(path: Path) -> Document:
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        hint = " (the configuration file comes first, then options and settings)" if str(path).startswith("-") else ""
+        raise ConfigError(f"{path}: there is no such file{hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: this is a directory; name a TOML file") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: the file is not UTF-8 text, which TOML has to be") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:  # also a number of too many digits, which is no TOMLDecodeError
+        place = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
+        line = int((place and place[1]) or len(text.splitlines()) or 1)
+        column = f" (column {place[2]})" if place and place[2] else ""
+        sentence = str(error)[: place.start()] if place else str(error)
+        raise ConfigError(f"{path}:{line}: not valid TOML: {sentence[:1].lower()}{sentence[1:]}{column}") from None
+    locations = {key: Location(str(path), line) for key, line in key_lines(text).items()}
+    return Document(table, {(): Location(str(path)), **locations})
+
+
+def layered(base: Document, layer: Document) -> Document:
+    """``layer`` on top of ``base``: tables are merged, everything else is replaced.
+
+    A table that chooses another component than the one below it replaces it as a whole, so that no key of the other
+    component is left over.
+    """
+    replaced: set[KeyPath] = set()
+    table = _merged(base.table, layer.table, (), replaced)
+    kept = {
+        path: location
+        for path, location in base.locations.items()
+        if not any(path[:length] in replaced for length in range(1, len(path) + 1))
+    }
+    return Document(table, kept | layer.locations)
+
+
+def _merged(base: Mapping[str, Any], layer: Mapping[str, Any], path: KeyPath, replaced: set[KeyPath]) -> dict[str, Any]:
+    result = dict(base)
+    for key, new in layer.items():
+        here = (*path, key)
+        old = result.get(key)
+        if here != ("run",) and key != "name":
+            old, new = as_choice(old, new), as_choice(new, old)
+        if isinstance(old, dict) and isinstance(new, dict) and not chooses_another(old, new, here):
+            result[key] = _merged(old, new, here, replaced)
+        else:
+            result[key] = new
+            replaced.add(here)
+    return result
+
+
+def as_choice(value: Any, beside: Any) -> Any:
+    """``optimizer = "adamw"`` means ``optimizer = {name = "adamw"}`` when the other layer has a table there."""
+    return {"name": value} if isinstance(value, str) and isinstance(beside, dict) else value
+
+
+def chooses_another(old: Mapping[str, Any], new: Mapping[str, Any], path: KeyPath) -> bool:
+    """Whether two tables of one key name different components. A run is called by a name, it is not chosen by one."""
+    one, other = old.get("name"), new.get("name")
+    if path == ("run",) or not isinstance(one, str) or not isinstance(other, str):
+        return False
+    if ":" in one and ":" in other:
+        return one != other
+    return one.rpartition(":")[2] != other.rpartition(":")[2]

@@ -1,0 +1,176 @@
+"""Batches of tensors: read ahead in background threads, cut for one data-parallel rank, always in the same order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.loss import IGNORED
+from forge_core.data.stream import SampleStream
+from forge_core.errors import ConfigError, ForgeError
+
+Batch = dict[str, torch.Tensor]
+"""What ``DataSource.read`` returns, as CPU tensors with ``batch_size`` rows."""
+
+
+class BatchLoader:
+    """An endless iterator over steps; each is the list of this rank's ``grad_accumulation`` microbatches.
+
+    The step that starts at position ``p`` covers ``p … p + G − 1`` of the stream, where
+    ``G = batch_size · grad_accumulation · dp_size``; microbatch ``m`` of rank ``r`` has the ``batch_size`` positions
+    from ``p + (m · dp_size + r) · batch_size``. What a step consists of therefore depends on ``G`` alone, and a run can
+    be continued on any cut of the same ``G``.
+
+    Args:
+        stream: read from several threads.
+        position: where the first step starts.
+        batch_size: samples a microbatch a data-parallel rank.
+        grad_accumulation: microbatches a step.
+        dp_rank: this rank's place among the ``dp_size`` ranks that read different samples.
+        dp_size: their number.
+        workers: background threads; 0 reads when asked. Batches are the same for any number.
+        prefetch: microbatches to read ahead, over all workers.
+        pin_memory: put tensors into page-locked memory, for copies to a CUDA device that do not block.
+
+    Raises:
+        ConfigError: the source has fewer samples than a step needs, so that some would be used twice in one step.
+    """
+
+    position: int
+    """Where the step after the last yielded one starts: the only state there is."""
+    seconds_waiting: float
+    """Wall time spent in ``__next__`` since the start, in seconds: what the data cost the training thread."""
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        position: int,
+        batch_size: int,
+        grad_accumulation: int,
+        dp_rank: int,
+        dp_size: int,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+    ) -> None:
+        self.position = position
+        self.seconds_waiting = 0.0
+        self.samples_per_step = batch_size * grad_accumulation * dp_size
+        if len(stream.source) < self.samples_per_step:
+            raise ConfigError(
+                f"the training data have {len(stream.source)} samples, fewer than the {self.samples_per_step} of one "
+                f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
+                f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
+            )
+        self._stream = stream
+        self._pin_memory = pin_memory
+        self._grad_accumulation = grad_accumulation
+        # The microbatches of a rank are equally spaced, also from one step to the next.
+        self._spacing = dp_size * batch_size
+        self._rows = dp_rank * batch_size + np.arange(batch_size)
+        self._next_start = position
+        self._prefetch = prefetch
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
+        self._ahead: deque[Future[Batch]] = deque()
+        self._closed = False
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """Return the next step's microbatches.
+
+        Raises:
+            RuntimeError: the source failed, also in a background thread; the source's own error is the cause. Errors
+                that are meant for the user (``ForgeError``) arrive as they are. The loader is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the batch loader is closed")
+        started = time.perf_counter()
+        try:
+            step = [self._next_microbatch() for _ in range(self._grad_accumulation)]
+        except BaseException:
+            self.close()
+            raise
+        self.position += self.samples_per_step
+        self.seconds_waiting += time.perf_counter() - started
+        return step
+
+    def close(self) -> None:
+        """Stop reading ahead and end the threads, after the reads that are under way. May be called twice."""
+        self._closed = True
+        self._ahead.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next_microbatch(self) -> Batch:
+        if self._pool is None:
+            return self._read(self._advance())
+        while len(self._ahead) < self._prefetch:
+            self._ahead.append(self._pool.submit(self._read, self._advance()))
+        batch = self._ahead.popleft().result()
+        self._ahead.append(self._pool.submit(self._read, self._advance()))
+        return batch
+
+    def _advance(self) -> np.ndarray:
+        positions = self._next_start + self._rows
+        self._next_start += self._spacing
+        return positions
+
+    def _read(self, positions: np.ndarray) -> Batch:
+        try:
+            batch = _tensors(self._stream.read(positions))
+        except ForgeError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"reading the samples at positions {positions[0]} to {positions[-1]} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+
+
+def evaluation_batches(
+    source: DataSource, *, batch_size: int, dp_rank: int, dp_size: int, batches: int
+) -> Iterator[Batch]:
+    """This rank's part of the first ``batches`` global batches of ``source``, or of the whole of it, in order.
+
+    Every rank gets the same number of batches of ``batch_size`` rows. Where the set ends within the last one, rows
+    without targets (all −100) fill it up, so that sums over valid tokens count each sample exactly once.
+
+    Args:
+        source: read by index, without shuffling.
+        batch_size: rows a rank.
+        dp_rank: this rank's place among the ``dp_size`` ranks that share the work.
+        dp_size: their number.
+        batches: global batches of ``batch_size · dp_size`` samples; 0 for all.
+    """
+    samples = len(source)
+    global_batch = batch_size * dp_size
+    available = -(-samples // global_batch)
+    for batch in range(min(batches, available) if batches else available):
+        indices = batch * global_batch + dp_rank * batch_size + np.arange(batch_size)
+        arrays = source.read(np.minimum(indices, samples - 1))
+        if indices[-1] >= samples:
+            arrays["targets"] = np.where((indices < samples)[:, None], arrays["targets"], IGNORED)
+        yield _tensors(arrays)
+
+
+def _tensors(arrays: dict[str, np.ndarray]) -> Batch:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,47 @@
+"""The global stream of samples: a pure function of (seed, position), whoever consumes it."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from forge_core.contracts.data_source import DataSource
+from forge_core.data.permutation import permute
+
+_BLOCK = 512
+"""Positions permuted at once: hardly dearer than the eight of one microbatch, and kept for those after it."""
+
+
+class SampleStream:
+    """A source without end: epoch after epoch, each in an order of its own.
+
+    Position ``p`` is sample ``p mod n`` of epoch ``p div n``, where ``n = len(source)``; epochs follow each other
+    without a gap, so that a batch may have samples of two. Reading is safe from several threads.
+    """
+
+    def __init__(self, source: DataSource, seed: int, shuffle: bool) -> None:
+        self.source = source
+        self.seed = seed
+        self.shuffle = shuffle
+        self._order_of_block = functools.lru_cache(maxsize=8)(self._permuted_block)
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """The samples at ``positions`` ``(B,)``, any integers from 0, as ``DataSource.read`` returns them."""
+        return self.source.read(self.indices(positions))
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """Which samples of the source are at ``positions`` ``(B,)``: int64 ``(B,)``."""
+        epochs, offsets = np.divmod(positions.astype(np.int64), len(self.source))
+        if not self.shuffle:
+            return offsets
+        blocks = offsets // _BLOCK
+        indices = np.empty_like(offsets)
+        for epoch, block in set(zip(epochs.tolist(), blocks.tolist(), strict=True)):
+            chosen = (epochs == epoch) & (blocks == block)
+            indices[chosen] = self._order_of_block(epoch, block)[offsets[chosen] - block * _BLOCK]
+        return indices
+
+    def _permuted_block(self, epoch: int, block: int) -> np.ndarray:
+        n = len(self.source)
+        return permute(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, n)), n, self.seed, epoch)

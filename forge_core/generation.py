@@ -1,0 +1,191 @@
+"""Sampling from a model, for any model that offers a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from forge_core.contracts.model import GenerativeModel
+from forge_core.errors import ConfigError
+
+PREFILL_CHUNK = 512
+"""Prompt tokens in one forward: it bounds the logits, of which only the last are wanted, to ``B × 512 × V``."""
+ENDED = -1
+"""What a row yields once it has reached the stop token."""
+
+
+def generate(
+    model: GenerativeModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """Continue each prompt.
+
+    Args:
+        prompts: token ids; the lengths may differ. A row's continuation does not depend on the other rows, except that
+            the random numbers are drawn for the whole batch.
+        max_new_tokens: at most this many for each prompt.
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        top_k: sample from this many likeliest tokens; 0 from all.
+        top_p: sample from the smallest set of likeliest tokens whose probability reaches this.
+        stop: the token after which a row produces nothing further; it is not part of the result.
+        generator: for repeatable samples, on the model's device.
+
+    Returns:
+        The new tokens of each row, without the prompt.
+
+    Raises:
+        ConfigError: a setting is out of range, a prompt is empty, has ids outside the vocabulary, or leaves no room.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    for step in generate_steps(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        generator=generator,
+    ):
+        for row, token in zip(rows, step.tolist(), strict=True):
+            if token != ENDED:
+                row.append(token)
+    return rows
+
+
+def generate_steps(
+    model: GenerativeModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[torch.Tensor]:
+    """As ``generate``, one step at a time: yields ``(B,)`` int64 new tokens, −1 for rows that have ended.
+
+    The model is in evaluation mode until the iterator is exhausted or closed, and then as it was before.
+    """
+    _check_settings(max_new_tokens, temperature, top_k, top_p)
+    _check_prompts(prompts, model, max_new_tokens)
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        return sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+
+    return _steps(model, prompts, max_new_tokens, stop, choose)
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """One token a row: ``(B, V)`` logits of any floating dtype to ``(B,)`` int64. Settings as in ``generate``; top-k is
+    applied before top-p (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probability = ordered.softmax(-1)
+        likelier = probability.cumsum(-1) - probability
+        ordered = ordered.masked_fill(likelier >= top_p, -torch.inf)
+        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+@torch.no_grad()  # and not inference_mode: a model that goes on training may keep tensors made here (FSDP does)
+def _steps(
+    model: GenerativeModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop: int | None,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    module = cast("nn.Module", model)
+    device = next(module.parameters()).device
+    tokens, positions = _left_padded(prompts, device)
+    cache = model.make_cache(len(prompts), tokens.shape[1] + max_new_tokens)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+
+    training = module.training
+    module.eval()
+    try:
+        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
+            chunk = slice(start, start + PREFILL_CHUNK)
+            logits = _last_logits(model, tokens[:, chunk], None if positions is None else positions[:, chunk], cache)
+        for step in range(1, max_new_tokens + 1):
+            new = choose(logits)
+            if stop is not None:
+                ended = ended | (new == stop)
+            yield new.masked_fill(ended, ENDED)
+            if step == max_new_tokens or (stop is not None and bool(ended.all())):
+                return
+            where = None if positions is None else positions[:, -1:] + step
+            logits = _last_logits(model, new.unsqueeze(1), where, cache)
+    finally:
+        module.train(training)
+
+
+def _last_logits(
+    model: GenerativeModel, tokens: torch.Tensor, positions: torch.Tensor | None, cache: object
+) -> torch.Tensor:
+    inputs = {} if positions is None else {"positions": positions}
+    logits = model(tokens, cache=cache, **inputs)  # type: ignore[operator]  # a module; its protocol has only `forward`
+    return cast("torch.Tensor", logits)[:, -1]
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(B, S)`` token ids, and ``(B, S)`` positions with −1 at padding; no positions if there is no padding."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    if all(len(prompt) == width for prompt in prompts):
+        return tokens, None
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return tokens, (torch.arange(width, device=device) - (width - lengths)[:, None]).clamp(min=-1)
+
+
+def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be 0 (the likeliest token) or more, got {temperature}")
+    if top_k < 0:
+        raise ConfigError(f"top_k must be 0 (all tokens) or more, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1 (all tokens), got {top_p}")
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], model: GenerativeModel, max_new_tokens: int) -> None:
+    if not prompts or not all(map(len, prompts)):
+        raise ConfigError("a prompt is empty: give each at least one token")
+    for prompt in prompts:
+        if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+            worst = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ConfigError(
+                f"a prompt has the token id {worst}; the model's vocabulary ends at {model.vocab_size - 1}"
+            )
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > model.max_seq_len:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the model's longest sequence, "
+            f"{model.max_seq_len} tokens"
+        )

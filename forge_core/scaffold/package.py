@@ -1,0 +1,102 @@
+"""Write an installable plugin package around one component of a given kind."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+
+from forge_core import __version__
+from forge_core.errors import ConfigError
+from forge_core.hookspecs import CORE_KINDS
+from forge_core.not_found import did_you_mean
+
+HOOKS = {**{kind.name: kind.hook for kind in CORE_KINDS}, "command": "forge_commands"}
+"""The hook of each kind that a package can be written for."""
+
+
+def write_package(kind: str, name: str, parent: Path) -> Path:
+    """Write the package ``name`` into a new folder of that name.
+
+    Args:
+        kind: one of ``HOOKS``.
+        name: lower-case words joined by ``-`` or ``_``; dashes make the distribution's name, underscores the package's
+            and the component's.
+        parent: where the folder is made; it exists.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ConfigError: unknown kind, a name that cannot be a package, or the folder exists already. Nothing is written.
+    """
+    if kind not in HOOKS:
+        raise ConfigError(
+            f"no package can be written for the kind '{kind}'.{did_you_mean(kind, HOOKS)} Kinds: {', '.join(HOOKS)}"
+        )
+    _check_name(name)
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} is not a directory; make it first, or leave out --dir")
+    target = parent / name.replace("_", "-")
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target} exists already; choose another name, or remove it first")
+
+    files = package_files(kind, name)
+    for path, text in files.items():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_text(text, encoding="utf-8")
+    return target
+
+
+def package_files(kind: str, name: str) -> dict[str, str]:
+    """The files of the package by path. ``kind`` and ``name`` as for ``write_package``."""
+    header, own = _sections(kind)
+    values = {**_names(kind, name), **header}
+    values = {key: Template(value).substitute(values) for key, value in values.items()}
+    values |= {part: text.strip() + "\n" for part, text in _sections("example")[1].items()}
+    values["usage"] = Template(own.pop("usage")).substitute(values).strip()
+    if "example.toml" in own:
+        values["usage"] += "\n\n`forge run example.toml` trains a tiny model with it."
+    files = {**_sections("package")[1], **own}
+    return {
+        Template(path).substitute(values): Template(text).substitute(values).strip("\n") + "\n" * bool(text)
+        for path, text in files.items()
+    }
+
+
+def _check_name(name: str) -> None:
+    package = name.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
+        raise ConfigError(f"'{name}' cannot be the name: write lower-case words joined by '-', such as noisy-gate")
+    if package in sys.stdlib_module_names or keyword.iskeyword(package):
+        raise ConfigError(f"'{name}' cannot be the name: Python has '{package}' itself; add a word, such as my-{name}")
+    if find_spec(package) is not None:
+        raise ConfigError(f"'{name}' cannot be the name: a package '{package}' is installed already; choose another")
+
+
+def _names(kind: str, name: str) -> dict[str, str]:
+    underscored = name.replace("-", "_")
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    return {
+        "kind_words": kind.replace("_", " "),
+        "hook": HOOKS[kind],
+        "module": kind,
+        "name": underscored,
+        "package": underscored,
+        "distribution": name.replace("_", "-"),
+        "class_name": "".join(word.capitalize() for word in underscored.split("_")),
+        "core_version": f"{major}.{minor}",
+        # before 1.0, a minor version may break
+        "core_bound": f"0.{minor + 1}" if major == 0 else f"{major + 1}",
+    }
+
+
+def _sections(template: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The header of a template (lines ``key: value``) and its files by path."""
+    text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
+    head, *parts = re.split(r"^=== (.+)\n", text, flags=re.MULTILINE)
+    header = dict(line.split(": ", 1) for line in head.splitlines())
+    return header, dict(zip(parts[::2], parts[1::2], strict=True))

@@ -1,0 +1,33 @@
+"""The conformance kit: what the contracts promise, as pytest classes to subclass, one module a kind.
+
+``from forge_core.testing.router import RouterConformance``, and in a test module::
+
+    class TestMyRouter(RouterConformance):
+        component = "my-dist:my_router"
+        config = {"k": 2}
+
+Every check has a sentence that says what is wrong. Needs pytest, and torch for the kinds that do.
+"""
+
+import pytest
+
+_MODULES = (
+    "callback",
+    "component_case",
+    "data_source",
+    "feed_forward",
+    "loss",
+    "model",
+    "module_state",
+    "optimizer",
+    "parallel_pass",
+    "plugin",
+    "router",
+    "scheduler",
+    "small_model",
+    "tokenizer",
+    "tracker",
+)
+
+# Without this a failed check would show its sentence, but not the values that were compared.
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES))

@@ -1,0 +1,201 @@
+"""Conformance of plugins: what every distribution that registers something must keep to. Needs no torch."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from typing import Any, ClassVar, get_args
+
+import attrs
+import click
+import tomli_w
+
+from forge_core.announcements import canonical_distribution
+from forge_core.api import ENTRY_POINT_GROUP
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Plugin
+from forge_core.component import Component
+from forge_core.config.converter import slot_of
+from forge_core.config.field_docs import field_docs
+from forge_core.config.plain import plain
+from forge_core.discovery import HEAVY_MODULES, discover
+from forge_core.hookspecs import CORE_KINDS
+from forge_core.imports import load_reference
+
+
+class PluginConformance:
+    """Subclass it, name the distribution, and pytest runs every check below on it."""
+
+    dist: ClassVar[str]
+    """Name of the installed distribution."""
+
+    def plugin(self) -> Plugin:
+        """The plugin as discovery sees it."""
+        wanted = canonical_distribution(self.dist)
+        for plugin in discover().plugins:
+            if plugin.distribution == wanted:
+                return plugin
+        raise AssertionError(
+            f"{self.dist} is not installed, or has no entry point in the group {ENTRY_POINT_GROUP}: pip install -e ."
+        )
+
+    def test_loads(self) -> None:
+        plugin = self.plugin()
+
+        assert plugin.status == "ok", f"{plugin} is {plugin.status}: {plugin.reason}"
+        assert plugin.components or plugin.commands or plugin.kinds, f"{plugin} registers nothing"
+
+    def test_announces_itself_under_its_own_name(self) -> None:
+        (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
+
+        assert canonical_distribution(point.name) == canonical_distribution(self.dist), (
+            f"the entry point is called {point.name!r}; call it {self.dist!r}, as the distribution"
+        )
+
+    def test_requires_the_core(self) -> None:
+        requirements = metadata.requires(self.dist) or []
+
+        assert any(canonical_distribution(line).startswith("forge-core") for line in requirements), (
+            f'{self.dist} does not depend on forge-core; add dependencies = ["forge-core>=…,<…"] to its pyproject.toml'
+        )
+
+    def test_listing_it_imports_nothing_heavy(self) -> None:
+        (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
+
+        heavy = _heavy_imports(point.module)
+
+        assert not heavy, f"importing {point.module} imports {', '.join(heavy)}; every forge command has to wait for it"
+
+    def test_validating_it_imports_nothing_heavy(self) -> None:
+        modules = sorted({component.config.partition(":")[0] for _, component in self.plugin().components})
+
+        heavy = _heavy_imports(*modules)
+
+        assert not heavy, (
+            f"importing the config classes ({', '.join(modules)}) imports {', '.join(heavy)}; forge validate has to "
+            "wait for it"
+        )
+
+    def test_configs_are_frozen_attrs_classes(self) -> None:
+        for label, cls in self._configs():
+            assert attrs.has(cls), f"{label} must be an attrs class"
+            assert _is_frozen(cls), f"{label} must be frozen: @attrs.frozen(kw_only=True)"
+            positional = [field.name for field in attrs.fields(cls) if not field.kw_only]
+            assert not positional, f"{label}: {', '.join(positional)} must be keyword-only: @attrs.frozen(kw_only=True)"
+
+    def test_configs_leave_name_to_the_choice_of_component(self) -> None:
+        for label, cls in self._configs():
+            keys = [field.alias for field in attrs.fields(cls)]
+            assert "name" not in keys, f"{label} has a field called name, the key that chooses the component"
+
+    def test_optional_fields_default_to_none(self) -> None:
+        for label, cls in self._configs():
+            for field in attrs.fields(attrs.resolve_types(cls)):
+                optional = type(None) in get_args(field.type)
+                assert not optional or field.default is None, (
+                    f"{label}.{field.name} may be None and must therefore default to None: TOML cannot say None, so a "
+                    "resolved job would come back with the default"
+                )
+
+    def test_defaults_survive_a_resolved_job(self) -> None:
+        build, distribution = ComponentBuilder(discover()), self.plugin().distribution
+        for kind, component in self.plugin().components:
+            cls = self._load(component, component.config, "config class")
+            if any(_is_required(field) for field in attrs.fields(attrs.resolve_types(cls, include_extras=True))):
+                continue
+            chosen = build.resolve(kind, {"name": f"{distribution}:{component.name}"})
+            again = build.resolve(kind, tomllib.loads(tomli_w.dumps(plain(chosen))))
+            assert again == chosen, (
+                f"{kind} {component.name}: its defaults written to TOML and read again are {again.config}, not "
+                f"{chosen.config}"
+            )
+
+    def test_every_field_is_documented(self) -> None:
+        for label, cls in self._configs():
+            assert cls.__doc__, f"{label} has no docstring"
+            documented = field_docs(cls)
+            for field in attrs.fields(cls):
+                assert field.name in documented, f"{label}.{field.name} has no docstring under it"
+
+    def test_factories_take_what_the_contract_gives(self) -> None:
+        contracts = {kind.name: kind.contract for kind in (*CORE_KINDS, *self.plugin().kinds)}
+        for kind, component in self.plugin().components:
+            factory = self._load(component, component.factory, "factory")
+            assert callable(factory), f"{kind} {component.name}: the factory {component.factory} is not callable"
+            promised = _factory_signature(contracts[kind]) if kind in contracts else None
+            if promised is None:
+                continue
+            signature = inspect.signature(factory)
+            # the builder gives itself only to factories that ask for it
+            given = {name: None for name in promised if name != "build" or name in signature.parameters}
+            try:
+                signature.bind(None, **given)
+            except TypeError as error:
+                raise AssertionError(
+                    f"{kind} {component.name}: {component.factory} cannot be called as "
+                    f"factory(config, {', '.join(f'{name}=…' for name in given)}): {error}"
+                ) from None
+
+    def test_commands_are_click_commands(self) -> None:
+        for command in self.plugin().commands:
+            loaded = load_reference(command.run, what=f"the command '{command.name}'", owner=self.dist)
+            assert isinstance(loaded, click.Command), (
+                f"the command {command.name!r}: {command.run} must be a click.Command, got {type(loaded).__name__}"
+            )
+
+    def _configs(self) -> Iterator[tuple[str, type]]:
+        for kind, component in self.plugin().components:
+            yield (
+                f"{kind} {component.name}: {component.config}",
+                self._load(component, component.config, "config class"),
+            )
+
+    def _load(self, component: Component, reference: str, what: str) -> Any:
+        return load_reference(reference, what=f"the {what} of '{component.name}'", owner=self.dist)
+
+
+def _heavy_imports(*modules: str) -> list[str]:
+    """Which heavy modules a fresh interpreter has imported after ``modules``."""
+    program = (
+        f"import importlib, json, sys\nfor module in {modules!r}: importlib.import_module(module)\n"
+        f"print(json.dumps([name for name in {HEAVY_MODULES!r} if name in sys.modules]))"
+    )
+    path = [entry for entry in sys.path if entry]
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{program}"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, f"importing {', '.join(modules)} fails: {run.stderr.strip().splitlines()[-1]}"
+    heavy: list[str] = json.loads(run.stdout.splitlines()[-1])
+    return heavy
+
+
+def _is_required(field: attrs.Attribute[Any]) -> bool:
+    slot = slot_of(field.type)
+    return field.default is attrs.NOTHING and (slot is None or slot.default is None)
+
+
+def _is_frozen(cls: type) -> bool:
+    blank: Any = object.__new__(cls)
+    try:
+        blank.anything = None
+    except attrs.exceptions.FrozenInstanceError:
+        return True
+    except AttributeError:  # no slot of this name
+        pass
+    return False
+
+
+def _factory_signature(contract: str) -> list[str] | None:
+    """Keyword parameters of the protocol ``…Factory`` in the contract's module, if it has one."""
+    module = import_module(contract.partition(":")[0])
+    for name, value in vars(module).items():
+        if name.endswith("Factory") and inspect.isclass(value) and value.__module__ == module.__name__:
+            call: Callable[..., Any] = value.__call__
+            parameters = inspect.signature(call).parameters.values()
+            return [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    return None

@@ -1,0 +1,100 @@
+"""The configuration of this distribution's components."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import attrs
+from attrs.validators import ge, gt, lt, optional
+
+from forge_core.api import Slot, Use
+from forge_core.config.sections import Job
+from forge_core.contracts.data_source import DataSourceConfig
+
+EncodingErrors = Literal["strict", "replace", "skip"]
+
+
+@attrs.frozen(kw_only=True)
+class BytesConfig:
+    """The byte tokenizer has nothing to choose."""
+
+
+@attrs.frozen(kw_only=True)
+class TokenizerFileConfig:
+    """A tokenizer of the Hugging Face ``tokenizers`` library."""
+
+    path: str
+    """The ``tokenizer.json``. Relative to the working directory, and to the folder of prepared data in their index;
+    ``~`` is the home directory."""
+    end_of_document: str | None = None
+    """The token that ends a document. By default the one known name that the vocabulary has, such as
+    ``<|endoftext|>`` or ``</s>``."""
+
+
+def _not_empty(_: object, attribute: attrs.Attribute[Any], value: str | tuple[str, ...]) -> None:
+    paths = (value,) if isinstance(value, str) else value
+    if not paths or "" in paths:
+        raise ValueError(f"'{attribute.name}' must name at least one file or folder, and no empty one: {value!r}")
+
+
+@attrs.frozen(kw_only=True)
+class _FilesConfig(DataSourceConfig):
+    """What sources of files have in common."""
+
+    path: str | tuple[str, ...] = attrs.field(validator=_not_empty)
+    """A folder, a file or a glob (``**`` crosses folders), or an array of them. Relative to the working directory;
+    ``~`` is the home directory."""
+    validation: float = attrs.field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    """The part that is held out for evaluation, 0 to 1."""
+    document_mask: bool = False
+    """Keep documents that share a sample apart: attention does not cross from one into the next, positions start again
+    at 0, and the first token of a document is nobody's target. Otherwise a sample is a plain window of the text."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Evaluation must have data, and what is held out must be used by somebody."""
+        evaluated = job.eval.data.config if job.eval.data is not None else None
+        if self is evaluated and self.validation > 0:
+            yield "validation", "has no effect here: data named under [eval.data] are evaluated whole; remove it"
+        if job.data.config is self and evaluated is None and job.eval.interval > 0 and self.validation == 0:
+            sentence = (
+                "is 0 and there is no [eval.data], so that eval.interval has nothing to evaluate; "
+                "hold something out (validation = 0.01), name data under [eval.data], or set eval.interval = 0"
+            )
+            yield "validation", sentence
+
+
+@attrs.frozen(kw_only=True)
+class TextFilesConfig(_FilesConfig):
+    """Text files, each one document, tokenised in memory by every process when it starts.
+
+    Made for corpora of up to about a gigabyte; prepare larger ones with ``forge data prepare`` and use ``token_files``.
+    In ``path``, ``{stdlib}`` stands for the folder of Python's standard library: text that every machine has.
+    ``validation`` holds out whole files, chosen by a hash of their relative path, so that adding files moves no other
+    one between training and validation; one file at least, if it is above 0.
+    """
+
+    pattern: str = attrs.field(default="**/*.txt", validator=attrs.validators.min_len(1))
+    """Which files to take from a folder; ``**`` crosses folders. Hidden files are never taken."""
+    exclude: tuple[str, ...] = ()
+    """Files to leave out: globs for their path in the folder, such as ``"site-packages/**"`` or ``"**/tests/**"``."""
+    tokenizer: Annotated[Use, Slot("tokenizer", default="bytes")]
+    """How text becomes tokens. ``bytes`` needs no file and reads any file as it is."""
+    encoding_errors: EncodingErrors = "strict"
+    """What to do with files that are not UTF-8: ``strict`` refuses to start, ``replace`` puts U+FFFD, ``skip`` leaves
+    the file out. For tokenizers that read text; ``bytes`` decodes nothing."""
+
+
+@attrs.frozen(kw_only=True)
+class TokenFilesConfig(_FilesConfig):
+    """Memory-mapped token ids: a folder written by ``forge data prepare``, its ``.bin`` files, or ``.npy`` of one row.
+
+    ``validation`` holds out the last windows of every file.
+    """
+
+    tokenizer: Annotated[Use | None, Slot("tokenizer")] = None
+    """The tokenizer of files that do not carry theirs. Prepared folders do."""
+    vocab_size: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """For files that do not say, without a ``tokenizer``: all ids are below this, which is checked by reading them."""
+    end_of_document: int | None = attrs.field(default=None, validator=optional(ge(0)))
+    """For files that do not say, without a ``tokenizer``: the id that ends a document, for ``document_mask``."""

@@ -1,0 +1,215 @@
+"""Documents from text, JSONL and Parquet files, and how such files are cut into units of work."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+import attrs
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forge_core.errors import ConfigError
+from forge_plugins_data.config import EncodingErrors
+
+COMPRESSED = (".gz", ".zst")
+JSONL = (".jsonl", ".ndjson")
+PARQUET = (".parquet",)
+DEFAULT_PATTERNS = tuple(
+    f"**/*{ending}{compression}" for ending in (".txt", *JSONL) for compression in ("", *COMPRESSED)
+) + tuple(f"**/*{ending}" for ending in PARQUET)
+"""What is taken from a folder unless something else is asked for."""
+
+
+@attrs.frozen
+class Unit:
+    """A part of the input, small enough to be done again after an interruption. It becomes one file of tokens."""
+
+    kind: Literal["text", "jsonl", "parquet"]
+    files: tuple[str, ...]
+    """Several for text, where each is one document; else one."""
+    start: int = 0
+    """First byte (JSONL) or row group (Parquet)."""
+    stop: int | None = None
+    """Up to, not including, this byte or row group; ``None`` is the end."""
+    size: int = 0
+    """Bytes on disk, for progress."""
+
+
+@attrs.frozen
+class Document:
+    """The content of one document, not yet decoded where the format leaves that to us."""
+
+    content: bytes | str | None
+    """``None`` where a record has a null, or is to be skipped because it is not UTF-8."""
+    where: str
+    """For messages."""
+
+
+def plan_units(files: Sequence[Path], unit_size: int, field: str) -> list[Unit]:
+    """Cut files, in their order, into units of about ``unit_size`` bytes. A function of the files' sizes alone.
+
+    Raises:
+        ConfigError: a Parquet file is damaged or has no column ``field``.
+    """
+    units: list[Unit] = []
+    texts: list[tuple[str, int]] = []
+
+    def flush() -> None:
+        if texts:
+            units.append(Unit("text", tuple(name for name, _ in texts), size=sum(size for _, size in texts)))
+            texts.clear()
+
+    for file in files:
+        kind = _kind(file)
+        if kind == "text":
+            texts.append((str(file), file.stat().st_size))
+            if sum(size for _, size in texts) >= unit_size:
+                flush()
+            continue
+        flush()
+        units += _row_groups(file, unit_size, field) if kind == "parquet" else _line_ranges(file, unit_size)
+    flush()
+    return units
+
+
+def read_documents(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Document]:
+    """The documents of a unit in order; those of JSONL and Parquet from the key or column ``field``.
+
+    Raises:
+        ConfigError: damaged input, or ``field`` is missing or not text.
+    """
+    if unit.kind == "text":
+        for name in unit.files:
+            with _open(Path(name)) as handle:
+                yield Document(handle.read(), name)
+    elif unit.kind == "jsonl":
+        yield from _read_jsonl(unit, field, errors)
+    else:
+        yield from _read_parquet(unit, field)
+
+
+def _kind(file: Path) -> Literal["text", "jsonl", "parquet"]:
+    ending = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
+    if ending in PARQUET:
+        return "parquet"
+    return "jsonl" if ending in JSONL else "text"
+
+
+def _line_ranges(file: Path, unit_size: int) -> list[Unit]:
+    size = file.stat().st_size
+    if file.suffix in COMPRESSED:  # cannot be entered in the middle
+        return [Unit("jsonl", (str(file),), size=size)]
+    return [
+        Unit("jsonl", (str(file),), start, min(start + unit_size, size), min(unit_size, size - start))
+        for start in range(0, size, unit_size)
+    ]
+
+
+def _row_groups(file: Path, unit_size: int, field: str) -> list[Unit]:
+    with _parquet(file) as parquet:
+        if field not in parquet.schema_arrow.names:
+            columns = ", ".join(parquet.schema_arrow.names)
+            raise ConfigError(f"{file} has no column {field!r}; its columns are {columns} (choose with --text-field)")
+        column = parquet.schema_arrow.field(field).type
+        values = column.value_type if pa.types.is_dictionary(column) else column
+        if not (pa.types.is_string(values) or pa.types.is_large_string(values) or pa.types.is_string_view(values)):
+            raise ConfigError(f"{file}: the column {field!r} holds {column}, not text")
+        metadata = parquet.metadata
+        sizes = [
+            sum(metadata.row_group(i).column(j).total_compressed_size for j in range(metadata.num_columns))
+            for i in range(metadata.num_row_groups)
+        ]
+    units, start, pending = [], 0, 0
+    for i, size in enumerate(sizes):
+        pending += size
+        if pending >= unit_size or i == len(sizes) - 1:
+            units.append(Unit("parquet", (str(file),), start, i + 1, pending))
+            start, pending = i + 1, 0
+    return units
+
+
+def _read_jsonl(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Document]:
+    """The lines that begin within the unit's bytes, so that each line of a file is in exactly one unit."""
+    file = Path(unit.files[0])
+    with _open(file) as handle:
+        position = unit.start
+        if unit.start:
+            handle.seek(unit.start - 1)
+            position += len(handle.readline()) - 1  # the rest of a line that begins in the unit before
+        while unit.stop is None or position < unit.stop:
+            line = handle.readline()
+            if not line:
+                return
+            where = f"{file}, the line at byte {position}"
+            position += len(line)
+            if line.strip():
+                yield Document(_text_of(line, field, errors, where), where)
+
+
+def _text_of(line: bytes, field: str, errors: EncodingErrors, where: str) -> str | None:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        if errors == "skip":
+            return None
+        if errors == "strict":
+            raise ConfigError(
+                f'{where} is not UTF-8 ({error}); encoding_errors "replace" or "skip" allow it'
+            ) from error
+        return _text_of(line.decode("utf-8", "replace").encode(), field, errors, where)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict) or field not in record:
+        has = f"its keys are {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
+        raise ConfigError(f"{where} has no {field!r}; {has} (choose with --text-field)")
+    text = record[field]
+    if not isinstance(text, str | None):
+        raise ConfigError(f"{where}: {field!r} must be text, it is {json.dumps(text)[:80]}")
+    return text
+
+
+def _read_parquet(unit: Unit, field: str) -> Iterator[Document]:
+    file = Path(unit.files[0])
+    assert unit.stop is not None, "the plan has counted the row groups"
+    with _parquet(file) as parquet:
+        for group in range(unit.start, unit.stop):
+            for batch in parquet.iter_batches(batch_size=1024, row_groups=[group], columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield Document(text, f"{file}, row group {group}")
+
+
+@contextmanager
+def _parquet(file: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        parquet = pq.ParquetFile(file)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{file} is damaged or not a Parquet file: {error}") from error
+    with parquet:
+        try:
+            yield parquet
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"{file} is damaged: {error}") from error
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed. Errors of decompression are raised as sentences."""
+    try:
+        if file.suffix == ".gz":
+            with gzip.open(file) as handle:
+                yield handle  # type: ignore[misc]  # a GzipFile reads like any binary file
+        elif file.suffix == ".zst":
+            with pa.input_stream(str(file), compression="zstd") as stream:
+                yield io.BufferedReader(stream, buffer_size=2**20)
+        else:
+            with file.open("rb", buffering=2**20) as handle:
+                yield handle
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error

@@ -1,0 +1,110 @@
+"""Which files a configuration means by its paths and patterns."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import attrs
+
+from forge_core.errors import ConfigError
+
+
+@attrs.frozen
+class SelectedFile:
+    """A file, and its name within the folder or glob that it was found by."""
+
+    relative: str
+    """With forward slashes: the same on any machine that has the same folder somewhere."""
+    path: Path
+
+
+def select_files(
+    paths: str | Sequence[str], pattern: str | Sequence[str], exclude: Sequence[str] = ()
+) -> list[SelectedFile]:
+    """The files that ``paths`` name, in the order of ``paths`` and sorted within each; each file once.
+
+    Args:
+        paths: folders, files and globs; ``~`` is expanded, and ``{stdlib}`` is the folder of the standard library.
+        pattern: globs that choose among the files of a folder. A file named or matched by ``paths`` needs no pattern.
+        exclude: globs for the relative names of files to leave out.
+
+    Raises:
+        ConfigError: a path does not exist, or nothing is left of it.
+    """
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    selected: dict[Path, SelectedFile] = {}
+    for path in [paths] if isinstance(paths, str) else paths:
+        found = _find(path, patterns)
+        kept = [one for one in found if not any(_fits(one.relative, skip) for skip in exclude)]
+        if not kept:
+            raise ConfigError(f"exclude leaves none of the {len(found)} files that path = {path!r} stands for")
+        for one in sorted(kept, key=lambda one: one.relative):
+            selected.setdefault(one.path.resolve(), one)
+    return list(selected.values())
+
+
+def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
+    location = Path(path.replace("{stdlib}", sysconfig.get_path("stdlib"))).expanduser()
+    if location.is_file():
+        return [SelectedFile(location.name, location)]
+    if location.is_dir():
+        return _find_in_folder(location, patterns)
+    if glob.has_magic(str(location)):
+        return _find_by_glob(location)
+    near = get_close_matches(location.name, _names_in(location.parent), n=1)
+    hint = f" Did you mean {location.parent / near[0]}?" if near else ""
+    raise ConfigError(f"path = {path!r}: there is no file or folder {location}.{hint}")
+
+
+def _find_in_folder(folder: Path, patterns: Sequence[str]) -> list[SelectedFile]:
+    files = list({file for pattern in patterns for file in _matches(folder, pattern)})
+    if files:
+        return files
+    endings = Counter(file.suffix for file in folder.rglob("*") if file.is_file() and file.suffix)
+    wanted = " or ".join(map(repr, patterns))
+    if not endings:
+        raise ConfigError(f"the folder {folder} has no files that match {wanted}, nor any other with an ending")
+    ending, count = endings.most_common(1)[0]
+    raise ConfigError(
+        f"the folder {folder} has no files that match {wanted}; it has {count} ending in {ending} "
+        f'(pattern = "**/*{ending}")'
+    )
+
+
+def _find_by_glob(location: Path) -> list[SelectedFile]:
+    parts = location.parts
+    literal = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root, rest = Path(*parts[:literal]), Path(*parts[literal:])
+    files = _matches(root, str(rest))
+    if not files:
+        raise ConfigError(f"no file matches {str(location)!r}")
+    return files
+
+
+def _matches(root: Path, pattern: str) -> list[SelectedFile]:
+    # Unlike Path.glob, this follows links to folders and leaves hidden files out.
+    names = glob.glob(pattern, root_dir=root, recursive=True)  # noqa: PTH207
+    return [SelectedFile(Path(name).as_posix(), root / name) for name in names if (root / name).is_file()]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a glob would find this name: ``**`` stands for any number of folders, ``*`` stays within one."""
+
+    def fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+        if not wanted:
+            return not parts
+        if wanted[0] == "**":
+            return any(fits(parts[skipped:], wanted[1:]) for skipped in range(len(parts) + 1))
+        return bool(parts) and fnmatchcase(parts[0], wanted[0]) and fits(parts[1:], wanted[1:])
+
+    return fits(name.split("/"), pattern.split("/"))
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []

@@ -1,0 +1,51 @@
+"""What this distribution registers."""
+
+from collections.abc import Iterable
+
+from forge_core.api import Command, Component, hookimpl
+
+FORGE_API = "1.0"
+
+
+@hookimpl
+def forge_data_sources() -> Iterable[Component]:
+    """Text that is tokenised on opening, and token files that were prepared before."""
+    yield Component(
+        name="text_files",
+        summary="any folder or glob of text, tokenised in memory when it is opened",
+        factory="forge_plugins_data.text_files:open_text_files",
+        config="forge_plugins_data.config:TextFilesConfig",
+    )
+    yield Component(
+        name="token_files",
+        summary="memory-mapped token ids, as 'forge data prepare' writes them (.bin) or from numpy (.npy)",
+        factory="forge_plugins_data.token_files:open_token_files",
+        config="forge_plugins_data.config:TokenFilesConfig",
+    )
+
+
+@hookimpl
+def forge_tokenizers() -> Iterable[Component]:
+    """Bytes, and anything that the ``tokenizers`` library can read."""
+    yield Component(
+        name="bytes",
+        summary="the 256 bytes of UTF-8, and an end of document: a vocabulary of 257",
+        factory="forge_plugins_data.bytes_tokenizer:BytesTokenizer",
+        config="forge_plugins_data.config:BytesConfig",
+    )
+    yield Component(
+        name="tokenizer_file",
+        summary="a tokenizer.json of the Hugging Face tokenizers library",
+        factory="forge_plugins_data.tokenizer_file:TokenizerFile",
+        config="forge_plugins_data.config:TokenizerFileConfig",
+    )
+
+
+@hookimpl
+def forge_commands() -> Iterable[Command]:
+    """``forge data prepare`` and ``forge data inspect``."""
+    yield Command(
+        name="data",
+        summary="prepare text for training, and look into prepared data",
+        run="forge_plugins_data.commands:data",
+    )

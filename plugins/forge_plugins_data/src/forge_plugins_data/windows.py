@@ -1,0 +1,103 @@
+"""Samples of one length, cut from arrays of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import numpy as np
+
+from forge_core.contracts.data_source import Split
+from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.errors import ConfigError
+from forge_plugins_data.packing import document_inputs
+
+
+@attrs.frozen
+class Span:
+    """Consecutive windows of one array: those from ``first`` up to, not including, ``stop``."""
+
+    tokens: np.ndarray
+    """``(N,)``, any integer type; possibly memory-mapped."""
+    first: int
+    stop: int
+
+
+class TokenWindows:
+    """The data source that every source of this package is once its tokens are found.
+
+    Window ``w`` of an array is the tokens from ``w · S`` to ``w · S + S``, both included: the last is a target only,
+    and the first token of the next window. So each token but an array's first is the target once, and only a rest of
+    fewer than ``S`` tokens at an array's end is never used.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        *,
+        seq_len: int,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        separator: int | None,
+        identity: Sequence[Any],
+    ) -> None:
+        """Args:
+        spans: in order; at least one window altogether.
+        separator: the id that ends a document, if documents are to be kept apart.
+        identity: JSON values that decide the tokens; ``seq_len`` and ``separator`` are added.
+        """
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        content = json.dumps([*identity, seq_len, separator], sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        self._spans = [span for span in spans if span.stop > span.first]
+        self._seq_len = seq_len
+        self._separator = separator
+        self._starts = np.array([0, *accumulate(span.stop - span.first for span in self._spans)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        shape = (len(indices), self._seq_len)
+        tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        windows = indices - self._starts[which]
+        for row, (index, window) in enumerate(zip(which.tolist(), windows.tolist(), strict=True)):
+            span = self._spans[index]
+            start = (span.first + window) * self._seq_len
+            stop = start + self._seq_len
+            tokens[row] = span.tokens[start:stop]
+            targets[row] = span.tokens[start + 1 : stop + 1]
+        batch = {"tokens": tokens, "targets": targets}
+        if self._separator is not None:
+            batch |= document_inputs(tokens, targets, self._separator)
+        return batch
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """How many windows of ``seq_len`` tokens, each with the token after it, an array of ``tokens`` tokens has."""
+    return max(0, (tokens - 1) // seq_len)
+
+
+def require_held_out(validation: float, split: Split) -> None:
+    """Raises:
+    ConfigError: the validation split is asked for and nothing is held out.
+    """
+    if split == "validation" and validation == 0:
+        raise ConfigError(
+            "validation = 0 holds nothing out of the training data; set it in [data] (validation = 0.01 holds out a "
+            "hundredth), or name data of their own under [eval.data]"
+        )
+
+
+def too_small(what: str, seq_len: int, tokens: int) -> ConfigError:
+    """The error of data that have not a single window."""
+    return ConfigError(
+        f"{what} is too small: one sample needs at least seq_len + 1 = {seq_len + 1} consecutive tokens, and there are "
+        f"{tokens}. Use more data or a smaller train.seq_len."
+    )

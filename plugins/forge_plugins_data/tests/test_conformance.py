@@ -1,0 +1,67 @@
+"""The conformance kit on everything that the distribution provides."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from forge_plugins_data.bpe import train_bpe
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.documents import Unit
+from forge_plugins_data.prepare import prepare
+from forge_plugins_data.progress import Progress
+
+from forge_core.testing.data_source import DataSourceConformance
+from forge_core.testing.tokenizer import TokenizerConformance
+
+
+def write_text(folder):
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for i in range(20):
+        words = " ".join(str(number) for number in rng.integers(0, 10**6, rng.integers(1, 40)))
+        (folder / f"{i}.txt").write_text(words)
+    return folder
+
+
+class TestTextFiles(DataSourceConformance):
+    component = "forge-plugins-data:text_files"
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    def text(self, tmp_path, request):
+        path = str(write_text(tmp_path / "text"))
+        self.config = {"path": path, "validation": 0.2, "document_mask": request.param}
+
+
+class TestTokenFiles(DataSourceConformance):
+    component = "forge-plugins-data:token_files"
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    def prepared(self, tmp_path, request):
+        text, output = write_text(tmp_path / "text"), tmp_path / "tokens"
+        prepare([str(text)], output, tokenizer=BytesTokenizer(None), unit_size=500, progress=Progress())
+        self.config = {"path": str(output), "validation": 0.2, "document_mask": request.param}
+
+
+class TestTextFilesHoldingNothingOut(DataSourceConformance):
+    component = "forge-plugins-data:text_files"
+    holds_out = False
+
+    @pytest.fixture(autouse=True)
+    def text(self, tmp_path):
+        self.config = {"path": str(write_text(tmp_path / "text"))}
+
+
+class TestBytes(TokenizerConformance):
+    component = "forge-plugins-data:bytes"
+
+
+class TestTokenizerFile(TokenizerConformance):
+    component = "forge-plugins-data:tokenizer_file"
+    config: ClassVar = {"path": "bpe.json"}
+
+    @pytest.fixture
+    def base(self, tmp_path):
+        (tmp_path / "a.txt").write_text("def f(x): return x, or something like naïve text " * 20)
+        trained = train_bpe([Unit("text", (str(tmp_path / "a.txt"),))], 320, "text", "strict")
+        trained.save(str(tmp_path / "bpe.json"))
+        return tmp_path

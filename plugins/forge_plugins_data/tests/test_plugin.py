@@ -1,0 +1,91 @@
+"""What the distribution registers, as a configuration finds it."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from forge_plugins_data.config import TokenFilesConfig
+
+from forge_core.builder import ComponentBuilder
+from forge_core.discovery import discover
+from forge_core.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def builder():
+    return ComponentBuilder(discover(frozenset()))
+
+
+def test_sources_are_chosen_by_name_with_one_path_or_several(builder):
+    text = builder.resolve("data_source", {"name": "text_files", "path": "corpus", "exclude": ["**/tests/**"]})
+    tokens = builder.resolve("data_source", {"name": "token_files", "path": ["a", "b/*.bin"], "validation": 0.01})
+
+    assert (text.config.path, text.config.exclude) == ("corpus", ("**/tests/**",))
+    assert text.config.tokenizer.qualified_name == "forge-plugins-data:bytes"
+    assert (tokens.config.path, tokens.config.tokenizer) == (("a", "b/*.bin"), None)
+
+
+def test_a_tokenizer_is_a_table_or_a_name(builder):
+    table = {"name": "text_files", "path": "x", "tokenizer": {"name": "tokenizer_file", "path": "t.json"}}
+
+    assert builder.resolve("data_source", table).config.tokenizer.config.path == "t.json"
+    assert builder.resolve("data_source", {**table, "tokenizer": "bytes"}).config.tokenizer.name == "bytes"
+
+
+def test_mistakes_are_named_with_their_key(builder):
+    wrong = {"name": "text_files", "path": ["a", ""], "validation": 1.5, "encoding_errors": "ignore", "workers": -1}
+
+    with pytest.raises(ConfigError) as caught:
+        builder.resolve("data_source", wrong)
+
+    with pytest.raises(ConfigError, match=r"path.*required"):
+        builder.resolve("data_source", "token_files")
+    assert "encoding_errors" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        builder.resolve("data_source", wrong | {"encoding_errors": "skip"})
+    for key in ("path", "validation", "workers"):
+        assert key in str(caught.value)
+
+
+def test_a_source_built_from_a_table_reads_the_text(builder, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    use = builder.resolve("data_source", {"name": "text_files", "path": str(tmp_path)})
+
+    source = builder(use, seq_len=4, split="train")
+
+    assert bytes(source.read(np.arange(len(source)))["tokens"].ravel().astype("u1")) == b"some tex"
+
+
+def test_evaluation_without_data_is_found_by_validation_before_anything_runs():
+    config = TokenFilesConfig(path="x")
+    holding_out = TokenFilesConfig(path="x", validation=0.1)
+
+    def problems(checked, data, own_data=None, interval=10):
+        own = SimpleNamespace(config=own_data) if own_data is not None else None
+        job = SimpleNamespace(data=SimpleNamespace(config=data), eval=SimpleNamespace(interval=interval, data=own))
+        return [key for key, sentence in checked.check(job)]
+
+    assert problems(config, data=config) == ["validation"]
+    assert problems(config, data=config, interval=0) == []
+    assert problems(holding_out, data=holding_out) == []
+    other = TokenFilesConfig(path="other")
+    assert problems(config, data=config, own_data=other) == []
+    assert problems(other, data=config, own_data=other) == []
+    assert problems(holding_out, data=config, own_data=holding_out) == ["validation"]
+
+
+def test_describing_and_configuring_import_neither_numpy_nor_torch():
+    program = (
+        "import sys, forge_plugins_data.plugin, forge_plugins_data.config\n"
+        "print(sorted({'numpy', 'torch', 'pyarrow', 'tokenizers', 'rich'} & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_preparing_data_does_not_import_torch():
+    program = "import sys, forge_plugins_data.commands; print('torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "False"

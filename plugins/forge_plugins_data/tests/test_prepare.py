@@ -1,0 +1,386 @@
+"""``forge data prepare``: any input, the same output, whatever happens in between."""
+
+import contextlib
+import fcntl
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.commands import data
+from forge_plugins_data.config import BytesConfig, TokenFilesConfig
+from forge_plugins_data.documents import plan_units, read_documents
+from forge_plugins_data.prepare import prepare
+from forge_plugins_data.progress import Progress
+from forge_plugins_data.token_files import open_token_files
+from forge_plugins_data.token_format import INDEX, read_header
+
+from forge_core.errors import ConfigError, ForgeError
+
+BYTES = BytesTokenizer(BytesConfig())
+
+
+def run(inputs, output, tokenizer=BYTES, **keys):
+    """Prepare, and return the header and what was printed."""
+    lines = io.StringIO()
+    inputs = [inputs] if not isinstance(inputs, list) else inputs
+    header = prepare([str(path) for path in inputs], output, tokenizer=tokenizer, progress=Progress(lines), **keys)
+    return header, lines.getvalue()
+
+
+def documents_of(folder):
+    """The documents of a folder of byte tokens, decoded."""
+    header = read_header(folder / INDEX)
+    ids = np.concatenate([np.fromfile(folder / shard.file, dtype=header.dtype) for shard in header.shards])
+    return [BYTES.decode(part[part != 256]) for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]]
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "lock"}
+
+
+def texts(n=300):
+    rng = np.random.default_rng(0)
+    return [f"{i} " + "wörter 🌍 "[: rng.integers(1, 9)] * int(rng.integers(1, 30)) for i in range(n)]
+
+
+def write_jsonl(file, documents, key="text"):
+    file.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(documents)))
+    return file
+
+
+def write_parquet(file, documents, key="text", type_=None, group=40):
+    column = pa.array(documents, type=type_ or pa.string())
+    pq.write_table(pa.table({"id": range(len(documents)), key: column}), file, row_group_size=group)
+    return file
+
+
+@pytest.mark.parametrize("unit_size", [1, 100, 1000, 10**9])
+def test_jsonl_is_read_whole_however_it_is_cut(tmp_path, unit_size):
+    documents = texts(60)
+    file = write_jsonl(tmp_path / "x.jsonl", documents)
+
+    units = plan_units([file], unit_size, "text")
+
+    assert sum(unit.size for unit in units) == file.stat().st_size
+    assert [one.content for unit in units for one in read_documents(unit, "text", "strict")] == documents
+
+
+def test_jsonl_may_be_compressed_in_several_pieces_and_lack_the_last_newline(tmp_path):
+    documents = texts(60)
+    raw = write_jsonl(tmp_path / "x.jsonl", documents).read_bytes()
+    middle = raw.index(b"\n", len(raw) // 2) + 1
+    (tmp_path / "x.jsonl").write_bytes(raw[:-1])
+    (tmp_path / "y.jsonl.gz").write_bytes(gzip.compress(raw[:middle]) + gzip.compress(raw[middle:]))
+    zstd = pa.Codec("zstd")
+    (tmp_path / "z.ndjson.zst").write_bytes(
+        b"".join(zstd.compress(part, asbytes=True) for part in (raw[:middle], raw[middle:]))
+    )
+
+    run(tmp_path, tmp_path / "out", unit_size=500)
+
+    assert documents_of(tmp_path / "out") == documents * 3
+
+
+@pytest.mark.parametrize(
+    "type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_parquet_is_read_by_row_groups(tmp_path, type_):
+    documents = texts(200)
+    file = write_parquet(tmp_path / "x.parquet", documents, type_=type_)
+
+    units = plan_units([file], 1, "text")
+    run(file, tmp_path / "out", unit_size=1)
+
+    assert [(unit.start, unit.stop) for unit in units] == [(i, i + 1) for i in range(5)]
+    assert documents_of(tmp_path / "out") == documents
+
+
+def test_text_files_are_one_document_each_and_share_units(tmp_path):
+    for i, text in enumerate(texts(30)):
+        (tmp_path / f"{i:02d}.txt").write_text(text)
+    (tmp_path / "30.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "notes.md").write_text("left out")
+
+    header, _ = run(tmp_path, tmp_path / "out", unit_size=400)
+
+    assert documents_of(tmp_path / "out") == [*texts(30), "packed"]
+    assert 3 < len(header.shards) < 30
+    run(tmp_path, tmp_path / "markdown", patterns=["**/*.md"])
+    assert documents_of(tmp_path / "markdown") == ["left out"]
+
+
+def test_the_output_opens_as_token_files_with_its_tokenizer(tmp_path, build):
+    write_jsonl(tmp_path / "x.jsonl", texts())
+    header, printed = run(tmp_path / "x.jsonl", tmp_path / "out", unit_size=2000)
+
+    source = open_token_files(TokenFilesConfig(path=str(tmp_path / "out")), seq_len=16, split="train", build=build)
+
+    assert source.tokenizer.decode(source.read(np.arange(1))["tokens"][0]).startswith(texts()[0][:5])
+    assert (source.vocab_size, header.dtype, header.end_of_document) == (257, "uint16", 256)
+    assert sum(shard.documents for shard in header.shards) == 300
+    assert header.tokens == sum(len(text.encode()) + 1 for text in texts())
+    size = (tmp_path / "x.jsonl").stat().st_size / 2**20
+    assert printed.splitlines()[-1].startswith(f"{size:,.1f} of {size:,.1f} MiB")
+
+
+def test_any_number_of_processes_writes_the_same_files(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", texts())
+
+    run(tmp_path / "x.jsonl", tmp_path / "one", unit_size=2000)
+    run(tmp_path / "x.jsonl", tmp_path / "three", unit_size=2000, workers=3)
+
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert len(contents(tmp_path / "one")) > 2 * 5
+
+
+SLOWLY = """
+import sys, time
+from pathlib import Path
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.prepare import prepare
+from forge_plugins_data.progress import Progress
+class Slow(BytesTokenizer):
+    def encode_bytes(self, content):
+        time.sleep(0.002)
+        return super().encode_bytes(content)
+if __name__ == "__main__":
+    source, output, workers = sys.argv[1:]
+    prepare([source], Path(output), tokenizer=Slow(None), unit_size=2000, workers=int(workers), progress=Progress())
+"""
+
+
+@pytest.mark.parametrize(("how", "workers"), [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGINT, 2)])
+def test_a_preparation_that_was_killed_is_completed_as_if_nothing_had_happened(tmp_path, how, workers):
+    write_jsonl(tmp_path / "x.jsonl", texts(600))
+    run(tmp_path / "x.jsonl", tmp_path / "straight", unit_size=2000)
+    program, output = tmp_path / "slowly.py", tmp_path / "out"
+    program.write_text(SLOWLY)
+    process = subprocess.Popen(
+        [sys.executable, program, tmp_path / "x.jsonl", output, str(workers)],
+        env=os.environ | {"FORGE_TEST_OF": str(tmp_path)},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: len(list(output.glob("*.json"))) >= 4)
+
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal does
+    else:
+        process.send_signal(how)
+    process.communicate(timeout=20)
+
+    assert not (output / INDEX).exists()
+    wait_until(lambda: not processes_of(tmp_path))  # no worker is left behind
+    finished = {file: file.stat().st_mtime_ns for file in output.glob("tokens_*.json")}
+    header, printed = run(tmp_path / "x.jsonl", output, unit_size=2000)
+    assert contents(output) == contents(tmp_path / "straight")
+    assert f"{len(finished)} of {len(header.shards)} parts are done already" in printed
+    assert all(file.stat().st_mtime_ns == time_ for file, time_ in finished.items())
+
+
+def test_a_worker_that_dies_is_reported_and_what_is_finished_stays(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", texts(600))
+    program = tmp_path / "dying.py"
+    program.write_text(SLOWLY.replace("time.sleep(0.002)", "'599 ' in content.decode() and __import__('os')._exit(9)"))
+
+    ended = subprocess.run(
+        [sys.executable, program, tmp_path / "x.jsonl", tmp_path / "out", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert "a worker process was killed, perhaps because memory ran out" in ended.stderr
+    header, _ = run(tmp_path / "x.jsonl", tmp_path / "out", unit_size=2000)
+    assert documents_of(tmp_path / "out") == texts(600)
+    assert ForgeError.__name__ in ended.stderr
+    assert len(header.shards) > 4
+
+
+def test_what_was_removed_or_damaged_is_made_again(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", texts())
+    run(tmp_path / "x.jsonl", tmp_path / "out", unit_size=2000)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "tokens_00001.bin").unlink()
+    (tmp_path / "out" / "tokens_00002.bin").write_bytes(b"\0")
+    (tmp_path / "out" / "tokens_00003.json").write_text("{")
+
+    run(tmp_path / "x.jsonl", tmp_path / "out", unit_size=2000)
+
+    assert contents(tmp_path / "out") == before
+
+
+def test_other_settings_or_input_do_not_continue_what_was_begun(tmp_path):
+    file = write_jsonl(tmp_path / "x.jsonl", texts())
+    run(file, tmp_path / "out")
+
+    with pytest.raises(ConfigError, match=r"out was begun with other settings .*text_field: text then, body now"):
+        run(file, tmp_path / "out", text_field="body")
+    with pytest.raises(ConfigError, match=r"unit_size: \d+ then, 7 now"):
+        run(file, tmp_path / "out", unit_size=7)
+    write_jsonl(file, texts(299))
+    with pytest.raises(ConfigError, match=r"names_sizes_and_times_of_files"):
+        run(file, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"has other things in it; name a new or an empty one"):
+        run(file, tmp_path)
+    with pytest.raises(ConfigError, match=r"x\.jsonl is a file; the output is a folder"):
+        run(file, file)
+
+
+def test_two_preparations_do_not_work_in_one_folder(tmp_path):
+    file = write_jsonl(tmp_path / "x.jsonl", texts())
+    run(file, tmp_path / "out")
+    with (tmp_path / "out" / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"another 'forge data prepare' is working in .*out"):
+            run(file, tmp_path / "out")
+
+
+def test_a_bpe_tokenizer_is_trained_on_the_input_and_travels_with_the_data(tmp_path, build):
+    documents = [f"the theory of the thing is that number {i} is the {i}th grüße" for i in range(200)]
+    file = write_jsonl(tmp_path / "x.jsonl", documents)
+
+    header, _ = run(file, tmp_path / "out", tokenizer=300, unit_size=4000)
+    again, _ = run(file, tmp_path / "again", tokenizer=300, unit_size=4000, workers=2)
+
+    (tmp_path / "out").rename(tmp_path / "moved")
+    source = open_token_files(TokenFilesConfig(path=str(tmp_path / "moved")), seq_len=32, split="all", build=build)
+    assert contents(tmp_path / "moved") == contents(tmp_path / "again")
+    assert source.vocab_size == header.vocab_size == again.vocab_size == 300
+    ids = source.tokenizer.encode(documents[7])
+    assert len(ids) < len(documents[7]) / 2
+    assert source.tokenizer.decode(ids) == documents[7]
+    assert source.tokenizer.decode(source.read(np.arange(1))["tokens"][0]).startswith(documents[0] + documents[1][:5])
+
+
+def test_a_bpe_vocabulary_may_be_larger_than_the_text_has_pairs_but_not_smaller_than_the_bytes(tmp_path):
+    file = write_jsonl(tmp_path / "x.jsonl", ["ab ab ab"])
+
+    header, printed = run(file, tmp_path / "out", tokenizer=70_000)
+    assert header.vocab_size < 300
+    assert f"the text has pairs for {header.vocab_size} ids only" in printed
+    assert header.dtype == "uint16"
+    with pytest.raises(ConfigError, match="at least 257 ids"):
+        run(file, tmp_path / "small", tokenizer=256)
+
+
+def test_text_that_is_not_utf8_is_refused_replaced_or_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "good"}\n{"text": "b\xe4d"}\n{"text": "half \\ud83d"}\n{"text": "end"}\n'
+    )
+
+    with pytest.raises(ConfigError, match=r"a\.jsonl, the line at byte 17 is not UTF-8"):
+        run(tmp_path, tmp_path / "strict")
+    replaced, _ = run(tmp_path, tmp_path / "replaced", encoding_errors="replace")
+    skipped, _ = run(tmp_path, tmp_path / "skipped", encoding_errors="skip")
+
+    assert documents_of(tmp_path / "replaced") == ["good", "b\ufffdd", "half \ufffd\ufffd\ufffd", "end"]
+    assert documents_of(tmp_path / "skipped") == ["good", "end"]
+    assert (replaced.shards[0].skipped, skipped.shards[0].skipped) == (0, 2)
+
+
+def test_empty_and_null_documents_are_counted_and_left_out(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x", "", None, "y"])
+    write_parquet(tmp_path / "b.parquet", ["z", None, ""])
+
+    header, _ = run(tmp_path, tmp_path / "out")
+
+    assert documents_of(tmp_path / "out") == ["x", "y", "z"]
+    assert [shard.skipped for shard in header.shards] == [2, 2]
+
+
+def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
+    good = write_jsonl(tmp_path / "good.jsonl", ["a"])
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "number.jsonl").write_text('{"text": 5}\n')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9000))[:-2000])
+    (tmp_path / "cut.jsonl.zst").write_bytes(pa.Codec("zstd").compress(os.urandom(9000), asbytes=True)[:-2000])
+    write_parquet(tmp_path / "ids.parquet", [1, 2], type_=pa.int64())
+    (tmp_path / "cut.parquet").write_bytes(write_parquet(tmp_path / "whole.parquet", texts()).read_bytes()[:-100])
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    for name, keys, sentence in [
+        ("none.jsonl", {}, r"there is no file or folder .*none\.jsonl\. Did you mean"),
+        (
+            "good.jsonl",
+            {"text_field": "body"},
+            r"the line at byte 0 has no 'body'; its keys are id, text \(choose with",
+        ),
+        ("bad.jsonl", {}, r"bad\.jsonl, the line at byte 14 is not JSON"),
+        ("list.jsonl", {}, r"has no 'text'; it is not an object"),
+        ("number.jsonl", {}, r"'text' must be text, it is 5"),
+        ("cut.jsonl.gz", {}, r"cannot read .*cut\.jsonl\.gz|is not UTF-8|is not JSON"),
+        ("cut.jsonl.zst", {}, r"cannot read .*cut\.jsonl\.zst|is not UTF-8|is not JSON"),
+        ("whole.parquet", {"text_field": "body"}, r"has no column 'body'; its columns are id, text"),
+        ("ids.parquet", {}, r"the column 'text' holds int64, not text"),
+        ("cut.parquet", {}, r"cut\.parquet is damaged or not a Parquet file"),
+        ("empty.txt", {}, r"the input is empty: 1 file, no bytes"),
+        ("blank.jsonl", {}, r"the input has no text: 1 file, all documents empty"),
+    ]:
+        with pytest.raises(ConfigError, match=sentence):
+            run(tmp_path / name, tmp_path / f"out-{name}", **keys)
+    run(good, tmp_path / "out", workers=4)
+
+
+def test_an_error_in_another_process_arrives_as_the_same_sentence(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' * 100 + "{\n")
+
+    with pytest.raises(ConfigError, match=r"the line at byte 1400 is not JSON"):
+        run(tmp_path, tmp_path / "out", unit_size=300, workers=2)
+
+
+def test_the_command_prepares_and_inspects(tmp_path, monkeypatch, build):
+    monkeypatch.setattr("forge_plugins_data.commands._build_tokenizer", lambda *_: BYTES)
+    write_jsonl(tmp_path / "x.jsonl", [*texts(), ""])
+    output = tmp_path / "out"
+
+    def forge_data(*arguments):
+        return CliRunner().invoke(data, [str(argument) for argument in arguments], obj=None)
+
+    prepared = forge_data("prepare", tmp_path / "x.jsonl", "-o", output, "--workers", 1)
+    tokens = read_header(output / INDEX).tokens
+    assert prepared.exit_code == 0
+    assert prepared.stdout.strip() == (
+        f"{output}: {tokens:,} tokens of uint16 in 1 file(s), 300 documents, vocabulary 257; "
+        "1 documents skipped (empty or not UTF-8)"
+    )
+    for path in (output, output / "tokens_00000.bin", output / "tokens_00000.json"):
+        inspected = forge_data("inspect", path, "--verify")
+        assert f"tokens_00000.bin  {tokens:,} tokens, 300 documents, verified" in inspected.stdout
+    assert forge_data("prepare", "x", "-o", output, "--tokenizer", "bytes", "--train-bpe", 300).exit_code == 2
+
+    with (output / "tokens_00000.bin").open("r+b") as file:
+        file.write(b"\1\1")
+    assert forge_data("inspect", output).exit_code == 0
+    assert "its checksum is not the one of its JSON" in str(forge_data("inspect", output, "--verify").exception)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def processes_of(folder):
+    """Processes that were started with this folder in their environment, workers included."""
+    marked = f"FORGE_TEST_OF={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if marked in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found

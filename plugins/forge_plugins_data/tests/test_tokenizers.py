@@ -1,0 +1,122 @@
+"""Bytes, and files of the tokenizers library."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import tokenizers
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
+from forge_plugins_data.tokenizer_file import TokenizerFile
+
+from forge_core.errors import ConfigError
+
+TEXTS = ["", "plain ASCII\n", "grüße, 世界 🌍\0\ttabs", "e\u0301 and \ufeff"]
+
+
+@pytest.fixture
+def word_file(tmp_path):
+    """A tokenizer of words, with special tokens of our choice."""
+
+    def write(*special, name="tokenizer.json", extra_ids=0):
+        vocabulary = {token: i for i, token in enumerate(["hello", "world", "[UNK]", *special])}
+        vocabulary |= {"far": len(vocabulary) + extra_ids}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.add_special_tokens(list(special))
+        tokenizer.save(str(tmp_path / name))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_are_those_of_utf8_and_come_back(text):
+    tokenizer = BytesTokenizer(BytesConfig())
+
+    ids = tokenizer.encode(text)
+
+    assert ids.dtype == np.int64
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_decoding_bytes_leaves_the_end_of_document_out_and_marks_what_is_not_utf8():
+    tokenizer = BytesTokenizer(BytesConfig())
+
+    assert tokenizer.decode([104, 105, 256]) == "hi"
+    assert tokenizer.decode([0xC3, 104]) == "\ufffdh"
+    assert tokenizer.vocab_size == tokenizer.end_of_document + 1 == 257
+
+
+@pytest.mark.parametrize("special", ["<|endoftext|>", "</s>", "<|end_of_text|>", "[EOS]"])
+def test_the_end_of_document_is_found_by_its_known_names(word_file, special):
+    tokenizer = TokenizerFile(TokenizerFileConfig(path=str(word_file(special))), base=word_file(special).parent)
+
+    assert tokenizer.end_of_document == 3
+    assert tokenizer.encode("hello world").tolist() == [0, 1]
+    assert tokenizer.decode([0, 1, 3]) == "hello world"
+
+
+def test_an_unknown_or_ambiguous_end_of_document_must_be_said(word_file, tmp_path):
+    def load(file, **keys):
+        return TokenizerFile(TokenizerFileConfig(path=file.name, **keys), base=tmp_path)
+
+    with pytest.raises(ConfigError, match=r'no known end of document; say which token .* end_of_document = "…"'):
+        load(word_file("[PAD]"))
+    with pytest.raises(ConfigError, match=r"several tokens that may end a document \(<\|endoftext\|>, </s>\)"):
+        load(word_file("</s>", "<|endoftext|>"))
+    with pytest.raises(ConfigError, match=r"end_of_document = '\[PADD\]' is not in .*Did you mean '\[PAD\]'"):
+        load(word_file("[PAD]"), end_of_document="[PADD]")
+    assert load(word_file("</s>", "<|endoftext|>"), end_of_document="</s>").end_of_document == 3
+
+
+def test_the_vocabulary_covers_the_largest_id_even_if_some_are_unused(word_file, tmp_path):
+    tokenizer = TokenizerFile(TokenizerFileConfig(path=word_file("</s>", extra_ids=100).name), base=tmp_path)
+
+    assert tokenizer.vocab_size == 105
+    assert tokenizer.encode("far").max() == 104
+
+
+def test_a_saved_tokenizer_is_the_same_one(word_file, tmp_path, build):
+    original = TokenizerFile(TokenizerFileConfig(path=str(word_file("</s>"))), base=tmp_path)
+    (tmp_path / "copy").mkdir()
+
+    table = original.save(tmp_path / "copy")
+    copy = build(build.resolve("tokenizer", json.loads(json.dumps(table))), base=tmp_path / "copy")
+
+    assert copy.fingerprint == original.fingerprint
+    assert copy.encode("world hello").tolist() == original.encode("world hello").tolist()
+    assert BytesTokenizer(BytesConfig()).save(tmp_path) == {"name": "forge-plugins-data:bytes"}
+
+
+def test_the_fingerprint_tells_tokenizers_apart(word_file, tmp_path):
+    def fingerprint(file, **keys):
+        return TokenizerFile(TokenizerFileConfig(path=str(file), **keys), base=tmp_path).fingerprint
+
+    both = word_file("</s>", "<|endoftext|>", name="both.json")
+    prints = {
+        fingerprint(both, end_of_document="</s>"),
+        fingerprint(both, end_of_document="<|endoftext|>"),
+        fingerprint(word_file("</s>")),
+        BytesTokenizer(BytesConfig()).fingerprint,
+    }
+    assert len(prints) == 4
+
+
+def test_tokenizers_can_be_sent_to_other_processes(word_file, tmp_path):
+    tokenizer = TokenizerFile(TokenizerFileConfig(path=str(word_file("</s>"))), base=tmp_path)
+
+    copy = pickle.loads(pickle.dumps(tokenizer))
+
+    assert copy.encode("world").tolist() == [1]
+    assert copy.fingerprint == tokenizer.fingerprint
+
+
+def test_files_that_are_missing_or_something_else_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*none\.json: No such file"):
+        TokenizerFile(TokenizerFileConfig(path="none.json"), base=tmp_path)
+    (tmp_path / "list.json").write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"list\.json is not a file of the tokenizers library"):
+        TokenizerFile(TokenizerFileConfig(path="list.json"), base=tmp_path)

@@ -1,0 +1,199 @@
+"""The transformer as ``LlamaForCausalLM`` and ``Qwen3ForCausalLM``: names of weights and configurations, both ways.
+
+Weights are only renamed: Hugging Face has the same half-split rotary layout and the same matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from forge_core.errors import ConfigError
+from forge_plugins_dense.config import MLPConfig, TransformerConfig
+
+T = TypeVar("T")
+
+_OUTSIDE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_INSIDE = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+_DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Old checkpoints hold the rotary frequencies, which follow from the configuration."""
+
+
+def weight_names(config: TransformerConfig) -> dict[str, str]:
+    """Our name of every weight of the model to Hugging Face's name.
+
+    Raises:
+        ConfigError: no Hugging Face architecture is equal to this model.
+    """
+    _check_representable(config)
+    names = {
+        f"blocks.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+        for layer in range(config.n_layers)
+        for ours, theirs in _INSIDE.items()
+        if config.qk_norm or ours not in ("attention.q_norm", "attention.k_norm")
+    }
+    outside = {ours: theirs for ours, theirs in _OUTSIDE.items() if ours != "head.weight" or not config.tie_embeddings}
+    return outside | names
+
+
+def from_hf_state(state: Mapping[str, T], config: TransformerConfig) -> dict[str, T]:
+    """Hugging Face weights under our names; the values are passed through.
+
+    Raises:
+        ConfigError: weights are missing or left over; or as ``weight_names``.
+    """
+    names = weight_names(config)
+    spare = {name for name in state if _DERIVED.search(name)}
+    if config.tie_embeddings:
+        spare.add("lm_head.weight")
+    _check_complete(state.keys() - spare, names.values())
+    return {ours: state[theirs] for ours, theirs in names.items()}
+
+
+def to_hf_state(state: Mapping[str, T], config: TransformerConfig) -> dict[str, T]:
+    """Our weights under Hugging Face's names; the values are passed through. A tied head is left out, as they do.
+
+    Raises:
+        ConfigError: weights are missing or left over; or as ``weight_names``.
+    """
+    names = weight_names(config)
+    spare = {"head.weight"} if config.tie_embeddings else set()
+    _check_complete(state.keys() - spare, names)
+    return {theirs: state[ours] for ours, theirs in names.items()}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A Hugging Face ``config.json`` as the table ``[model]``.
+
+    Raises:
+        ConfigError: the architecture is another one, or uses something that the transformer has not.
+    """
+    architecture = _architecture(hf)
+    for key, supported in _SUPPORTED.items():
+        if hf.get(key, supported) != supported:
+            raise ConfigError(f"{architecture} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
+
+    table: dict[str, Any] = {
+        "name": "transformer",
+        "dim": hf["hidden_size"],
+        "n_layers": hf["num_hidden_layers"],
+        "n_heads": hf["num_attention_heads"],
+        "n_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "vocab_size": hf["vocab_size"],
+        "max_seq_len": hf["max_position_embeddings"],
+        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "tie_embeddings": hf.get("tie_word_embeddings", False),
+        "init_std": hf.get("initializer_range", 0.02),
+        "feed_forward": {"name": "mlp", "hidden_dim": hf["intermediate_size"]},
+    }
+    head_dim = hf.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else None)  # Qwen3Config's default
+    if head_dim is not None:
+        table["head_dim"] = head_dim
+    # transformers 5 writes rope_parameters; earlier ones rope_theta, and rope_scaling where there is any.
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    table["rope_theta"] = float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        table["rope_scaling"] = {
+            "factor": float(rope["factor"]),
+            "low_freq_factor": float(rope["low_freq_factor"]),
+            "high_freq_factor": float(rope["high_freq_factor"]),
+            "original_max_seq_len": rope["original_max_position_embeddings"],
+        }
+    elif kind != "default":
+        raise ConfigError(f'{architecture} with rope_type = "{kind}" is not supported; "default" and "llama3" are')
+    return table
+
+
+def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+    """The content of ``config.json`` for this model, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: no Hugging Face architecture is equal to this model.
+    """
+    feed_forward = _check_representable(config)
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_seq_len,
+        }
+    return {
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "hidden_size": config.dim,
+        "intermediate_size": feed_forward.width(config.dim),
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+        **_SUPPORTED,
+    }
+
+
+_SUPPORTED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+
+def _architecture(hf: Mapping[str, Any]) -> str:
+    known = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    found = (hf.get("architectures") or [known.get(hf.get("model_type", ""), hf.get("model_type"))])[0]
+    if found not in known.values():
+        raise ConfigError(f"the architecture {found} is not supported; {' and '.join(known.values())} are")
+    return str(found)
+
+
+def _check_representable(config: TransformerConfig) -> MLPConfig:
+    feed_forward = config.feed_forward.config
+    if not isinstance(feed_forward, MLPConfig) or feed_forward.activation != "silu":
+        raise ConfigError(
+            "only a transformer whose feed_forward is an mlp with activation silu has a Hugging Face form"
+        )
+    if config.norm != "rmsnorm":
+        raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm}"')
+    return feed_forward
+
+
+def _check_complete(found: Iterable[str], expected: Iterable[str]) -> None:
+    found, expected = set(found), set(expected)
+    wrong = [
+        f"{what}: {', '.join(sorted(names)[:5])}{' …' if len(names) > 5 else ''}"
+        for what, names in (("missing", expected - found), ("unexpected", found - expected))
+        if names
+    ]
+    if wrong:
+        raise ConfigError(f"these are not the weights of this model; {'; '.join(wrong)}")

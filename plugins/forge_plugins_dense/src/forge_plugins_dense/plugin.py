@@ -1,0 +1,29 @@
+"""What this package registers. Imported by every command, so it imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forge_core.api import Component, hookimpl
+
+FORGE_API = "1.0"
+
+
+@hookimpl
+def forge_models() -> Iterator[Component]:
+    yield Component(
+        name="transformer",
+        summary="pre-norm decoder: RoPE, grouped-query attention, a feed-forward layer of your choice",
+        factory="forge_plugins_dense.transformer:Transformer",
+        config="forge_plugins_dense.config:TransformerConfig",
+    )
+
+
+@hookimpl
+def forge_feed_forwards() -> Iterator[Component]:
+    yield Component(
+        name="mlp",
+        summary="SwiGLU (activation silu) or a two-matrix MLP (gelu, relu), without biases",
+        factory="forge_plugins_dense.feed_forward:MLP",
+        config="forge_plugins_dense.config:MLPConfig",
+    )

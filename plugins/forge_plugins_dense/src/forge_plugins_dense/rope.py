@@ -1,0 +1,53 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864), in the half-split layout of Llama on Hugging Face."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from forge_plugins_dense.config import Llama3Scaling
+
+
+def rotary_tables(
+    positions: torch.Tensor, head_dim: int, theta: float, scaling: Llama3Scaling | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the angle ``position · theta^(−2i / head_dim)`` of each pair of features ``i``.
+
+    They are computed where they are needed, from constants, rather than kept as buffers: a buffer would have to be
+    initialised after a build on meta, and would be rounded when a model is cast to bf16.
+
+    Args:
+        positions: ``(B, S)`` int64.
+
+    Returns:
+        Two ``(B, S, 1, head_dim / 2)`` fp32, which broadcast over heads.
+    """
+    frequencies = _frequencies(head_dim, theta, scaling, positions.device)
+    angles = positions[:, :, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs of features ``(i, i + head_dim / 2)``.
+
+    Args:
+        x: ``(B, S, H, head_dim)`` of any floating dtype; rotated in fp32, because the products of a rounded cosine lose
+            the position in long sequences, and cast back.
+        cos, sin: from ``rotary_tables``.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None, device: torch.device) -> torch.Tensor:
+    """``(head_dim / 2,)`` fp32, radians a token, from constants on the device (a copy from the host would wait)."""
+    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (pairs / head_dim)
+    if scaling is None:
+        return frequencies
+
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    fast = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (fast + (1.0 - fast) / scaling.factor)

@@ -1,0 +1,122 @@
+"""Head and cross-entropy together, in chunks of tokens: the full logits never exist.
+
+Shapes: B sequences of S tokens, T = B · S, D model width, V vocabulary, C tokens of one chunk.
+"""
+
+# Names end in their shape, in capitals:
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from forge_core.contracts.loss import IGNORED, LossSum
+from forge_core.errors import ConfigError
+from forge_plugins_optim.config import ChunkedCrossEntropyConfig
+
+
+def chunked_cross_entropy(config: ChunkedCrossEntropyConfig, /) -> ChunkedCrossEntropy:
+    """Build the loss."""
+    return ChunkedCrossEntropy(config.chunk_size)
+
+
+class ChunkedCrossEntropy:
+    """The same value as ``cross_entropy``, in memory that does not grow with the number of tokens.
+
+    The gradients of ``hidden``, ``head.weight`` and ``head.bias`` are computed in the forward, where a chunk's logits
+    are at hand, and scaled in the backward: three matrix products a chunk and no recomputation (as in Liger Kernel,
+    https://arxiv.org/abs/2410.10989). Softmax, loss and the sums over chunks are fp32; the matrix products run in the
+    compute dtype, as those of ``cross_entropy`` do.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+
+    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+        """The contract's.
+
+        Raises:
+            ConfigError: ``head`` does more than multiply by ``weight`` and add ``bias``, which this loss would skip.
+        """
+        if getattr(type(head), "forward", None) is not nn.Linear.forward:
+            raise ConfigError(
+                f"loss 'chunked_cross_entropy' multiplies by the head's weight itself, and would skip what "
+                f"{type(head).__qualname__}.forward does; use loss 'cross_entropy' with this model."
+            )
+        inputs = (hidden.flatten(0, 1), head.weight, head.bias)
+        wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
+        total = _ChunkedCrossEntropy.apply(*inputs, targets.flatten(), self._chunk_size, wanted)  # type: ignore[no-untyped-call]  # torch's
+        return LossSum(total, (targets != IGNORED).sum())
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_T: torch.Tensor,
+        chunk_size: int,
+        wanted: tuple[bool, bool, bool],
+    ) -> torch.Tensor:
+        for_hidden, for_weight, for_bias = wanted
+        accumulate = torch.promote_types(hidden_TD.dtype, torch.float32)
+        grad_hidden_TD = torch.empty_like(hidden_TD) if for_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if for_weight else None
+        grad_bias_V = torch.zeros_like(weight_VD[:, 0], dtype=accumulate) if for_bias else None
+        total = hidden_TD.new_zeros((), dtype=accumulate)
+
+        for start in range(0, len(targets_T), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            ignored_C1 = (targets_T[chunk] == IGNORED).unsqueeze(1)
+            targets_C1 = targets_T[chunk].unsqueeze(1).masked_fill(ignored_C1, 0)
+            # Zero rows instead of ignored ones keep whatever they hold, NaN too, out of all sums.
+            hidden_CD = hidden_TD[chunk].masked_fill(ignored_C1, 0)
+
+            logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+            log_probabilities_CV = torch.log_softmax(logits_CV, dim=1, dtype=accumulate)
+            del logits_CV  # in fp32 it would be a second tensor of this size until the end of the chunk
+            total -= log_probabilities_CV.gather(1, targets_C1).masked_fill(ignored_C1, 0).sum()
+            if not any(wanted):
+                continue
+
+            # d total / d logits = softmax − one_hot(target), 0 in ignored rows.
+            grad_logits_CV = log_probabilities_CV.exp_()
+            grad_logits_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=accumulate))
+            if grad_bias_V is not None:
+                grad_bias_V += (~ignored_C1).to(accumulate).squeeze(1) @ grad_logits_CV
+            grad_logits_CV = grad_logits_CV.to(hidden_TD.dtype)
+            if grad_hidden_TD is not None:
+                grad_hidden_TD[chunk] = (grad_logits_CV @ weight_VD).masked_fill(ignored_C1, 0)
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+
+        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
+        ctx.dtype = hidden_TD.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), None, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right``, rounding the product to its own dtype only where there is no kernel that need not."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _scaled(grad: torch.Tensor | None, by: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """``grad · by``, rounded once to ``dtype``, without a temporary in ``grad``'s dtype."""
+    return None if grad is None else torch.mul(grad, by, out=torch.empty_like(grad, dtype=dtype))

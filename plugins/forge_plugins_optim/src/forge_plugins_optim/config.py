@@ -1,0 +1,110 @@
+"""The keys of this package's components. Nothing here may import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
+
+
+def _not_with_lr(group: ParameterGroup, _: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None and group.lr is not None:
+        raise ValueError("cannot be given together with lr: one replaces the base learning rate, the other scales it")
+
+
+@attrs.frozen(kw_only=True)
+class ParameterGroup:
+    """Parameters treated differently, ``[[optimizer.groups]]``. The first group that matches a parameter takes it."""
+
+    pattern: str = attrs.field(validator=min_len(1))
+    """Qualified parameter names, such as ``"blocks.*.attention.*"``; ``*`` stands for anything, dots included, ``?``
+    for one character, ``[…]`` for one of some. Case matters. A group that takes no parameter is an error."""
+    lr: float | None = attrs.field(default=None, validator=optional(ge(0)))
+    """Base learning rate, instead of the optimizer's. It follows the schedule too."""
+    lr_scale: float | None = attrs.field(default=None, validator=[optional(ge(0)), _not_with_lr])
+    """Factor on the optimizer's base learning rate."""
+    weight_decay: float | None = attrs.field(default=None, validator=optional(ge(0)))
+    """Weight decay of everything the pattern takes, norms and biases included; by default what the parameter's role
+    has."""
+
+
+@attrs.frozen(kw_only=True)
+class AdamWConfig:
+    """AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101)."""
+
+    lr: float = attrs.field(validator=gt(0))
+    """Base learning rate, which the schedule multiplies."""
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
+    """Decay of the running means of the gradient and of its square, a step."""
+    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    """Added to the root of the second moment."""
+    weight_decay: float = attrs.field(default=0.1, validator=ge(0))
+    """Each step also multiplies a decayed parameter by ``1 − lr · weight_decay``. Matrices, experts and an untied head
+    are decayed; norms and biases never are; for embedding tables see ``decay_embeddings``."""
+    decay_embeddings: bool = False
+    """Whether embedding tables are decayed as well. A table that is tied to the head counts as an embedding table."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Exceptions by parameter name, in order."""
+
+
+@attrs.frozen(kw_only=True)
+class ConstantConfig:
+    """The base learning rate throughout."""
+
+    warmup_steps: int = attrs.field(default=0, validator=ge(0))
+    """Steps over which the learning rate rises linearly; update ``warmup_steps`` is the first with all of it."""
+
+    def contradictions(self, total_steps: int) -> Iterator[tuple[str, str]]:
+        """What cannot be in a run of ``total_steps`` steps: (key, sentence)."""
+        if self.warmup_steps > total_steps:
+            yield "warmup_steps", f"must not be above train.steps = {total_steps}, got {self.warmup_steps}"
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """The same for a job, at validation."""
+        yield from self.contradictions(job.train.steps)
+
+
+@attrs.frozen(kw_only=True)
+class CosineConfig:
+    """Half a cosine (Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983, without restarts)."""
+
+    warmup_steps: int = attrs.field(default=0, validator=ge(0))
+    """Steps over which the learning rate rises linearly; update ``warmup_steps`` is the first with all of it."""
+    min_ratio: float = attrs.field(default=0.1, validator=and_(ge(0), le(1)))
+    """Where the learning rate ends, as a fraction of its base."""
+    decay_steps: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Steps from the end of the warm-up to ``min_ratio``, where it stays; by default the rest of the run. May be longer
+    than the run, to be continued later."""
+
+    def contradictions(self, total_steps: int) -> Iterator[tuple[str, str]]:
+        """What cannot be in a run of ``total_steps`` steps: (key, sentence)."""
+        if self.warmup_steps >= total_steps:
+            yield (
+                "warmup_steps",
+                f"must be below train.steps = {total_steps}, or nothing is left to decay; got {self.warmup_steps}",
+            )
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """The same for a job, at validation."""
+        yield from self.contradictions(job.train.steps)
+
+
+@attrs.frozen(kw_only=True)
+class CrossEntropyConfig:
+    """Cross-entropy on the full logits has no keys."""
+
+
+@attrs.frozen(kw_only=True)
+class ChunkedCrossEntropyConfig:
+    """Cross-entropy with the head applied in chunks."""
+
+    chunk_size: int = attrs.field(default=2048, validator=gt(0))
+    """Tokens whose logits exist at one time. They take ``chunk_size · V`` numbers in fp32, and as many in the compute
+    dtype. Smaller chunks take less memory, and on a GPU more time: on an H200 with 16,384 tokens in bf16, D = 4096 and
+    V = 128,256, chunks of 512, 1024, 2048, 4096 took 1.29, 1.07, 1.01, 0.98 times as long as the full logits do, and
+    0.14, 0.17, 0.26, 0.42 times the memory."""

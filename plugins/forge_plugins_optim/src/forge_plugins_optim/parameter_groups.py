@@ -1,0 +1,81 @@
+"""Which learning rate and weight decay each parameter gets."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from forge_core.contracts.model import ParameterRole
+from forge_core.contracts.optimizer import NamedParameter
+from forge_core.errors import ConfigError
+from forge_plugins_optim.config import ParameterGroup
+
+
+def parameter_groups(
+    parameters: Sequence[NamedParameter],
+    *,
+    lr: float,
+    weight_decay: float,
+    decay_embeddings: bool,
+    groups: Sequence[ParameterGroup],
+) -> list[dict[str, Any]]:
+    """The ``params`` of a ``torch.optim.Optimizer``: dictionaries with ``params``, ``lr``, ``weight_decay``.
+
+    Every parameter is in exactly one of them. Parameters on different meshes are apart, since torch's fused and foreach
+    kernels take lists of tensors of one mesh only.
+
+    Args:
+        parameters: all that are to be optimized.
+        lr: base learning rate of parameters that no group says otherwise about.
+        weight_decay: of the roles ``matrix``, ``expert`` and ``head``; ``norm`` and ``bias`` have none.
+        decay_embeddings: whether the role ``embedding`` has it too. A tied table has this role.
+        groups: exceptions; the first whose pattern matches a name takes the parameter.
+
+    Raises:
+        ConfigError: a group takes no parameter.
+    """
+    decayed: set[ParameterRole] = {"matrix", "expert", "head"}
+    if decay_embeddings:
+        decayed.add("embedding")
+    taken = [0] * len(groups)
+    gathered: dict[tuple[Any, ...], list[Any]] = {}
+    for entry in parameters:
+        own_lr, own_decay = lr, weight_decay if entry.role in decayed else 0.0
+        for index, group in enumerate(groups):
+            if fnmatch.fnmatchcase(entry.name, group.pattern):
+                taken[index] += 1
+                own_lr = group.lr if group.lr is not None else lr * (1.0 if group.lr_scale is None else group.lr_scale)
+                own_decay = own_decay if group.weight_decay is None else group.weight_decay
+                break
+        mesh = entry.parameter.device_mesh if isinstance(entry.parameter, DTensor) else None
+        gathered.setdefault((own_lr, own_decay, mesh), []).append(entry.parameter)
+    for group, count in zip(groups, taken, strict=True):
+        if count == 0:
+            raise ConfigError(_idle(group, [entry.name for entry in parameters]))
+
+    result = [
+        {"params": members, "lr": own_lr, "weight_decay": own_decay}
+        for (own_lr, own_decay, _), members in gathered.items()
+    ]
+    grouped = [id(parameter) for group in result for parameter in group["params"]]
+    assert sorted(grouped) == sorted({id(entry.parameter) for entry in parameters})
+    return result
+
+
+def _idle(group: ParameterGroup, names: Sequence[str]) -> str:
+    """Why ``group`` takes no parameter."""
+    matches = fnmatch.filter(names, group.pattern)
+    if matches:
+        return (
+            f"optimizer.groups: the pattern {group.pattern!r} takes no parameter, because groups before it take all "
+            f"that it matches, such as {matches[0]!r}. The first match wins: put the narrower pattern first."
+        )
+    nearest = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]
+    return (
+        f"optimizer.groups: the pattern {group.pattern!r} matches no parameter. The nearest names are "
+        f"{', '.join(nearest)}. ('*' stands for anything, dots included.)"
+    )

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from forge_plugins_optim.adamw import adamw
+from forge_plugins_optim.config import AdamWConfig
+from torch import nn
+
+from forge_core.contracts.optimizer import NamedParameter
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def parameter(name: str = "w", role: str = "matrix", shape: tuple[int, ...] = (3, 5), **kwargs) -> NamedParameter:
+    torch.manual_seed(len(name))
+    return NamedParameter(name, nn.Parameter(torch.randn(shape).to(**kwargs)), role)
+
+
+def reference(p, gradients, lr, decay, betas=(0.9, 0.95), eps=1e-8) -> torch.Tensor:
+    """Algorithm 2 of https://arxiv.org/abs/1711.05101 in float64, decay scaled by the learning rate."""
+    p, m, v = p.detach().double().cpu(), 0.0, 0.0
+    for step, gradient in enumerate(gradients, 1):
+        g = gradient.double().cpu()
+        p = p * (1 - lr * decay)
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        p = p - lr * (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+    return p
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("role", "decay"), [("matrix", 0.1), ("norm", 0.0), ("embedding", 0.0)])
+def test_updates_follow_the_paper(role: str, decay: float, device: str) -> None:
+    entry = parameter(role=role, device=device)
+    gradients = [torch.randn(3, 5, generator=torch.Generator().manual_seed(i)).to(device) for i in range(5)]
+    expected = reference(entry.parameter, gradients, 0.01, decay)
+    optimizer = adamw(AdamWConfig(lr=0.01), parameters=[entry])
+
+    for gradient in gradients:
+        entry.parameter.grad = gradient
+        optimizer.step()
+
+    torch.testing.assert_close(entry.parameter.detach().double().cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_is_fused(device: str, dtype: torch.dtype) -> None:
+    entry = parameter(device=device, dtype=dtype)
+    optimizer = adamw(AdamWConfig(lr=0.01), parameters=[entry])
+    entry.parameter.grad = torch.ones_like(entry.parameter)
+
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+
+    assert "aten::_fused_adamw_" in {event.key for event in profile.key_averages()}
+
+
+def test_torch_chooses_where_there_is_no_fused_kernel() -> None:
+    optimizer = adamw(AdamWConfig(lr=0.01), parameters=[parameter(device="meta")])
+
+    assert optimizer.defaults["fused"] is None
+
+
+def test_base_learning_rates_stand_in_the_groups() -> None:
+    optimizer = adamw(AdamWConfig(lr=0.01), parameters=[parameter("a"), parameter("b", "norm", (3,))])
+
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.01, 0.1), (0.01, 0.0)]
+    assert not optimizer.state
+
+
+def test_a_small_gain_near_one_is_not_lost_in_fp32() -> None:
+    """bf16 parameters would stay at exactly 1.0 with updates of 3e-4."""
+    entry = NamedParameter("norm.weight", nn.Parameter(torch.ones(4)), "norm")
+    optimizer = adamw(AdamWConfig(lr=3e-4), parameters=[entry])
+
+    for _ in range(200):
+        entry.parameter.grad = torch.ones(4)
+        optimizer.step()
+
+    torch.testing.assert_close(entry.parameter.detach(), torch.full((4,), 0.94), rtol=1e-4, atol=0)

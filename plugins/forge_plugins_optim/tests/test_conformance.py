@@ -1,0 +1,42 @@
+from typing import ClassVar
+
+from forge_core.testing.loss import LossConformance
+from forge_core.testing.optimizer import OptimizerConformance
+from forge_core.testing.plugin import PluginConformance
+from forge_core.testing.scheduler import SchedulerConformance
+
+
+class TestPlugin(PluginConformance):
+    dist = "forge-plugins-optim"
+
+
+class TestAdamW(OptimizerConformance):
+    component = "forge-plugins-optim:adamw"
+    config: ClassVar = {"lr": 1e-2, "groups": [{"pattern": "head.*", "lr_scale": 0.5}]}
+
+
+class TestConstant(SchedulerConformance):
+    component = "forge-plugins-optim:constant"
+
+
+class TestConstantAfterWarmup(SchedulerConformance):
+    component = "forge-plugins-optim:constant"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestCosine(SchedulerConformance):
+    component = "forge-plugins-optim:cosine"
+
+
+class TestCosineAfterWarmup(SchedulerConformance):
+    component = "forge-plugins-optim:cosine"
+    config: ClassVar = {"warmup_steps": 10, "decay_steps": 50, "min_ratio": 0.0}
+
+
+class TestCrossEntropy(LossConformance):
+    component = "forge-plugins-optim:cross_entropy"
+
+
+class TestChunkedCrossEntropy(LossConformance):
+    component = "forge-plugins-optim:chunked_cross_entropy"
+    config: ClassVar = {"chunk_size": 7}

@@ -1,0 +1,179 @@
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.checkpoint.store import CheckpointStore, damage, find_checkpoint
+from forge_core.checkpoint.tensors import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
+from forge_core.engine.mesh import join_process_group
+from forge_core.errors import ConfigError, PluginError
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    join_process_group(torch.device("cpu"))
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def _save(store, step, tensors=None):
+    tensors = tensors or {"model.w": torch.full((3,), float(step))}
+    return store.save(step, tensors, {"step": step}, lambda folder: (folder / "job.toml").write_text("x = 1\n"))
+
+
+def _quiet(_):
+    raise AssertionError("nothing to report")
+
+
+def test_what_is_saved_is_read_back(store):
+    _save(store, 7)
+
+    checkpoint = store.newest(_quiet)
+    read = {"model.w": torch.zeros(3)}
+    checkpoint.load(read)
+
+    assert checkpoint.step == 7
+    assert checkpoint.state() == {"step": 7}
+    assert read["model.w"].tolist() == [7, 7, 7]
+
+
+def test_latest_points_at_the_last_one_saved(store):
+    _save(store, 7)
+    _save(store, 8)
+
+    assert os.readlink(store.path / "latest") == "step_00000008"
+    assert find_checkpoint(store.path / "latest", _quiet).path.name == "step_00000008"
+    assert find_checkpoint(store.path.parent, _quiet).step == 8
+
+
+def test_nothing_but_committed_checkpoints_is_left_in_the_folder(store):
+    _save(store, 7)
+
+    assert sorted(path.name for path in store.path.iterdir()) == ["latest", "step_00000007"]
+
+
+def test_a_half_written_one_is_not_seen_and_is_removed(store):
+    _save(store, 7)
+    (store.path / ".step_00000008.partial").mkdir()
+
+    assert store.newest(_quiet).step == 7
+    store.remove_unfinished()
+    assert not (store.path / ".step_00000008.partial").exists()
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: _cut(next(path.glob("*.distcp"))), "the manifest says"),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "manifest.json").write_text("{"), "not a manifest"),
+        (lambda path: (path / "manifest.json").unlink(), "cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_named_and_the_one_before_it_is_used(store, harm, said):
+    _save(store, 7)
+    harm(_save(store, 8))
+    reported = []
+
+    found = store.newest(reported.append)
+
+    assert found.step == 7
+    assert said in reported[0]
+    with pytest.raises(ConfigError, match="step_00000008"):
+        find_checkpoint(store.path / "step_00000008", _quiet)
+
+
+def test_a_format_of_the_future_is_not_guessed_at(store):
+    path = _save(store, 7)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+
+    assert "format 99" in damage(path)
+
+
+def test_a_damaged_one_can_be_written_again(store):
+    _cut(next(_save(store, 7).glob("*.distcp")))
+
+    _save(store, 7)
+
+    assert store.newest(_quiet).step == 7
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"model.w": torch.zeros(4)}, "shape"),
+        ({"model.w": torch.zeros(3, dtype=torch.bfloat16)}, "dtype"),
+        ({"model.v": torch.zeros(3)}, "model.v is not in the checkpoint"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(store, wanted, said):
+    _save(store, 7)
+
+    with pytest.raises(ConfigError, match=said):
+        store.newest(_quiet).load(wanted)
+
+
+class TestOptimizerState:
+    def _trained(self, optimizer_class, steps, model=None, optimizer=None):
+        torch.manual_seed(0)
+        model = model or nn.Linear(4, 3)
+        optimizer = optimizer or optimizer_class(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    @pytest.mark.parametrize(
+        "optimizer_class",
+        [
+            lambda p: torch.optim.AdamW(p, fused=True),
+            lambda p: torch.optim.AdamW(p, foreach=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.ASGD(p),  # numbers and tensors of other shapes
+            lambda p: torch.optim.Adafactor(p),
+        ],
+    )
+    def test_it_goes_into_a_fresh_optimizer_without_a_step_and_continues_bit_for_bit(self, store, optimizer_class):
+        model, optimizer = self._trained(optimizer_class, 3)
+        tensors, facts = optimizer_state(optimizer, named_parameters(model))
+        saved_model = {key: tensor.detach().clone() for key, tensor in model_tensors(model).items()}
+        store.save(3, {**saved_model, **tensors}, json.loads(json.dumps(facts)), lambda folder: None)
+        self._trained(optimizer_class, 3, model, optimizer)
+
+        again = nn.Linear(4, 3)
+        fresh = optimizer_class(again.parameters())
+        checkpoint = store.newest(_quiet)
+        read = empty_optimizer_state(fresh, named_parameters(again), checkpoint.saved_tensors(), checkpoint.state())
+        checkpoint.load({**model_tensors(again), **read})
+        self._trained(optimizer_class, 3, again, fresh)
+
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+    def test_state_that_cannot_be_saved_is_refused_by_name(self):
+        model, optimizer = self._trained(torch.optim.SGD, 1)
+        optimizer.state[model.weight]["history"] = [1, 2]
+
+        with pytest.raises(PluginError, match="list as state 'history' of weight"):
+            optimizer_state(optimizer, named_parameters(model))
+
+
+def test_a_tied_parameter_and_a_passing_buffer_are_not_saved_twice():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    model.register_buffer("kept", torch.zeros(1))
+    model.register_buffer("passing", torch.zeros(1), persistent=False)
+
+    assert model_tensors(model).keys() == {"model.a.weight", "model.kept"}

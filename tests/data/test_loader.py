@@ -1,0 +1,260 @@
+"""Batches for one rank: the same stream however it is cut and read."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core.data.loader import BatchLoader, evaluation_batches
+from forge_core.data.stream import SampleStream
+from forge_core.errors import ConfigError
+
+
+class NumberedSource:
+    """Sample i is the tokens i·10, i·10 + 1, …; reading may take a while, or fail."""
+
+    vocab_size = 10**6
+    tokenizer = None
+    fingerprint = "numbered"
+
+    def __init__(self, samples, delay=None, fail_at=None):
+        self.samples, self.delay, self.fail_at = samples, delay, fail_at
+        self.reads = 0
+
+    def __len__(self):
+        return self.samples
+
+    def read(self, indices):
+        self.reads += 1
+        if self.delay is not None:
+            time.sleep(self.delay(self.reads))
+        if self.fail_at is not None and self.fail_at in indices:
+            raise OSError("the disk has gone")
+        tokens = indices[:, None] * 10 + np.arange(4)
+        return {"tokens": tokens, "targets": tokens + 1}
+
+
+def loader(
+    source, position=0, batch_size=2, grad_accumulation=1, dp_rank=0, dp_size=1, workers=0, shuffle=True, **more
+):
+    return BatchLoader(
+        SampleStream(source, seed=7, shuffle=shuffle),
+        position=position,
+        batch_size=batch_size,
+        grad_accumulation=grad_accumulation,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        workers=workers,
+        prefetch=more.pop("prefetch", 4),
+        pin_memory=False,
+    )
+
+
+def steps_of(source, steps, position=0, dp_size=1, **cut):
+    """The sample numbers of each step, over all ranks, in the order of positions: ``(steps, G)``."""
+    ranks = []
+    for rank in range(dp_size):
+        with loader(source, position, dp_rank=rank, dp_size=dp_size, **cut) as batches:
+            ranks.append([[batch["tokens"][:, 0] // 10 for batch in next(batches)] for _ in range(steps)])
+    return np.array(
+        [
+            torch.cat([ranks[r][k][m] for m in range(len(ranks[0][k])) for r in range(dp_size)]).numpy()
+            for k in range(steps)
+        ]
+    )
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("batch_size", "grad_accumulation", "dp_size"),
+    [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 1, 3)],
+)
+def test_a_step_has_the_same_samples_however_it_is_cut(batch_size, grad_accumulation, dp_size, workers, shuffle):
+    source = NumberedSource(50)  # 10 steps of 12: epochs end within steps
+    expected = SampleStream(source, seed=7, shuffle=shuffle).indices(np.arange(120)).reshape(10, 12)
+
+    actual = steps_of(
+        source,
+        10,
+        batch_size=batch_size,
+        grad_accumulation=grad_accumulation,
+        dp_size=dp_size,
+        workers=workers,
+        shuffle=shuffle,
+    )
+
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_resumed_at_any_position_and_on_another_cut_continues_the_stream(workers):
+    source = NumberedSource(31)
+    straight = steps_of(source, 12, batch_size=6, workers=workers)
+
+    for done in range(12):
+        rest = steps_of(
+            source, 12 - done, position=6 * done, batch_size=1, grad_accumulation=3, dp_size=2, workers=workers
+        )
+        np.testing.assert_array_equal(rest, straight[done:])
+
+
+def test_the_position_is_that_of_the_steps_taken_not_of_those_read_ahead():
+    with loader(NumberedSource(100), position=40, grad_accumulation=3, dp_size=2, workers=2, prefetch=9) as batches:
+        assert batches.position == 40
+        next(batches)
+        assert batches.position == 40 + 12
+        next(batches)
+        assert batches.position == 40 + 24
+
+
+def test_microbatches_are_tensors_on_the_cpu():
+    with loader(NumberedSource(10), batch_size=3, grad_accumulation=2, workers=1) as batches:
+        step = next(batches)
+
+    assert len(step) == 2
+    assert {name: (tensor.dtype, tensor.shape, tensor.device.type) for name, tensor in step[0].items()} == {
+        "tokens": (torch.int64, (3, 4), "cpu"),
+        "targets": (torch.int64, (3, 4), "cpu"),
+    }
+
+
+def test_slow_reads_do_not_change_the_order():
+    rng = np.random.default_rng(0)
+    uneven = NumberedSource(40, delay=lambda _: rng.random() * 0.005)
+
+    np.testing.assert_array_equal(
+        steps_of(uneven, 15, batch_size=4, workers=4), steps_of(NumberedSource(40), 15, batch_size=4)
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_source_is_raised_at_its_step_with_its_cause(workers):
+    with loader(NumberedSource(20, fail_at=9), shuffle=False, workers=workers) as batches:
+        for _ in range(4):
+            next(batches)
+        with pytest.raises(RuntimeError, match=r"positions 8 to 9 failed: OSError: the disk has gone") as caught:
+            next(batches)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert batches.position == 8
+        with pytest.raises(RuntimeError, match="closed"):
+            next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_meant_for_the_user_arrives_as_it_is(workers):
+    source = NumberedSource(20)
+    source.read = lambda indices: (_ for _ in ()).throw(ConfigError("shard 3 has been truncated meanwhile"))
+
+    with loader(source, workers=workers) as batches, pytest.raises(ConfigError, match="shard 3"):
+        next(batches)
+
+
+def test_at_most_prefetch_microbatches_are_read_ahead():
+    source = NumberedSource(100)
+    with loader(source, workers=2, prefetch=3) as batches:
+        next(batches)
+        time.sleep(0.05)
+        assert source.reads == 1 + 3
+
+
+def test_the_time_spent_waiting_is_counted():
+    with loader(NumberedSource(100, delay=lambda _: 0.02), workers=0) as batches:
+        next(batches)
+        next(batches)
+        assert 0.04 <= batches.seconds_waiting < 1
+
+    quick = loader(NumberedSource(100), workers=1, prefetch=2)
+    with quick as batches:
+        next(batches)
+        waited = batches.seconds_waiting
+        time.sleep(0.1)
+        next(batches)
+        assert batches.seconds_waiting - waited < 0.05
+
+
+def test_closing_ends_the_threads_promptly_and_may_be_repeated():
+    batches = loader(NumberedSource(1000, delay=lambda _: 0.05), workers=2, prefetch=100)
+    next(batches)
+    started = time.perf_counter()
+
+    batches.close()
+    batches.close()
+
+    assert time.perf_counter() - started < 0.5
+    assert not data_threads()
+
+
+def test_a_forgotten_loader_leaves_no_threads():
+    batches = loader(NumberedSource(100), workers=2)
+    next(batches)
+    assert data_threads()
+
+    del batches
+    gc.collect()
+
+    deadline = time.monotonic() + 5
+    while data_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not data_threads()
+
+
+def test_the_interpreter_ends_although_a_loader_is_open():
+    program = """
+import numpy as np
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
+class Source:
+    def __len__(self): return 100
+    def read(self, indices): return {"tokens": indices}
+batches = BatchLoader(SampleStream(Source(), 0, True), position=0, batch_size=1, grad_accumulation=1, dp_rank=0,
+                      dp_size=1, workers=2, prefetch=8, pin_memory=False)
+next(batches)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_fewer_samples_than_one_step_needs_is_an_error():
+    with pytest.raises(ConfigError, match=r"have 23 samples, fewer than the 24 of one step \(batch_size 2 × grad_acc"):
+        loader(NumberedSource(23), batch_size=2, grad_accumulation=3, dp_size=4)
+    loader(NumberedSource(24), batch_size=2, grad_accumulation=3, dp_size=4)
+
+
+@pytest.mark.parametrize(("samples", "batch_size", "dp_size"), [(1, 4, 1), (7, 2, 2), (8, 2, 2), (9, 2, 2), (5, 1, 3)])
+def test_evaluation_takes_every_sample_once_and_every_rank_as_many_batches(samples, batch_size, dp_size):
+    source = NumberedSource(samples)
+
+    ranks = [
+        list(evaluation_batches(source, batch_size=batch_size, dp_rank=rank, dp_size=dp_size, batches=0))
+        for rank in range(dp_size)
+    ]
+
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = [batch for rank in ranks for batch in rank]
+    assert {batch["tokens"].shape for batch in batches} == {(batch_size, 4)}
+    assert {batch["targets"].dtype for batch in batches} == {torch.int64}
+    valid = torch.cat([batch["tokens"][(batch["targets"] != -100).any(1), 0] // 10 for batch in batches])
+    assert sorted(valid.tolist()) == list(range(samples))
+    assert sum(int((batch["targets"] != -100).sum()) for batch in batches) == 4 * samples
+
+
+def test_evaluation_stops_after_the_asked_number_of_global_batches():
+    def first_samples(batches):
+        return [
+            batch["tokens"][:, 0].tolist()
+            for batch in evaluation_batches(NumberedSource(9), batch_size=2, dp_rank=1, dp_size=2, batches=batches)
+        ]
+
+    assert first_samples(1) == [[20, 30]]
+    assert len(first_samples(2)) == 2
+    assert len(first_samples(50)) == 3
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("forge-data")]

@@ -1,0 +1,67 @@
+"""Samples by global position."""
+
+import numpy as np
+import pytest
+
+from forge_core.data.stream import SampleStream
+
+
+class NumberedSource:
+    """Sample i is the tokens i·10, i·10 + 1, …"""
+
+    vocab_size = 10**6
+    tokenizer = None
+    fingerprint = "numbered"
+
+    def __init__(self, samples, seq_len=4):
+        self.samples, self.seq_len = samples, seq_len
+
+    def __len__(self):
+        return self.samples
+
+    def read(self, indices):
+        assert indices.dtype == np.int64
+        tokens = indices[:, None] * 10 + np.arange(self.seq_len)
+        return {"tokens": tokens, "targets": tokens + 1}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 511, 512, 513, 1300])
+def test_each_epoch_has_every_sample_once_and_its_own_order(samples):
+    stream = SampleStream(NumberedSource(samples), seed=1, shuffle=True)
+
+    epochs = stream.indices(np.arange(3 * samples)).reshape(3, samples)
+
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(samples), (3, 1)))
+    if samples > 7:
+        assert not np.array_equal(epochs[0], epochs[1])
+        assert not np.array_equal(epochs[0], np.arange(samples))
+
+
+def test_without_shuffling_samples_come_in_their_order_again_and_again():
+    stream = SampleStream(NumberedSource(5), seed=1, shuffle=False)
+
+    np.testing.assert_array_equal(stream.indices(np.arange(12)), np.arange(12) % 5)
+
+
+def test_a_sample_depends_on_its_position_and_the_seed_alone():
+    n = 1300
+    positions = np.random.default_rng(0).integers(0, 5 * n, 400)
+    whole = SampleStream(NumberedSource(n), seed=9, shuffle=True).indices(np.arange(5 * n))
+
+    in_parts = SampleStream(NumberedSource(n), seed=9, shuffle=True)
+
+    np.testing.assert_array_equal(in_parts.indices(positions), whole[positions])
+    np.testing.assert_array_equal(in_parts.read(positions)["tokens"][:, 0], whole[positions] * 10)
+    other = SampleStream(NumberedSource(n), seed=10, shuffle=True).indices(np.arange(5 * n))
+    assert np.count_nonzero(other == whole) < 30
+
+
+def test_a_position_far_out_is_found_at_once():
+    n = 10**15
+    stream = SampleStream(NumberedSource(n), seed=0, shuffle=True)
+
+    far = stream.indices(np.arange(1000) + 3 * n - 500)
+
+    assert np.unique(far).size == 1000
+    assert far.min() >= 0
+    assert far.max() < n

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from forge_core.config.sections import AXES
+from forge_core.engine.gradients import clip_gradients
+from forge_core.engine.mesh import Mesh, join_process_group
+
+
+@pytest.fixture
+def mesh():
+    join_process_group(torch.device("cpu"))
+    device_mesh = init_device_mesh("cpu", (1,) * len(AXES), mesh_dim_names=AXES)
+    yield Mesh(device_mesh, dict.fromkeys(AXES, 1))
+    torch.distributed.destroy_process_group()
+
+
+def _parameters(*shapes, dtype=torch.float32):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(dtype)
+    return parameters
+
+
+def _norm_in_float64(parameters):
+    return torch.cat([parameter.grad.double().flatten() for parameter in parameters]).norm().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_all_gradients_together(mesh, dtype):
+    parameters = _parameters((30, 40), (7,), (2, 3, 4), dtype=dtype)
+    expected = _norm_in_float64(parameters)
+
+    norm = clip_gradients(parameters, 0.0, mesh)
+
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(mesh):
+    parameters = _parameters((30, 40), (7,))
+    before = [parameter.grad.clone() for parameter in parameters]
+
+    clip_gradients(parameters, 1e6, mesh)
+    assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before, strict=True))
+
+    clip_gradients(parameters, 0.5, mesh)
+    assert _norm_in_float64(parameters) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_zero_measures_and_does_not_clip(mesh):
+    parameters = _parameters((30, 40))
+    before = parameters[0].grad.clone()
+
+    assert clip_gradients(parameters, 0.0, mesh).item() > 1
+    assert torch.equal(parameters[0].grad, before)
+
+
+def test_a_parameter_without_gradient_is_passed_over(mesh):
+    with_gradient, without = _parameters((3,), (5,))
+    without.grad = None
+
+    assert clip_gradients([with_gradient, without], 1.0, mesh).item() > 0
+    assert clip_gradients([without], 1.0, mesh).item() == 0
+
+
+def test_sharded_and_whole_gradients_are_one_norm(mesh):
+    parameters = _parameters((6, 4), (6, 4), (5,))
+    expected = _norm_in_float64(parameters)
+    shards = mesh.device_mesh["dp_replicate", "dp_shard"]
+    for parameter, placements in zip(parameters, [(Replicate(), Shard(0)), (Replicate(), Replicate())], strict=False):
+        parameter.data = distribute_tensor(parameter.data, shards, placements)
+        parameter.grad = distribute_tensor(parameter.grad, shards, placements)
+
+    assert clip_gradients(parameters, 0.0, mesh).item() == pytest.approx(expected, rel=1e-6)

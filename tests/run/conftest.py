@@ -1,0 +1,121 @@
+"""A job that takes a second, and ways to run it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge_core.config.job import load_job
+from forge_core.discovery import discover
+from forge_core.engine.run import run_job
+from forge_core.errors import ExitCode
+
+TOML = """
+[run]
+name = "tiny"
+dir = "{folder}/runs"
+
+[model]
+name = "transformer"
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+max_seq_len = 64
+qk_norm = true
+
+[data]
+name = "text_files"
+path = "{folder}/text"
+pattern = "**/*.txt"
+validation = 0.3
+
+[train]
+steps = 10
+seq_len = 32
+batch_size = 4
+precision = "fp32"
+
+[optimizer]
+name = "adamw"
+lr = 1e-2
+
+[scheduler]
+name = "cosine"
+warmup_steps = 2
+
+[metrics]
+interval = 1
+"""
+
+
+class TinyJob:
+    """A job in a folder of its own; ``run`` starts real processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "tiny.toml"
+        text = folder / "text"
+        text.mkdir()
+        for i in range(12):
+            lines = "\n".join(f"line {j} of file {i}: {(i * 7919 + j * 104729) % 9973}" for j in range(60))
+            (text / f"{i}.txt").write_text(lines)
+        self.config.write_text(TOML.format(folder=folder))
+
+    def run(self, *overrides: str, command: str = "run", timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*overrides, command=command),
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def command(self, *overrides: str, command: str = "run") -> list[str]:
+        return [sys.executable, "-m", "forge_core", command, str(self.config), *overrides]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def completed(self, *overrides: str) -> list[dict]:
+        """Run to the end, in this process if one is enough (starting one costs more than the run); returns the metrics."""
+        if "--nproc" in overrides:
+            done = self.run(*overrides)
+            assert done.returncode == 0, done.stdout + done.stderr
+        else:
+            catalog = discover()
+            job = load_job(self.config, overrides, catalog=catalog, world_size=1)
+            assert run_job(job, catalog) is ExitCode.COMPLETED
+        name = next((o.partition("=")[2] for o in overrides if o.startswith("run.name=")), "tiny")
+        return self.metrics(name)
+
+    def metrics(self, name: str = "tiny") -> list[dict]:
+        lines = (self.path(name) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def path(self, name: str = "tiny") -> Path:
+        return self.folder / "runs" / name
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyJob:
+    return TinyJob(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyJob:
+    """For tests that only add runs under names of their own."""
+    return TinyJob(tmp_path_factory.mktemp("tiny"))
+
+
+TRAINING = ("step", "loss", "grad_norm", "lr", "tokens")
+
+
+@pytest.fixture
+def training_values() -> Callable[[list[dict]], list[tuple[float, ...]]]:
+    """What must be equal for equal training; times are not."""
+    return lambda lines: [tuple(line[key] for key in TRAINING) for line in lines if "loss" in line]

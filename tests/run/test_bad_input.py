@@ -1,0 +1,150 @@
+"""Whatever can be known before the first step is said before the first step, in a sentence, and leaves nothing behind."""
+
+import re
+import sys
+
+import pytest
+
+from forge_core.cli import main
+
+OVERRIDES = {
+    "unknown section": (["trian.steps=3"], "trian: unknown key; did you mean 'train'?"),
+    "unknown key": (["optimizer.lrr=3"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
+    "unknown component": (["model.name=transfomer"], "Did you mean 'transformer'?"),
+    "one of ours that is not installed": (['model.feed_forward={name="moe"}'], "pip install forge-plugins-moe"),
+    "string for a number": (['optimizer.lr="fast"'], 'optimizer.lr: expected a number, got the string "fast"'),
+    "float for an integer": (["train.steps=5.0"], "train.steps: expected an integer, got the float 5.0 (write 5)"),
+    "a word for false": (['data.shuffle="false"'], "write false without quotes"),
+    "nan": (["optimizer.lr=nan"], "optimizer.lr: expected a finite number"),
+    "negative": (["optimizer.lr=-1"], "optimizer.lr: must be greater than 0, got -1"),
+    "zero": (["train.batch_size=0"], "train.batch_size: must be greater than 0, got 0"),
+    "heads that do not divide": (["model.n_heads=5"], "model.n_heads: must divide dim = 32, got 5"),
+    "kv heads that do not divide": (["model.n_kv_heads=3"], "model.n_kv_heads: must divide n_heads = 4, got 3"),
+    "a sequence too long": (["train.seq_len=128"], "64 is shorter than train.seq_len = 128"),
+    "a flag": (["--train.steps"], "needs a value"),
+    "an option of another name": (["--nprco", "2"], "--nprco 2: is neither an option nor a section"),
+    "an axis that nothing serves": (["--nproc", "2", "parallel.tp=2"], "no installed pass serves the axis 'tp'"),
+    "more processes than the mesh uses": (["--nproc", "3", "parallel.dp_shard=2"], "ask for 2 ranks"),
+    "no number of processes": (["--nproc", "some"], "--nproc: expected a positive number or auto"),
+    "evaluation of nothing": (["data.validation=0.0", "eval.interval=5"], "nothing to evaluate"),
+    "vocabulary too small": (["model.vocab_size=100"], "smaller than the data's vocabulary of 257"),
+    "fewer samples than a step": (["train.batch_size=4000"], "fewer than the 4000 of one step"),
+    "a device that is not there": (["run.device=mps"], "run.device: mps was asked for"),
+    "a schedule longer than the run": (["scheduler.warmup_steps=20"], "scheduler.warmup_steps"),
+    "a run name that is a path": (["run.name=../elsewhere"], "run.name"),
+    "a pass kept out that is needed": (["train.precision=bf16", "parallel.passes.fsdp=false"], "fsdp"),
+}
+
+
+@pytest.fixture
+def refused(capfd):
+    """Run the command in this process; gives back what it says on being refused."""
+
+    def run(tiny, *arguments):
+        before = sorted(tiny.folder.rglob("*"))
+
+        code = main(["run", str(tiny.config), *arguments])
+
+        said = capfd.readouterr().err
+        assert code == 2, said
+        assert "Traceback" not in said
+        assert sorted(tiny.folder.rglob("*")) == before
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_a_wrong_setting_is_refused_with_a_sentence(refused, tiny, case):
+    overrides, sentence = OVERRIDES[case]
+
+    assert sentence in refused(tiny, *overrides)
+
+
+def test_everything_that_is_wrong_is_said_at_once_with_file_and_line(refused, tiny):
+    tiny.config.write_text(
+        tiny.config.read_text().replace("steps = 10", 'steps = "ten"').replace("dim = 32", "dmi = 32")
+    )
+
+    said = refused(tiny, "optimizer.lr=-1")
+
+    assert re.search(r"tiny.toml:\d+: train.steps: expected an integer", said)
+    assert re.search(r"tiny.toml:\d+: model.dmi: unknown key; did you mean 'dim'", said)
+    assert "3 problems" in said or "optimizer.lr" in said
+
+
+def test_a_missing_file(refused, tiny):
+    tiny.config.unlink()
+
+    assert "there is no such file" in refused(tiny)
+
+
+def test_a_file_that_is_not_toml_is_named_with_the_line(refused, tiny):
+    tiny.config.write_text("[run]\nname = \n")
+
+    assert "tiny.toml:2: not valid TOML" in refused(tiny)
+
+
+def test_an_empty_corpus(refused, tiny):
+    (tiny.folder / "empty").mkdir()
+
+    assert "has no files" in refused(tiny, f"data.path={tiny.folder}/empty")
+
+
+def test_a_directory_that_cannot_be_made(refused, tiny):
+    (tiny.folder / "file").write_text("")
+
+    assert "run.dir" in refused(tiny, f"run.dir={tiny.folder}/file")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a place that not even root can write to: /proc")
+def test_a_directory_that_cannot_be_written_to(refused, tiny):
+    assert "run.dir: cannot write" in refused(tiny, "run.dir=/proc/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.dim=64"], "model.dim: 32 -> 64"),
+        (["model.feed_forward.activation=gelu"], "model.feed_forward.activation"),
+        (["train.seq_len=16"], "train.seq_len: 32 -> 16"),
+        (["train.seed=1"], "train.seed: 42 -> 1"),
+        (["data.shuffle=false"], "data.shuffle"),
+        (["train.steps=5"], "at step 10 already"),
+    ],
+)
+def test_a_resume_that_cannot_be_honoured_names_the_keys(refused, resumable, overrides, key):
+    assert key in refused(resumable, *overrides)
+
+
+def test_a_resume_on_other_data_is_refused(refused, resumable, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("something else altogether " * 2000)
+    (tmp_path / "other" / "b.txt").write_text("and more of it, held out " * 2000)
+
+    said = refused(resumable, f"data.path={tmp_path}/other", "train.steps=12")
+
+    assert "other data" in said
+    assert "data.path" in said
+
+
+@pytest.fixture(scope="module")
+def resumable(shared_tiny):
+    shared_tiny.completed()
+    return shared_tiny
+
+
+def test_debug_shows_the_traceback(tiny):
+    done = tiny.run("--debug", "train.steps=0")
+
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_all_ranks_fail_together_and_say_it_once(tiny):
+    done = tiny.run("--nproc", "2", "train.batch_size=4000")
+
+    assert done.returncode == 2
+    assert done.stderr.count("fewer than the 8000 of one step") == 1
+    assert not (tiny.folder / "runs").exists()
+    assert "Traceback" not in done.stderr

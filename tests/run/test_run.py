@@ -1,0 +1,211 @@
+"""What a run leaves behind, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from forge_core.checkpoint.store import open_checkpoint
+from forge_core.cli import main
+from forge_core.engine.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def finished(shared_tiny):
+    shared_tiny.completed("eval.interval=5", "checkpoint.interval=4")
+    return shared_tiny
+
+
+def test_the_run_directory_has_the_files_that_others_rely_on(finished):
+    path = finished.path()
+
+    assert {entry.name for entry in path.iterdir()} == {
+        "job.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "log.txt",
+        "checkpoints",
+    }
+    saved = sorted(entry.name for entry in (path / "checkpoints").iterdir())
+    assert saved == ["latest", "step_00000004", "step_00000008", "step_00000010"]
+    environment = json.loads((path / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+    assert "forge-plugins-dense" in environment["plugins"]
+    assert environment["mesh"]["dp_shard"] == 1
+    assert environment["host"]
+
+
+def test_logged_steps_have_the_keys_that_others_rely_on(finished):
+    lines = [line for line in finished.metrics() if "loss" in line]
+
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    for line in lines:
+        assert line.keys() >= {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
+        assert line["tokens"] == line["step"] * 4 * 32
+        assert 0 <= line["data_seconds"] <= line["step_seconds"]
+    assert lines[0]["loss"] == pytest.approx(5.55, abs=0.1)  # ln 257: a fresh model knows nothing
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_evaluations_cover_the_whole_validation_set_and_the_last_step(finished):
+    lines = [line for line in finished.metrics() if "eval/loss" in line]
+
+    assert [line["step"] for line in lines] == [5, 10]
+    assert lines[1]["eval/loss"] < lines[0]["eval/loss"]
+    assert lines[1]["eval/perplexity"] == pytest.approx(2.718281828459045 ** lines[1]["eval/loss"])
+    assert lines[0]["eval/tokens"] == lines[1]["eval/tokens"] > 1000
+
+
+def test_the_resolved_job_is_a_configuration_that_runs_the_same(finished, training_values):
+    again = [f"run.name={'again'}"]
+    job = finished.path() / "job.toml"
+
+    assert main(["run", str(job), *again]) == 0
+
+    assert training_values(finished.metrics("again")) == training_values(finished.metrics())
+
+
+def test_a_finished_run_is_not_trained_again(finished, capsys):
+    before = (finished.path() / "metrics.jsonl").read_text()
+
+    assert main(["run", str(finished.config), "eval.interval=5", "checkpoint.interval=4"]) == 0
+
+    assert "nothing to do" in capsys.readouterr().out
+    assert (finished.path() / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_alone_can_be_sampled_from(finished, tmp_path, capsys):
+    alone = tmp_path / "elsewhere"
+    os.rename(finished.path() / "checkpoints" / "step_00000008", alone)
+    try:
+        arguments = ["--max-new-tokens", "12", "--prompt", "line 1", "--prompt", "file", "--temperature", "0"]
+        assert main(["generate", str(alone), *arguments]) == 0
+        said = capsys.readouterr().out
+        assert main(["generate", str(alone), *arguments]) == 0
+    finally:
+        os.rename(alone, finished.path() / "checkpoints" / "step_00000008")
+
+    assert "line 1" in said
+    assert "--- 2 of 2" in said
+    assert capsys.readouterr().out == said
+
+
+def test_a_dry_run_builds_everything_and_writes_nothing(tiny, capsys):
+    code = main(["run", str(tiny.config), "--dry-run", "--parallel.passes.fsdp=true", "parallel.passes.compile=true"])
+
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "parameters" in said
+    assert said.index("forge-plugins-parallel:compile") < said.index("forge-plugins-parallel:fsdp")
+    assert "blocks.1" in said
+    assert not (tiny.folder / "runs").exists()
+
+
+def _wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("processes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
+def test_a_signal_saves_and_leaves_with_3_and_the_same_command_continues(tiny, processes, number, training_values):
+    settings = ["--nproc", processes, "train.batch_size=2", "train.grad_accumulation=2", "train.steps=300"]
+    running = subprocess.Popen(
+        tiny.command(*settings), env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(lambda: tiny.path().exists() and len(tiny.metrics()) > 3)
+    running.send_signal(number)
+    out, err = running.communicate(timeout=60)
+
+    assert running.returncode == 3, out + err
+    stopped_at = tiny.metrics()[-1]["step"]
+    assert stopped_at < 300
+    assert open_checkpoint(tiny.path() / "checkpoints" / "latest").step == stopped_at
+
+    settings[-1] = f"train.steps={stopped_at + 3}"
+    done = tiny.run(*settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed from step_{stopped_at:08d}" in done.stdout
+    assert [line["step"] for line in tiny.metrics()] == list(range(1, stopped_at + 4))
+
+
+def test_values_that_are_not_finite_end_the_run_with_4_and_are_never_saved(tiny, capfd):
+    code = main(["run", str(tiny.config), "optimizer.lr=1e30", "train.clip_norm=0", "checkpoint.interval=1"])
+
+    assert code == 4
+    assert "not finite" in capfd.readouterr().err
+    newest = open_checkpoint(tiny.path() / "checkpoints" / "latest")
+    values = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in newest.saved_tensors().items()}
+    newest.load(values)
+    losses = {line["step"]: line["loss"] for line in tiny.metrics()}
+    assert losses[newest.step] == losses[newest.step]  # the step it was saved at was a number, not NaN
+
+
+def test_a_rank_that_dies_ends_the_others_with_5(tiny):
+    running = subprocess.Popen(
+        tiny.command("--nproc", "2", "train.batch_size=2", "train.steps=100000"),
+        env=tiny.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _wait_for(lambda: tiny.path().exists() and len(tiny.metrics()) > 3)
+    ranks = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    out, err = running.communicate(timeout=60)
+
+    assert running.returncode == 5, out + err
+
+
+def test_torchrun_starts_the_same_run(tiny, shared_tiny, training_values):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = ["train.batch_size=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "forge_core", "run", str(tiny.config), *settings],
+        env=tiny.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    assert training_values(tiny.metrics()) == training_values(
+        shared_tiny.completed("--nproc", "2", *settings, "run.name=launched")
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_host_waits_for_the_device_only_for_logged_steps(tiny, monkeypatch, accumulation):
+    """Counted, not timed: reading a tensor's value is an operation that the dispatcher sees."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
+            Reads.count += function.overloadpacket.__name__ in names
+            return function(*args, **(kwargs or {}))
+
+    fetches, counted, train_step = [], [], Trainer._train_step
+
+    def counting(self, microbatches):
+        fetch = self.measurement.fetch
+        before = Reads.count, len(fetches)
+        self.measurement.fetch = lambda: fetch() if self.measurement._pending is None else fetches.append(1) or fetch()
+        with Reads():
+            train_step(self, microbatches)
+        self.measurement.fetch = fetch
+        counted.append(Reads.count - before[0] + len(fetches) - before[1])
+
+    monkeypatch.setattr(Trainer, "_train_step", counting)
+    tiny.completed(f"train.grad_accumulation={accumulation}", "train.batch_size=1", "metrics.interval=4")
+
+    # steps 1, 4, 8 and 10 are logged; their values are fetched in the step after, those of the last after the loop
+    assert counted == [0, 1, 0, 0, 1, 0, 0, 0, 1, 0]

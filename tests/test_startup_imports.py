@@ -1,0 +1,70 @@
+"""Commands that must answer at once import neither torch nor anything else that is large."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose torch, numpy, … tell when they are imported."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    for library in ("torch", "numpy", "transformers", "jax", "tensorflow", "rich"):
+        (folder / library).mkdir()
+        (folder / library / "__init__.py").write_text(f"raise ImportError('POISON: {library} was imported')")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["plugins"],
+        ["plugins", "--json"],
+        ["plugins", "--kind", "optimizer"],
+        ["validate", "configs/demo.toml"],
+        ["config", "configs/demo.toml"],
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_imports_nothing_heavy(poisoned, arguments):
+    finished = subprocess.run(
+        [sys.executable, "-m", "forge_core", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(poisoned)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert "POISON" not in finished.stdout + finished.stderr
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_every_installed_component_can_be_described_without_torch(poisoned):
+    program = """if True:
+        from forge_core.catalog import Catalog
+        from forge_core.cli import main
+        from forge_core.discovery import discover
+
+        catalog = discover()
+        for kind in catalog.kinds:
+            for provided in catalog.components(kind):
+                assert main(["plugins", "show", kind, provided.qualified_name]) == 0, provided.qualified_name
+    """
+
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(poisoned)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert finished.returncode == 0, finished.stderr

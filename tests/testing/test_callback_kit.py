@@ -1,0 +1,107 @@
+"""The callback kit passes a callback that keeps the contract, and has a sentence for each way to break it."""
+
+import pytest
+
+from forge_core.contracts.callback import Callback
+from forge_core.testing.callback import CallbackConformance
+
+
+class Watch(Callback):
+    """Remembers the largest loss of the logged steps."""
+
+    def __init__(self):
+        self.largest = 0.0
+
+    def step_end(self, run, context):
+        if context.logged:
+            self.largest = max(self.largest, context.metrics["loss"].item())
+
+    def run_failed(self, error):
+        self.error = error
+
+    def state(self):
+        return {"largest": self.largest}
+
+    def load_state(self, state, version):
+        self.largest = state["largest"]
+
+
+class Case(CallbackConformance):
+    callback = Watch
+
+    def make(self):
+        return self.callback()
+
+
+class TestWatch(Case):
+    pass
+
+
+class TestNothing(Case):
+    callback = Callback
+
+
+def faulty(**methods):
+    return type("Faulty", (Watch,), methods)
+
+
+def missing_metric(self, context):
+    assert context.metrics["accuracy"] > 0.5
+
+
+def careless(self, error):
+    raise RuntimeError("in the handler")
+
+
+FAULTS = [
+    (dict, "test_is_a_callback", AssertionError, "must return a forge_core.contracts.callback.Callback, got dict"),
+    (
+        faulty(steps_end=lambda self: None),
+        "test_methods_are_events",
+        pytest.fail.Exception,
+        "nothing calls steps_end; did you mean 'step_end'",
+    ),
+    (
+        faulty(step_end=lambda self, trainer: None),
+        "test_methods_are_events",
+        pytest.fail.Exception,
+        "(?s)an event takes arguments that it is not given: .*trainer",
+    ),
+    (faulty(step_end=missing_metric), "test_goes_through_a_run", KeyError, "accuracy"),
+    (faulty(run_failed=careless), "test_goes_through_a_failing_run", RuntimeError, "in the handler"),
+    (
+        faulty(step_end=lambda self, context: float(context.metrics["loss"])),
+        "test_does_not_wait_for_the_device_in_steps_that_are_not_logged",
+        AssertionError,
+        "a device tensor is read on the host in step_end of a step that is not logged",
+    ),
+    (faulty(state_version="1"), "test_state_survives", AssertionError, "state_version must be an int, got str"),
+    (
+        faulty(state=lambda self: {"watch": self}),
+        "test_state_survives",
+        pytest.fail.Exception,
+        "state must be made of finite JSON values",
+    ),
+    (
+        faulty(load_state=Callback.load_state),
+        "test_state_survives",
+        AssertionError,
+        "a callback that loads the state .* has the state {'largest': 0.0}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("callback", "check", "error", "sentence"), FAULTS)
+def test_a_fault_is_found_and_told(tmp_path, callback, check, error, sentence):
+    case = Case()
+    case.callback = callback
+    given = () if check in ("test_is_a_callback", "test_methods_are_events") else (tmp_path,)
+
+    with pytest.raises(error, match=sentence):
+        getattr(case, check)(*given)
+
+
+def test_every_check_has_a_fault_that_it_finds():
+    checks = {name for name in vars(CallbackConformance) if name.startswith("test_")}
+
+    assert {check for _, check, *_ in FAULTS} == checks

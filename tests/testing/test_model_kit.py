@@ -1,0 +1,254 @@
+"""The model kit passes a model that keeps the contract, and has a sentence for each way to break it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forge_core.contracts.loss import LossSum
+from forge_core.testing.model import ModelConformance
+from forge_core.testing.small_model import SmallModel
+
+
+class CachedModel(SmallModel):
+    """The small model, and a cache that keeps tokens and computes everything again."""
+
+    def forward(self, tokens, targets=None, loss=None, document=None, cache=None, positions=None, **inputs):
+        if cache is None:
+            return super().forward(tokens, targets, loss, document)
+        cache.append((tokens, torch.zeros_like(tokens) if positions is None else positions))
+        tokens_so_far, positions_so_far = (torch.cat(parts, 1) for parts in zip(*cache, strict=True))
+        hidden = super().forward(tokens_so_far, document=(positions_so_far < 0).long())
+        return hidden[:, -tokens.shape[1] :]
+
+    def make_cache(self, batch_size, max_len):
+        return []
+
+
+class TestCachedModel(ModelConformance):
+    def make(self, **given):
+        return CachedModel(**given)
+
+
+class TiedModel(CachedModel):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.head.weight = self.embed.weight
+
+
+class TestTiedModel(ModelConformance):
+    def make(self, **given):
+        return TiedModel(**given)
+
+
+class TestModelWithoutCache(ModelConformance):
+    takes_documents = False
+
+    def make(self, **given):
+        return SmallModel(**given)
+
+
+def changed(**methods):
+    return type("Faulty", (CachedModel,), methods)
+
+
+def built(change):
+    """The model after ``change(model)`` in its constructor."""
+
+    class Faulty(CachedModel):
+        def __init__(self, **given):
+            super().__init__(**given)
+            change(self)
+
+    return Faulty
+
+
+def returning(change):
+    """The model whose result goes through ``change(model, result, tokens, inputs)``."""
+
+    class Faulty(CachedModel):
+        def forward(self, tokens, targets=None, loss=None, **inputs):
+            return change(self, super().forward(tokens, targets, loss, **inputs), tokens, inputs)
+
+    return Faulty
+
+
+def declared(method, **extra):
+    return changed(**{method: lambda self: getattr(CachedModel, method)(self) | extra})
+
+
+class GlobalInit(CachedModel):
+    def init_weights(self, rng):
+        super().init_weights(rng)
+        nn.init.normal_(self.head.weight)
+
+
+class OrderedInit(CachedModel):
+    def init_weights(self, rng):
+        for number, (name, parameter) in enumerate(self.named_parameters()):
+            rng.fill(name, parameter, lambda full, g, number=number: full.normal_(number, 0.1, generator=g))
+
+
+class SilentInit(CachedModel):
+    def init_weights(self, rng):
+        rng.filled |= {name for name, _ in self.named_parameters()}
+
+
+def seeing_ahead(model, result, tokens, inputs):
+    return result + result.mean(1, keepdim=True) if isinstance(result, torch.Tensor) else result
+
+
+class LossOfRawHidden(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        if loss is None:
+            return super().forward(tokens, **inputs)
+        return loss(self.embed(tokens), self.head, targets)
+
+
+class MeanLoss(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        result = super().forward(tokens, targets, loss, **inputs)
+        return result.total / result.count if isinstance(result, LossSum) else result
+
+
+class BlindToDocuments(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, document=None, **inputs):
+        return super().forward(tokens, targets, loss, **inputs)
+
+
+class BlindToPadding(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, positions=None, **inputs):
+        return super().forward(tokens, targets, loss, **inputs)
+
+
+class ForgetfulCache(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, cache=None, **inputs):
+        return super().forward(tokens, targets, loss, cache=None if cache is None else [], **inputs)
+
+
+class NormInEveryStage(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        if self.embed is None:
+            tokens = F.rms_norm(tokens, (self.dim,))
+        return super().forward(tokens, targets, loss, **inputs)
+
+
+class Float32Head(CachedModel):
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        result = super().forward(tokens, targets, loss, **inputs)
+        return result.float() if isinstance(result, torch.Tensor) else result
+
+
+def counting(model):
+    model.register_buffer("steps", torch.zeros(()))
+
+
+class Counting(CachedModel):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        self.steps += 1
+        return super().forward(tokens, targets, loss, **inputs)
+
+    def init_weights(self, rng):
+        super().init_weights(rng)
+        rng.fill("steps", self.steps, lambda full, _: full.zero_())
+
+
+class FrozenEmbedding(CachedModel):
+    """Everything before the norm is detached, so that only norm and head learn."""
+
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        head, self.head = self.head, None
+        hidden = super().forward(tokens, **inputs).detach()
+        self.head = head
+        return head(hidden) if loss is None else loss(hidden * 0.01, head, targets)
+
+
+FAULTS = [
+    (
+        built(lambda m: setattr(m, "norm", None)),
+        "test_declares_its_parts",
+        "the whole model must have the module 'norm'",
+    ),
+    (
+        built(lambda m: setattr(m, "blocks", nn.ModuleList(m.blocks.values()))),
+        "test_declares_its_parts",
+        "nn.ModuleDict",
+    ),
+    (
+        built(lambda m: setattr(m, "blocks", nn.ModuleDict({f"layer{k}": b for k, b in m.blocks.items()}))),
+        "test_declares_its_parts",
+        "keys of blocks must be the global layer indices 0, 1, …, got .'layer0'",
+    ),
+    (
+        built(lambda m: setattr(m, "extra", nn.Linear(2, 2))),
+        "test_declares_its_parts",
+        "extra.weight, extra.bias: parameters outside of embed, blocks, norm and head",
+    ),
+    (built(lambda m: setattr(m, "vocab_size", 5)), "test_states_its_sizes", "vocab_size must be 61, got 5"),
+    (built(lambda m: setattr(m, "max_seq_len", 4)), "test_states_its_sizes", "max_seq_len is 4"),
+    (
+        changed(parameter_roles=lambda self: {"embed.weight": "embedding"}),
+        "test_parameter_roles_cover_every_parameter",
+        "parameter_roles leaves out blocks.0.attention_norm.weight",
+    ),
+    (declared("parameter_roles", gate="matrix"), "test_parameter_roles_cover_every_parameter", "names gate"),
+    (declared("parallel_plan", **{"blocks.*.gate": "row"}), "test_parallel_plan_names_modules", "matches no module"),
+    (declared("parallel_plan", embed="rows"), "test_parallel_plan_names_modules", "'embed' the unknown role 'rows'"),
+    (declared("recompute_plan", mm="keep"), "test_recompute_plan_names_operations", "'mm', which torch does not have"),
+    (
+        declared("recompute_plan", **{"aten.mm": "save"}),
+        "test_recompute_plan_names_operations",
+        "recompute_plan says 'save' for 'aten.mm'",
+    ),
+    (
+        changed(flops_per_token=lambda self, seq_len: 2.0),
+        "test_flops_per_token_is_plausible",
+        "less than the head alone",
+    ),
+    (
+        changed(flops_per_token=lambda self, seq_len: 1e9 - seq_len),
+        "test_flops_per_token_is_plausible",
+        "flops_per_token falls with the sequence's length",
+    ),
+    (built(counting), "test_init_weights_fills_everything", "init_weights leaves steps uninitialised"),
+    (SilentInit, "test_init_weights_fills_everything", "leaves values that are not finite in embed.weight"),
+    (GlobalInit, "test_same_seed_same_weights", "head.weight differs between two models of one seed"),
+    (OrderedInit, "test_a_stage_has_the_weights_of_the_whole", "differs when the model holds only its last block"),
+    (
+        returning(lambda m, r, t, i: r[..., :-1]),
+        "test_logits_have_the_right_shape",
+        r"must be \(B, S, V\) = \(2, 12, 61\)",
+    ),
+    (returning(seeing_ahead), "test_is_causal", "the model sees the future"),
+    (returning(lambda m, r, t, i: r * 0), "test_is_causal", "does not change the logits there"),
+    (LossOfRawHidden, "test_loss_is_applied_to_its_hidden_states", "the loss must see the normed hidden states"),
+    (MeanLoss, "test_loss_is_applied_to_its_hidden_states", "must return its LossSum, got Tensor"),
+    (BlindToDocuments, "test_documents_do_not_see_each_other", "two documents packed into one sequence"),
+    (NormInEveryStage, "test_stages_chained_equal_the_whole", "two stages in a row give other logits"),
+    (Float32Head, "test_works_in_bf16", "with bf16 weights the logits are torch.float32"),
+    (ForgetfulCache, "test_cache_gives_the_logits_of_the_whole", "in chunks through a cache changes the logits"),
+    (BlindToPadding, "test_left_padding_in_the_cache_is_not_seen", "padding on the left"),
+    (FrozenEmbedding, "test_gradients_reach_every_parameter", "no gradient reaches embed.weight"),
+    (Counting, "test_forward_changes_only_accumulators", "forward changed steps"),
+    (FrozenEmbedding, "test_loss_falls_in_twenty_steps", "hardly anything is learned"),
+]
+
+
+@pytest.mark.parametrize(("model", "check", "sentence"), FAULTS)
+def test_a_fault_is_found_and_told(model, check, sentence):
+    class Case(ModelConformance):
+        def make(self, **given):
+            return model(**given)
+
+    with pytest.raises(AssertionError, match=sentence):
+        getattr(Case(), check)()
+
+
+def test_every_check_has_a_fault_that_it_finds():
+    checks = {name for name in vars(ModelConformance) if name.startswith("test_")}
+
+    assert {check for _, check, _ in FAULTS} == checks

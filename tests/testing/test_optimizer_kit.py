@@ -1,0 +1,249 @@
+"""The optimizer kit passes an optimizer that keeps the contract, and has a sentence for each way to break it."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from forge_core.testing.optimizer import OptimizerConformance
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps the contract."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+
+    def update(self, parameter, group):
+        state = self.state[parameter]
+        if not state:
+            state["momentum"], state["step"] = self.empty(parameter), 0
+        state["step"] += 1
+        state["momentum"].mul_(0.9).add_(parameter.grad)
+        parameter.sub_(group["lr"] * state["momentum"])
+
+    def empty(self, parameter):
+        return torch.zeros_like(parameter)
+
+
+class TestMomentum(OptimizerConformance):
+    def make(self, *, parameters):
+        return Momentum([entry.parameter for entry in parameters])
+
+
+class NotAnOptimizer:
+    def __init__(self, params):
+        self.param_groups = [{"params": params, "lr": 0.1}]
+
+
+class WithoutBiases(Momentum):
+    def __init__(self, params):
+        super().__init__([p for p in params if p.ndim > 1])
+
+
+class WithAnExtra(Momentum):
+    def __init__(self, params):
+        super().__init__([*params, torch.nn.Parameter(torch.zeros(2))])
+
+
+class NoRate(Momentum):
+    def __init__(self, params):
+        super().__init__(params, lr=float("nan"))
+
+
+class ThinksInColumns(Momentum):
+    compute_layout = "columns"
+
+
+class EagerState(Momentum):
+    def __init__(self, params):
+        super().__init__(params)
+        for parameter in params:
+            self.state[parameter] = {"momentum": torch.zeros_like(parameter), "step": 0}
+
+
+class Initialising(Momentum):
+    def __init__(self, params):
+        super().__init__(params)
+        for parameter in params:
+            torch.nn.init.zeros_(parameter)
+
+
+class Climbing(Momentum):
+    def update(self, parameter, group):
+        super().update(parameter, {"lr": -group["lr"]})
+
+
+class Upcasting(Momentum):
+    def update(self, parameter, group):
+        super().update(parameter, group)
+        parameter.data = parameter.data.double()
+
+
+class OwnRate(Momentum):
+    def update(self, parameter, group):
+        super().update(parameter, {"lr": 0.1})
+
+
+class DividesByRate(Momentum):
+    def update(self, parameter, group):
+        super().update(parameter, {"lr": group["lr"] * (group["lr"] / group["lr"])})
+
+
+class NanWithoutRate(Momentum):
+    def update(self, parameter, group):
+        rate = torch.tensor(group["lr"])
+        super().update(parameter, {"lr": rate * rate / rate})
+
+
+class Decaying(Momentum):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.99)
+        super().step()
+
+
+class FirstComeOnly(Momentum):
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.state:
+            super().step()
+            return
+        for parameter, _ in list(self.state.items()):
+            if parameter.grad is not None:
+                self.update(parameter, self.param_groups[0])
+
+
+class CountsBesideIt(Momentum):
+    """Its bias correction forgets across a resume."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        super().step()
+
+    def update(self, parameter, group):
+        super().update(parameter, {"lr": group["lr"] / self.count})
+
+
+class GlobalState(Momentum):
+    def step(self, closure=None):
+        super().step()
+        self.state["step"] = 1
+
+
+class DottedState(Momentum):
+    def update(self, parameter, group):
+        super().update(parameter, group)
+        self.state[parameter]["moment.first"] = 1
+
+
+class HistoryState(Momentum):
+    def update(self, parameter, group):
+        super().update(parameter, group)
+        self.state[parameter].setdefault("history", []).append(0)
+
+
+class ShardNorm(Momentum):
+    """Normalises by the norm of the gradient that this rank holds, which shows on one rank's tensors only when cut."""
+
+    def update(self, parameter, group):
+        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        super().update(parameter, {"lr": group["lr"] / (1 + float(local.norm()))})
+
+
+class LocalState(Momentum):
+    def update(self, parameter, group):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        self.state[parameter]["last"] = local.clone()
+        parameter.sub_(group["lr"] * parameter.grad)
+
+
+class MixedUp(Momentum):
+    """Takes shards for whole tensors, which goes wrong on one rank already."""
+
+    def update(self, parameter, group):
+        super().update(parameter, {"lr": group["lr"] * (2 if isinstance(parameter, DTensor) else 1)})
+
+
+class ShardNormCase(OptimizerConformance):
+    def make(self, *, parameters):
+        return ShardNorm([entry.parameter for entry in parameters])
+
+
+class LocalStateCase(OptimizerConformance):
+    def make(self, *, parameters):
+        return LocalState([entry.parameter for entry in parameters])
+
+
+FP32 = (torch.float32,)
+FAULTS = [
+    (NotAnOptimizer, "test_takes_every_parameter_once", (), "must return a torch.optim.Optimizer, got NotAnOptimizer"),
+    (WithoutBiases, "test_takes_every_parameter_once", (), "blocks.0.norm.weight is in param_groups 0 times"),
+    (WithAnExtra, "test_takes_every_parameter_once", (), "parameters that were not given"),
+    (NoRate, "test_states_its_base_learning_rates", (), r'must stand in param_groups\[i\]\["lr"\] .* found nan'),
+    (ThinksInColumns, "test_states_what_it_works_on", (), "compute_layout must be .* got 'columns'"),
+    (EagerState, "test_construction_changes_nothing", (), "there is state before the first step"),
+    (Initialising, "test_construction_changes_nothing", (), "the constructor changes embed.weight"),
+    (Climbing, "test_lowers_a_quadratic", FP32, "20 steps on ½‖embed.weight − goal‖² in torch.float32 lead"),
+    (Upcasting, "test_lowers_a_quadratic", FP32, "step changes embed.weight to torch.float64"),
+    (OwnRate, "test_reads_the_learning_rate_at_each_step", (), "from the parameter group at each step"),
+    (DividesByRate, "test_bears_a_learning_rate_of_zero", (), "step raises ZeroDivisionError"),
+    (NanWithoutRate, "test_bears_a_learning_rate_of_zero", (), "leaves embed.weight with non-finite values"),
+    (Decaying, "test_leaves_parameters_without_a_gradient_alone", (), "which has no gradient"),
+    (FirstComeOnly, "test_leaves_parameters_without_a_gradient_alone", (), "first gradient later than others"),
+    (GlobalState, "test_keeps_its_state_by_parameter", FP32, "1 keys that are no parameters"),
+    (DottedState, "test_keeps_its_state_by_parameter", FP32, "the key 'moment.first'; only strings without dots"),
+    (HistoryState, "test_keeps_its_state_by_parameter", FP32, "the state 'history' of embed.weight is a list"),
+    (CountsBesideIt, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
+    (MixedUp, "test_updates_shards_like_whole_tensors", "folder", "sharded over 1 ranks differs by"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "check", "given", "sentence"), FAULTS)
+def test_a_fault_is_found_and_told(optimizer, check, given, sentence, tmp_path):
+    class Case(OptimizerConformance):
+        def make(self, *, parameters):
+            return optimizer([entry.parameter for entry in parameters])
+
+    with pytest.raises(AssertionError, match=sentence):
+        getattr(Case(), check)(*((tmp_path,) if given == "folder" else given))
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        (ShardNormCase, "on two ranks: embed.weight sharded over 2 ranks differs by"),
+        (LocalStateCase, "on two ranks: the state 'last' of embed.weight is a plain tensor"),
+    ],
+)
+def test_a_fault_on_two_ranks_is_found_and_told(case, sentence, tmp_path):
+    with pytest.raises(AssertionError, match=sentence):
+        case().test_updates_shards_like_whole_tensors_on_two_ranks(tmp_path)
+
+
+def test_an_optimizer_of_whole_matrices_is_not_given_shards(tmp_path):
+    class WholeMatrices(Momentum):
+        compute_layout = "full_matrix"
+
+    class Case(OptimizerConformance):
+        def make(self, *, parameters):
+            return WholeMatrices([entry.parameter for entry in parameters])
+
+    with pytest.raises(pytest.skip.Exception, match="the core gathers the matrices"):
+        Case().test_updates_shards_like_whole_tensors(tmp_path)
+
+
+def test_every_check_has_a_fault_that_it_finds():
+    checks = {name for name in vars(OptimizerConformance) if name.startswith("test_")}
+
+    found = {check for _, check, _, _ in FAULTS} | {"test_updates_shards_like_whole_tensors_on_two_ranks"}
+    assert found == checks

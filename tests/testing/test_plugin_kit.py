@@ -1,0 +1,175 @@
+"""The plugin kit passes our own packages, and has a sentence for each way to get a package wrong."""
+
+import pytest
+
+from forge_core.testing.plugin import PluginConformance
+
+PLUGIN = """
+    from forge_core.api import Component, hookimpl
+
+    @hookimpl
+    def forge_schedulers():
+        yield Component(name="flat", summary="flat", factory="acme.flat:flat", config="acme.config:FlatConfig")
+"""
+CONFIG = '''
+    import attrs
+
+    @attrs.frozen(kw_only=True)
+    class FlatConfig:
+        """Flat."""
+
+        height: float = 1.0
+        """How high."""
+        limit: float | None = None
+        """Where it ends."""
+'''
+FACTORY = """
+    def flat(config, /, *, total_steps):
+        return lambda step: config.height
+"""
+COMMANDS = """
+    from forge_core.api import Command, hookimpl
+
+    @hookimpl
+    def forge_commands():
+        yield Command(name="flatten", summary="flatten", run="acme.flat:flat")
+"""
+METADATA = "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nRequires-Dist: forge-core>=0.1\n"
+
+
+class TestOptim(PluginConformance):
+    dist = "forge-plugins-optim"
+
+
+class TestData(PluginConformance):
+    dist = "forge-plugins-data"
+
+
+class Acme(PluginConformance):
+    dist = "acme"
+
+
+@pytest.fixture
+def acme(make_distribution):
+    """Installs the plugin with some of its files replaced."""
+
+    def install(**files):
+        sources = {"plugin": PLUGIN, "config": CONFIG, "flat": FACTORY} | files
+        entry_points = {"entry_points.txt": sources.pop("entry_points")} if "entry_points" in sources else {}
+        site = make_distribution(
+            "acme", files={f"acme/{name}.py": text for name, text in sources.items()} | entry_points
+        )
+        (site / "acme-1.0.dist-info" / "METADATA").write_text(METADATA)
+        return site
+
+    return install
+
+
+CHECKS = sorted(name for name in vars(PluginConformance) if name.startswith("test_"))
+FAULTS = [
+    ({"plugin": "import nowhere"}, "test_loads", "acme 1.0 is broken: ModuleNotFoundError"),
+    ({"plugin": "import forge_core.api"}, "test_loads", "acme 1.0 registers nothing"),
+    (
+        {"entry_points": "[forge.v1]\nroadrunner = acme.plugin\n"},
+        "test_announces_itself_under_its_own_name",
+        "the entry point is called 'roadrunner'; call it 'acme'",
+    ),
+    (
+        {"plugin": f"    import numpy\n{PLUGIN}"},
+        "test_listing_it_imports_nothing_heavy",
+        "importing acme.plugin imports numpy; every forge command",
+    ),
+    (
+        {"config": f"    import numpy\n{CONFIG}"},
+        "test_validating_it_imports_nothing_heavy",
+        r"importing the config classes \(acme.config\) imports numpy",
+    ),
+    (
+        {"config": "class FlatConfig: height = 1.0"},
+        "test_configs_are_frozen_attrs_classes",
+        "acme.config:FlatConfig must be an attrs class",
+    ),
+    (
+        {"config": CONFIG.replace("frozen", "define")},
+        "test_configs_are_frozen_attrs_classes",
+        "acme.config:FlatConfig must be frozen",
+    ),
+    (
+        {"config": CONFIG.replace("(kw_only=True)", "")},
+        "test_configs_are_frozen_attrs_classes",
+        "height, limit must be keyword-only",
+    ),
+    (
+        {"config": CONFIG.replace("limit", "name")},
+        "test_configs_leave_name_to_the_choice_of_component",
+        "has a field called name, the key that chooses the component",
+    ),
+    (
+        {"config": CONFIG.replace("None = None", "None = 2.0")},
+        "test_optional_fields_default_to_none",
+        "FlatConfig.limit may be None and must therefore default to None",
+    ),
+    (
+        {"config": CONFIG.replace("height: float = 1.0", "height: float = attrs.field(default=1.0, eq=id)")},
+        "test_defaults_survive_a_resolved_job",
+        "scheduler flat: its defaults written to TOML and read again are",
+    ),
+    (
+        # under another name: what is read from a module's source is remembered
+        {"plugin": PLUGIN.replace("acme.config", "acme.terse"), "terse": CONFIG.replace('"""How high."""', "")},
+        "test_every_field_is_documented",
+        "FlatConfig.height has no docstring under it",
+    ),
+    (
+        {"config": CONFIG.replace('"""Flat."""', "")},
+        "test_every_field_is_documented",
+        "acme.config:FlatConfig has no docstring",
+    ),
+    (
+        {"flat": "    def flat(config, /, *, steps):\n        return lambda step: 1.0"},
+        "test_factories_take_what_the_contract_gives",
+        r"acme.flat:flat cannot be called as factory\(config, total_steps=…\)",
+    ),
+    (
+        {"flat": "flat = 1"},
+        "test_factories_take_what_the_contract_gives",
+        "scheduler flat: the factory acme.flat:flat is not callable",
+    ),
+    (
+        {"plugin": COMMANDS},
+        "test_commands_are_click_commands",
+        "acme.flat:flat must be a click.Command, got function",
+    ),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_plugin_that_keeps_the_rules_passes(acme, check):
+    acme()
+
+    getattr(Acme(), check)()
+
+
+@pytest.mark.parametrize(("files", "check", "sentence"), FAULTS)
+def test_a_fault_is_found_and_told(acme, files, check, sentence):
+    acme(**files)
+
+    with pytest.raises(AssertionError, match=sentence):
+        getattr(Acme(), check)()
+
+
+def test_a_missing_dependency_is_found_and_told(acme):
+    site = acme()
+    (site / "acme-1.0.dist-info" / "METADATA").write_text(METADATA.replace("Requires-Dist: forge-core>=0.1\n", ""))
+
+    with pytest.raises(AssertionError, match="acme does not depend on forge-core"):
+        Acme().test_requires_the_core()
+
+
+def test_a_plugin_that_is_not_installed_is_told():
+    with pytest.raises(AssertionError, match=r"acme is not installed, or has no entry point .* pip install -e"):
+        Acme().test_loads()
+
+
+def test_every_check_has_a_fault_that_it_finds():
+    assert {check for _, check, _ in FAULTS} | {"test_requires_the_core"} == set(CHECKS)
