@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, TokenHeader, write_header
-
-from forge_core.data.loader import BatchLoader
-from forge_core.data.stream import SampleStream
 
 BATCH, SEQ_LEN, VOCAB, END = 8, 4096, 50_000, 0
 FILE_TOKENS = 64 * 2**20

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from forge_plugins_optim.chunked_cross_entropy import ChunkedCrossEntropy
 from forge_plugins_optim.cross_entropy import CrossEntropy
-from torch import nn
 
 MIB = 1024**2
 
@@ -99,10 +100,10 @@ def _memory(step: Callable[[], float], device: str) -> float:
     """MiB that one step adds at its peak."""
     step()
     if device == "cuda":
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        return (torch.cuda.max_memory_allocated() - before) / MIB
+        return (torch.cuda.max_memory_allocated() - allocated) / MIB
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now (proc(5))
     before = _resident("VmRSS")
     step()

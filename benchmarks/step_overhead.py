@@ -1,7 +1,7 @@
 """What the engine adds to a step, and how often it makes the host wait for the device.
 
-The same model, optimizer, clipping, schedule and data run in a bare PyTorch loop and in Forge's trainer, in one process, in
-alternation. Usage: ``python benchmarks/step_overhead.py [--steps 40] [--rounds 7]``.
+The same model, optimizer, clipping, schedule and data run in a bare PyTorch loop and in Forge's trainer, in one
+process, in alternation. Usage: ``python benchmarks/step_overhead.py [--steps 40] [--rounds 7]``.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def config_reference(catalog: Catalog) -> Iterator[str]:
     """Every key of every section, and of every installed component."""
     yield "# Configuration reference"
     yield ""
-    yield "Generated from the configuration classes of `forge_core` and of the installed plugins. What a key means is the"
-    yield "docstring under its field; `forge plugins show KIND NAME` prints the same for whatever else you install."
+    yield "Generated from the configuration classes of `forge_core` and of the installed plugins. What a key means is"
+    yield "the docstring under its field; `forge plugins show KIND NAME` prints the same for whatever else you install."
     yield ""
     yield "## Sections"
     yield ""
@@ -68,7 +68,12 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for one in passes:
         lists = (one.serves, one.after, one.before, one.needs)
-        cells = (f"`{one.name}`", one.phase, one.summary, *(", ".join(f"`{name}`" for name in names) for names in lists))
+        cells = (
+            f"`{one.name}`",
+            one.phase,
+            one.summary,
+            *(", ".join(f"`{name}`" for name in names) for names in lists),
+        )
         yield _row(cells)
     yield ""
     yield "## Conflicts"

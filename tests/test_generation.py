@@ -4,13 +4,13 @@ import importlib
 
 import pytest
 import torch
-from forge_plugins_dense.config import MLPConfig, TransformerConfig
-from forge_plugins_dense.transformer import Transformer
 
 from forge_core.component import Use
 from forge_core.engine.initialisation import initialise
 from forge_core.errors import ConfigError
 from forge_core.generation import generate, generate_steps, sample
+from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.transformer import Transformer
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 8, 9]]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from forge_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_core.contracts.model import GenerativeModel
 
 
 @click.command()
@@ -66,8 +69,10 @@ def generate(
         raise ConfigError(f"{checkpoint.path} has no tokenizer: its data did not name one, so text means nothing to it")
     # an empty prompt starts where documents start: after the end of the one before
     ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
+    if not hasattr(loaded.model, "make_cache"):
+        raise ConfigError(f"model {loaded.job.model.qualified_name} cannot be sampled from: it has no make_cache")
     completions = sample(
-        loaded.model,
+        cast("GenerativeModel", loaded.model),
         ids,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

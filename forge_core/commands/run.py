@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from forge_core.commands.validate import options_of
 from forge_core.config.job import dump_job, load_job
 from forge_core.errors import ExitCode, ForgeError
 
@@ -35,7 +36,7 @@ def run(obj: Any, config: Path, overrides: tuple[str, ...], nproc: str, dry_run:
     world_size = processes_asked_for(nproc)
     if world_size == 1:
         _end(_run_here(obj, config, overrides, 1, dry_run))
-    job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size)
+    job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
     options = [*(["--dry-run"] if dry_run else []), *(["--debug"] if obj.debug else [])]
     _end(launch(dump_job(job), world_size, options))
 
@@ -46,7 +47,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
 
     code = ExitCode.UNEXPECTED
     try:
-        job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size)
+        job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
         code = run_job(job, obj.catalog(job.plugins.disable), dry_run=dry_run)
     except ForgeError as error:
         code = error.exit_code

@@ -1,4 +1,4 @@
-"""Callbacks: what else happens during a run. Progress display, health checks, freeze schedules and captures are these."""
+"""Callbacks: what else happens during a run, such as progress display, health checks, freeze schedules, captures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunContext:
     world_size: int
     device: torch.device
     model: nn.Module
-    """This rank's part of the model; its parameters may be ``DTensor``s."""
+    """This rank's part of the model; a sharded parameter is a ``DTensor``."""
     optimizer: torch.optim.Optimizer
     total_steps: int
     requests: Requests
@@ -106,6 +106,8 @@ class Callback:
 
 
 class CallbackFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /) -> Callback:
         """Build the callback."""
         ...

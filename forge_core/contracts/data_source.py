@@ -1,4 +1,4 @@
-"""Data sources: the samples, by index. The order in which they are used is the core's business (``forge_core.data``)."""
+"""Data sources: the samples, by index. The order in which they are used is up to ``forge_core.data``."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class DataSource(Protocol):
 
 
 class DataSourceFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, seq_len: int, split: Split, build: Builder) -> DataSource:
         """Open the data.
 

@@ -46,6 +46,8 @@ class FeedForward(Protocol):
 
 
 class FeedForwardFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, dim: int, layer: int, n_layers: int, build: Builder) -> nn.Module:
         """Build the layer of block ``layer`` (0 to ``n_layers − 1``) for hidden states of width ``dim``."""
         ...

@@ -17,7 +17,7 @@ class LossSum(NamedTuple):
 
     total: torch.Tensor
     """Scalar, fp32, in nats: the sum over valid tokens. Zero, and connected to the graph, where there are none."""
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     """Scalar, int64: the number of targets that are not −100."""
 
 
@@ -34,6 +34,8 @@ class Loss(Protocol):
 
 
 class LossFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /) -> Loss:
         """Build the loss."""
         ...

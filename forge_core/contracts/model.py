@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.loss import Loss, LossSum
 
 ShardRole = Literal["column", "row", "vocab", "embedding", "expert", "sequence", "replicate"]
-"""How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the head
-by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position."""
+"""How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the
+head by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """What a parameter is to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
@@ -116,6 +116,8 @@ class GenerativeModel(Model, Protocol):
 
 
 class ModelFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, vocab_size: int, build: Builder) -> nn.Module:
         """Build the model on the current default device (the engine sets ``meta``).
 

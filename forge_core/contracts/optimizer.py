@@ -20,7 +20,7 @@ class NamedParameter:
     name: str
     """Qualified name in the whole model, the same on every layout."""
     parameter: torch.nn.Parameter
-    """fp32 unless the run asks for less. A ``DTensor`` when it is sharded: ``.placements`` and ``.device_mesh`` say how."""
+    """fp32 unless the run asks for less. A ``DTensor`` when it is sharded: its ``.placements`` say how."""
     role: ParameterRole
 
 
@@ -34,7 +34,7 @@ class OptimizerFactory(Protocol):
       it by parameter name, without calling ``step``.
     * State is created in the first ``step``, not in the constructor.
     * A class attribute ``compute_layout`` says what ``step`` works on: ``"local"`` (the default) on local shards;
-      ``"full_matrix"`` needs whole matrices.
+      ``"full_matrix"`` needs whole matrices, and is refused on a mesh that shards them.
     """
 
     def __call__(self, config: Any, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:

@@ -47,6 +47,8 @@ class ParallelPass(Protocol):
 
 
 class PassFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /) -> ParallelPass:
         """Build the pass."""
         ...

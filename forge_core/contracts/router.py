@@ -67,6 +67,8 @@ class StepContributor(Protocol):
 
 
 class RouterFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, dim: int, n_experts: int) -> nn.Module:
         """Build a router for hidden states of width ``dim`` over ``n_experts`` experts."""
         ...

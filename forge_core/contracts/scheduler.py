@@ -15,6 +15,8 @@ class Schedule(Protocol):
 
 
 class ScheduleFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, total_steps: int) -> Schedule:
         """Build the schedule of a run of ``total_steps`` steps.
 

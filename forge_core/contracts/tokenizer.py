@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
+    """Reversible: ``decode(encode(text))`` is ``text`` wherever ``text`` can be expressed at all."""
+
     vocab_size: int
     """All ids are below this."""
     end_of_document: int
@@ -33,6 +35,8 @@ class Tokenizer(Protocol):
 
 
 class TokenizerFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, base: Path) -> Tokenizer:
         """Build the tokenizer; relative paths in its config are relative to ``base``.
 

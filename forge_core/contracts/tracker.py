@@ -20,6 +20,8 @@ class Tracker(Protocol):
 
 
 class TrackerFactory(Protocol):
+    """The signature of the factory that a description names."""
+
     def __call__(self, config: Any, /, *, run_name: str, run_dir: Path, job: Mapping[str, Any]) -> Tracker:
         """Build the tracker; ``job`` is the resolved configuration as plain data, to be recorded."""
         ...

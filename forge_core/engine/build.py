@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from forge_core.builder import ComponentBuilder
 from forge_core.checkpoint.tensors import named_parameters
@@ -102,6 +103,12 @@ def build_optimizer(job: Job, model: nn.Module, build: ComponentBuilder) -> torc
         raise PluginError(
             f"optimizer {job.optimizer.qualified_name} holds {len(taken)} parameters of {len(trainable)}; it must take "
             "each exactly once. This is a bug in the optimizer."
+        )
+    sharded = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in trainable.values())
+    if sharded and getattr(optimizer, "compute_layout", "local") == "full_matrix":
+        raise ConfigError(
+            f"optimizer {job.optimizer.qualified_name} needs whole matrices, and this mesh shards them; run it with "
+            "parallel.dp_shard = 1 (copies of the model, dp_replicate, are fine)"
         )
     return optimizer
 

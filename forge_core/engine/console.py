@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 
 from rich.console import Console as RichConsole
@@ -12,40 +11,25 @@ from forge_core.contracts.callback import Callback, RunContext, StepContext
 
 
 class Console(Callback):
-    """Prints lines and progress on the first rank, and hands every line to ``record`` (the log file)."""
+    """Prints lines on the first rank, and hands every line to ``record`` (the log file)."""
 
     def __init__(self, *, speaks: bool, record: Callable[[str], None]) -> None:
         self._speaks = speaks
         self._record = record
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
-        self._progress: Progress | None = None
+        self._terminal = RichConsole(highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
         if not self._speaks:
             return
         self._record(text)
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False)
+        if self._terminal.is_terminal:
+            self._terminal.print(text, markup=False)
         else:
             print(text, flush=True)
 
-    def run_start(self, run: RunContext) -> None:
-        if not (self._speaks and sys.stdout.isatty()):
-            return
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._rich,
-            transient=True,
-        )
-        self._bar = self._progress.add_task("training", total=run.total_steps)
-        self._progress.start()
-
-    def step_end(self, run: RunContext, context: StepContext) -> None:
-        if self._progress is not None:
-            self._progress.update(self._bar, completed=context.step)
+    def progress(self) -> list[Callback]:
+        """The progress bar, where there is a terminal to draw it on."""
+        return [ProgressBar(self._terminal)] if self._speaks and self._terminal.is_terminal else []
 
     def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         parts = [
@@ -68,13 +52,29 @@ class Console(Callback):
             f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens)"
         )
 
+
+class ProgressBar(Callback):
+    """One line at the bottom of the terminal, below the lines that are printed."""
+
+    def __init__(self, terminal: RichConsole) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=terminal,
+            transient=True,
+        )
+
+    def run_start(self, run: RunContext) -> None:
+        self._bar = self._progress.add_task("training", total=run.total_steps)
+        self._progress.start()
+
+    def step_end(self, run: RunContext, context: StepContext) -> None:
+        self._progress.update(self._bar, completed=context.step)
+
     def run_end(self, run: RunContext, step: int) -> None:
-        self._stop()
+        self._progress.stop()
 
     def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._progress.stop()

@@ -219,7 +219,8 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         requests=requests,
         log=prepared.console.line,
     )
-    lifecycle = Lifecycle([("progress", prepared.console), *prepared.callbacks])
+    shown = [("console", prepared.console), *(("progress bar", bar) for bar in prepared.console.progress())]
+    lifecycle = Lifecycle([*shown, *prepared.callbacks])
     loader = prepared.loader
     trackers = Trackers(prepared.build, job, prepared.directory.path, prepared.console.line, active=mesh.rank == 0)
 

@@ -55,6 +55,8 @@ class Trainer:
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._contributors = Contributors(self.model, self.mesh)
         self._agreement = Agreement()
+        self._may_skip = self.lifecycle.listens("before_optimizer_step")
+        self._listening = self._may_skip or self.lifecycle.listens("step_end")
         # becomes and stays NaN at the first loss or gradient that is not finite; looked at when the host waits anyway
         self._health = torch.zeros((), device=self.device)
         self._tokens_a_step = (
@@ -112,16 +114,17 @@ class Trainer:
 
         scale = self._one_over_valid_tokens(microbatches)
         LEDGER.start_step(scale)
-        loss = self.executor.run([self._to_device(batch) for batch in microbatches], scale) * scale
+        total = self.executor.run([self._to_device(batch) for batch in microbatches], scale)
 
-        metrics: dict[str, torch.Tensor] = {"loss": loss}
         logged = self._is_logged()
+        metrics: dict[str, torch.Tensor] = {}
+        if logged or self._listening:
+            metrics["loss"] = total * scale
         context = StepContext(step, self._tokens_so_far, metrics, logged)
-        if self.lifecycle.listens("before_optimizer_step"):
-            self.lifecycle.call("before_optimizer_step", run=self.context, context=context)
+        self.lifecycle.call("before_optimizer_step", run=self.context, context=context)
         self._contributors.before_optimizer_step()
-        metrics["grad_norm"] = clip_gradients(self._parameters, self.job.train.clip_norm, self.mesh)
-        self._health.add_(metrics["grad_norm"], alpha=0).add_(loss, alpha=0)
+        metrics["grad_norm"] = norm = clip_gradients(self._parameters, self.job.train.clip_norm, self.mesh)
+        self._health.add_(norm, alpha=0).add_(total, alpha=0)
         rate = self._set_learning_rates()
         if not self._skip_asked():
             self.optimizer.step()
@@ -148,6 +151,8 @@ class Trainer:
     def _one_over_valid_tokens(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """On the device; counted here, where the targets still are in the host's memory."""
         valid = sum(int(np.count_nonzero(batch["targets"].numpy() != IGNORED)) for batch in microbatches)
+        if self.mesh.dp_size == 1:
+            return torch.full((), 1 / max(valid, 1), device=self.device)
         count = torch.full((), float(valid), device=self.device)
         return self.mesh.sum_over(count, DATA_AXES).clamp_(min=1).reciprocal_()
 
@@ -164,7 +169,7 @@ class Trainer:
         return self._base_rates[0] * multiplier
 
     def _skip_asked(self) -> bool:
-        if not self.lifecycle.listens("before_optimizer_step"):
+        if not self._may_skip:
             return False
         skip = self._agreement.any_rank(self.context.requests.skip_step)
         self.context.requests.skip_step = False

@@ -167,7 +167,10 @@ def catalog() -> Catalog:
         ("loss", component("cross_entropy")),
         ("data_source", component("text", "TextConfig")),
         ("tokenizer", component("bytes")),
-        ("parallel_pass", component("fsdp", "FsdpConfig", PassComponent, phase="fsdp", serves=("dp_replicate", "dp_shard", "ep"))),
+        (
+            "parallel_pass",
+            component("fsdp", "FsdpConfig", PassComponent, phase="fsdp", serves=("dp_replicate", "dp_shard", "ep")),
+        ),
         ("parallel_pass", component("compile", cls=PassComponent, phase="compile")),
         ("callback", component("progress", "ProgressConfig")),
         ("callback", component("crashing", "CrashingConfig")),

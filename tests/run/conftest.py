@@ -82,7 +82,7 @@ class TinyJob:
         return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def completed(self, *overrides: str) -> list[dict]:
-        """Run to the end, in this process if one is enough (starting one costs more than the run); returns the metrics."""
+        """Run to the end, in this process if one is enough (starting one costs more); returns the metrics."""
         if "--nproc" in overrides:
             done = self.run(*overrides)
             assert done.returncode == 0, done.stdout + done.stderr

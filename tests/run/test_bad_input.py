@@ -1,4 +1,4 @@
-"""Whatever can be known before the first step is said before the first step, in a sentence, and leaves nothing behind."""
+"""What can be known before the first step is said before the first step, in a sentence, and leaves nothing behind."""
 
 import re
 import sys

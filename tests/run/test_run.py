@@ -81,14 +81,14 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
 
 def test_a_checkpoint_alone_can_be_sampled_from(finished, tmp_path, capsys):
     alone = tmp_path / "elsewhere"
-    os.rename(finished.path() / "checkpoints" / "step_00000008", alone)
+    (finished.path() / "checkpoints" / "step_00000008").rename(alone)
     try:
         arguments = ["--max-new-tokens", "12", "--prompt", "line 1", "--prompt", "file", "--temperature", "0"]
         assert main(["generate", str(alone), *arguments]) == 0
         said = capsys.readouterr().out
         assert main(["generate", str(alone), *arguments]) == 0
     finally:
-        os.rename(alone, finished.path() / "checkpoints" / "step_00000008")
+        alone.rename(finished.path() / "checkpoints" / "step_00000008")
 
     assert "line 1" in said
     assert "--- 2 of 2" in said

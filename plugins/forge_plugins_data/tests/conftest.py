@@ -3,10 +3,10 @@
 import importlib
 
 import pytest
-from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
-from forge_plugins_data.plugin import forge_data_sources, forge_tokenizers
 
 from forge_core.component import Use
+from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
+from forge_plugins_data.plugin import forge_data_sources, forge_tokenizers
 
 COMPONENTS = {component.name: component for component in [*forge_data_sources(), *forge_tokenizers()]}
 CONFIGS = {"bytes": BytesConfig, "tokenizer_file": TokenizerFileConfig}

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from forge_plugins_data.packing import document_inputs
 
 END = 7

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from forge_plugins_data.config import TokenFilesConfig
 
 from forge_core.builder import ComponentBuilder
 from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_plugins_data.config import TokenFilesConfig
 
 
 @pytest.fixture(scope="module")

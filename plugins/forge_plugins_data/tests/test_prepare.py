@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+
+from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.commands import data
 from forge_plugins_data.config import BytesConfig, TokenFilesConfig
@@ -25,8 +27,6 @@ from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, read_header
-
-from forge_core.errors import ConfigError, ForgeError
 
 BYTES = BytesTokenizer(BytesConfig())
 

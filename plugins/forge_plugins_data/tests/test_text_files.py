@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from forge_plugins_data.config import TextFilesConfig
-from forge_plugins_data.file_selection import SelectedFile, select_files
-from forge_plugins_data.text_files import open_text_files, split_files
 
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
+from forge_plugins_data.config import TextFilesConfig
+from forge_plugins_data.file_selection import SelectedFile, select_files
+from forge_plugins_data.text_files import open_text_files, split_files
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
+
+from forge_core.errors import ConfigError
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, Shard, TokenHeader, read_header, write_header
-
-from forge_core.errors import ConfigError
 
 
 @pytest.fixture

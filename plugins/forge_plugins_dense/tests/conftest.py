@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_plugins_dense.config import MLPConfig, TransformerConfig
-from forge_plugins_dense.transformer import Transformer
 
 from forge_core.component import Use
 from forge_core.engine.initialisation import initialise
+from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.transformer import Transformer
 
 
 def build(use: Use, /, **given: Any) -> Any:

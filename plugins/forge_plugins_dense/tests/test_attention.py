@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forge_plugins_dense.attention import attend
-from forge_plugins_dense.mask import BLOCK, cache_mask, document_block_mask, document_mask
 from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.errors import ConfigError
+from forge_plugins_dense.attention import attend
+from forge_plugins_dense.mask import BLOCK, cache_mask, document_block_mask, document_mask
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 BLOCK_LISTS = [

@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig
 
 

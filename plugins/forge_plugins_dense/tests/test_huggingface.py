@@ -3,11 +3,11 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
-from forge_plugins_dense.huggingface import config_from_hf, from_hf_state, hf_config, to_hf_state
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from forge_core.errors import ConfigError
+from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
+from forge_plugins_dense.huggingface import config_from_hf, from_hf_state, hf_config, to_hf_state
 
 SHAPE = {
     "hidden_size": 32,

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig
 from forge_plugins_dense.feed_forward import MLP
 from forge_plugins_dense.norm import make_norm

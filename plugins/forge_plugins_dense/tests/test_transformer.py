@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forge_plugins_dense.attention import Surroundings
-from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
-from forge_plugins_dense.mask import document_block_mask, document_mask
-from forge_plugins_dense.rope import rotary_tables
-from forge_plugins_dense.transformer import Transformer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from forge_core.contracts.loss import LossSum
 from forge_core.errors import ConfigError
+from forge_plugins_dense.attention import Surroundings
+from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
+from forge_plugins_dense.mask import document_block_mask, document_mask
+from forge_plugins_dense.rope import rotary_tables
+from forge_plugins_dense.transformer import Transformer
 
 PRESETS = Path(__file__).parents[3] / "configs" / "model"
 VARIANTS = [

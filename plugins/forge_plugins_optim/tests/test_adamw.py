@@ -1,10 +1,10 @@
 import pytest
 import torch
-from forge_plugins_optim.adamw import adamw
-from forge_plugins_optim.config import AdamWConfig
 from torch import nn
 
 from forge_core.contracts.optimizer import NamedParameter
+from forge_plugins_optim.adamw import adamw
+from forge_plugins_optim.config import AdamWConfig
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

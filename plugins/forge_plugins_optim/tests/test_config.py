@@ -6,6 +6,8 @@ from typing import Any
 
 import attrs
 import pytest
+
+from forge_core.config.sections import TrainSection
 from forge_plugins_optim.config import (
     AdamWConfig,
     ChunkedCrossEntropyConfig,
@@ -13,8 +15,6 @@ from forge_plugins_optim.config import (
     CosineConfig,
     ParameterGroup,
 )
-
-from forge_core.config.sections import TrainSection
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forge_plugins_optim.chunked_cross_entropy import ChunkedCrossEntropy, chunked_cross_entropy
-from forge_plugins_optim.config import ChunkedCrossEntropyConfig, CrossEntropyConfig
-from forge_plugins_optim.cross_entropy import CrossEntropy, cross_entropy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_core.errors import ConfigError
+from forge_plugins_optim.chunked_cross_entropy import ChunkedCrossEntropy, chunked_cross_entropy
+from forge_plugins_optim.config import ChunkedCrossEntropyConfig, CrossEntropyConfig
+from forge_plugins_optim.cross_entropy import CrossEntropy, cross_entropy
 
 B, S, D, V = 2, 9, 16, 50
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -82,6 +82,12 @@ def test_chunked_gradients_in_float64_are_exact(loss) -> None:
     torch.testing.assert_close(total, expected_total, rtol=1e-12, atol=0)
     for gradient, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_chunked_gradients_pass_gradcheck() -> None:
+    case = Case(bias=True, shape=(1, 5))
+    loss = ChunkedCrossEntropy(2)
+
     assert torch.autograd.gradcheck(lambda *_: loss(case.hidden, case.head, case.targets).total, case.tensors())
 
 

@@ -3,14 +3,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from forge_plugins_optim.config import ParameterGroup
-from forge_plugins_optim.parameter_groups import parameter_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
+from forge_plugins_optim.config import ParameterGroup
+from forge_plugins_optim.parameter_groups import parameter_groups
 
 ROLES = {
     "embed.weight": "embedding",

@@ -1,11 +1,11 @@
 import math
 
 import pytest
+
+from forge_core.errors import ConfigError
 from forge_plugins_optim.config import ConstantConfig, CosineConfig
 from forge_plugins_optim.constant import constant
 from forge_plugins_optim.cosine import cosine
-
-from forge_core.errors import ConfigError
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:

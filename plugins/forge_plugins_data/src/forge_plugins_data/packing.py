@@ -20,15 +20,17 @@ def document_inputs(tokens: np.ndarray, targets: np.ndarray, end_of_document: in
     Returns:
         ``document`` ``(B, S)`` int64, 0 for the first document of each row, and ``positions`` ``(B, S)`` int64.
     """
-    ends = tokens == end_of_document
-    targets[ends] = IGNORED
+    rows, length = tokens.shape
+    ends = np.flatnonzero(tokens == end_of_document)
+    targets[ends // length, ends % length] = IGNORED
 
-    document = np.zeros_like(tokens)
-    np.cumsum(ends[:, :-1], axis=1, out=document[:, 1:])
-
-    columns = np.arange(tokens.shape[1])
-    starts = np.zeros_like(tokens)
-    np.multiply(ends[:, :-1], columns[1:], out=starts[:, 1:])
-    np.maximum.accumulate(starts, axis=1, out=starts)
-    np.subtract(columns, starts, out=starts)
-    return {"document": document, "positions": starts}
+    # Documents are long, so all is done on the flat indices where they start, and spread over their tokens once.
+    row_starts = np.arange(0, tokens.size, length)
+    after_ends = ends + 1
+    starts = np.sort(np.concatenate([row_starts, after_ends[after_ends % length != 0]]))
+    lengths = np.diff(starts, append=tokens.size)
+    number_in_row = np.arange(starts.size) - np.searchsorted(starts, starts // length * length)
+    return {
+        "document": np.repeat(number_in_row, lengths).reshape(rows, length),
+        "positions": (np.arange(tokens.size) - np.repeat(starts, lengths)).reshape(rows, length),
+    }

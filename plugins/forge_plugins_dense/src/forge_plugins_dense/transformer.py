@@ -77,7 +77,7 @@ class Transformer(nn.Module):
             block.init_weights(rng, f"blocks.{layer}.", std / math.sqrt(2 * self.config.n_layers), std)
         if self.norm is not None:
             init_norm(self.norm, rng, "norm.")
-        if self.head is not None and not self.config.tie_embeddings:
+        if self._has_own_head():
             rng.fill("head.weight", self.head.weight, normal(std))
 
     def parallel_plan(self) -> dict[str, ShardRole]:
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
             roles |= {f"blocks.{layer}.{name}": role for name, role in block.parameter_roles().items()}
         if self.norm is not None:
             roles |= norm_roles(self.norm, "norm.")
-        if self.head is not None and not self.config.tie_embeddings:
+        if self._has_own_head():
             roles["head.weight"] = "head"
         return roles
 
@@ -175,6 +175,10 @@ class Transformer(nn.Module):
         if cache.filled is None and tokens.shape[1] == 1:
             return None, False
         return cache_mask(start, cache.length, cache.filled, tokens.device), False
+
+    def _has_own_head(self) -> bool:
+        """Whether the head's weight goes by its own name, and not by the embedding's."""
+        return self.head is not None and not (self.config.tie_embeddings and self.embed is not None)
 
     def _check_length(self, length: int) -> None:
         if length > self.max_seq_len:

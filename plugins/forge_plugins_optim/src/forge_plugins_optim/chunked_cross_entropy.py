@@ -4,7 +4,6 @@ Shapes: B sequences of S tokens, T = B · S, D model width, V vocabulary, C toke
 """
 
 # Names end in their shape, in capitals:
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+"""Building what a job chooses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import attrs
+import pytest
+
+from forge_core.builder import ComponentBuilder
+from forge_core.errors import ConfigError, PluginError
+
+
+def plain_factory(config, /, *, dim):
+    return SimpleNamespace(config=config, dim=dim)
+
+
+def nesting_factory(config, /, *, dim, build):
+    return SimpleNamespace(build=build)
+
+
+class AnyFactory:
+    def __init__(self, config, /, **given) -> None:
+        self.given = given
+
+
+@pytest.fixture
+def build(catalog) -> ComponentBuilder:
+    return ComponentBuilder(catalog)
+
+
+def use(build, factory: str):
+    return attrs.evolve(build.resolve("optimizer", {"name": "muon", "lr": 1}), factory=factory)
+
+
+def test_a_factory_gets_its_config_and_what_it_is_given(build):
+    made = build(use(build, f"{__name__}:plain_factory"), dim=3)
+
+    assert made.config.lr == 1.0
+    assert made.dim == 3
+
+
+def test_the_builder_is_passed_on_to_those_that_ask_for_it(build):
+    assert build(use(build, f"{__name__}:nesting_factory"), dim=3).build is build
+    assert build(use(build, f"{__name__}:AnyFactory")).given == {"build": build}
+
+
+def test_an_import_that_fails_names_the_distribution(build):
+    with pytest.raises(
+        PluginError, match=r"acme-routers: cannot import the factory of optimizer 'muon' .* bug in acme"
+    ):
+        build(use(build, "no_such_module:factory"))
+
+
+def test_names_and_tables_from_elsewhere_are_resolved(build):
+    assert build.resolve("router", "hash").qualified_name == "forge-moe:hash"
+    assert build.resolve("router", {"name": "acme-routers:topk", "k": 3}).config.k == 3
+
+
+def test_what_cannot_be_resolved_is_told_as_in_a_configuration(build):
+    with pytest.raises(ConfigError) as caught:
+        build.resolve("router", {"name": "acme-routers:topk", "k": 0, "nois": 1})
+    assert str(caught.value) == "router.nois: unknown key; did you mean 'noise'?"
+
+    with pytest.raises(ConfigError, match=r"^router: no installed plugin provides a router named 'hsh'"):
+        build.resolve("router", "hsh")

@@ -1,0 +1,212 @@
+"""Reading TOML files on top of each other, and remembering where everything was written."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from forge_core.config.key_lines import key_lines
+from forge_core.config.toml_file import read_document
+from forge_core.errors import ConfigError
+
+
+def test_layers_are_merged_table_by_table_and_arrays_are_replaced(write):
+    write("[train]\nsteps = 1\nseq_len = 8\n[x]\nlist = [1, 2]\n", "base.toml")
+    path = write('extends = "base.toml"\n[train]\nsteps = 2\n[x]\nlist = [3]\n')
+
+    document = read_document(path)
+
+    assert document.table == {"train": {"steps": 2, "seq_len": 8}, "x": {"list": [3]}}
+    assert str(document.locate(("train", "steps"))) == "job.toml:3"
+    assert str(document.locate(("train", "seq_len"))) == "base.toml:3"
+
+
+def test_later_files_of_an_array_win_and_names_are_relative_to_the_file(write):
+    write("a = 1\nb = 1\n", "shared/one.toml")
+    write('extends = "one.toml"\nb = 2\n', "shared/two.toml")
+    write("b = 3\n", "three.toml")
+    path = write('extends = ["shared/two.toml", "three.toml"]\n')
+
+    document = read_document(path)
+
+    assert document.table == {"a": 1, "b": 3}
+    assert str(document.locate(("a",))) == str(Path("shared/one.toml")) + ":1"
+
+
+def test_a_layer_that_chooses_another_component_drops_the_keys_of_the_first(write):
+    write('[optimizer]\nname = "adamw"\nlr = 1\nbetas = [0.9, 0.95]\n', "base.toml")
+    path = write('extends = "base.toml"\n[optimizer]\nname = "muon"\nmomentum = 0.9\n')
+
+    document = read_document(path)
+
+    assert document.table == {"optimizer": {"name": "muon", "momentum": 0.9}}
+    assert ("optimizer", "lr") not in document.locations
+
+
+@pytest.mark.parametrize("name", ["adamw", "standard:adamw"])
+def test_a_layer_that_names_the_same_component_keeps_its_keys(write, name):
+    write('[optimizer]\nname = "adamw"\nlr = 1\n', "base.toml")
+    path = write(f'extends = "base.toml"\n[optimizer]\nname = "{name}"\neps = 2\n')
+
+    assert read_document(path).table == {"optimizer": {"name": name, "lr": 1, "eps": 2}}
+
+
+def test_providers_of_the_same_name_are_different_components(write):
+    write('[optimizer]\nname = "a:adamw"\nlr = 1\n', "base.toml")
+    path = write('extends = "base.toml"\n[optimizer]\nname = "b:adamw"\n')
+
+    assert read_document(path).table == {"optimizer": {"name": "b:adamw"}}
+
+
+def test_a_bare_name_is_the_table_with_that_name(write):
+    write('optimizer = "adamw"\nloss = {name = "x", a = 1}\n', "base.toml")
+    path = write('extends = "base.toml"\nloss = "y"\n[optimizer]\nlr = 1\n')
+
+    assert read_document(path).table == {"optimizer": {"name": "adamw", "lr": 1}, "loss": {"name": "y"}}
+
+
+def test_a_run_of_another_name_keeps_its_other_keys(write):
+    write('[run]\nname = "a"\ndir = "d"\n', "base.toml")
+    path = write('extends = "base.toml"\n[run]\nname = "b"\n')
+
+    assert read_document(path).table == {"run": {"name": "b", "dir": "d"}}
+
+
+def test_two_files_may_share_a_base(write):
+    write("a = 1\n", "base.toml")
+    write('extends = "base.toml"\n', "one.toml")
+    write('extends = "base.toml"\n', "two.toml")
+
+    assert read_document(write('extends = ["one.toml", "two.toml"]')).table == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('a = 1\nextends = "nope.toml"', "job.toml:2: extends: there is no file nope.toml"),
+        ("extends = 3", "job.toml:1: extends: expected a file name or an array of file names"),
+        ('extends = "job.toml"', "the files extend each other in a circle: job.toml extends job.toml"),
+        ('extends = "./other.toml"', "in a circle: job.toml extends other.toml extends job.toml"),
+        ("a = 1\nb = = 2", "job.toml:2: not valid TOML: invalid value (column 5)"),
+        ("a = 1\na = 2", "job.toml:2: not valid TOML: cannot overwrite a value"),
+        ("a = [1,\n\n", "job.toml:2: not valid TOML: "),
+        (f"a = {'1' * 5000}", "job.toml:1: not valid TOML: exceeds the limit"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_with_the_line(write, text, message):
+    write('extends = "job.toml"', "other.toml")
+
+    with pytest.raises(ConfigError) as caught:
+        read_document(write(text))
+
+    assert message in str(caught.value)
+
+
+def test_missing_files_directories_and_other_encodings_are_refused(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"^nope\.toml: there is no such file$"):
+        read_document(Path("nope.toml"))
+    with pytest.raises(ConfigError, match="this is a directory; name a TOML file"):
+        read_document(tmp_path)
+    with pytest.raises(ConfigError, match="the configuration file comes first"):
+        read_document(Path("--train.steps=3"))
+    path = write()
+    path.write_bytes(b"a = 1\nb = '\xff'\n")
+    with pytest.raises(ConfigError, match=r"^job\.toml:2: the file is not UTF-8 text"):
+        read_document(path)
+
+
+def test_keys_are_found_in_every_way_that_toml_can_write_them():
+    text = '''\
+# comment = 0
+a.b = 1 # [not.a.table]
+"quo.ted" . 'key' = 2
+[table]
+text = """
+[no.table]
+key = "no key"
+"""
+raw = \'\'\'
+x = 1\'\'\'
+[ "spaced" . out ]
+list = [ 1,
+  2, # ] }
+  { x = 1, y = { z = [ "}" ] } },
+]
+[[array]]
+name = "one"
+[array.sub]
+deep = 07:32:00.9
+[[array]]
+
+name = "two" # "
+[[array.inner]]
+v = 1
+[[array.inner]]
+v = 2
+'''
+    tomllib.loads(text)
+
+    lines = key_lines(text)
+
+    assert lines["a", "b"] == 2
+    assert lines["quo.ted", "key"] == 3
+    assert lines["table",] == 4
+    assert lines["table", "raw"] == 9
+    assert ("no",) not in lines
+    assert lines["spaced", "out"] == 11
+    assert [lines["spaced", "out", "list", index] for index in range(3)] == [12, 13, 14]
+    assert lines["spaced", "out", "list", 2, "y", "z"] == 14
+    assert lines["array", 0, "name"] == 17
+    assert lines["array", 0, "sub", "deep"] == 19
+    assert (
+        lines[
+            "array",
+            1,
+        ]
+        == 20
+    )
+    assert lines["array", 1, "name"] == 22
+    assert lines["array", 1, "inner", 1, "v"] == 26
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_key_of_any_document_is_found_on_a_line_that_has_it(seed):
+    rng = random.Random(seed)
+    table = _random_table(rng, depth=3)
+    text = tomli_w.dumps(table, multiline_strings=True)
+    written = text.splitlines()
+
+    lines = key_lines(text)
+
+    for path in _paths(table, ()):
+        assert path in lines
+        if isinstance(path[-1], str):
+            assert path[-1] in written[lines[path] - 1]
+    assert lines.keys() <= set(_paths(table, ()))
+
+
+def _random_table(rng: random.Random, depth: int) -> dict[str, object]:
+    return {f"{rng.choice(['k', 'a.b', 'ä', 'x y', '-'])}{index}": _random_value(rng, depth) for index in range(4)}
+
+
+def _random_value(rng: random.Random, depth: int) -> object:
+    scalars = [1, -2.5, True, "q\"'#[", "two\nlines = [1]\n[x]\n", "", "\\", '"""', "ends in quotes\n''\"\""]
+    kind = rng.randrange(4) if depth else 0
+    if kind == 1:
+        return _random_table(rng, depth - 1)
+    if kind == 2:
+        return [_random_table(rng, depth - 1) for _ in range(rng.randrange(3))]
+    if kind == 3:
+        return [_random_value(rng, depth - 1) for _ in range(rng.randrange(3))]
+    return rng.choice(scalars)
+
+
+def _paths(value: object, path: tuple[str | int, ...]):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from _paths(item, (*path, key))

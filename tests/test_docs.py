@@ -1,0 +1,330 @@
+"""The documentation says what the code does: signatures, examples, links, and a word for every key."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from forge_core.catalog import Catalog
+from forge_core.cli import main
+from forge_core.config.field_docs import field_docs
+from forge_core.config.job import load_job
+from forge_core.config.sections import Job
+from forge_core.discovery import discover
+from forge_core.hookspecs import ForgeSpecs
+from forge_core.imports import load_reference
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+GENERATED = ("generated/config-reference.md", "generated/passes.md")
+
+HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
+HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]
+AFTERNOONS = [DOCS / "write-a-router.md", DOCS / "write-an-optimizer.md"]
+PAGES = [
+    *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("plugins/*/README.md")),
+]
+
+BASE = """
+[model]
+name = "transformer"
+dim = 64
+n_layers = 2
+n_heads = 4
+
+[data]
+name = "text_files"
+path = "corpus"
+
+[train]
+steps = 10_000
+seq_len = 64
+
+[optimizer]
+name = "adamw"
+lr = 1e-3
+"""
+"""What a page leaves out that shows only the section it is about."""
+
+
+@attrs.frozen
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    caption: str
+    """The path of the file that the block is; empty for a block that is none."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(
+        r"^```(?:\{code-block\} )?([\w{}-]*)\n(?::caption: (\S+)\n)?(.*?)^```$", text, re.M | re.S
+    ):
+        yield Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2] or "", match[3])
+
+
+def configurations(pages: list[Path]) -> list[Block]:
+    return [block for page in pages for block in blocks(page) if block.language == "toml" and is_configuration(block)]
+
+
+def is_configuration(block: Block) -> bool:
+    return block.caption != "pyproject.toml"
+
+
+def packages(page: Path) -> list[Block]:
+    """The files of the package that a page builds up."""
+    return [block for block in blocks(page) if block.caption.startswith(("src/", "tests/", "example"))]
+
+
+# -- every hook and every key has its words
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_has_a_page_with_its_signature(hook):
+    signature = str(inspect.signature(getattr(ForgeSpecs, hook))).replace("(self)", "()").replace("'", "")
+
+    page = (DOCS / "hooks" / f"{hook}.md").read_text(encoding="utf-8")
+
+    assert f"\n## `{hook}{signature}`\n" in page
+    assert f"\n{hook}\n" in (DOCS / "hooks" / "index.md").read_text(encoding="utf-8")
+
+
+def test_there_is_no_page_of_a_hook_that_does_not_exist():
+    assert sorted(HOOKS) == sorted(path.stem for path in DOCS.glob("hooks/forge_*.md"))
+
+
+def config_classes() -> dict[str, type]:
+    """Those of the core's sections and of our installed components, with the classes of their fields."""
+    catalog = discover()
+    found: list[type] = [field.type for field in attrs.fields(attrs.resolve_types(Job)) if attrs.has(field.type)]
+    for plugin in catalog.plugins:
+        if plugin.distribution.startswith("forge-plugins-"):
+            for _, component in plugin.components:
+                found.append(load_reference(component.config, what="the config class", owner=plugin.distribution))
+    for cls in found:
+        for field in attrs.fields(attrs.resolve_types(cls)):
+            found += [part for part in all_parts(field.type) if attrs.has(part) and part not in found]
+    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in found if cls.__qualname__ != "Use"}
+
+
+def all_parts(annotation: object) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from all_parts(argument)
+
+
+@pytest.mark.parametrize("name", config_classes())
+def test_every_key_is_documented(name):
+    cls = config_classes()[name]
+
+    assert cls.__doc__
+    assert not {field.name for field in attrs.fields(cls) if field.init} - field_docs(cls).keys()
+
+
+def test_the_generated_reference_names_every_key(tmp_path):
+    reference = generate_reference(tmp_path)
+
+    for cls in config_classes().values():
+        for field in attrs.fields(cls):
+            assert f"| `{field.name}` |" in reference
+
+
+def generate_reference(folder: Path) -> str:
+    specification = importlib.util.spec_from_file_location("generate_reference", DOCS / "generate_reference.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    module.write_reference(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(name).name for name in GENERATED)
+    return (folder / "config-reference.md").read_text(encoding="utf-8")
+
+
+# -- examples run
+
+
+@pytest.fixture(scope="module")
+def packages_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package for each page that builds one up, as ``forge new`` and the page's reader make it."""
+    folder = tmp_path_factory.mktemp("pages")
+    for page in AFTERNOONS:
+        (kind, name) = re.search(r"^\$ forge new (\S+) (\S+)$", page.read_text(encoding="utf-8"), re.M).groups()
+        assert main(["new", kind, name, "--dir", str(folder)]) == 0
+        write_files(page, folder / name)
+        project = tomllib.loads((folder / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert project["entry-points"]["forge.v1"] == {name: f"{name.replace('-', '_')}.plugin"}
+        install(folder / name, name)
+    for page in HOOK_PAGES:
+        (package,) = {block.caption.split("/")[1] for block in packages(page) if block.caption.startswith("src/")}
+        write_files(page, folder / package)
+        install(folder / package, package.replace("_", "-"))
+    return folder
+
+
+def write_files(page: Path, target: Path) -> None:
+    for block in packages(page):
+        path = target / block.caption
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+        if block.caption.startswith("src/"):
+            (path.parent / "__init__.py").touch()
+
+
+def install(project: Path, distribution: str) -> None:
+    """What ``pip install -e`` leaves behind, without the seconds that it takes."""
+    information = project / "src" / f"{distribution.replace('-', '_')}-0.1.0.dist-info"
+    information.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1.0\nRequires-Dist: forge-core>=0.1\n"
+    (information / "METADATA").write_text(metadata)
+    module = distribution.replace("-", "_")
+    (information / "entry_points.txt").write_text(f"[forge.v1]\n{distribution} = {module}.plugin\n")
+
+
+@pytest.fixture(scope="module")
+def run_python(packages_of_pages):
+    """Runs Python where the packages of all pages are installed."""
+    sources = [str(path) for path in packages_of_pages.glob("*/src")]
+
+    def run(*arguments: str, folder: Path = packages_of_pages) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([*sources, str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pages):
+    tests = sorted(str(path) for path in packages_of_pages.glob("*/tests"))
+    # test modules are named after their place below this, and `ademamix.tests` would hide the package `ademamix`
+    root = f"--rootdir={packages_of_pages.parent}"
+
+    done = run_python(
+        "-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider", root, *tests
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(tests) == len(HOOK_PAGES) + len(AFTERNOONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", AFTERNOONS, ids=lambda page: page.stem)
+def test_the_afternoon_ends_with_a_run(run_python, packages_of_pages, page):
+    folder = packages_of_pages / re.search(r"^\$ cd (\S+)$", page.read_text(encoding="utf-8"), re.M)[1]
+
+    for command in ("validate", "run"):
+        done = run_python("-m", "forge_core", command, "example.toml", folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    assert (folder / "runs" / "example" / "checkpoints" / "latest").exists()
+    metrics = (folder / "runs" / "example" / "metrics.jsonl").read_text().splitlines()
+    assert metrics[-1].startswith('{"step": 30,')
+
+
+@pytest.fixture(scope="module")
+def catalog_of_pages(packages_of_pages) -> Iterator[Catalog]:
+    loaded = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        for source in packages_of_pages.glob("*/src"):
+            patch.syspath_prepend(source)
+        yield discover()
+    for module in set(sys.modules) - loaded:
+        if str(getattr(sys.modules[module], "__file__", None)).startswith(str(packages_of_pages)):
+            del sys.modules[module]
+
+
+def test_the_packages_of_all_pages_load(catalog_of_pages):
+    assert not [f"{plugin}: {plugin.reason}" for plugin in catalog_of_pages.plugins if plugin.status != "ok"]
+
+
+@pytest.mark.parametrize("block", configurations(PAGES), ids=str)
+def test_configurations_are_valid(catalog_of_pages, tmp_path, block):
+    """Whole ones as they are, on top of the repository's files; parts on top of a small job."""
+    path = (ROOT / "configs" if "extends" in tomllib.loads(block.text) else tmp_path) / ".of-the-docs.toml"
+    text = block.text
+    if "extends" not in tomllib.loads(text) and "train" not in tomllib.loads(text):
+        (tmp_path / "base.toml").write_text(BASE)
+        text = f'extends = "base.toml"\n{text}'
+    try:
+        path.write_text(text, encoding="utf-8")
+        load_job(path, ["run.name=docs"], catalog=catalog_of_pages)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("block", [b for page in PAGES for b in blocks(page) if b.language == "python"], ids=str)
+def test_python_compiles(block):
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", [b for b in blocks(ROOT / "README.md") if b.language == "python"], ids=str)
+def test_python_of_the_readme_runs(block):
+    exec(compile(block.text, str(block), "exec"), {"__name__": "readme"})
+
+
+# -- links and paths
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)", text):
+        path = (page.parent / target).resolve() if target else page
+        if path.is_relative_to(DOCS) and str(path.relative_to(DOCS)) in GENERATED:
+            continue
+        assert path.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor and path.suffix == ".md":
+            assert anchor[1:] in anchors(path), f"{page.name} links to {target}{anchor}, and there is no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub and MyST give to headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:forge_core|tests|plugins|configs|docs|benchmarks)/[\w/.-]+\.(?:py|toml|md))`", text):
+        assert (ROOT / path).exists() or (page.parent / path).exists(), f"{page.name} names {path}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_paths_of_a_machine(page):
+    assert not re.search(r"(?<![\w.])/(home|work|root|Users|mnt|opt|srv)/", page.read_text(encoding="utf-8"))
+
+
+# -- the build
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_warnings(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path / "html")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr

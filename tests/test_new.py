@@ -1,0 +1,215 @@
+"""``forge new`` writes packages that work as they are, for every kind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli import main
+from forge_core.hookspecs import CORE_KINDS
+from forge_core.scaffold.package import HOOKS, write_package
+
+KINDS = [*(kind.name for kind in CORE_KINDS), "command"]
+WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("feed_forward", "router", "data_source", "tokenizer", "command")]
+
+
+def name_of(kind: str) -> str:
+    return f"acme-{kind.replace('_', '-')}"
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one package for each kind."""
+    folder = tmp_path_factory.mktemp("packages")
+    for kind in KINDS:
+        write_package(kind, name_of(kind), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(packages: Path) -> dict[str, str]:
+    """Environment variables under which all packages are installed: what an editable installation leaves, by hand."""
+    sources = []
+    for kind in KINDS:
+        source = packages / name_of(kind) / "src"
+        project = tomllib.loads((source.parent / "pyproject.toml").read_text())["project"]
+        information = source / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        information.mkdir()
+        requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in project["dependencies"])
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{requirements}"
+        )
+        ((group, points),) = project["entry-points"].items()
+        lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+        (information / "entry_points.txt").write_text("\n".join(lines))
+        sources.append(str(source))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def outcomes(packages: Path, environment: dict[str, str]) -> dict[str, list[str]]:
+    """What pytest says of each package's tests, all run in one process."""
+    options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(packages)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *(name_of(kind) for kind in KINDS)],
+        cwd=packages,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    lines = re.findall(r"^([\w-]+)/tests/\S+ (PASSED|SKIPPED|FAILED|ERROR|XFAIL|XPASS)", run.stdout, re.MULTILINE)
+    assert lines, run.stdout + run.stderr
+    found: dict[str, list[str]] = {name: [] for name, _ in lines}
+    for name, outcome in lines:
+        found[name].append(outcome)
+    if run.returncode:
+        print(run.stdout)  # with the kit's sentences
+    return found
+
+
+def test_there_is_a_package_for_every_kind() -> None:
+    assert list(HOOKS) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_tests_pass_at_once(kind: str, outcomes: dict[str, list[str]]) -> None:
+    passed = outcomes[name_of(kind)]
+
+    assert set(passed) <= {"PASSED", "SKIPPED"}
+    assert passed.count("PASSED") > 12
+
+
+def test_its_code_is_formatted_and_clean(packages: Path) -> None:
+    ruff = [sys.executable, "-m", "ruff"]
+    rules = ["--select", "A,B,C4,E,F,I,N,PIE,PT,PTH,RET,SIM,UP,W", "--ignore", "N812"]
+    style = ["--isolated", "--no-cache", "--config", "line-length = 120"]
+
+    for kind in KINDS:  # one at a time, so that each package is its own first party
+        package = packages / name_of(kind)
+        checked = subprocess.run([*ruff, "check", *style, *rules], cwd=package, capture_output=True, text=True)
+        formatted = subprocess.run([*ruff, "format", "--diff", *style], cwd=package, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
+        assert formatted.returncode == 0, formatted.stdout
+
+
+def test_its_example_runs(packages: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    """For every kind that can have one. In one process, since importing torch takes longer than training."""
+    program = f"""
+import os
+from forge_core.cli import main
+for name in {[name_of(kind) for kind in WITH_EXAMPLE]}:
+    os.chdir({str(packages)!r} + "/" + name)
+    assert main(["run", "example.toml", "--run.dir={tmp_path}", f"--run.name={{name}}"]) == 0, name
+"""
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name_of(kind) for kind in WITH_EXAMPLE)
+
+
+@pytest.mark.slow
+def test_it_can_be_installed(tmp_path: Path) -> None:
+    """For every kind, as the printed commands say, with nothing installed by hand."""
+    for kind in KINDS:
+        write_package(kind, name_of(kind), tmp_path)
+    packages = [str(tmp_path / name_of(kind)) for kind in KINDS]
+    python = environment_like_this_one(tmp_path / "venv")
+
+    editable = [argument for package in packages for argument in ("-e", package)]
+    installed = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            *editable,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert installed.returncode == 0, installed.stderr
+    plugin_tests = [f"{package}/tests/test_plugin.py" for package in packages]
+    tested = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *plugin_tests],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+    assert tested.returncode == 0, tested.stdout
+
+
+def environment_like_this_one(folder: Path) -> Path:
+    """A new virtual environment that also sees everything that this interpreter sees."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "like_this_one.pth").write_text("\n".join(entry for entry in sys.path if entry))
+    return folder / "bin" / "python"
+
+
+def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "router", "noisy-gate", "--dir", str(tmp_path)]) == 0
+
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/noisy-gate: a package with the router 'noisy_gate'. Next:",
+        f"    cd {tmp_path}/noisy-gate",
+        "    pip install -e .",
+        "    pytest",
+    ]
+
+
+def test_names_follow_from_the_given_one(tmp_path: Path) -> None:
+    package = write_package("router", "noisy_top2", tmp_path)
+
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    assert package.name == project["name"] == "noisy-top2"
+    assert project["entry-points"]["forge.v1"] == {"noisy-top2": "noisy_top2.plugin"}
+    assert "class NoisyTop2(nn.Module):" in (package / "src" / "noisy_top2" / "router.py").read_text()
+
+
+def test_it_is_written_here_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["new", "loss", "focal"]) == 0
+    assert (tmp_path / "focal" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["routr", "noisy"], "no package can be written for the kind 'routr'. Did you mean 'router'? Kinds: model, "),
+        (["router", "Noisy Gate"], "'Noisy Gate' cannot be the name: write lower-case words joined by '-'"),
+        (
+            ["router", "random"],
+            "Python has 'random' itself; add a word, such as my-random",
+        ),
+        (["router", "forge-core"], "a package 'forge_core' is installed already; choose another"),
+        (["router", "taken"], "taken exists already; choose another name, or remove it first"),
+        (["router", "noisy", "--dir", "nowhere"], "nowhere is not a directory; make it first, or leave out --dir"),
+    ],
+)
+def test_mistakes_are_told_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+
+    assert main(["new", *arguments]) == 2
+
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["taken"]
