@@ -41,6 +41,28 @@ def without_constructors_of_protocols(
     return ("", None) if what == "class" and getattr(obj, "_is_protocol", False) else None
 
 
+class AttributesAsWritten:
+    """Napoleon takes what stands before a colon in an attribute's docstring for its type: ``Scalar, fp32: the sum``.
+
+    So the lines are put aside before it sees them, and back in their place afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def put_aside(self, app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        """Called before Napoleon."""
+        self._lines = list(lines)
+
+    def put_back(self, app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        """Called after it."""
+        if what in ("attribute", "data"):
+            lines[:] = self._lines
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    as_written = AttributesAsWritten()
     app.connect("autodoc-process-signature", without_constructors_of_protocols)
+    app.connect("autodoc-process-docstring", as_written.put_aside, priority=400)  # Napoleon has 500
+    app.connect("autodoc-process-docstring", as_written.put_back, priority=600)

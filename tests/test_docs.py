@@ -236,7 +236,9 @@ def test_the_afternoon_ends_with_a_run(run_python, packages_of_pages, page):
         done = run_python("-m", "forge_core", command, "example.toml", folder=folder)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    assert (folder / "runs" / "example" / "checkpoints" / "latest").exists()
+    (from_python,) = [block for block in blocks(DOCS / "checkpoints.md") if block.language == "python"]
+    done = run_python("-c", from_python.text.replace("runs/demo", "runs/example"), folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     metrics = (folder / "runs" / "example" / "metrics.jsonl").read_text().splitlines()
     assert metrics[-1].startswith('{"step": 30,')
 

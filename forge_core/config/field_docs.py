@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from forge_core.component import Slot
@@ -88,7 +88,8 @@ def _plural(words: str) -> str:
 
 
 def _documented_fields(cls: type) -> dict[str, str]:
-    definition = _class_definitions(cls.__module__).get(cls.__qualname__)
+    module = sys.modules.get(cls.__module__)
+    definition = _class_definitions(module).get(cls.__qualname__) if module else None
     if definition is None:
         return {}
     docs = {}
@@ -105,11 +106,11 @@ def _documented_fields(cls: type) -> dict[str, str]:
 
 
 @cache
-def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
+def _class_definitions(module: ModuleType) -> dict[str, ast.ClassDef]:
     """The classes of a module by qualified name; nothing for a module without Python source."""
     try:
-        source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
         return {}
     found: dict[str, ast.ClassDef] = {}
     _collect_classes(ast.parse(source), "", found)

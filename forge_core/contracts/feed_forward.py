@@ -17,9 +17,11 @@ class FeedForward(Protocol):
     """An ``nn.Module`` that maps ``(B, S, D)`` to ``(B, S, D)``, each position on its own."""
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """Args:
-        hidden: ``(B, S, D)``.
-        valid: ``(B, S)`` bool, false at padding, which a sparse layer must neither route nor count; ``None``: all.
+        """What the layer adds to the residual stream, ``(B, S, D)`` in the dtype of ``hidden``.
+
+        Args:
+            hidden: ``(B, S, D)``.
+            valid: ``(B, S)`` bool, false at padding, which a sparse layer must neither route nor count; ``None``: all.
         """
         ...
 

@@ -25,10 +25,12 @@ class Loss(Protocol):
     """A callable without state."""
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
-        """Args:
-        hidden: ``(B, S, D)``, the final hidden states after the norm, in the compute dtype.
-        head: the output projection; ``head.weight`` is ``(V, D)``, ``head(hidden)`` gives logits ``(B, S, V)``.
-        targets: ``(B, S)`` int64, already shifted: ``targets[b, s]`` is what position ``s`` should predict.
+        """Sum the loss over all positions that have a target.
+
+        Args:
+            hidden: ``(B, S, D)``, the final hidden states after the norm, in the compute dtype.
+            head: the output projection; ``head.weight`` is ``(V, D)``, ``head(hidden)`` gives logits ``(B, S, V)``.
+            targets: ``(B, S)`` int64, already shifted: ``targets[b, s]`` is what position ``s`` should predict.
         """
         ...
 

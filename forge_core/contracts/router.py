@@ -39,9 +39,11 @@ class Router(Protocol):
     """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> Routing:
-        """Args:
-        hidden: ``(T, D)``.
-        valid: ``(T,)`` bool; tokens where it is false are neither routed nor counted. ``None``: all are valid.
+        """Choose experts for all tokens of a microbatch.
+
+        Args:
+            hidden: ``(T, D)``.
+            valid: ``(T,)`` bool; tokens where it is false are neither routed nor counted. ``None``: all are valid.
         """
         ...
 
