@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,6 +30,7 @@ from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import build_mesh, choose_device, join_process_group
 from forge_core.engine.trainer import Trainer
+from forge_core.passes import sort_passes
 
 JOB = """
 [model]
@@ -83,11 +84,14 @@ class RandomTokens:
 class Bench:
     """One shape, built twice with the same weights."""
 
-    def __init__(self, folder: Path, steps: int, accumulation: int = 1, **shape: int) -> None:
+    def __init__(
+        self, folder: Path, steps: int, accumulation: int = 1, overrides: Sequence[str] = (), **shape: int
+    ) -> None:
         config = folder / "job.toml"
         config.write_text(JOB.format(steps=steps, accumulation=accumulation, **shape))
         catalog = discover()
-        self.job = load_job(config, catalog=catalog, world_size=1)
+        self.job = load_job(config, overrides, catalog=catalog, world_size=1)
+        self.passes = sort_passes(self.job, catalog)
         self.device = choose_device("auto")
         self.mesh = build_mesh(self.job, self.device)
         self.build = ComponentBuilder(catalog)
@@ -109,7 +113,7 @@ class Bench:
         )
 
     def parts(self) -> tuple:
-        model, _ = build_model(self.job, self.source.vocab_size, self.mesh, self.device, [], self.build)
+        model, _ = build_model(self.job, self.source.vocab_size, self.mesh, self.device, self.passes, self.build)
         schedule = self.build(self.job.scheduler, total_steps=self.steps)
         return model, build_optimizer(self.job, model, self.build), schedule, self.build(self.job.loss)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -35,14 +31,14 @@ from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.lifecycle import Lifecycle, callback_state, load_callback_state
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import Mesh, build_mesh, choose_device, join_process_group
+from forge_core.engine.ranks import lost_peers_named, on_all_ranks
+from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import ConfigError, ExitCode, ForgeError, LostPeerError
+from forge_core.errors import ConfigError, ExitCode
 from forge_core.hardware import peak_flops
 from forge_core.passes import sort_passes
 from forge_core.run_directory import RunDirectory, describe_environment
-
-T = TypeVar("T")
 
 
 def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
@@ -57,15 +53,15 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
     device = choose_device(job.run.device)
     join_process_group(device)
     try:
-        prepared = _on_all_ranks(lambda: _prepare(job, catalog, device))
+        prepared = on_all_ranks(lambda: _prepare(job, catalog, device))
         if prepared.is_complete:
             prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
             return ExitCode.COMPLETED
-        built = _on_all_ranks(lambda: _build(prepared))
+        built = on_all_ranks(lambda: _build(prepared))
         if dry_run:
             _describe(prepared, built)
             return ExitCode.COMPLETED
-        with _lost_peers_named():
+        with lost_peers_named():
             return _train(prepared, built)
     finally:
         dist.destroy_process_group()
@@ -201,7 +197,7 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
     _restore(prepared, built)
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
-    _on_all_ranks(lambda: prepared.directory.open(job, environment, checkpoint.step if checkpoint else 0))
+    on_all_ranks(lambda: prepared.directory.open(job, environment, checkpoint.step if checkpoint else 0))
     if mesh.rank == 0:
         prepared.store.remove_unfinished()
     _announce(prepared, built)
@@ -253,7 +249,7 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
     )
     outcome = "failed"
     try:
-        with _stop_on_signals(requests, prepared.console.line):
+        with stop_on_signals(requests, prepared.console.line):
             completed = trainer.run()
         outcome = "completed" if completed else "stopped"
         prepared.console.line(
@@ -337,67 +333,3 @@ def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, to
     path = prepared.store.save(step, {**model_tensors(built.model), **tensors}, state, write_more)
     prepared.console.line(f"saved {path.name}")
     return path
-
-
-def _on_all_ranks(work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank, and fail on every rank if it fails on one, with all their sentences.
-
-    Raises:
-        ForgeError: on the first rank, with what each rank had to say; on the others with an empty message.
-    """
-    error: ForgeError | None = None
-    done: list[T] = []
-    try:
-        done.append(work())
-    except ForgeError as caught:
-        error = caught
-    if dist.get_world_size() > 1:
-        said: list[tuple[str, ExitCode] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else (str(error), error.exit_code))
-        failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
-        if failed:
-            joined = ForgeError("" if dist.get_rank() else _joined([(rank, message) for rank, message, _ in failed]))
-            joined.exit_code = failed[0][2]
-            raise joined from error
-    if error is not None:
-        raise error
-    return done[0]
-
-
-def _joined(said: Sequence[tuple[int, str]]) -> str:
-    """One line where all say the same."""
-    messages = {message for _, message in said}
-    if len(messages) == 1:
-        return said[0][1]
-    return "\n".join(f"[rank {rank}] {message}" for rank, message in said)
-
-
-@contextmanager
-def _stop_on_signals(requests: Requests, say: Callable[[str], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the run to save and stop; the second ends it at once."""
-
-    def handle(number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if requests.stop:
-            sys.exit(128 + number)
-        requests.stop = name
-        say(f"{name}: will save and stop after this step; once more leaves at once")
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _lost_peers_named() -> Iterator[None]:
-    """Turn what a collective raises when another rank is gone into a sentence and its exit code."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.distributed's own errors are RuntimeErrors too
-        gone = ("Connection closed by peer", "Connection reset by peer", "timed out", "Timed out waiting")
-        if dist.get_world_size() > 1 and any(sign in str(error) for sign in gone):
-            raise LostPeerError(f"rank {dist.get_rank()} lost another rank: {error}") from error
-        raise
