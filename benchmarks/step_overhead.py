@@ -113,9 +113,10 @@ class Bench:
         )
 
     def parts(self) -> tuple:
-        model, _ = build_model(self.job, self.source.vocab_size, self.mesh, self.device, self.passes, self.build)
+        built = build_model(self.job, self.source.vocab_size, self.mesh, self.device, self.passes, self.build)
+        (model,) = built.parts
         schedule = self.build(self.job.scheduler, total_steps=self.steps)
-        return model, build_optimizer(self.job, model, self.build), schedule, self.build(self.job.loss)
+        return model, build_optimizer(self.job, built, self.build), schedule, self.build(self.job.loss)
 
     def bare(self) -> float:
         """Seconds a step of a loop that anyone would write."""
@@ -162,7 +163,7 @@ class Bench:
             rank=0,
             world_size=1,
             device=self.device,
-            model=model,
+            parts=[model],
             optimizer=optimizer,
             total_steps=self.steps,
             requests=Requests(),
@@ -172,7 +173,7 @@ class Bench:
             job=self.job,
             mesh=self.mesh,
             device=self.device,
-            model=model,
+            parts=[model],
             executor=PlainExecutor(model, loss),
             optimizer=optimizer,
             schedule=schedule,

@@ -44,7 +44,7 @@ def load_model(
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_on_meta(job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
-    checkpoint.load(model_tensors(model))
+    checkpoint.load(model_tensors([model]))
     return LoadedModel(
         job, model.to(dtype) if dtype else model, _tokenizer(state.get("tokenizer"), checkpoint.path, build)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ConfigError, PluginError
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Parameters (a tied one once) and persistent buffers, as they are: writing to them changes the model."""
-    persistent = model.state_dict(keep_vars=True).keys()
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    named.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    named: dict[str, torch.Tensor] = {}
+    for part in parts:
+        persistent = part.state_dict(keep_vars=True).keys()
+        named.update(part.named_parameters())
+        named.update((name, buffer) for name, buffer in part.named_buffers() if name in persistent)
     return {f"model.{canonical_name(name)}": tensor for name, tensor in named.items()}
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """This rank's parameters by their names in the whole model."""
-    return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    return {canonical_name(name): parameter for part in parts for name, parameter in part.named_parameters()}
 
 
 def optimizer_state(

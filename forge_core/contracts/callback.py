@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,8 +36,8 @@ class RunContext:
     rank: int
     world_size: int
     device: torch.device
-    model: nn.Module
-    """This rank's part of the model; a sharded parameter is a ``DTensor``."""
+    parts: Sequence[nn.Module]
+    """This rank's parts of the model: one, unless a pipeline interleaves. A sharded parameter is a ``DTensor``."""
     optimizer: torch.optim.Optimizer
     total_steps: int
     requests: Requests

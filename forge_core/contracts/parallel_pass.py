@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.sections import Job
+    from forge_core.contracts.executor import Executor
+    from forge_core.contracts.loss import Loss
     from forge_core.engine.mesh import Mesh
 
 
@@ -46,9 +48,29 @@ class ParallelPass(Protocol):
         ...
 
 
+class SplitPass(Protocol):
+    """A pass of the phase ``split``: it cuts the model into parts, and says how they are run."""
+
+    def split(self, model: nn.Module, context: PassContext) -> tuple[Sequence[nn.Module], Sequence[str]]:
+        """Cut the whole model, on meta.
+
+        Returns:
+            This rank's parts, in the order in which a batch passes them; every later pass is applied to each. Names in
+            a part are those of the whole model. And the names of the blocks that this rank holds.
+
+        Raises:
+            ConfigError: the model cannot be cut so.
+        """
+        ...
+
+    def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> Executor:
+        """What runs the parts, after all passes and initialisation."""
+        ...
+
+
 class PassFactory(Protocol):
     """The signature of the factory that a description names."""
 
-    def __call__(self, config: Any, /) -> ParallelPass:
+    def __call__(self, config: Any, /) -> ParallelPass | SplitPass:
         """Build the pass."""
         ...

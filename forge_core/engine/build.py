@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,8 +15,11 @@ from forge_core.checkpoint.tensors import named_parameters
 from forge_core.component import Use
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.executor import Executor
+from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
-from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
+from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.initialisation import initialise
 from forge_core.engine.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
@@ -30,10 +33,25 @@ class AppliedPass:
     touched: Sequence[str]
 
 
+@attrs.frozen
+class BuiltModel:
+    """This rank's parts of the model, on their device, with their first values."""
+
+    parts: Sequence[nn.Module]
+    applied: Sequence[AppliedPass]
+    roles: Mapping[str, ParameterRole]
+    """Of every parameter of the whole model."""
+    parameters: int
+    """Of the whole model; a tied one counts once."""
+    flops_per_token: float
+    """Of the whole model, forward and backward."""
+    executor: Executor
+
+
 def build_model(
     job: Job, vocab_size: int, mesh: Mesh, device: torch.device, passes: Sequence[Use], build: ComponentBuilder
-) -> tuple[nn.Module, list[AppliedPass]]:
-    """The model of ``job``, sharded, materialised and initialised.
+) -> BuiltModel:
+    """The model of ``job``, cut, sharded, materialised and initialised.
 
     Args:
         vocab_size: the model's, as ``choose_vocab_size`` gives it.
@@ -43,16 +61,35 @@ def build_model(
         ConfigError: a pass was asked for and finds nothing to do.
         PluginError: the model leaves a tensor uninitialised, or declares less than the contract asks.
     """
-    model = build_on_meta(job, vocab_size, build)
-    applied = []
+    model: Any = build_on_meta(job, vocab_size, build)
+    roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     context = PassContext(mesh, job, device)
+    parts: list[nn.Module] = [model]
+    split: SplitPass | None = None
+    applied = []
     for use in passes:
-        model, touched = build(use).apply(model, context)
+        one = build(use)
+        if hasattr(one, "split"):
+            split = one
+            cut, touched = one.split(model, context)
+            parts = list(cut)
+        else:
+            parts, touched = _apply(one, parts, context)
         if not touched:
             raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
         applied.append(AppliedPass(use, touched))
-    materialise(model, device, job.train.seed)
-    return model, applied
+    for part in parts:
+        materialise(part, device, job.train.seed)
+    loss = build(job.loss)
+    executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
+    return BuiltModel(parts, applied, roles, parameters, flops, executor)
+
+
+def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) -> tuple[list[nn.Module], list[str]]:
+    """A pass on every part; what it touched in all of them."""
+    results = [one.apply(part, context) for part in parts]
+    return [part for part, _ in results], [name for _, touched in results for name in touched]
 
 
 def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:
@@ -87,16 +124,15 @@ def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def build_optimizer(job: Job, model: nn.Module, build: ComponentBuilder) -> torch.optim.Optimizer:
+def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> torch.optim.Optimizer:
     """The optimizer over this rank's parameters that can be trained.
 
     Raises:
         PluginError: it does not take each of them exactly once.
     """
-    roles = model.parameter_roles()  # type: ignore[operator]  # the contract of a model
-    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    trainable = {name: p for name, p in named_parameters(model.parts).items() if p.requires_grad}
     optimizer: torch.optim.Optimizer = build(
-        job.optimizer, parameters=[NamedParameter(name, p, roles[name]) for name, p in trainable.items()]
+        job.optimizer, parameters=[NamedParameter(name, p, model.roles[name]) for name, p in trainable.items()]
     )
     taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):

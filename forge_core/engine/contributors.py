@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from forge_core.engine.mesh import DATA_AXES, Mesh
 
 
 class Contributors:
-    """All such modules of this rank's part of the model."""
+    """All such modules of this rank's parts of the model."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self._mesh = mesh
         self._modules: list[Any] = [  # each an nn.Module and a StepContributor
             module
-            for module in model.modules()
+            for part in parts
+            for module in part.modules()
             if hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
         ]
 

@@ -18,6 +18,8 @@ from forge_core.passes import resolve_degrees
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Ranks along these see different samples."""
+LOSS_AXES = (*DATA_AXES, "cp", "pp")
+"""The loss of a step is the sum over these: other samples, other positions, and stages of which one has a loss."""
 
 
 @attrs.frozen

@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
@@ -25,9 +24,8 @@ from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader, evaluation_batches
 from forge_core.data.stream import SampleStream
-from forge_core.engine.build import AppliedPass, build_model, build_optimizer, choose_vocab_size
+from forge_core.engine.build import BuiltModel, build_model, build_optimizer, choose_vocab_size
 from forge_core.engine.console import Console
-from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.lifecycle import Lifecycle, callback_state, load_callback_state
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import Mesh, build_mesh, choose_device, join_process_group
@@ -95,9 +93,8 @@ class _Prepared:
 
 @attrs.frozen
 class _Built:
-    model: nn.Module
+    model: BuiltModel
     optimizer: torch.optim.Optimizer
-    applied: Sequence[AppliedPass]
 
 
 def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
@@ -174,18 +171,18 @@ def _refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint
 
 
 def _build(prepared: _Prepared) -> _Built:
-    model, applied = build_model(
+    model = build_model(
         prepared.job, prepared.vocab_size, prepared.mesh, prepared.device, prepared.passes, prepared.build
     )
-    return _Built(model, build_optimizer(prepared.job, model, prepared.build), applied)
+    return _Built(model, build_optimizer(prepared.job, model, prepared.build))
 
 
 def _describe(prepared: _Prepared, built: _Built) -> None:
-    parameters = sum(parameter.numel() for parameter in built.model.parameters())
     say = prepared.console.line
-    say(f"model {prepared.job.model.qualified_name}: {parameters:,} parameters, vocabulary {prepared.vocab_size:,}")
+    size = f"{built.model.parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
+    say(f"model {prepared.job.model.qualified_name}: {size}")
     say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in prepared.mesh.degrees.items()))
-    for applied in built.applied:
+    for applied in built.model.applied:
         touched = ", ".join(name or "the model" for name in applied.touched)
         say(f"pass {applied.use.qualified_name}: {len(applied.touched)} modules: {touched}")
     say(f"data {len(prepared.source):,} samples of {prepared.job.train.seq_len} tokens an epoch")
@@ -209,7 +206,7 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         rank=mesh.rank,
         world_size=mesh.world_size,
         device=prepared.device,
-        model=built.model,
+        parts=built.model.parts,
         optimizer=built.optimizer,
         total_steps=job.train.steps,
         requests=requests,
@@ -229,15 +226,15 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         job=job,
         mesh=mesh,
         device=prepared.device,
-        model=built.model,
-        executor=PlainExecutor(built.model, prepared.build(job.loss)),
+        parts=built.model.parts,
+        executor=built.model.executor,
         optimizer=built.optimizer,
         schedule=prepared.schedule,
         loader=loader,
         evaluation=_evaluation(prepared),
         measurement=Measurement(
             prepared.device,
-            built.model.flops_per_token(job.train.seq_len),  # type: ignore[operator]  # the contract of a model
+            built.model.flops_per_token,
             peak_flops(prepared.device),
             mesh.world_size,
         ),
@@ -273,8 +270,8 @@ def _restore(prepared: _Prepared, built: _Built) -> None:
     if prepared.checkpoint is None:
         return
     state = prepared.checkpoint.state()
-    names = named_parameters(built.model)
-    tensors = model_tensors(built.model)
+    names = named_parameters(built.model.parts)
+    tensors = model_tensors(built.model.parts)
     saved = prepared.checkpoint.saved_tensors()
     tensors.update(empty_optimizer_state(built.optimizer, names, saved, state["optimizer"]))
     if unread := sorted(saved.keys() - tensors.keys()):
@@ -287,12 +284,11 @@ def _restore(prepared: _Prepared, built: _Built) -> None:
 def _announce(prepared: _Prepared, built: _Built) -> None:
     job, checkpoint = prepared.job, prepared.checkpoint
     start = f"resumed from {checkpoint.path.name}" if checkpoint else "fresh start"
-    parameters = sum(parameter.numel() for parameter in built.model.parameters())
     axes = {axis: degree for axis, degree in prepared.mesh.degrees.items() if degree > 1}
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
     prepared.console.line(
-        f"{job.run.name}: {start}; {parameters:,} parameters, {job.train.precision} on {prepared.device.type}, {mesh}; "
-        f"{job.train.steps} steps; files in {prepared.directory.path}"
+        f"{job.run.name}: {start}; {built.model.parameters:,} parameters, {job.train.precision} on "
+        f"{prepared.device.type}, {mesh}; {job.train.steps} steps; files in {prepared.directory.path}"
     )
 
 
@@ -310,7 +306,7 @@ def _evaluation(prepared: _Prepared) -> Callable[[], Iterator[Mapping[str, torch
 
 
 def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, tokens: int) -> Path:
-    names = named_parameters(built.model)
+    names = named_parameters(built.model.parts)
     tensors, optimizer_facts = optimizer_state(built.optimizer, names)
     tokenizer = prepared.source.tokenizer
     state: dict[str, Any] = {
@@ -330,6 +326,6 @@ def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, to
             (folder / "tokenizer").mkdir()
             state["tokenizer"] = dict(tokenizer.save(folder / "tokenizer"))
 
-    path = prepared.store.save(step, {**model_tensors(built.model), **tensors}, state, write_more)
+    path = prepared.store.save(step, {**model_tensors(built.model.parts), **tensors}, state, write_more)
     prepared.console.line(f"saved {path.name}")
     return path

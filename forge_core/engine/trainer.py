@@ -14,16 +14,17 @@ from torch import nn
 from forge_core.auxiliary import LEDGER
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import RunContext, StepContext
+from forge_core.contracts.executor import Executor
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.engine.agreement import Agreement
 from forge_core.engine.contributors import Contributors
-from forge_core.engine.executor import Batch, PlainExecutor
+from forge_core.engine.executor import Batch
 from forge_core.engine.gradients import clip_gradients
 from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.measurement import Measurement
-from forge_core.engine.mesh import DATA_AXES, Mesh
+from forge_core.engine.mesh import DATA_AXES, LOSS_AXES, Mesh
 from forge_core.errors import NonFiniteError
 
 
@@ -34,8 +35,8 @@ class Trainer:
     job: Job
     mesh: Mesh
     device: torch.device
-    model: nn.Module
-    executor: PlainExecutor
+    parts: Sequence[nn.Module]
+    executor: Executor
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: BatchLoader
@@ -53,7 +54,7 @@ class Trainer:
         job = self.job
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._contributors = Contributors(self.model, self.mesh)
+        self._contributors = Contributors(self.parts, self.mesh)
         self._agreement = Agreement()
         self._may_skip = self.lifecycle.listens("before_optimizer_step")
         self._listening = self._may_skip or self.lifecycle.listens("step_end")
@@ -70,7 +71,7 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite; nothing is saved after that.
         """
         job, last = self.job, self.job.train.steps
-        self.model.train()
+        self._set_training(True)
         self.lifecycle.call("run_start", run=self.context)
         self.measurement.restart()
         for microbatches in self.loader:
@@ -93,11 +94,11 @@ class Trainer:
         assert self.evaluation is not None
         self._log_pending()
         sums = torch.zeros(2, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        self.model.eval()
+        self._set_training(False)
         for batch in self.evaluation():
             sums += torch.stack(self.executor.evaluate(self._to_device(batch)))
-        self.model.train()
-        total, count = self.mesh.sum_over(sums, DATA_AXES).tolist()
+        self._set_training(True)
+        total, count = self.mesh.sum_over(sums, LOSS_AXES).tolist()
         loss = total / max(count, 1)
         perplexity = math.exp(loss) if loss < 700 else math.inf
         values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
@@ -134,6 +135,10 @@ class Trainer:
         if logged:
             self._submit(metrics, rate)
         self.lifecycle.call("step_end", run=self.context, context=context)
+
+    def _set_training(self, training: bool) -> None:
+        for part in self.parts:
+            part.train(training)
 
     def _seed_generators(self) -> None:
         """Whatever draws random numbers in a step draws the same ones after a resume, with nothing to save."""
@@ -186,7 +191,7 @@ class Trainer:
     def _submit(self, metrics: dict[str, torch.Tensor], rate: float) -> None:
         auxiliary = {f"auxiliary/{name}": value for name, value in LEDGER.means().items()}
         over_ranks = torch.stack([metrics["loss"], self._health, *auxiliary.values()])
-        loss, health, *means = self.mesh.sum_over(over_ranks, DATA_AXES).unbind()
+        loss, health, *means = self.mesh.sum_over(over_ranks, LOSS_AXES).unbind()
         metrics["loss"] = loss
         tensors = {"loss": loss, "grad_norm": metrics["grad_norm"], **dict(zip(auxiliary, means, strict=True))}
         known = {"lr": rate, "tokens": self._tokens_so_far}
@@ -211,7 +216,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._log_pending()
-        health = self.mesh.sum_over(self._health.clone(), DATA_AXES)
+        health = self.mesh.sum_over(self._health.clone(), LOSS_AXES)
         self._refuse_non_finite(float(health), self.step)
         path = self.save(self.step, self._tokens_so_far)
         self.lifecycle.call("checkpoint_saved", run=self.context, step=self.step, path=path)

@@ -115,7 +115,7 @@ class SmallRun:
             rank=0,
             world_size=1,
             device=torch.device("cpu"),
-            model=self.model,
+            parts=[self.model],
             optimizer=self.optimizer,
             total_steps=steps,
             requests=Requests(),

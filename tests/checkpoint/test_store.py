@@ -147,16 +147,16 @@ class TestOptimizerState:
     )
     def test_it_goes_into_a_fresh_optimizer_without_a_step_and_continues_bit_for_bit(self, store, optimizer_class):
         model, optimizer = self._trained(optimizer_class, 3)
-        tensors, facts = optimizer_state(optimizer, named_parameters(model))
-        saved_model = {key: tensor.detach().clone() for key, tensor in model_tensors(model).items()}
+        tensors, facts = optimizer_state(optimizer, named_parameters([model]))
+        saved_model = {key: tensor.detach().clone() for key, tensor in model_tensors([model]).items()}
         store.save(3, {**saved_model, **tensors}, json.loads(json.dumps(facts)), lambda folder: None)
         self._trained(optimizer_class, 3, model, optimizer)
 
         again = nn.Linear(4, 3)
         fresh = optimizer_class(again.parameters())
         checkpoint = store.newest(_quiet)
-        read = empty_optimizer_state(fresh, named_parameters(again), checkpoint.saved_tensors(), checkpoint.state())
-        checkpoint.load({**model_tensors(again), **read})
+        read = empty_optimizer_state(fresh, named_parameters([again]), checkpoint.saved_tensors(), checkpoint.state())
+        checkpoint.load({**model_tensors([again]), **read})
         self._trained(optimizer_class, 3, again, fresh)
 
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -166,7 +166,7 @@ class TestOptimizerState:
         optimizer.state[model.weight]["history"] = [1, 2]
 
         with pytest.raises(PluginError, match="list as state 'history' of weight"):
-            optimizer_state(optimizer, named_parameters(model))
+            optimizer_state(optimizer, named_parameters([model]))
 
 
 def test_a_tied_parameter_and_a_passing_buffer_are_not_saved_twice():
@@ -175,4 +175,4 @@ def test_a_tied_parameter_and_a_passing_buffer_are_not_saved_twice():
     model.register_buffer("kept", torch.zeros(1))
     model.register_buffer("passing", torch.zeros(1), persistent=False)
 
-    assert model_tensors(model).keys() == {"model.a.weight", "model.kept"}
+    assert model_tensors([model]).keys() == {"model.a.weight", "model.kept"}

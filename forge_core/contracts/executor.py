@@ -1,0 +1,31 @@
+"""Executors: how forward and backward run over the microbatches of one step. A split pass brings its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Executor(Protocol):
+    """Built once a run, after all passes, from this rank's parts of the model."""
+
+    def run(self, microbatches: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of ``scale`` times the summed loss to the parameters' ``grad``.
+
+        Args:
+            microbatches: on the device, with ``tokens`` and ``targets``.
+            scale: fp32 scalar on the device, 1 / valid tokens of the step over all ranks.
+
+        Returns:
+            This rank's summed loss, an fp32 scalar on the device, not scaled; 0 on a rank that computes no loss. The
+            engine sums it over all axes but ``tp``.
+        """
+        ...
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's summed loss (fp32) and the number of valid tokens it is over (int64) for one batch, without
+        gradients; both 0 on a rank that computes no loss."""
+        ...
