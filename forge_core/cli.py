@@ -197,7 +197,8 @@ def _report(error: BaseException, debug: bool) -> int:
         click.echo("".join(format_exception(error)), err=True, nl=False)
     expected = isinstance(error, ForgeError)
     message = str(error) if expected else f"{type(error).__name__}: {error}"
-    click.echo(f"error: {message}", err=True)
+    if message:  # another rank says it
+        click.echo(f"error: {message}", err=True)
     for note in getattr(error, "__notes__", ()):
         click.echo(note, err=True)
     if not expected and not debug:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
+
+from forge_core.errors import ConfigError
 
 _PEAK_BF16_TFLOPS = {
     "A100": 312.0,
@@ -28,3 +31,35 @@ def peak_flops(device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device)
     known = [key for key in _PEAK_BF16_TFLOPS if key in name]
     return _PEAK_BF16_TFLOPS[max(known, key=len)] * 1e12 if known else None
+
+
+@attrs.frozen
+class Gpu:
+    """A GPU that need not be here."""
+
+    name: str
+    memory_gib: float
+    """What torch reports as its total memory; the driver keeps the rest of the nominal size."""
+    peak_flops: float
+    """FLOP/s in dense bf16."""
+
+
+_GPUS = {
+    "a100-40": ("A100", 39.4),
+    "a100-80": ("A100", 79.1),
+    "b200": ("B200", 178.4),
+    "h100": ("H100", 79.1),
+    "h200": ("H200", 139.8),
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of that name, such as ``h200``.
+
+    Raises:
+        ConfigError: there is none in the table.
+    """
+    if name.lower() not in _GPUS:
+        raise ConfigError(f"--gpu {name}: not in the table; known are {', '.join(_GPUS)}")
+    key, memory = _GPUS[name.lower()]
+    return Gpu(name.lower(), memory, _PEAK_BF16_TFLOPS[key] * 1e12)

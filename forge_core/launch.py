@@ -42,7 +42,9 @@ def launch(job_toml: str, nproc: int, options: Sequence[str]) -> ExitCode:
         options: further arguments of ``forge run``.
     """
     # its own reports repeat what our processes have said, with tracebacks of the launcher
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
+    # a rank that was asked to save and stop may need longer than the 30 s that torch gives it before it kills
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         job = Path(folder) / "job.toml"

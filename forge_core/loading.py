@@ -12,7 +12,7 @@ from torch import nn
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
 from forge_core.checkpoint.store import Checkpoint
-from forge_core.checkpoint.tensors import model_tensors
+from forge_core.checkpoint.tensors import model_tensors, named_parameters
 from forge_core.config.job import load_job
 from forge_core.config.sections import Job
 from forge_core.contracts.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def load_model(
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_on_meta(job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
-    checkpoint.load(model_tensors([model]))
+    checkpoint.load(model_tensors(named_parameters([model]), [model]))
     return LoadedModel(
         job, model.to(dtype) if dtype else model, _tokenizer(state.get("tokenizer"), checkpoint.path, build)
     )

@@ -22,7 +22,8 @@ def add_required(
     world_size: int | None,
     resolve: Callable[[str, str | Mapping[str, Any]], Use],
 ) -> Job:
-    """The job with a pass for everything that its degrees and its precision ask for and that no named pass serves.
+    """The job with a pass for everything that its degrees and its precision ask for and that no named pass serves, and
+    with the passes that its passes need.
 
     Args:
         world_size: ranks of the run; ``None`` if it is not known yet.
@@ -53,6 +54,10 @@ def add_required(
             name = wanted[0].component.name
             key = name if name not in passes else wanted[0].qualified_name
             passes[key] = resolve("parallel_pass", wanted[0].qualified_name)
+    # Then what these cannot do without; what stays missing is reported where passes are sorted.
+    while (needed := _needed(passes, catalog, switched_off)) is not None:
+        key = needed.component.name if needed.component.name not in passes else needed.qualified_name
+        passes[key] = resolve("parallel_pass", needed.qualified_name)
 
     problems = [
         _unserved_problem(required[capability], capability, candidates, switched_off, catalog)
@@ -155,6 +160,17 @@ def _declared(provided: Provided) -> PassComponent:
 
 def _place(use: Use, component: PassComponent) -> tuple[int, str, str]:
     return PHASES.index(component.phase), component.name, use.provider
+
+
+def _needed(passes: Mapping[str, Use | None], catalog: Catalog, switched_off: Collection[str]) -> Provided | None:
+    """A pass that a pass of the job needs and the job does not name, if just one is installed and may be added."""
+    declared = _declarations(passes.values(), catalog)
+    present = {name for _, component in declared for name in _names(component)}
+    for name in sorted({name for _, component in declared for name in component.needs} - present):
+        wanted = [one for one in catalog.providers("parallel_pass", name) if one.qualified_name not in switched_off]
+        if len(wanted) == 1:
+            return wanted[0]
+    return None
 
 
 def _names(component: PassComponent) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import platform
 import socket
@@ -29,6 +31,7 @@ class RunDirectory:
         self._writes = writes
         self._metrics: IO[str] | None = None
         self._log: IO[str] | None = None
+        self._said_before: list[str] = []
 
     def refuse_if_unwritable(self) -> None:
         """Check without writing anything.
@@ -36,6 +39,8 @@ class RunDirectory:
         Raises:
             ConfigError: neither the directory nor the nearest one above it that exists can be written to.
         """
+        if len(self.path.name.encode()) > 200:
+            raise ConfigError(f"run.name: {len(self.path.name)} characters are too many for a directory's name")
         place = self.path
         while not place.exists() and place != place.parent:
             place = place.parent
@@ -62,6 +67,10 @@ class RunDirectory:
 
     def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._log = (self.path / "log.txt").open("a", buffering=1)
+        self._refuse_if_in_use(self._log)
+        for line in self._said_before:
+            self.write_log(line)
         _write(self.path / "job.toml", dump_job(job))
         _write(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
         metrics = self.path / "metrics.jsonl"
@@ -69,15 +78,30 @@ class RunDirectory:
             kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= resumed_step]
             _write(metrics, "".join(line + "\n" for line in kept))
         self._metrics = metrics.open("a", buffering=1)
-        self._log = (self.path / "log.txt").open("a", buffering=1)
+
+    def _refuse_if_in_use(self, log: IO[str]) -> None:
+        """The lock goes with the process, however that ends."""
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.close()
+            self._log = None
+            raise ConfigError(
+                f"another process is training in {self.path}; stop it, or choose another run.name"
+            ) from None
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
+        """One line. A value that is not finite becomes null: JSON has no word for it."""
         if self._metrics is not None:
-            self._metrics.write(json.dumps(values) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self._metrics.write(json.dumps(finite) + "\n")
 
     def write_log(self, line: str) -> None:
+        """What is said before the directory is opened is written when it is."""
         if self._log is not None:
             self._log.write(line + "\n")
+        elif self._writes:
+            self._said_before.append(line)
 
     def close(self) -> None:
         for file in (self._metrics, self._log):

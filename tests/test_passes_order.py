@@ -254,6 +254,13 @@ def test_all_needs_are_reported_at_once():
     assert len(incomplete(job({}, tp=2, pp=2), catalog(FSDP)).splitlines()) == 2
 
 
+def test_what_an_added_pass_needs_is_added_too_unless_it_is_switched_off():
+    cp = declare("cp", serves=["cp"], needs=["fsdp"])
+
+    assert complete(job({}, cp=2), catalog(cp, FSDP)) == {"cp": use("cp"), "fsdp": use("fsdp")}
+    assert complete(job({"fsdp": None}, cp=2), catalog(cp, FSDP)) == {"fsdp": None, "cp": use("cp")}
+
+
 def test_the_rest_of_the_job_is_left_as_it_was():
     asked = job({}, precision="bf16")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,7 +27,10 @@ _LATEST = "latest"
 
 @attrs.frozen
 class Checkpoint:
-    """A committed checkpoint: ``manifest.json``, ``state.json``, ``job.toml``, ``tokenizer/`` and torch DCP's files."""
+    """A committed checkpoint, verified when it was opened.
+
+    Its files: ``manifest.json``, ``state.json``, ``job.toml``, ``tokenizer/`` and those of torch DCP.
+    """
 
     path: Path
     step: int
@@ -96,12 +100,24 @@ class CheckpointStore:
         return final
 
     def newest(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint; those that are not are named to ``report`` and passed over."""
-        for path in sorted(self.path.glob("step_*"), reverse=True):
+        """The newest whole checkpoint; those that are not are named to ``report`` and passed over.
+
+        Raises:
+            ConfigError: there are checkpoints, and none is whole. A fresh start would write over them.
+        """
+        paths = sorted(self.path.glob("step_*"), reverse=True)
+        problems = []
+        for path in paths:
             problem = damage(path)
             if problem is None:
                 return open_checkpoint(path)
-            report(f"checkpoint {path.name} is damaged and passed over: {problem}")
+            problems.append(f"checkpoint {path.name} cannot be used: {problem}")
+            report(f"{problems[-1]}; trying the one before it")
+        if problems:
+            raise ConfigError(
+                f"none of the checkpoints in {self.path} can be used:\n  " + "\n  ".join(problems) + "\n"
+                "Mend or move them, or choose another run.name to start afresh."
+            )
         return None
 
     def remove_unfinished(self) -> None:
@@ -148,7 +164,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     problem = damage(path)
     if problem is not None:
-        raise ConfigError(f"checkpoint {path} is damaged: {problem}")
+        raise ConfigError(f"checkpoint {path} cannot be used: {problem}")
     path = path.resolve()  # not through `latest`, which may move on while we read
     return Checkpoint(path, int(json.loads((path / "manifest.json").read_text())["step"]))
 
@@ -164,12 +180,14 @@ def damage(path: Path) -> str | None:
         return "manifest.json is not a manifest"
     if manifest.get("format") != FORMAT:
         return f"it has format {manifest.get('format')}, this version of Forge reads format {FORMAT}"
-    for name, size in files.items():
+    for name, entry in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, the manifest says {size}"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}"
+        if _digest(file) != entry["sha256"]:
+            return f"the content of {name} is not what was written"
     return None
 
 
@@ -178,8 +196,20 @@ def _manifest(folder: Path, step: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": step,
-        "files": {file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+        "files": {
+            file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _digest(file)}
+            for file in files
+        },
     }
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _mismatch(key: str, tensor: torch.Tensor, saved: object) -> str | None:

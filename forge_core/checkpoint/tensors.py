@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,18 @@ from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ConfigError, PluginError
 
 
-def model_tensors(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one once) and persistent buffers, as they are: writing to them changes the model."""
-    named: dict[str, torch.Tensor] = {}
+def model_tensors(parameters: Mapping[str, nn.Parameter], parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The given parameters, and persistent buffers, as they are: writing to them changes the model."""
+    named: dict[str, torch.Tensor] = dict(parameters)
     for part in parts:
         persistent = part.state_dict(keep_vars=True).keys()
-        named.update(part.named_parameters())
         named.update((name, buffer) for name, buffer in part.named_buffers() if name in persistent)
     return {f"model.{canonical_name(name)}": tensor for name, tensor in named.items()}
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters by their names in the whole model."""
+    """This rank's parameters by their names in the whole model, a tied one once. Ask before the first forward: FSDP may
+    leave other tensors in the modules afterwards."""
     return {canonical_name(name): parameter for part in parts for name, parameter in part.named_parameters()}
 
 
@@ -37,6 +37,11 @@ def optimizer_state(
     Raises:
         PluginError: the optimizer keeps something that is neither a tensor nor a number, string or boolean.
     """
+    if strangers := optimizer.state.keys() - set(names.values()):
+        raise PluginError(
+            f"{type(optimizer).__qualname__} keeps state of {len(strangers)} tensors that are no parameters of the "
+            "model, which cannot be saved by name"
+        )
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     on_host: set[str] = set()
@@ -62,12 +67,14 @@ def empty_optimizer_state(
     names: Mapping[str, nn.Parameter],
     saved: Mapping[str, Any],
     facts: Mapping[str, Any],
+    elsewhere: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Give a fresh optimizer state of the saved kind, without a step, and return its tensors to be read into.
 
     Args:
         saved: what a checkpoint holds, by key.
         facts: the second part of what ``optimizer_state`` returned when it was saved.
+        elsewhere: parameters that other pipeline stages hold; their state is theirs to read.
 
     Raises:
         ConfigError: the checkpoint has state of a parameter that is not there.
@@ -76,13 +83,16 @@ def empty_optimizer_state(
     for key, metadata in saved.items():
         if key.startswith("optimizer.") and isinstance(metadata, TensorStorageMetadata):
             name, slot = _split(key)
+            if name in elsewhere:
+                continue
             parameter = _parameter(names, name, key)
             tensor = _empty_like(parameter, metadata, on_host=slot in facts["on_host"])
             optimizer.state[parameter][slot] = tensor
             tensors[key] = tensor
     for key, value in facts["values"].items():
         name, slot = _split(key)
-        optimizer.state[_parameter(names, name, key)][slot] = value
+        if name not in elsewhere:
+            optimizer.state[_parameter(names, name, key)][slot] = value
     return tensors
 
 

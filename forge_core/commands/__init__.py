@@ -15,6 +15,11 @@ CORE_COMMANDS = (
         run="forge_core.commands.validate:validate",
     ),
     Command(
+        name="plan",
+        summary="what a job would take on N ranks: FLOPs, passes, memory; without a GPU",
+        run="forge_core.commands.plan:plan",
+    ),
+    Command(
         name="config",
         summary="print the resolved configuration, its JSON Schema, or the difference of two",
         run="forge_core.commands.config:config",

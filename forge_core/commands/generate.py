@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     help="Only the likeliest that together have this probability.",
 )
 @click.option("--ignore-end", is_flag=True, help="Go on after the end of a document.")
-@click.option("--seed", default=0, show_default=True, type=int)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0, max=2**63 - 1))
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda", "mps"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
 @click.pass_obj

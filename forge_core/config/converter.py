@@ -319,7 +319,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             value = {"name": value}
         if not isinstance(value, Mapping):
             raise InvalidError.because(f"expected a table with {_naming(slot, catalog)}; got {describe(value)}")
-        name = value.get("name")
+        name = value.get("name", slot.default)
         if name is None:
             raise InvalidError.because(f"needs {_naming(slot, catalog)}")
         if not isinstance(name, str):

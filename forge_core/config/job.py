@@ -58,7 +58,7 @@ def load_job(
         problems += error.problems
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path)) from error
     job, found = _completed(job, path.stem, installed, world_size)
-    problems += found
+    problems += [*found, *_ineffective(job, document.table)]
     if problems:
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
     return job
@@ -67,6 +67,8 @@ def load_job(
 def job_table(job: Job) -> dict[str, Any]:
     """The job as plain TOML data, with qualified names of components. What is ``None`` is left out."""
     table: dict[str, Any] = plain(job)
+    if job.train.global_batch_size is not None:
+        table["train"].pop("grad_accumulation", None)  # it follows, on whatever number of ranks the table is read for
     return table
 
 
@@ -138,6 +140,28 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     for path, use in components(job):
         problems += _component_problems(path, use, job)
     return job, problems
+
+
+def check_components(job: Job) -> None:
+    """Ask every component's config again what is wrong with it in this job, once more is known than the files say.
+
+    Raises:
+        ConfigProblems: what they answer.
+    """
+    problems = [problem for path, use in components(job) for problem in _component_problems(path, use, job)]
+    if problems:
+        raise ConfigProblems(problems, str(job.run.name))
+
+
+def _ineffective(job: Job, table: Mapping[str, Any]) -> list[Problem]:
+    """Keys that are given and would do nothing. An interval of 0 that is written down is meant to switch off."""
+    problems = []
+    evaluation = table.get("eval", {})
+    if isinstance(evaluation, Mapping) and evaluation and "interval" not in evaluation:
+        problems.append(Problem(("eval",), "has no interval, so that nothing would be evaluated; set eval.interval"))
+    if job.train.data_seed is not None and not job.data.config.shuffle:
+        problems.append(Problem(("train", "data_seed"), "has no effect while data.shuffle = false"))
+    return problems
 
 
 def _run_name_problems(name: str) -> list[Problem]:

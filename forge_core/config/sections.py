@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import attrs
-from attrs.validators import ge, gt, in_, or_
+from attrs.validators import ge, gt, in_, lt, or_
 
 from forge_core.component import Slot, Use
 
@@ -27,6 +27,12 @@ class RunSection:
     """The run's files are in ``<dir>/<name>/``. Relative to the working directory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """``auto`` takes CUDA, then MPS, then the CPU."""
+    first_step_timeout: float = attrs.field(default=1800.0, validator=gt(0))
+    """Seconds that a rank waits for the others until its first step is done: for them to start, to build, to read a
+    checkpoint, to compile."""
+    step_timeout: float = attrs.field(default=600.0, validator=gt(0))
+    """The same from then on. A rank that makes the others wait longer is given up, and the run ends with exit code
+    5."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,9 +51,9 @@ class TrainSection:
     """Sequences a step over all ranks; ``grad_accumulation`` follows from it. Give one of the two."""
     clip_norm: float = attrs.field(default=1.0, validator=ge(0))
     """Largest global L2 norm of the gradient; 0 does not clip. The norm is measured in both cases."""
-    seed: int = attrs.field(default=42, validator=ge(0))
+    seed: int = attrs.field(default=42, validator=[ge(0), lt(2**63)])
     """Decides the initial weights, and the order of the data unless ``data_seed`` does."""
-    data_seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(ge(0)))
+    data_seed: int | None = attrs.field(default=None, validator=attrs.validators.optional([ge(0), lt(2**63)]))
     """Decides the order of the data; by default ``seed``."""
     precision: Precision = "bf16"
     """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: everything in

@@ -54,8 +54,8 @@ class StepContext:
     tokens: int
     """Tokens trained on by all ranks, this step included."""
     metrics: Mapping[str, torch.Tensor]
-    """Device scalars, such as ``grad_norm``; reading one on the host makes the device wait. ``loss`` is this rank's
-    part of the step's mean, and is the global one on logged steps."""
+    """Device scalars; reading one on the host makes it wait for the device. ``grad_norm`` is global and measured before
+    clipping; ``loss`` is this rank's part of the step's mean, and in ``step_end`` of a logged step all ranks'."""
     logged: bool
     """Whether the host values of this step will be logged. Look at tensors only then."""
 

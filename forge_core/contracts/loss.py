@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import nn
 
 IGNORED = -100
@@ -21,6 +22,31 @@ class LossSum(NamedTuple):
     """Scalar, int64: the number of targets that are not −100."""
 
 
+class VocabularyPart(NamedTuple):
+    """What one rank has of a head whose vocabulary is shared out over the ranks of ``group``.
+
+    Each of them computes the same loss of the same tokens, and the gradient of its own part.
+    """
+
+    hidden: torch.Tensor
+    """``(B, S, D)``, the same on each rank; multiply this, and not what ``vocabulary_part`` was given: gradients that
+    reach it are summed over the group."""
+    weight: torch.Tensor
+    """``(V_part, D)``, rows ``start`` to ``start + V_part − 1`` of the whole; ranks may have different numbers."""
+    bias: torch.Tensor | None
+    """``(V_part,)``."""
+    start: int
+    group: dist.ProcessGroup
+
+
+class HeadInParts(Protocol):
+    """A head that is cut by vocabulary."""
+
+    def vocabulary_part(self, hidden: torch.Tensor) -> VocabularyPart:
+        """This rank's part, for the final hidden states ``(B, S, D)``. Call it once a forward."""
+        ...
+
+
 class Loss(Protocol):
     """A callable without state."""
 
@@ -30,6 +56,8 @@ class Loss(Protocol):
         Args:
             hidden: ``(B, S, D)``, the final hidden states after the norm, in the compute dtype.
             head: the output projection; ``head.weight`` is ``(V, D)``, ``head(hidden)`` gives logits ``(B, S, V)``.
+                Under tensor parallelism it is a ``HeadInParts`` as well: calling it gathers the logits, and a loss that
+                does without them all takes ``head.vocabulary_part`` instead. ``head.weight`` is a ``DTensor`` then.
             targets: ``(B, S)`` int64, already shifted: ``targets[b, s]`` is what position ``s`` should predict.
         """
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 ShardRole = Literal["column", "row", "vocab", "embedding", "expert", "sequence", "replicate"]
 """How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the
-head by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position."""
+head by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position.
+
+What ``column`` and ``vocab`` modules read is whole, and what ``row`` and ``embedding`` modules give is summed. Between
+them lies the residual stream. If there are ``sequence`` modules, they stand wherever it is read: each rank has some of
+its positions, they work on those, and their output is whole. ``replicate`` is for a module that is not cut but works on
+what its rank has of features or positions, so that its gradients must be summed. Without ``sequence`` modules, those
+that are not named work on whole activations; with them, every module that has parameters must be named."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """What a parameter is to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
@@ -71,7 +77,8 @@ class Model(Protocol):
             loss: applied to the normed hidden states and ``self.head`` *inside* forward, so that a fused loss never
                 builds the full logits and the head's weights are gathered once.
             inputs: other entries of the batch: ``positions`` ``(B, S)`` int64 (position inside its document) and
-                ``document`` ``(B, S)`` int64 (equal ids attend to each other); ``cache`` when generating.
+                ``document`` ``(B, S)`` int64 (equal ids attend to each other); ``cache`` when generating; ``mask``
+                under context parallelism.
 
         Returns:
             With ``loss``, its ``LossSum``. Without, the logits ``(B, S, V)``, or hidden states ``(B, S, D)`` on a stage
@@ -111,6 +118,23 @@ class GenerativeModel(Model, Protocol):
         Passed as ``forward(tokens, cache=cache)``, which appends the new positions and attends to all of them. Prompts
         may be fed in chunks of any length, and rows of a batch may be left-padded: ``positions`` is then given, and is
         −1 at padding, which nothing attends to.
+        """
+        ...
+
+
+class ContextParallelModel(Model, Protocol):
+    """A model whose sequences can be split over ranks: nothing in it but its attention looks at other positions."""
+
+    def context_plan(self) -> Sequence[str]:
+        """The qualified names of the modules that compute attention, those on this stage only.
+
+        Their forward's first arguments are ``q, k, v``, positional: ``(B, H, S, head_dim)`` and twice
+        ``(B, H_kv, S, head_dim)``, after rotary and other embeddings of positions. A pass puts the ``T ≥ S`` positions
+        of the whole sequence in place of the ``S`` of ``k`` and ``v``.
+
+        ``Model.forward`` then is given ``positions``, and ``mask``, which each of these modules has to obey in place of
+        causality and documents, without looking at what it is: true where a query sees a key, ``(B or 1, 1, S, T)``
+        bool, or a FlexAttention ``BlockMask`` of that shape on CUDA.
         """
         ...
 

@@ -22,6 +22,9 @@ class NamedParameter:
     parameter: torch.nn.Parameter
     """fp32 unless the run asks for less. A ``DTensor`` when it is sharded: its ``.placements`` say how."""
     role: ParameterRole
+    elsewhere: frozenset[str] = frozenset()
+    """The names of the model's parameters that other pipeline stages hold, the same for every parameter given: a
+    pattern that matches only these is no mistake."""
 
 
 class OptimizerFactory(Protocol):

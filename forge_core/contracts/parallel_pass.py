@@ -56,7 +56,7 @@ class SplitPass(Protocol):
 
         Returns:
             This rank's parts, in the order in which a batch passes them; every later pass is applied to each. Names in
-            a part are those of the whole model. And the names of the blocks that this rank holds.
+            a part are those of the whole model. And the names of the modules that this rank holds.
 
         Raises:
             ConfigError: the model cannot be cut so.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.builder import ComponentBuilder
-from forge_core.checkpoint.tensors import named_parameters
+from forge_core.checkpoint.tensors import model_tensors, named_parameters
 from forge_core.component import Use
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSource
@@ -41,21 +41,36 @@ class BuiltModel:
     applied: Sequence[AppliedPass]
     roles: Mapping[str, ParameterRole]
     """Of every parameter of the whole model."""
-    parameters: int
-    """Of the whole model; a tied one counts once."""
+    parameters: Mapping[str, nn.Parameter]
+    """This rank's, by their names in the whole model: those that the optimizer updates. While FSDP has a unit gathered,
+    the modules hold others."""
+    n_parameters: int
+    """Elements of the whole model's; a tied one counts once."""
     flops_per_token: float
     """Of the whole model, forward and backward."""
     executor: Executor
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank has to save of the model, by key."""
+        return model_tensors(self.parameters, self.parts)
+
 
 def build_model(
-    job: Job, vocab_size: int, mesh: Mesh, device: torch.device, passes: Sequence[Use], build: ComponentBuilder
+    job: Job,
+    vocab_size: int,
+    mesh: Mesh,
+    device: torch.device,
+    passes: Sequence[Use],
+    build: ComponentBuilder,
+    *,
+    fill: Callable[[nn.Module, torch.device, int], None] | None = None,
 ) -> BuiltModel:
     """The model of ``job``, cut, sharded, materialised and initialised.
 
     Args:
         vocab_size: the model's, as ``choose_vocab_size`` gives it.
         passes: in the order in which they are applied.
+        fill: gives a part its memory and values; by default ``materialise``.
 
     Raises:
         ConfigError: a pass was asked for and finds nothing to do.
@@ -63,7 +78,7 @@ def build_model(
     """
     model: Any = build_on_meta(job, vocab_size, build)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
     context = PassContext(mesh, job, device)
     parts: list[nn.Module] = [model]
     split: SplitPass | None = None
@@ -71,19 +86,23 @@ def build_model(
     for use in passes:
         one = build(use)
         if hasattr(one, "split"):
+            if split is not None:
+                raise ConfigError(
+                    f"parallel.passes.{use.name}: another pass has cut the model already; keep one of them"
+                )
             split = one
             cut, touched = one.split(model, context)
             parts = list(cut)
         else:
             parts, touched = _apply(one, parts, context)
-        if not touched:
+        if not touched and split in (None, one):  # one pipeline stage may have nothing that another has
             raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
         applied.append(AppliedPass(use, touched))
     for part in parts:
-        materialise(part, device, job.train.seed)
+        (fill or materialise)(part, device, job.train.seed)
     loss = build(job.loss)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
-    return BuiltModel(parts, applied, roles, parameters, flops, executor)
+    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor)
 
 
 def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) -> tuple[list[nn.Module], list[str]]:
@@ -108,12 +127,17 @@ def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Modu
 
 def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
     """Give every tensor memory on ``device`` and its initial value."""
+    allocate(model, device)
+    initialise(model, seed)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every tensor memory on ``device``; what is in it is undefined."""
     tied = _tied_parameters(model)
     model.to_empty(device=device)  # replaces each parameter once a module, which unties them
     for (owner, name), *others in tied:
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
-    initialise(model, seed)
 
 
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -130,9 +154,11 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
     Raises:
         PluginError: it does not take each of them exactly once.
     """
-    trainable = {name: p for name, p in named_parameters(model.parts).items() if p.requires_grad}
+    trainable = {name: p for name, p in model.parameters.items() if p.requires_grad}
+    elsewhere = frozenset(model.roles.keys() - model.parameters.keys())
     optimizer: torch.optim.Optimizer = build(
-        job.optimizer, parameters=[NamedParameter(name, p, model.roles[name]) for name, p in trainable.items()]
+        job.optimizer,
+        parameters=[NamedParameter(name, p, model.roles[name], elsewhere) for name, p in trainable.items()],
     )
     taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):

@@ -24,6 +24,13 @@ class Contributors:
         ]
 
     @torch.no_grad()
+    def forget(self) -> None:
+        """Throw away what a step has accumulated that is not to count."""
+        for module in self._modules:
+            for tensor in module.accumulators().values():
+                tensor.zero_()
+
+    @torch.no_grad()
     def before_optimizer_step(self) -> None:
         """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out."""
         if not self._modules:

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from forge_core.engine.mesh import Mesh
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> torch.Tensor:
-    """Scale all gradients by ``min(1, max_norm / norm)``, in place.
+def clip_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradients by ``min(1, max_norm / norm)``, in place; a ``max_norm`` of 0 leaves them as they are.
 
     Args:
-        parameters: this rank's; those without a gradient are passed over.
-        max_norm: 0 measures and does not clip.
-        mesh: gradients are summed over every axis that shards them, and over pipeline stages.
-
-    Returns:
-        The L2 norm before clipping, an fp32 scalar on the device, equal on all ranks. The host does not wait for it.
+        gradients: this rank's.
+        norm: their ``global_norm``.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(gradients, mesh)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in _by_device_and_dtype(_local(gradient) for gradient in gradients):
             torch._foreach_mul_(group, scale.to(group[0].device))
-    return norm
 
 
-def global_norm(gradients: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The L2 norm over all axes of the mesh, accumulated in fp32; zero for no gradients."""
+def global_norm(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The L2 norm of the gradients of all ranks, each element counted once; zero for no gradients.
+
+    They are summed over every axis of the mesh that shards them, and over pipeline stages.
+
+    Returns:
+        An fp32 scalar on the device, equal on all ranks. The host does not wait for it.
+    """
     layouts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         layouts[_sharded_over(gradient)].append(_local(gradient))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_core.errors import PluginError
 
@@ -64,7 +65,8 @@ class SeededInitializer:
 def _local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of ``full``, without communication: every rank has computed the same ``full``."""
     for placement in like.placements:
-        if not isinstance(placement, (Shard, Replicate)):
+        # FSDP marks with _StridedShard that it cuts what another axis to its right has cut before
+        if not isinstance(placement, (Shard, _StridedShard, Replicate)):
             raise PluginError(f"a parameter cannot be initialised with the placement {placement}")
     shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pluggy
 
 from forge_core.contracts.callback import Callback
+from forge_core.errors import PluginError
 
 EVENTS = (
     "run_start",
@@ -34,8 +36,10 @@ class Lifecycle:
         manager.add_hookspecs(_Events)
         # the same callback may be named twice in a job, with two configurations
         for place, (name, callback) in reversed(list(enumerate(callbacks))):  # pluggy calls the last one first
-            manager.register(callback, name=f"callbacks[{place}] {name}")
-        manager.check_pending()
+            try:
+                manager.register(callback, name=f"callbacks[{place}] {name}")
+            except pluggy.PluginValidationError as error:
+                raise PluginError(f"callbacks[{place}] {name}: {error}. This is a bug in the callback.") from error
         self._listeners: dict[str, list[tuple[str, Callable[..., None], tuple[str, ...]]]] = {
             event: [
                 (implementation.plugin_name, implementation.function, implementation.argnames)
@@ -93,18 +97,23 @@ _Events = Callback
 
 def callback_state(named: Sequence[tuple[str, Callback]]) -> dict[str, Any]:
     """The state of all callbacks, by namespace."""
-    return {
-        f"{name}#{place}": {"version": callback.state_version, "state": dict(callback.state())}
-        for place, (name, callback) in enumerate(named)
-        if callback.state()
-    }
+    states = ((key, callback.state_version, dict(callback.state())) for key, callback in _by_namespace(named))
+    return {key: {"version": version, "state": state} for key, version, state in states if state}
 
 
 def load_callback_state(named: Sequence[tuple[str, Callback]], saved: Mapping[str, Any]) -> list[str]:
     """Give each callback its state back; returns the namespaces nobody claims."""
     remaining = dict(saved)
-    for place, (name, callback) in enumerate(named):
-        entry = remaining.pop(f"{name}#{place}", None)
+    for key, callback in _by_namespace(named):
+        entry = remaining.pop(key, None)
         if entry is not None:
             callback.load_state(entry["state"], entry["version"])
     return sorted(remaining)
+
+
+def _by_namespace(named: Sequence[tuple[str, Callback]]) -> Iterator[tuple[str, Callback]]:
+    """The second and later callbacks of one name are numbered, so that others may come and go between them."""
+    seen: Counter[str] = Counter()
+    for name, callback in named:
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), callback

@@ -29,12 +29,20 @@ class Measurement:
         self._peak_flops = peak_flops
         self._ranks = ranks
         self._pending: Pending | None = None
-        self._waited_before = 0.0
-        self.restart()
+        self.restart(0.0)
 
-    def restart(self) -> None:
-        """Measure from here: after what is not training (evaluation, saving)."""
+    def restart(self, waited: float) -> None:
+        """Measure from here: after what is not training (evaluation, saving).
+
+        ``waited``: seconds spent waiting for data since the start of the run.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that what was queued before is not measured; not on every step
+        self._start_window(waited)
+
+    def _start_window(self, waited: float) -> None:
         self._since = time.perf_counter()
+        self._waited_before = waited
         self._steps = 0
         self._tokens = 0
 
@@ -52,7 +60,6 @@ class Measurement:
         per_second = self._tokens / self._steps / seconds
         values = {**known, "tokens_per_second": per_second, "step_seconds": seconds}
         values["data_seconds"] = (waited - self._waited_before) / self._steps
-        self._waited_before = waited
         if self._peak_flops is not None:
             values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self._ranks)
         if self._device.type == "cuda":
@@ -64,7 +71,7 @@ class Measurement:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
             copied.record()
         self._pending = Pending(step, tuple(tensors), stacked, copied, values)
-        self.restart()
+        self._start_window(waited)
 
     def fetch(self) -> dict[str, float] | None:
         """The values of the last logged step, once. The only place where the host waits for the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import TypeVar
 
 import attrs
 import torch
@@ -13,8 +14,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch f
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge_core.config.sections import AXES, Job
+from forge_core.engine.rendezvous import refuse_unknown_host, why_not_joined
 from forge_core.errors import ConfigError
 from forge_core.passes import resolve_degrees
+
+T = TypeVar("T")
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Ranks along these see different samples."""
@@ -52,6 +56,14 @@ class Mesh:
         for axis in DATA_AXES:
             index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
         return index
+
+    def gather_over(self, axis: str, value: T) -> list[T]:
+        """The values of all ranks along ``axis``, in order; they must be picklable. An axis of size 1 costs nothing."""
+        if self.degrees[axis] == 1:
+            return [value]
+        gathered: list[T] = [value] * self.degrees[axis]
+        dist.all_gather_object(gathered, value, group=self.device_mesh.get_group(axis))
+        return gathered
 
     def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         """Sum ``value`` in place over the given axes, and return it. Axes of size 1 cost nothing."""
@@ -96,10 +108,21 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
-def join_process_group(device: torch.device) -> None:
-    """Join the group that a launcher describes in the environment, or be a group of one."""
+def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
+    """Join the group that a launcher describes in the environment, or be a group of one.
+
+    Args:
+        timeout: seconds to wait for the other ranks, now and in every collective.
+
+    Raises:
+        ForgeError: the group does not come together; says on which host and port, and why.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        refuse_unknown_host()
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise why_not_joined(error) from error
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

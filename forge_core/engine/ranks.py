@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -25,6 +25,11 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         done.append(work())
     except ForgeError as caught:
         error = caught
+    except Exception as caught:
+        if dist.get_world_size() == 1:
+            raise
+        error = ForgeError(f"{type(caught).__name__}: {caught}")
+        error.__cause__ = caught
     if dist.get_world_size() > 1:
         said: list[tuple[str, ExitCode] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(said, None if error is None else (str(error), error.exit_code))
@@ -36,6 +41,30 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return done[0]
+
+
+def from_first_rank(work: Callable[[], T]) -> T:
+    """What ``work`` returns on the first rank, on all of them: not all ranks may see the same files at the same time.
+
+    Raises:
+        ForgeError: what ``work`` raised on the first rank; on the others with its exit code and an empty message.
+    """
+    refusal: ForgeError | None = None
+    outcome: list[tuple[T | None, ExitCode | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [(work(), None)]
+        except ForgeError as error:
+            refusal = error
+            outcome = [(None, error.exit_code)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    value, code = outcome[0]
+    if code is not None:
+        refusal = refusal or ForgeError("")
+        refusal.exit_code = code
+        raise refusal
+    return cast("T", value)
 
 
 def _joined(said: Sequence[tuple[int, str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -15,9 +15,9 @@ from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
 from forge_core.checkpoint.compatibility import changed_keys
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
-from forge_core.checkpoint.tensors import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
+from forge_core.checkpoint.tensors import empty_optimizer_state, optimizer_state
 from forge_core.component import Use
-from forge_core.config.job import dump_job, job_table
+from forge_core.config.job import check_components, dump_job, job_table
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback, Requests, RunContext
 from forge_core.contracts.data_source import DataSource
@@ -26,11 +26,13 @@ from forge_core.data.loader import BatchLoader, evaluation_batches
 from forge_core.data.stream import SampleStream
 from forge_core.engine.build import BuiltModel, build_model, build_optimizer, choose_vocab_size
 from forge_core.engine.console import Console
+from forge_core.engine.fingerprint import refuse_unequal_ranks
 from forge_core.engine.lifecycle import Lifecycle, callback_state, load_callback_state
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import Mesh, build_mesh, choose_device, join_process_group
-from forge_core.engine.ranks import lost_peers_named, on_all_ranks
+from forge_core.engine.ranks import from_first_rank, lost_peers_named, on_all_ranks
 from forge_core.engine.signals import stop_on_signals
+from forge_core.engine.timeouts import Timeouts
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
 from forge_core.errors import ConfigError, ExitCode
@@ -49,20 +51,25 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
         ForgeError: its ``exit_code`` says how the process should end. Nothing has been written if it is INVALID.
     """
     device = choose_device(job.run.device)
-    join_process_group(device)
+    join_process_group(device, job.run.first_step_timeout)
     try:
-        prepared = on_all_ranks(lambda: _prepare(job, catalog, device))
-        if prepared.is_complete:
-            prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
-            return ExitCode.COMPLETED
-        built = on_all_ranks(lambda: _build(prepared))
-        if dry_run:
-            _describe(prepared, built)
-            return ExitCode.COMPLETED
         with lost_peers_named():
-            return _train(prepared, built)
+            return _run(job, catalog, device, dry_run)
     finally:
         dist.destroy_process_group()
+
+
+def _run(job: Job, catalog: Catalog, device: torch.device, dry_run: bool) -> ExitCode:
+    on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
+    prepared = on_all_ranks(lambda: _prepare(job, catalog, device))
+    if prepared.is_complete:
+        prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
+        return ExitCode.COMPLETED
+    built = on_all_ranks(lambda: _build(prepared))
+    if dry_run:
+        _describe(prepared, built)
+        return ExitCode.COMPLETED
+    return _train(prepared, built)
 
 
 @attrs.frozen
@@ -81,6 +88,7 @@ class _Prepared:
     vocab_size: int
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
+    lifecycle: Lifecycle
     directory: RunDirectory
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -99,15 +107,19 @@ class _Built:
 
 def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
     mesh = build_mesh(job, device)
-    build = ComponentBuilder(catalog)
-    source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
     directory = RunDirectory(job, writes=mesh.rank == 0)
-    directory.refuse_if_unwritable()
     console = Console(speaks=mesh.rank == 0, record=directory.write_log)
     store = CheckpointStore(directory.checkpoints)
-    checkpoint = store.newest(console.line)
+    # ranks talk to each other here, so it comes before anything that may fail on one of them alone
+    checkpoint = from_first_rank(lambda: store.newest(console.line))
+    # what a component refuses on one device and not on another is known now that `auto` is
+    check_components(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))))
+    build = ComponentBuilder(catalog)
+    source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
+    directory.refuse_if_unwritable()
     if checkpoint is not None:
         _refuse_if_incompatible(job, source, checkpoint, console)
+    callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     return _Prepared(
         job=job,
         catalog=catalog,
@@ -117,10 +129,18 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
         passes=sort_passes(job, catalog),
         source=source,
         loader=_loader(job, source, mesh, device, checkpoint),
-        validation=_validation_source(job, build) if job.eval.interval else None,
+        validation=_validation_source(job, source, build) if job.eval.interval else None,
         vocab_size=choose_vocab_size(job, source),
         schedule=build(job.scheduler, total_steps=job.train.steps),
-        callbacks=[(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks],
+        callbacks=callbacks,
+        lifecycle=Lifecycle(
+            [
+                ("timeouts", Timeouts(job.run)),
+                ("console", console),
+                *(("progress bar", bar) for bar in console.progress()),
+                *callbacks,
+            ]
+        ),
         directory=directory,
         store=store,
         checkpoint=checkpoint,
@@ -146,9 +166,17 @@ def _loader(
     )
 
 
-def _validation_source(job: Job, build: ComponentBuilder) -> DataSource:
+def _validation_source(job: Job, training: DataSource, build: ComponentBuilder) -> DataSource:
     split = "validation" if job.eval.data is None else "all"
     source: DataSource = build(job.eval.data or job.data, seq_len=job.train.seq_len, split=split)
+    if source.vocab_size > training.vocab_size:
+        raise ConfigError(
+            f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
+            "prepare both with the same tokenizer"
+        )
+    ours, theirs = training.tokenizer, source.tokenizer
+    if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
+        raise ConfigError("eval.data: it has another tokenizer than the training data, so their losses mean nothing")
     return source
 
 
@@ -166,7 +194,7 @@ def _refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint
             f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
         )
     for change in changes:
-        if not change.key.startswith(("run.", "metrics.", "checkpoint.")):
+        if not change.key.startswith(("run.", "metrics.", "checkpoint.")) and (change.old or change.new):
             console.line(f"resuming with another {change.key}: {change.old} -> {change.new}")
 
 
@@ -179,12 +207,15 @@ def _build(prepared: _Prepared) -> _Built:
 
 def _describe(prepared: _Prepared, built: _Built) -> None:
     say = prepared.console.line
-    size = f"{built.model.parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
+    size = f"{built.model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
     say(f"model {prepared.job.model.qualified_name}: {size}")
     say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in prepared.mesh.degrees.items()))
     for applied in built.model.applied:
-        touched = ", ".join(name or "the model" for name in applied.touched)
-        say(f"pass {applied.use.qualified_name}: {len(applied.touched)} modules: {touched}")
+        ranks = prepared.mesh.gather_over("pp", [*applied.touched])
+        for rank, names in enumerate(ranks):
+            where = f", rank {rank} of pp" if len(ranks) > 1 else ""
+            touched = ", ".join(name or "the model" for name in names)
+            say(f"pass {applied.use.qualified_name}{where}: {len(names)} modules: {touched}")
     say(f"data {len(prepared.source):,} samples of {prepared.job.train.seq_len} tokens an epoch")
     say("dry run: stopped before the first step; nothing was written")
 
@@ -212,8 +243,7 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         requests=requests,
         log=prepared.console.line,
     )
-    shown = [("console", prepared.console), *(("progress bar", bar) for bar in prepared.console.progress())]
-    lifecycle = Lifecycle([*shown, *prepared.callbacks])
+    lifecycle = prepared.lifecycle
     loader = prepared.loader
     trackers = Trackers(prepared.build, job, prepared.directory.path, prepared.console.line, active=mesh.rank == 0)
 
@@ -270,11 +300,14 @@ def _restore(prepared: _Prepared, built: _Built) -> None:
     if prepared.checkpoint is None:
         return
     state = prepared.checkpoint.state()
-    names = named_parameters(built.model.parts)
-    tensors = model_tensors(built.model.parts)
+    names = built.model.parameters
+    tensors = built.model.tensors()
     saved = prepared.checkpoint.saved_tensors()
-    tensors.update(empty_optimizer_state(built.optimizer, names, saved, state["optimizer"]))
-    if unread := sorted(saved.keys() - tensors.keys()):
+    in_all_stages = {name for stage in prepared.mesh.gather_over("pp", [*names]) for name in stage}
+    elsewhere = in_all_stages - names.keys()
+    tensors.update(empty_optimizer_state(built.optimizer, names, saved, state["optimizer"], elsewhere))
+    read = {key for stage in prepared.mesh.gather_over("pp", [*tensors]) for key in stage}
+    if unread := sorted(saved.keys() - read):
         raise ConfigError(f"{prepared.checkpoint.path} has tensors this model does not: {', '.join(unread[:10])}")
     prepared.checkpoint.load(tensors)
     for namespace in load_callback_state(prepared.callbacks, state["callbacks"]):
@@ -287,7 +320,7 @@ def _announce(prepared: _Prepared, built: _Built) -> None:
     axes = {axis: degree for axis, degree in prepared.mesh.degrees.items() if degree > 1}
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
     prepared.console.line(
-        f"{job.run.name}: {start}; {built.model.parameters:,} parameters, {job.train.precision} on "
+        f"{job.run.name}: {start}; {built.model.n_parameters:,} parameters, {job.train.precision} on "
         f"{prepared.device.type}, {mesh}; {job.train.steps} steps; files in {prepared.directory.path}"
     )
 
@@ -306,8 +339,9 @@ def _evaluation(prepared: _Prepared) -> Callable[[], Iterator[Mapping[str, torch
 
 
 def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, tokens: int) -> Path:
-    names = named_parameters(built.model.parts)
-    tensors, optimizer_facts = optimizer_state(built.optimizer, names)
+    names = built.model.parameters
+    tensors, own_facts = optimizer_state(built.optimizer, names)
+    facts = prepared.mesh.gather_over("pp", own_facts)
     tokenizer = prepared.source.tokenizer
     state: dict[str, Any] = {
         "step": step,
@@ -315,7 +349,10 @@ def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, to
         "position": loader.position,
         "data_fingerprint": prepared.source.fingerprint,
         "vocab_size": prepared.vocab_size,
-        "optimizer": optimizer_facts,
+        "optimizer": {
+            "values": {name: value for stage in facts for name, value in stage["values"].items()},
+            "on_host": sorted({slot for stage in facts for slot in stage["on_host"]}),
+        },
         "callbacks": callback_state(prepared.callbacks),
         "mesh": dict(prepared.mesh.degrees),
     }
@@ -326,6 +363,6 @@ def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, to
             (folder / "tokenizer").mkdir()
             state["tokenizer"] = dict(tokenizer.save(folder / "tokenizer"))
 
-    path = prepared.store.save(step, {**model_tensors(built.model.parts), **tensors}, state, write_more)
+    path = prepared.store.save(step, {**built.model.tensors(), **tensors}, state, write_more)
     prepared.console.line(f"saved {path.name}")
     return path

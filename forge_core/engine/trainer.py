@@ -21,7 +21,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.engine.agreement import Agreement
 from forge_core.engine.contributors import Contributors
 from forge_core.engine.executor import Batch
-from forge_core.engine.gradients import clip_gradients
+from forge_core.engine.gradients import clip_gradients, global_norm
 from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import DATA_AXES, LOSS_AXES, Mesh
@@ -56,6 +56,8 @@ class Trainer:
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._contributors = Contributors(self.parts, self.mesh)
         self._agreement = Agreement()
+        # of all pipeline stages, asked for once, at the first step that is logged
+        self._auxiliary_names: list[str] | None = None
         self._may_skip = self.lifecycle.listens("before_optimizer_step")
         self._listening = self._may_skip or self.lifecycle.listens("step_end")
         # becomes and stays NaN at the first loss or gradient that is not finite; looked at when the host waits anyway
@@ -73,7 +75,7 @@ class Trainer:
         job, last = self.job, self.job.train.steps
         self._set_training(True)
         self.lifecycle.call("run_start", run=self.context)
-        self.measurement.restart()
+        self.measurement.restart(self.loader.seconds_waiting)
         for microbatches in self.loader:
             self.step += 1
             self._train_step(microbatches)
@@ -89,23 +91,26 @@ class Trainer:
         self.lifecycle.call("run_end", run=self.context, step=self.step)
         return self.step == last
 
-    def evaluate(self) -> dict[str, float]:
-        """Mean loss over the validation data, weighted by tokens, over all ranks."""
+    def evaluate(self) -> None:
+        """Record the mean loss over the validation data, weighted by tokens, over all ranks; given up on a stop."""
         assert self.evaluation is not None
         self._log_pending()
         sums = torch.zeros(2, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         self._set_training(False)
         for batch in self.evaluation():
             sums += torch.stack(self.executor.evaluate(self._to_device(batch)))
+            if self._agreement.any_rank(bool(self.context.requests.stop)):
+                break
         self._set_training(True)
+        if self._agreement.any_rank(bool(self.context.requests.stop)):
+            return  # a part of the validation set is not what was asked for; a resumed run evaluates again
         total, count = self.mesh.sum_over(sums, LOSS_AXES).tolist()
         loss = total / max(count, 1)
         perplexity = math.exp(loss) if loss < 700 else math.inf
         values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
         self.record({"step": self.step, **values})
         self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)
-        self.measurement.restart()
-        return values
+        self.measurement.restart(self.loader.seconds_waiting)
 
     def _train_step(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         step = self.step
@@ -122,12 +127,16 @@ class Trainer:
         if logged or self._listening:
             metrics["loss"] = total * scale
         context = StepContext(step, self._tokens_so_far, metrics, logged)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        metrics["grad_norm"] = norm = global_norm(gradients, self.mesh)
         self.lifecycle.call("before_optimizer_step", run=self.context, context=context)
-        self._contributors.before_optimizer_step()
-        metrics["grad_norm"] = norm = clip_gradients(self._parameters, self.job.train.clip_norm, self.mesh)
-        self._health.add_(norm, alpha=0).add_(total, alpha=0)
         rate = self._set_learning_rates()
-        if not self._skip_asked():
+        if self._skip_asked():
+            self._contributors.forget()
+        else:
+            self._contributors.before_optimizer_step()
+            clip_gradients(gradients, norm, self.job.train.clip_norm)
+            self._health.add_(norm, alpha=0).add_(total, alpha=0)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -142,7 +151,7 @@ class Trainer:
 
     def _seed_generators(self) -> None:
         """Whatever draws random numbers in a step draws the same ones after a resume, with nothing to save."""
-        seed = self.job.train.seed * 1_000_003 + self.step * 8_191 + self.mesh.dp_rank
+        seed = (self.job.train.seed * 1_000_003 + self.step * 8_191 + self.mesh.dp_rank) % 2**63
         torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is, for 80 µs
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
@@ -189,13 +198,24 @@ class Trainer:
         return (interval > 0 and (self.step % interval == 0 or at_last)) or (at_end and at_last)
 
     def _submit(self, metrics: dict[str, torch.Tensor], rate: float) -> None:
-        auxiliary = {f"auxiliary/{name}": value for name, value in LEDGER.means().items()}
+        auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
         over_ranks = torch.stack([metrics["loss"], self._health, *auxiliary.values()])
         loss, health, *means = self.mesh.sum_over(over_ranks, LOSS_AXES).unbind()
         metrics["loss"] = loss
         tensors = {"loss": loss, "grad_norm": metrics["grad_norm"], **dict(zip(auxiliary, means, strict=True))}
         known = {"lr": rate, "tokens": self._tokens_so_far}
         self.measurement.submit(self.step, {**tensors, "health": health}, known, self.loader.seconds_waiting)
+
+    def _auxiliary_means(self) -> Mapping[str, torch.Tensor]:
+        """By the same names on every rank: a stage without the layers that have a loss has zero of it."""
+        means = LEDGER.means()
+        if self.mesh.degrees["pp"] == 1:
+            return means
+        if self._auxiliary_names is None:
+            stages = self.mesh.gather_over("pp", [*means])
+            self._auxiliary_names = list(dict.fromkeys(name for stage in stages for name in stage))
+        nothing = torch.zeros((), device=self.device)
+        return {name: means.get(name, nothing) for name in self._auxiliary_names}
 
     def _log_pending(self) -> None:
         values = self.measurement.fetch()
@@ -220,4 +240,4 @@ class Trainer:
         self._refuse_non_finite(float(health), self.step)
         path = self.save(self.step, self._tokens_so_far)
         self.lifecycle.call("checkpoint_saved", run=self.context, step=self.step, path=path)
-        self.measurement.restart()
+        self.measurement.restart(self.loader.seconds_waiting)

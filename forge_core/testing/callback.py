@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pluggy
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.engine.lifecycle import EVENTS, Lifecycle
+from forge_core.errors import PluginError
 from forge_core.testing.component_case import ComponentCase
 from forge_core.testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job
 
@@ -51,7 +51,7 @@ class CallbackConformance(ComponentCase):
                 pytest.fail(f"nothing calls {name}; did you mean {near!r}?")
         try:
             Lifecycle([("callback", callback)])
-        except pluggy.PluginValidationError as error:
+        except PluginError as error:
             pytest.fail(f"an event takes arguments that it is not given: {error}")
 
     def test_goes_through_a_run(self, tmp_path: Path) -> None:

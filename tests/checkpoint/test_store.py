@@ -67,6 +67,12 @@ def test_a_half_written_one_is_not_seen_and_is_removed(store):
     assert not (store.path / ".step_00000008.partial").exists()
 
 
+def _flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def _cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -75,6 +81,8 @@ def _cut(file):
     ("harm", "said"),
     [
         (lambda path: _cut(next(path.glob("*.distcp"))), "the manifest says"),
+        (lambda path: _flip(next(path.glob("*.distcp"))), "is not what was written"),
+        (lambda path: _flip(path / ".metadata"), "is not what was written"),
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "not a manifest"),
         (lambda path: (path / "manifest.json").unlink(), "cannot be read"),
@@ -107,6 +115,14 @@ def test_a_damaged_one_can_be_written_again(store):
     _save(store, 7)
 
     assert store.newest(_quiet).step == 7
+
+
+def test_checkpoints_none_of_which_is_whole_are_not_taken_for_a_fresh_start(store):
+    _cut(next(_save(store, 7).glob("*.distcp")))
+    _cut(next(_save(store, 8).glob("*.distcp")))
+
+    with pytest.raises(ConfigError, match=r"(?s)none of the checkpoints.*step_00000008.*step_00000007"):
+        store.newest(lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +164,9 @@ class TestOptimizerState:
     def test_it_goes_into_a_fresh_optimizer_without_a_step_and_continues_bit_for_bit(self, store, optimizer_class):
         model, optimizer = self._trained(optimizer_class, 3)
         tensors, facts = optimizer_state(optimizer, named_parameters([model]))
-        saved_model = {key: tensor.detach().clone() for key, tensor in model_tensors([model]).items()}
+        saved_model = {
+            key: tensor.detach().clone() for key, tensor in model_tensors(named_parameters([model]), [model]).items()
+        }
         store.save(3, {**saved_model, **tensors}, json.loads(json.dumps(facts)), lambda folder: None)
         self._trained(optimizer_class, 3, model, optimizer)
 
@@ -156,7 +174,7 @@ class TestOptimizerState:
         fresh = optimizer_class(again.parameters())
         checkpoint = store.newest(_quiet)
         read = empty_optimizer_state(fresh, named_parameters([again]), checkpoint.saved_tensors(), checkpoint.state())
-        checkpoint.load({**model_tensors([again]), **read})
+        checkpoint.load({**model_tensors(named_parameters([again]), [again]), **read})
         self._trained(optimizer_class, 3, again, fresh)
 
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -175,4 +193,4 @@ def test_a_tied_parameter_and_a_passing_buffer_are_not_saved_twice():
     model.register_buffer("kept", torch.zeros(1))
     model.register_buffer("passing", torch.zeros(1), persistent=False)
 
-    assert model_tensors([model]).keys() == {"model.a.weight", "model.kept"}
+    assert model_tensors(named_parameters([model]), [model]).keys() == {"model.a.weight", "model.kept"}

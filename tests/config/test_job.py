@@ -91,6 +91,7 @@ name = "progress"
 name = "progress"
 interval = 3
 [eval]
+interval = 5
 data = {name = "text", path = "held-out"}
 """
 
@@ -104,8 +105,20 @@ def test_the_dumped_job_loads_as_an_equal_job_and_gives_the_same_bytes(load, wor
 
     assert again == job
     assert dump_job(again) == text
-    assert load(text=text) == job
     assert tomllib.loads(text) == job_table(job)
+
+
+def test_a_dumped_job_keeps_its_global_batch_on_another_number_of_ranks(load):
+    job = load("train.batch_size=2", "train.grad_accumulation=4", world_size=1)
+
+    again = load(text=dump_job(job), world_size=4)
+
+    assert (again.train.grad_accumulation, again.train.global_batch_size) == (1, 8)
+
+
+def test_an_evaluation_without_an_interval_is_refused_and_one_that_is_switched_off_is_not(complaint, load):
+    assert "eval: has no interval" in complaint("eval.batches=3")
+    assert load("eval.batches=3", "eval.interval=0").eval.batches == 3
 
 
 def test_none_survives_a_round_trip_by_being_absent(load):

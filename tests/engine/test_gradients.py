@@ -5,7 +5,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from forge_core.config.sections import AXES
-from forge_core.engine.gradients import clip_gradients
+from forge_core.engine.gradients import clip_gradients as clip_by_norm
+from forge_core.engine.gradients import global_norm
 from forge_core.engine.mesh import Mesh, join_process_group
 
 
@@ -15,6 +16,13 @@ def mesh():
     device_mesh = init_device_mesh("cpu", (1,) * len(AXES), mesh_dim_names=AXES)
     yield Mesh(device_mesh, dict.fromkeys(AXES, 1))
     torch.distributed.destroy_process_group()
+
+
+def clip_gradients(parameters, max_norm, mesh):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = global_norm(gradients, mesh)
+    clip_by_norm(gradients, norm, max_norm)
+    return norm
 
 
 def _parameters(*shapes, dtype=torch.float32):

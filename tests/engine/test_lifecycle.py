@@ -5,6 +5,7 @@ import pytest
 
 from forge_core.contracts.callback import Callback
 from forge_core.engine.lifecycle import EVENTS, Lifecycle, callback_state, load_callback_state
+from forge_core.errors import PluginError
 
 
 class Recorder(Callback):
@@ -42,7 +43,7 @@ def test_an_argument_that_the_event_does_not_have_is_refused_before_the_run():
         def step_end(self, trainer):
             pass
 
-    with pytest.raises(Exception, match="trainer"):
+    with pytest.raises(PluginError, match="trainer"):
         Lifecycle([("a", Wrong())])
 
 
@@ -82,14 +83,17 @@ def test_state_goes_back_to_the_callback_of_the_same_namespace_and_the_rest_is_n
             assert version == 2
             self.count = state["count"]
 
-    first, again = Counting(), Counting()
-    first.count = 5
-    saved = callback_state([("plugin.d.callback.c", first)])
+    first, second, again, twice = Counting(), Counting(), Counting(), Counting()
+    first.count, second.count = 5, 7
+    saved = callback_state([("plugin.d.callback.c", first), ("plugin.d.callback.c", second)])
+    others = ("plugin.new.callback.n", Counting())
 
-    unclaimed = load_callback_state([("plugin.d.callback.c", again)], {**saved, "plugin.gone#0": {}})
+    unclaimed = load_callback_state(
+        [others, ("plugin.d.callback.c", again), others, ("plugin.d.callback.c", twice)], {**saved, "plugin.gone": {}}
+    )
 
-    assert again.count == 5
-    assert unclaimed == ["plugin.gone#0"]
+    assert (again.count, twice.count) == (5, 7)
+    assert unclaimed == ["plugin.gone"]
 
 
 def test_the_empty_lifecycle_costs_under_20_microseconds_a_step():

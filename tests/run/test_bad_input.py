@@ -1,5 +1,6 @@
 """What can be known before the first step is said before the first step, in a sentence, and leaves nothing behind."""
 
+import fcntl
 import re
 import sys
 
@@ -23,7 +24,11 @@ OVERRIDES = {
     "a sequence too long": (["train.seq_len=128"], "64 is shorter than train.seq_len = 128"),
     "a flag": (["--train.steps"], "needs a value"),
     "an option of another name": (["--nprco", "2"], "--nprco 2: is neither an option nor a section"),
-    "an axis that nothing serves": (["--nproc", "2", "parallel.tp=2"], "no installed pass serves the axis 'tp'"),
+    "an axis that nothing serves": (["--nproc", "2", "parallel.ep=2"], "no installed pass serves the axis 'ep'"),
+    "an evaluation without an interval": (["eval.batches=3"], "eval: has no interval"),
+    "a seed that no generator takes": (["train.seed=99999999999999999999"], "train.seed"),
+    "a kernel that this device does not have": (["model.attention=cudnn"], '"cudnn" needs CUDA'),
+    "a name too long for a directory": (["run.name=" + "x" * 300], "run.name: 300 characters"),
     "more processes than the mesh uses": (["--nproc", "3", "parallel.dp_shard=2"], "ask for 2 ranks"),
     "no number of processes": (["--nproc", "some"], "--nproc: expected a positive number or auto"),
     "evaluation of nothing": (["data.validation=0.0", "eval.interval=5"], "nothing to evaluate"),
@@ -70,7 +75,8 @@ def test_everything_that_is_wrong_is_said_at_once_with_file_and_line(refused, ti
 
     assert re.search(r"tiny.toml:\d+: train.steps: expected an integer", said)
     assert re.search(r"tiny.toml:\d+: model.dmi: unknown key; did you mean 'dim'", said)
-    assert "3 problems" in said or "optimizer.lr" in said
+    assert "optimizer.lr: must be greater than 0" in said
+    assert "3 problems" in said
 
 
 def test_a_missing_file(refused, tiny):
@@ -106,7 +112,7 @@ def test_a_directory_that_cannot_be_written_to(refused, tiny):
     ("overrides", "key"),
     [
         (["model.dim=64"], "model.dim: 32 -> 64"),
-        (["model.feed_forward.activation=gelu"], "model.feed_forward.activation"),
+        (["model.feed_forward.activation=gelu"], "model.feed_forward.activation: 'silu' -> 'gelu'"),
         (["train.seq_len=16"], "train.seq_len: 32 -> 16"),
         (["train.seed=1"], "train.seed: 42 -> 1"),
         (["data.shuffle=false"], "data.shuffle"),
@@ -132,6 +138,23 @@ def test_a_resume_on_other_data_is_refused(refused, resumable, tmp_path):
 def resumable(shared_tiny):
     shared_tiny.completed()
     return shared_tiny
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_a_fresh_start(refused, tiny):
+    tiny.completed()
+    manifest = tiny.path() / "checkpoints" / "step_00000010" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+
+    assert "it has format 2" in refused(tiny, "train.steps=12")
+
+
+def test_a_second_process_in_the_same_run_is_refused(refused, tiny):
+    tiny.path().mkdir(parents=True)
+    (tiny.path() / "checkpoints").mkdir()
+    with (tiny.path() / "log.txt").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+
+        assert "another process is training" in refused(tiny)
 
 
 def test_debug_shows_the_traceback(tiny):

@@ -29,7 +29,8 @@ LAYOUTS = {
     "packed": ["data.document_mask=true"],
     "accumulated": ["train.grad_accumulation=2", "train.batch_size=2"],
     "bf16 through fsdp": ["train.precision=bf16"],
-    "two ranks": ["--nproc", "2", "train.batch_size=2"],
+    "evaluated before it is saved": ["train.precision=bf16", "eval.interval=5"],
+    "two ranks, evaluated": ["--nproc", "2", "train.batch_size=2", "eval.interval=5"],
 }
 
 
@@ -45,3 +46,18 @@ def test_ten_steps_then_ten_more_equal_twenty(shared_tiny, training_values, layo
     assert training_values(resumed) == training_values(straight)
     checkpoints = [shared_tiny.path(f"{name}-{half}") / "checkpoints/step_00000020" for half in ("straight", "halved")]
     assert_same_checkpoint(*checkpoints)
+
+
+def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_losses(shared_tiny):
+    whole = ["scheduler.decay_steps=20", "train.global_batch_size=4"]
+    straight = shared_tiny.completed(*whole, "run.name=one-process", "train.steps=20")
+    two = ["--nproc", "2", "train.batch_size=2", "eval.interval=5"]
+
+    shared_tiny.completed(*whole, *two, "run.name=two-then-one", "train.steps=10")
+    moved = shared_tiny.completed(*whole, "run.name=two-then-one", "train.steps=20")
+
+    losses = [line for line in moved if "loss" in line]
+    assert [line["step"] for line in losses] == list(range(1, 21))
+    for line, reference in zip(losses, straight, strict=True):
+        assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)

@@ -24,7 +24,7 @@ from forge_plugins_dense.norm import init_norm, norm_roles
 from forge_plugins_dense.rope import rotate
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)  # torch.compile cannot trace how a frozen class sets its fields
 class Surroundings:
     """What all blocks share in one forward.
 
@@ -50,11 +50,11 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.head_dim = config.head_size
-        self.backend = config.attention
         self.q = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
         self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.core = AttentionCore(config.attention)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
@@ -70,11 +70,10 @@ class Attention(nn.Module):
         q, k = rotate(q, surroundings.cos, surroundings.sin), rotate(k, surroundings.cos, surroundings.sin)
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
-        backend = self.backend
-        if cache is not None:
-            k, v = cache.append(k, v)
-            backend = "auto"  # few queries and all kinds of masks: not what the choice was made for
-        mixed = attend(q, k, v, surroundings.mask, surroundings.causal, backend)
+        if cache is None:
+            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal)
+        else:  # few queries and all kinds of masks: not what the choice of a kernel was made for
+            mixed = attend(q, *cache.append(k, v), surroundings.mask, surroundings.causal, "auto")
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
@@ -104,6 +103,20 @@ class Attention(nn.Module):
 
     def _norms(self) -> dict[str, nn.Module]:
         return {name: norm for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)) if norm is not None}
+
+
+class AttentionCore(nn.Module):
+    """What happens between positions, as a module without parameters: ``context_plan`` names it."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None, causal: bool
+    ) -> torch.Tensor:
+        """As ``attend``."""
+        return attend(q, k, v, mask, causal, self.backend)
 
 
 def attend(

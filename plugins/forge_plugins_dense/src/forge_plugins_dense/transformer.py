@@ -47,15 +47,16 @@ class Transformer(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         document: torch.Tensor | None = None,
+        mask: torch.Tensor | BlockMask | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor | LossSum:
         """As ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
 
         Raises:
             ConfigError: the sequence is longer than ``max_seq_len``, or the chosen attention kernel cannot do this.
-            ValueError: a cache without room, or together with documents.
+            ValueError: a cache without room, or together with documents or a mask.
         """
-        surroundings = self._surroundings(tokens, positions, document, cache)
+        surroundings = self._surroundings(tokens, positions, document, mask, cache)
         hidden = tokens if self.embed is None else self.embed(tokens)
         for layer, block in self.blocks.items():
             hidden = block(hidden, surroundings, None if cache is None else cache.layers[layer])
@@ -91,6 +92,9 @@ class Transformer(nn.Module):
         if self.head is not None:
             plan["head"] = "vocab"
         return plan
+
+    def context_plan(self) -> list[str]:
+        return [f"blocks.{layer}.attention.core" for layer in self.blocks]
 
     def recompute_plan(self) -> dict[str, Recompute]:
         return dict.fromkeys(_DEAR, "keep")
@@ -130,13 +134,16 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None,
         document: torch.Tensor | None,
+        mask: torch.Tensor | BlockMask | None,
         cache: KeyValueCache | None,
     ) -> Surroundings:
         start = 0
         if cache is None:
             self._check_length(tokens.shape[1])
-            mask, causal = self._mask(tokens, document)
+            mask, causal = self._mask(tokens, document) if mask is None else (self._checked(mask), False)
         else:
+            if mask is not None:
+                raise ValueError("what sees what in a cache cannot be given from outside")
             start = cache.length
             cache.reserve(tokens, positions)
             mask, causal = self._mask_with_cache(tokens, start, document, cache)
@@ -163,6 +170,16 @@ class Transformer(nn.Module):
         if kernel == "flash" and tokens.is_cuda:
             raise ConfigError('model.attention = "flash" cannot keep packed documents apart; use "auto" or "flex"')
         return document_mask(document), False
+
+    def _checked(self, mask: torch.Tensor | BlockMask) -> torch.Tensor | BlockMask:
+        """A mask from outside, which only FlexAttention takes if it is in tiles."""
+        kernel = self.config.attention
+        if isinstance(mask, BlockMask) and kernel not in ("auto", "flex"):
+            raise ConfigError(
+                f'model.attention = "{kernel}" cannot take the mask of context parallelism on CUDA; use "auto" or '
+                '"flex"'
+            )
+        return mask
 
     def _mask_with_cache(
         self, tokens: torch.Tensor, start: int, document: torch.Tensor | None, cache: KeyValueCache

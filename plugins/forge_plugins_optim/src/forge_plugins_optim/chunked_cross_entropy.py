@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.errors import ConfigError
 from forge_plugins_optim.config import ChunkedCrossEntropyConfig
+from forge_plugins_optim.vocabulary_parallel import part_of_head, softmax_parts, subtract_targets
 
 
 def chunked_cross_entropy(config: ChunkedCrossEntropyConfig, /) -> ChunkedCrossEntropy:
@@ -42,14 +44,17 @@ class ChunkedCrossEntropy:
         Raises:
             ConfigError: ``head`` does more than multiply by ``weight`` and add ``bias``, which this loss would skip.
         """
-        if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        part = part_of_head(hidden, head)
+        if part is None and getattr(type(head), "forward", None) is not nn.Linear.forward:
             raise ConfigError(
                 f"loss 'chunked_cross_entropy' multiplies by the head's weight itself, and would skip what "
                 f"{type(head).__qualname__}.forward does; use loss 'cross_entropy' with this model."
             )
-        inputs = (hidden.flatten(0, 1), head.weight, head.bias)
+        inputs = (hidden, head.weight, head.bias) if part is None else (part.hidden, part.weight, part.bias)
         wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
-        total = _ChunkedCrossEntropy.apply(*inputs, targets.flatten(), self._chunk_size, wanted)  # type: ignore[no-untyped-call]  # torch's
+        columns = None if part is None else (part.start, part.group)
+        flat = (inputs[0].flatten(0, 1), *inputs[1:], targets.flatten())
+        total = _ChunkedCrossEntropy.apply(*flat, self._chunk_size, wanted, columns)  # type: ignore[no-untyped-call]  # torch's
         return LossSum(total, (targets != IGNORED).sum())
 
 
@@ -63,8 +68,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets_T: torch.Tensor,
         chunk_size: int,
         wanted: tuple[bool, bool, bool],
+        columns: tuple[int, dist.ProcessGroup] | None,
     ) -> torch.Tensor:
+        """``columns``: where this rank's part of a vocabulary that is shared out begins, and over which ranks."""
         for_hidden, for_weight, for_bias = wanted
+        first, group = columns or (0, None)
         accumulate = torch.promote_types(hidden_TD.dtype, torch.float32)
         grad_hidden_TD = torch.empty_like(hidden_TD) if for_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if for_weight else None
@@ -79,15 +87,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden_CD = hidden_TD[chunk].masked_fill(ignored_C1, 0)
 
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
-            log_probabilities_CV = torch.log_softmax(logits_CV, dim=1, dtype=accumulate)
-            del logits_CV  # in fp32 it would be a second tensor of this size until the end of the chunk
-            total -= log_probabilities_CV.gather(1, targets_C1).masked_fill(ignored_C1, 0).sum()
+            if group is None:
+                log_probabilities_CV = torch.log_softmax(logits_CV, dim=1, dtype=accumulate)
+                del logits_CV  # in fp32 it would be a second tensor of this size until the end of the chunk
+                losses_C1 = -log_probabilities_CV.gather(1, targets_C1)
+                probabilities_CV = log_probabilities_CV.exp_()
+            else:
+                losses_C1, probabilities_CV = softmax_parts(logits_CV.to(accumulate), targets_C1, first, group)
+            total += losses_C1.masked_fill(ignored_C1, 0).sum()
             if not any(wanted):
                 continue
 
             # d total / d logits = softmax − one_hot(target), 0 in ignored rows.
-            grad_logits_CV = log_probabilities_CV.exp_()
-            grad_logits_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=accumulate))
+            grad_logits_CV = subtract_targets(probabilities_CV, targets_C1, first)
             if grad_bias_V is not None:
                 grad_bias_V += (~ignored_C1).to(accumulate).squeeze(1) @ grad_logits_CV
             grad_logits_CV = grad_logits_CV.to(hidden_TD.dtype)
@@ -103,7 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), None, None, None
+        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), None, None, None, None
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_plugins_optim.config import CrossEntropyConfig
+from forge_plugins_optim.vocabulary_parallel import part_of_head, vocabulary_parallel_cross_entropy
 
 
 def cross_entropy(config: CrossEntropyConfig, /) -> CrossEntropy:
@@ -20,7 +21,13 @@ class CrossEntropy:
     resolution of 64 at 10,000 nats."""
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
-        """The contract's; the logits ``(B, S, V)`` exist in the compute dtype and in fp32."""
+        """The contract's; the logits ``(B, S, V)`` exist in the compute dtype and in fp32. Of a head that is cut by
+        vocabulary, each rank has those of its part only."""
+        part = part_of_head(hidden, head)
+        if part is not None:
+            logits = F.linear(part.hidden, part.weight, part.bias).flatten(0, 1).float()
+            total = vocabulary_parallel_cross_entropy(logits, targets.flatten(), part.start, part.group)
+            return LossSum(total, (targets != IGNORED).sum())
         logits = head(hidden).flatten(0, 1).float()
         total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return LossSum(total, (targets != IGNORED).sum())

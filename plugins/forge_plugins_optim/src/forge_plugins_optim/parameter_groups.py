@@ -45,17 +45,19 @@ def parameter_groups(
     gathered: dict[tuple[Any, ...], list[Any]] = {}
     for entry in parameters:
         own_lr, own_decay = lr, weight_decay if entry.role in decayed else 0.0
-        for index, group in enumerate(groups):
-            if fnmatch.fnmatchcase(entry.name, group.pattern):
-                taken[index] += 1
-                own_lr = group.lr if group.lr is not None else lr * (1.0 if group.lr_scale is None else group.lr_scale)
-                own_decay = own_decay if group.weight_decay is None else group.weight_decay
-                break
+        index = _first_match(entry.name, groups)
+        if index is not None:
+            group = groups[index]
+            taken[index] += 1
+            own_lr = group.lr if group.lr is not None else lr * (1.0 if group.lr_scale is None else group.lr_scale)
+            own_decay = own_decay if group.weight_decay is None else group.weight_decay
         mesh = entry.parameter.device_mesh if isinstance(entry.parameter, DTensor) else None
         gathered.setdefault((own_lr, own_decay, mesh), []).append(entry.parameter)
-    for group, count in zip(groups, taken, strict=True):
-        if count == 0:
-            raise ConfigError(_idle(group, [entry.name for entry in parameters]))
+    elsewhere = parameters[0].elsewhere if parameters else ()
+    taken_elsewhere = {_first_match(name, groups) for name in elsewhere}
+    for index, (group, count) in enumerate(zip(groups, taken, strict=True)):
+        if count == 0 and index not in taken_elsewhere:
+            raise ConfigError(_idle(group, [*(entry.name for entry in parameters), *sorted(elsewhere)]))
 
     result = [
         {"params": members, "lr": own_lr, "weight_decay": own_decay}
@@ -64,6 +66,11 @@ def parameter_groups(
     grouped = [id(parameter) for group in result for parameter in group["params"]]
     assert sorted(grouped) == sorted({id(entry.parameter) for entry in parameters})
     return result
+
+
+def _first_match(name: str, groups: Sequence[ParameterGroup]) -> int | None:
+    """The index of the group that takes the parameter of this name."""
+    return next((i for i, group in enumerate(groups) if fnmatch.fnmatchcase(name, group.pattern)), None)
 
 
 def _idle(group: ParameterGroup, names: Sequence[str]) -> str:

@@ -1,13 +1,20 @@
-"""torch.compile, block by block."""
+"""torch.compile, block by block, or the model as a whole."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo.utils import counters, get_compilation_metrics
 
 from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import CompileConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Compile:
@@ -17,8 +24,46 @@ class Compile:
         self._config = config
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        touched = []
-        for name, block in model.blocks.items():  # type: ignore[union-attr,operator]  # declared by the model
-            block.compile(mode=self._config.mode, fullgraph=self._config.fullgraph)
-            touched.append(f"blocks.{name}")
-        return model, touched
+        blocks = {f"blocks.{name}": block for name, block in model.blocks.items()}  # type: ignore[union-attr,operator]  # declared by the model
+        compiled = {"": model} if self._config.whole_model else blocks
+        guard = _RecompileGuard(stops=self._config.on_recompile == "error")
+        for name, module in compiled.items():
+            module.compile(mode=self._config.mode, fullgraph=self._config.fullgraph)
+            if self._config.on_recompile != "ignore":
+                guard.watch(name, module)
+        return model, list(compiled)
+
+
+class _RecompileGuard:
+    """Notices when a module is compiled for training after its first training forward, and says why."""
+
+    def __init__(self, *, stops: bool) -> None:
+        self._stops = stops
+        self._graphs = 0
+        self._settled: set[str] = set()
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+        def after(module: nn.Module, *_: Any) -> None:
+            self._look(name, module.training)
+
+        module.register_forward_hook(after)
+
+    def _look(self, name: str, training: bool) -> None:
+        graphs = counters["stats"]["unique_graphs"]
+        compiled, self._graphs = graphs > self._graphs, graphs
+        if compiled and training and name in self._settled:
+            self._report(name or "the model")
+        if training:
+            self._settled.add(name)
+
+    def _report(self, name: str) -> None:
+        reasons = [one.recompile_reason for one in get_compilation_metrics() if one.recompile_reason]
+        reason = reasons[-1] if reasons else "torch does not say why"
+        sentence = f"{name} was compiled again during training, because {reason}"
+        if self._stops:
+            raise ConfigError(
+                f'{sentence}. Keep what the message names the same from step to step, or set on_recompile = "warn" '
+                "under [parallel.passes.compile]"
+            )
+        logger.warning(sentence)

@@ -1,6 +1,12 @@
 """Keys of the passes."""
 
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
 import attrs
+from attrs.validators import and_, ge, gt, le, optional
+
+from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
@@ -16,12 +22,233 @@ class CompileConfig:
     """torch.compile's mode: what to spend compile time on."""
     fullgraph: bool = True
     """Refuse graph breaks inside a block, with torch's explanation, instead of running slower."""
+    whole_model: bool = False
+    """One graph for the whole model, loss included, instead of one for all blocks: longer to compile with every block,
+    and more to fuse. Not with ``fsdp``, which gathers and frees parameters between blocks."""
+    on_recompile: Literal["error", "warn", "ignore"] = "warn"
+    """What to do when training compiles again after a block's first forward, which costs as much as the first time and
+    happens mostly because a shape changed: stop, or say so, with the guard that failed. Evaluation may compile."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What of the rest of the job does not go with ``whole_model``."""
+        passes = {use.name for use in job.parallel.passes.values() if use is not None}
+        if self.whole_model and "fsdp" in passes:
+            sentence = "cannot be combined with 'fsdp', which gathers and frees parameters between blocks; leave it out"
+            yield "whole_model", sentence
+
+
+@attrs.frozen(kw_only=True)
+class ContextParallelConfig:
+    """``[parallel.passes.context_parallel]``, which has no keys: ``parallel.cp`` says all there is to say."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with context parallelism in this job."""
+        cp, seq_len = job.parallel.cp, job.train.seq_len
+        if cp == 1:
+            yield "", "there is nothing to share sequences with, as parallel.cp = 1; raise it or take the pass out"
+        elif seq_len % (2 * cp):
+            lower = seq_len - seq_len % (2 * cp)
+            nearest = f"{lower} or {lower + 2 * cp}" if lower else f"{2 * cp}"
+            sentence = (
+                f"it cuts each sequence into 2 × parallel.cp = {2 * cp} chunks of one length, and train.seq_len = "
+                f"{seq_len} does not divide into them; {nearest} does"
+            )
+            yield "", sentence
 
 
 @attrs.frozen(kw_only=True)
 class FullyShardConfig:
     """``[parallel.passes.fsdp]``."""
 
-    reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward and gather them again in backward: less memory, more
-    communication. The last unit (norm, head, embedding) always keeps them, since backward starts there."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Whether to free a block's gathered parameters after its forward and gather them again in backward: less memory,
+    more communication. ``auto`` does so except in a pipeline, where a stage has many forwards before its backwards. The
+    last unit (norm, head, embedding) always keeps them, since backward starts there."""
+    keep_gathered: bool = False
+    """Keep all gathered parameters from a step's first microbatch to its last (``train.grad_accumulation``), so that
+    they are gathered once a step: the least communication, and the memory of the whole model in the compute dtype."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Keys that would have no effect."""
+        if self.keep_gathered and self.reshard_after_forward == "always":
+            yield "keep_gathered", 'contradicts reshard_after_forward = "always"; leave out one of the two'
+        if self.keep_gathered and job.parallel.pp > 1:
+            yield "keep_gathered", "a pipeline keeps parameters gathered by itself; leave it out"
+        if self.keep_gathered and job.train.grad_accumulation == 1:
+            yield "keep_gathered", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
+
+
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+_V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""These run a stage's backward in two halves, first for its input, then for its weights."""
+
+
+def _fits_schedule(config: "PipelineConfig", _: "attrs.Attribute[int | None]", value: int | None) -> None:
+    if value is None:
+        return
+    if config.schedule in ("GPipe", "1F1B") and value != 1:
+        raise ValueError(f"{config.schedule} has one stage a rank, got {value}; several have the Interleaved schedules")
+    if config.is_v and value != 2:
+        raise ValueError(f"{config.schedule} has two stages a rank, got {value}")
+    if config.schedule == "Interleaved1F1B" and value < 2:
+        raise ValueError(f"Interleaved1F1B has at least two stages a rank, got {value}; with one it is 1F1B")
+    if value < 1:
+        raise ValueError(f"must be at least 1, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class PipelineConfig:
+    """``[parallel.passes.pipeline]``."""
+
+    schedule: ScheduleName = "1F1B"
+    """In which order a step's microbatches (``train.grad_accumulation``) pass the stages. ``GPipe``: all forwards, then
+    all backwards. ``1F1B``: each backward as early as it can be, so that fewer activations are held.
+    ``Interleaved1F1B``: several stages a rank, smaller gaps, more communication. ``InterleavedZeroBubble`` (ZB1P),
+    ``ZBVZeroBubble`` and ``DualPipeV`` fill the gaps with gradients of weights, which nobody waits for."""
+    stages_per_rank: int | None = attrs.field(default=None, validator=_fits_schedule)
+    """Stages that each rank along ``pp`` holds; by default 1 for ``GPipe`` and ``1F1B``, and 2 for the others."""
+
+    @property
+    def stages_a_rank(self) -> int:
+        """``stages_per_rank``, the default filled in."""
+        return self.stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether stages go down the ranks and up again, instead of round."""
+        return self.schedule in _V_SCHEDULES
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this pipeline in this job."""
+        pp, microbatches = job.parallel.pp, job.train.grad_accumulation
+        if pp == 1:
+            yield "", "there is one stage only, as parallel.pp = 1; raise it or take the pass out"
+            return
+        if microbatches is not None:  # it is not known yet if it follows from the world size
+            yield from self._check_microbatches(pp, microbatches)
+        if self.schedule in _SPLIT_BACKWARD:
+            for use in job.parallel.passes.values():
+                if use is not None and use.name in _NOT_SPLIT:
+                    yield "schedule", f"{self.schedule} cannot be combined with '{use.name}': {_NOT_SPLIT[use.name]}"
+                if use is not None and getattr(use.config, "reshard_after_forward", None) == "always":
+                    why = "it comes back to parameters after a backward for inputs, when they would be freed"
+                    yield "schedule", f"{self.schedule} cannot be combined with fsdp.reshard_after_forward: {why}"
+
+    def _check_microbatches(self, pp: int, microbatches: int) -> Iterator[tuple[str, str]]:
+        is_dual = self.schedule == "DualPipeV"
+        least = 2 * pp if is_dual else pp
+        rounds = max(1, microbatches // pp)
+        if microbatches < least:
+            why = f"train.grad_accumulation = {microbatches} gives a step fewer microbatches than the pipeline has "
+            yield "", f"{why}{'stages' if is_dual else 'ranks'}; set it to at least {least}"
+        elif self.schedule.startswith("Interleaved") and microbatches % rounds:
+            why = f"{self.schedule} cannot run train.grad_accumulation = {microbatches} microbatches in {rounds} "
+            yield "schedule", f"{why}rounds of one length; take a multiple of parallel.pp = {pp}"
+
+
+_NOT_SPLIT = {
+    "compile": "it runs the backward for inputs and for weights apart, and a compiled block has one backward for both",
+}
+"""Passes after which a block's backward cannot be split in two, and why."""
+
+
+def _for_mode(*modes: str) -> Callable[[Any, "attrs.Attribute[Any]", Any], None]:
+    """The key is for these modes only."""
+
+    def validate(config: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        if config.mode not in modes and value != attribute.default:
+            wanted = " or ".join(f'"{mode}"' for mode in modes)
+            raise ValueError(f'goes with mode = {wanted}, and mode is "{config.mode}"; leave it out')
+
+    return validate
+
+
+def _given_for_budget(config: Any, _: "attrs.Attribute[Any]", value: Any) -> None:
+    if config.mode == "budget" and value is None:
+        raise ValueError('must be given with mode = "budget", a number from 0 to 1')
+
+
+@attrs.frozen(kw_only=True)
+class ActivationCheckpointingConfig:
+    """``[parallel.passes.activation_checkpointing]``."""
+
+    mode: Literal["none", "full", "selective", "budget", "auto"] = "full"
+    """What to compute again in backward instead of keeping it. ``full``: all of a block, of which only the input is
+    kept. ``selective``: all but the operations that the model calls dear (matrix products and attention). ``budget``:
+    torch.compile decides within ``budget``. ``auto``: the least that fits into the memory. ``none``: nothing."""
+    every: int = attrs.field(default=1, validator=[ge(1), _for_mode("full", "selective")])
+    """Recompute only every n-th block, beginning with the first."""
+    budget: float | None = attrs.field(
+        default=None, validator=[optional(and_(ge(0), le(1))), _given_for_budget, _for_mode("budget")]
+    )
+    """For ``budget``: the part of what a compiled block would keep without recomputation that it may keep; 0 keeps its
+    inputs only, 1 everything."""
+    memory_gib: float | None = attrs.field(default=None, validator=[optional(gt(0)), _for_mode("auto")])
+    """For ``auto``: GiB that a rank may use for everything; by default what is free on its GPU."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What the chosen mode needs of the job."""
+        passes = {use.name for use in job.parallel.passes.values() if use is not None}
+        if self.mode == "budget" and "compile" not in passes:
+            yield "mode", '"budget" is kept by torch.compile; add compile = true under [parallel.passes]'
+        if self.mode == "auto" and job.parallel.pp > 1:
+            yield (
+                "mode",
+                '"auto" cannot tell how many microbatches a pipeline stage holds at a time; choose another mode',
+            )
+        if self.mode == "auto" and self.memory_gib is None and job.run.device in ("cpu", "mps"):
+            yield "memory_gib", f'must be given with mode = "auto" where run.device = "{job.run.device}"'
+
+
+@attrs.frozen(kw_only=True)
+class Float8Config:
+    """``[parallel.passes.fp8]``."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How values are scaled into float8: one scale a tensor (fastest), one a row (more exact), or one a row with
+    gradients of weights computed in ``train.precision`` (most exact)."""
+    min_dim: int = attrs.field(default=1024, validator=ge(16))
+    """Layers with fewer input or output features on a rank are left alone: converting costs them more than it saves."""
+    exclude: tuple[str, ...] = ()
+    """Further layers to leave alone, as patterns of their names: ``"blocks.0.*"``, ``"*.down"``."""
+    all_gather: bool = False
+    """Let FSDP gather weights as float8, in a quarter to a half of the bytes. For ``tensorwise`` only, and for
+    parameters that are sharded."""
+    emulate: bool = False
+    """Round values to float8 and multiply in ``train.precision``, to try it on machines without float8. Slow."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What torchao cannot do, and what the job must be like."""
+        if job.train.precision == "fp32" and not self.emulate:
+            yield "", 'products of float8 come out in bf16, and train.precision is "fp32"; set it to "bf16"'
+        if self.all_gather and self.recipe != "tensorwise":
+            yield "all_gather", f"is for tensorwise scales only (torchao), and recipe is {self.recipe}"
+        if self.all_gather and job.parallel.tp > 1:
+            yield "all_gather", "torchao cannot gather what parallel.tp has cut before; leave it out"
+        if self.all_gather and "fsdp" not in {use.name for use in job.parallel.passes.values() if use is not None}:
+            yield "all_gather", "gathers nothing without the pass 'fsdp'; leave it out"
+
+
+@attrs.frozen(kw_only=True)
+class TensorParallelConfig:
+    """``[parallel.passes.tensor_parallel]``."""
+
+    sequence_parallel: bool = True
+    """Between the layers that are cut, give each rank a part of the positions and not a copy of all: norms cost and
+    hold ``1 / tp``, for the same communication. It needs a model whose plan has the role ``sequence``."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with tensor parallelism in this job."""
+        parallel, seq_len = job.parallel, job.train.seq_len
+        if parallel.tp == 1:
+            yield "", "there is nothing to share layers with, as parallel.tp = 1; raise it or take the pass out"
+        elif self.sequence_parallel and seq_len % (parallel.tp * parallel.cp):
+            ranks = f"parallel.tp = {parallel.tp} ranks"
+            if parallel.cp > 1:
+                ranks = f"parallel.tp × parallel.cp = {parallel.tp * parallel.cp} ranks"
+            yield (
+                "sequence_parallel",
+                f"train.seq_len = {seq_len} cannot be shared out evenly to {ranks}; change one, or set this to false",
+            )

@@ -1,0 +1,114 @@
+"""Which rank of which group this process is, as torchrun or Slurm says, and why a group cannot come together."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+
+from forge_core.errors import ConfigError, ForgeError, LostPeerError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_FIRST_PORT, _PORTS = 15_000, 15_000  # below the ports that systems hand out by themselves
+
+
+def world_size_of(environment: MutableMapping[str, str]) -> int | None:
+    """The number of ranks if a launcher has started this process as one of them, otherwise ``None``.
+
+    Under Slurm (``srun``), torchrun's variables are set from Slurm's, those that are there already left alone:
+    everything after this, torch included, finds one environment. A script that ``sbatch`` runs is no rank; what it
+    starts with ``srun`` is.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    if "RANK" not in environment:
+        found = _from_slurm(environment)
+        if found is None:
+            return None
+        for name, value in found.items():
+            environment.setdefault(name, value)
+    environment.setdefault("LOCAL_RANK", "0")
+    missing = [name for name in _TORCHRUN if not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"RANK is set, and {', '.join(missing)} is not: start with torchrun, srun or --nproc, or set all of "
+            f"{', '.join(_TORCHRUN)}"
+        )
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    for name in ("LOCAL_RANK", "MASTER_PORT"):
+        _number(environment, name)
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+    return world_size
+
+
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment or tasks in (None, "1"):
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    if not nodes:
+        raise ConfigError("SLURM_STEP_NODELIST is not set, so that rank 0 cannot be found; set MASTER_ADDR")
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(nodes),
+        "MASTER_PORT": str(_FIRST_PORT + (job * 7 + step) % _PORTS),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as Slurm writes it: ``gpu[07-12,20],login`` is ``gpu07``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable {name} must be a number, got {text!r}")
+    return int(text)
+
+
+def refuse_unknown_host() -> None:
+    """Say at once what joining would find out after its timeout.
+
+    Raises:
+        ConfigError: the name of rank 0's host means nothing here.
+    """
+    host = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ConfigError(f"{_who()} cannot find the host of rank 0: MASTER_ADDR={host}: {error.strerror}") from error
+
+
+def why_not_joined(error: Exception) -> ForgeError:
+    """The sentence for what ``init_process_group`` raised: which host and port, and what is wrong there."""
+    host, port, rank = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return ConfigError(
+            f"{_who()} cannot listen on {host}:{port}, because another program does; set another MASTER_PORT"
+        )
+    if rank == "0":
+        return LostPeerError(f"{_who()} listens on {host}:{port}, and not all ranks have come: {said}")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except ConnectionRefusedError:
+        why = "the host answers, and nothing listens on the port: rank 0 has not started, or has ended"
+    except TimeoutError:
+        why = "no answer: the address is wrong, the host is down, or a firewall is between"
+    except OSError as unreachable:
+        why = unreachable.strerror or str(unreachable)
+    else:
+        why = f"it answers, and not all ranks have come: {said}"
+    return LostPeerError(f"{_who()} could not join rank 0 at {host}:{port}: {why}")
+
+
+def _who() -> str:
+    return f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, on {socket.gethostname()},"

@@ -1,0 +1,43 @@
+"""How long a rank waits for the others: long while things are built and compiled, shorter afterwards."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
+
+from forge_core.config.sections import RunSection
+from forge_core.contracts.callback import Callback, RunContext
+
+_GRACE = 60.0
+"""Seconds that NCCL gets on top: its watchdog ends the process without a word, and gloo, over which the ranks agree in
+every step, raises what can be said in a sentence."""
+
+
+class Timeouts(Callback):
+    """``run.first_step_timeout`` for the first step of this process, and ``run.step_timeout`` from then on."""
+
+    def __init__(self, run: RunSection) -> None:
+        self._seconds = run
+        self._steps = 0
+
+    def run_start(self, run: RunContext) -> None:
+        set_timeouts(self._seconds.first_step_timeout)
+
+    def step_start(self, run: RunContext, step: int) -> None:
+        self._steps += 1
+        if self._steps == 2:
+            set_timeouts(self._seconds.step_timeout)
+
+
+def set_timeouts(seconds: float) -> None:
+    """For all process groups of this rank, whoever has made them, and for collectives that start from now on."""
+    if dist.get_world_size() == 1:
+        return
+    for group in list(_world.pg_map):
+        for device in group._device_types:
+            backend = group._get_backend(torch.device(device))
+            grace = 0.0 if isinstance(backend, ProcessGroupGloo) else _GRACE
+            backend._set_default_timeout(timedelta(seconds=seconds + grace))

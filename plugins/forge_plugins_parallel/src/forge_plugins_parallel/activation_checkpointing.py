@@ -1,0 +1,123 @@
+"""Activation checkpointing: what a block computes on the way forward is computed again on the way back, not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError
+from forge_plugins_parallel.activations import operation_name
+from forge_plugins_parallel.config import ActivationCheckpointingConfig
+from forge_plugins_parallel.recompute_choice import choose
+
+Recomputation = Literal["full", "selective"]
+"""Of one block: keep its inputs only, or also the results of the operations that the model calls dear."""
+
+_COMMUNICATION = frozenset(
+    {
+        "_c10d_functional.reduce_scatter_tensor",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.all_to_all_single",
+    }
+)
+"""Kept as well: to repeat it costs every rank, and its result is no larger than what was sent."""
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class ActivationCheckpointing:
+    """Wraps blocks, whatever their class. Names of parameters stay those of the model (``canonical_name``)."""
+
+    def __init__(self, config: ActivationCheckpointingConfig) -> None:
+        self._config = config
+
+    def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
+        """As ``ParallelPass.apply``. The model itself counts as touched where the answer is to recompute nothing.
+
+        Raises:
+            ConfigError: the model declares no operation to keep, or not even full recomputation would fit.
+        """
+        blocks: Any = model.blocks
+        if self._config.mode == "budget":
+            assert self._config.budget is not None, "the config class sees to it"
+            # read by the partitioner when a block is compiled, which is at its first forward
+            functorch_config.activation_memory_budget = self._config.budget
+            return model, [f"blocks.{name}" for name in blocks]
+        kept = _kept_operations(model)
+        chosen = self._choose(model, context, kept)
+        for name, recomputation in chosen.items():
+            blocks[name] = _checkpointed(blocks[name], kept if recomputation == "selective" else frozenset())
+        return model, [f"blocks.{name}" for name in chosen] or [""]
+
+    def _choose(self, model: Any, context: PassContext, kept: frozenset[str]) -> dict[str, Recomputation]:
+        mode = self._config.mode
+        if mode == "auto":
+            return choose(model, context, kept, self._config.memory_gib)
+        if mode == "selective" and not kept:
+            raise ConfigError(
+                f'parallel.passes.activation_checkpointing.mode = "selective", but {type(model).__qualname__} names no '
+                'operation to keep in its recompute_plan; take "full"'
+            )
+        if mode == "full" or mode == "selective":
+            return dict.fromkeys(list(model.blocks)[:: self._config.every], mode)
+        return {}
+
+
+def _kept_operations(model: Any) -> frozenset[str]:
+    kept = {name for name, decision in model.recompute_plan().items() if decision == "keep"}
+    if "aten.mm" in kept:
+        kept.add("aten._scaled_mm")  # what a float8 pass makes of it
+    return frozenset(kept | _COMMUNICATION) if kept else frozenset()
+
+
+def _checkpointed(block: nn.Module, kept: frozenset[str]) -> nn.Module:
+    """``block``, recomputed in backward but for the results of the operations ``kept``."""
+    selective = partial(create_selective_checkpoint_contexts, partial(_policy, kept)) if kept else None
+    counting = [module for module in block.modules() if hasattr(module, "accumulators")]
+    traced = {"context_fn": selective} if selective else {}
+    eager = {"context_fn": partial(_accumulating_once, selective or noop_context_fn, counting)} if counting else traced
+
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A compiled block keeps its side effects out of the recomputation by itself, and can trace no other contexts.
+        options = traced if torch.compiler.is_compiling() else eager
+        return checkpoint(block, *args, use_reentrant=False, **options, **kwargs)
+
+    return checkpoint_wrapper(block, checkpoint_fn=run)
+
+
+def _policy(kept: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation_name(operation) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _accumulating_once(contexts: Callable[[], Contexts], counting: Sequence[Any]) -> Contexts:
+    """``contexts`` for a block whose forward counts something (``StepContributor``): the second forward does not."""
+    forward, recomputation = contexts()
+    return forward, _restoring(recomputation, counting)
+
+
+@contextmanager
+def _restoring(recomputation: AbstractContextManager[Any], counting: Sequence[Any]) -> Iterator[None]:
+    accumulators = [tensor for module in counting for tensor in module.accumulators().values()]
+    before = [tensor.clone() for tensor in accumulators]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(recomputation)
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(accumulators, before, strict=True):
+                tensor.copy_(value)

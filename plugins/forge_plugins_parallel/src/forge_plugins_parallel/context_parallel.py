@@ -1,0 +1,120 @@
+"""Context parallelism: each rank along the axis ``cp`` has a part of every sequence, and gathers keys and values.
+
+So trained Llama 3 (arXiv 2407.21783, section 3.3.2). Shapes: B = batch, S = sequence, C = ranks along ``cp``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup, _functional_collectives
+
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError
+from forge_plugins_parallel.config import ContextParallelConfig
+from forge_plugins_parallel.context_mask import block_mask, dense_mask
+
+# torch 2.13 calls it by a new name and warns of the old one, which is all that 2.11 has
+_all_gather = getattr(_functional_collectives, "all_gather_single_autograd", None) or (
+    _functional_collectives.all_gather_tensor_autograd
+)
+
+
+class ContextParallel:
+    """The model is given this rank's positions of the batch, all other modules than attention never notice.
+
+    Of the 2·C chunks of a sequence, rank ``r`` has number ``r`` and number ``2·C − 1 − r``: under a causal mask late
+    queries see more keys than early ones, and so each rank has the same work. Every rank computes the loss of its
+    positions; the gradients of parameters have to be summed over ``cp``, which ``fsdp`` does, as it does over samples.
+    """
+
+    def __init__(self, config: ContextParallelConfig) -> None:
+        self._config = config
+
+    def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
+        """As ``ParallelPass.apply``.
+
+        Raises:
+            ConfigError: the model does not say which of its modules compute attention.
+        """
+        if not hasattr(model, "context_plan"):
+            raise ConfigError(
+                f"parallel.cp: the model {context.job.model.qualified_name} does not say which of its modules compute "
+                "attention (context_plan), so that its sequences cannot be split over ranks; set parallel.cp = 1"
+            )
+        mesh = context.mesh.device_mesh["cp"]
+        part = SequencePart(mesh.get_local_rank(), mesh.size(), context.job.train.seq_len)
+        model.register_forward_pre_hook(part.take, with_kwargs=True)
+        # One object for all layers: it is what the graphs of compiled blocks are told apart by.
+        gather = functools.partial(_with_whole_keys, group=mesh.get_group())
+        touched = list(model.context_plan())  # type: ignore[operator]  # declared by the model
+        for name in touched:
+            model.get_submodule(name).register_forward_pre_hook(gather)
+        return model, ["", *touched]
+
+
+class SequencePart:
+    """What one rank sees of a batch."""
+
+    def __init__(self, rank: int, ranks: int, seq_len: int) -> None:
+        """``seq_len`` is of the whole sequence, for pipeline stages that are given hidden states only."""
+        self._chunks = (rank, 2 * ranks - 1 - rank)
+        self._n_chunks = 2 * ranks
+        self._seq_len = seq_len
+
+    def take(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of ``Model.forward`` for this rank's positions, as a forward pre-hook: every entry of the batch
+        is cut, and ``positions`` and ``mask`` say where the rest is."""
+        inputs = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+        tokens = inputs["tokens"]
+        has_tokens = model.embed is not None  # else hidden states, which an earlier stage has of its part only
+        seq_len = tokens.shape[1] if has_tokens else self._seq_len
+        if seq_len % self._n_chunks:
+            raise ConfigError(
+                f"parallel.cp: a sequence of {seq_len} tokens cannot be cut into {self._n_chunks} chunks of one length"
+            )
+        place = self._cut(torch.arange(seq_len, device=tokens.device)[None])[0]
+        document = inputs.get("document")
+        make_mask = block_mask if tokens.is_cuda else dense_mask
+        mask = make_mask(place, seq_len, document)
+        if inputs.get("positions") is None:
+            inputs["positions"] = torch.arange(seq_len, device=tokens.device).expand(tokens.shape[0], -1)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and (name != "tokens" or has_tokens):
+                inputs[name] = self._cut(value)
+        first = inputs.pop("tokens")
+        return (first,), {**inputs, "mask": mask}
+
+    def _cut(self, entry: torch.Tensor) -> torch.Tensor:
+        """``(B, S, …)`` to ``(B, S / C, …)``."""
+        chunks = entry.chunk(self._n_chunks, dim=1)
+        return torch.cat([chunks[i] for i in self._chunks], dim=1)
+
+
+_POSITIONAL = ("tokens", "targets", "loss")
+
+
+def _with_whole_keys(_: nn.Module, args: tuple[Any, ...], *, group: ProcessGroup) -> tuple[Any, ...]:
+    """A forward pre-hook of what ``context_plan`` names."""
+    q, k, v, *rest = args
+    return q, *gather_sequence(k, v, group), *rest
+
+
+def gather_sequence(k: torch.Tensor, v: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the whole sequence, in order. Backward sums the gradients of all ranks for this rank's part.
+
+    Args:
+        k, v: ``(B, H, S / C, head_dim)`` of this rank's two chunks; their ``head_dim`` may differ.
+
+    Returns:
+        Two ``(B, H, S, head_dim)``.
+    """
+    both = torch.cat((k, v), dim=-1)
+    parts = _all_gather(both, 0, group).split_with_sizes([both.shape[0]] * group.size())
+    heads, tails = zip(*(part.chunk(2, dim=2) for part in parts), strict=True)
+    whole_k, whole_v = torch.cat((*heads, *reversed(tails)), dim=2).tensor_split((k.shape[-1],), dim=-1)
+    return whole_k, whole_v

@@ -1,0 +1,279 @@
+"""Layers of which each rank along ``tp`` has a part, and the communication between the parts.
+
+Activations are plain tensors, not ``DTensor``s: the places where ranks must talk are few and known, so each is one
+collective written out, and nothing else pays for dispatch. Parameters stay ``DTensor``s, which checkpoints, optimizers
+and FSDP understand.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, V = vocabulary, n = ranks along ``tp``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from forge_core.contracts.loss import VocabularyPart
+
+POSITION = 1
+"""The dimension of positions in ``(B, S, …)``."""
+
+# torch 2.13 calls them by new names and warns of the old ones, which are all that 2.11 has
+_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@attrs.frozen(eq=False)
+class Ranks:
+    """The ranks that share a layer, and how activations lie between layers."""
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    by_position: bool
+    """Whether each rank has a part of the positions of the residual stream, or a copy of all."""
+    gradients_arrive_partial: bool
+    """Whether layers cut by output must sum the gradient of their input themselves, no ``sequence`` module before them
+    doing so."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, *, by_position: bool, gradients_arrive_partial: bool) -> Ranks:
+        return cls(mesh.get_group(), mesh.size(), mesh.get_local_rank(), by_position, gradients_arrive_partial)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """From the output of a ``sequence`` module to what layers cut by output read: all positions, on every rank.
+
+        Each rank's layers contribute to the gradient of what they read; the backward sums over ranks.
+        """
+        return gather_positions(hidden, self) if self.by_position else sum_gradients(hidden, self)
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """From each rank's part of a sum ``(B, S, D)`` back to the residual stream."""
+        summing = _ScatterSum if self.by_position else _Sum
+        summed: torch.Tensor = summing.apply(partial, self)  # type: ignore[no-untyped-call]  # torch's
+        return summed
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a layer cut by output does with its input."""
+        return sum_gradients(hidden, self) if self.gradients_arrive_partial else hidden
+
+    def part_of(self, length: int) -> slice:
+        """This rank's part of ``length`` rows, as ``torch.chunk`` and ``DTensor`` cut: the last part may be shorter."""
+        chunk = -(-length // self.size)
+        return slice(min(self.rank * chunk, length), min((self.rank + 1) * chunk, length))
+
+
+class CutLayer:
+    """Mixed into the class of a module, whose own forward then sees this rank's parts of its parameters, as plain
+    tensors."""
+
+    ranks: Ranks
+    _parameters: dict[str, Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # On a copy that shares all else: torch.compile does not let a forward that is computed again change a module.
+        seen = object.__new__(type(self))
+        seen.__dict__.update(self.__dict__)
+        seen.__dict__["_parameters"] = self.parts_of(self._parameters)
+        return super(CutLayer, seen).forward(*args, **kwargs)  # type: ignore[misc]  # that of the module's own class
+
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """What the module's own forward is to see."""
+        return {name: local(parameter) for name, parameter in parameters.items()}
+
+
+class CutByOutput(CutLayer):
+    """A linear layer of which each rank has some output features; the input is whole."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = super().forward(self.ranks.read(hidden))
+        return output
+
+
+class CutByInput(CutLayer):
+    """A linear layer of which each rank has some input features: those that its part of the layer before gives."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        summed = self.ranks.leave(super().forward(hidden))
+        bias = self._parameters["bias"]
+        if bias is None:
+            return summed
+        # with positions apart, each rank sees the gradient of its own only
+        return summed + (sum_gradients(bias, self.ranks) if self.ranks.by_position else bias)
+
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"weight": local(parameters["weight"]), "bias": None}  # added once, to the sum
+
+
+class CutEmbedding(CutLayer):
+    """An embedding of which each rank has some rows: it looks up the tokens it has, and gives zero for others."""
+
+    num_embeddings: int
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        own = self.ranks.part_of(self.num_embeddings)
+        elsewhere = (tokens < own.start) | (tokens >= own.stop)
+        rows = super().forward((tokens - own.start).masked_fill(elsewhere, 0))
+        return self.ranks.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class CutHead(CutLayer):
+    """An output projection of which each rank has some rows.
+
+    Called, it gives all logits, gathered, and works with any loss. A loss that asks for ``vocabulary_part`` instead
+    never gathers them.
+    """
+
+    out_features: int
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(self.ranks.read(hidden))
+        chunk = -(-self.out_features // self.ranks.size)
+        sizes = [min(chunk, self.out_features - chunk * rank) for rank in range(self.ranks.size)]
+        return gather_copies(logits, -1, sizes, self.ranks)
+
+    def vocabulary_part(self, hidden: torch.Tensor) -> VocabularyPart:
+        """As ``forge_core.contracts.loss.HeadInParts``."""
+        parts = self.parts_of(self._parameters)
+        start = self.ranks.part_of(self.out_features).start
+        return VocabularyPart(self.ranks.read(hidden), parts["weight"], parts["bias"], start, self.ranks.group)
+
+
+class WholeOnEachRank(CutLayer):
+    """A module whose parameters are whole on every rank, and which works on a part of the activations: gradients are
+    summed over ranks."""
+
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if p is None else sum_gradients(p, self.ranks) for name, p in parameters.items()}
+
+
+def become(module: nn.Module, layer: type[CutLayer], ranks: Ranks) -> None:
+    """Make ``module`` such a layer, in place: its class gets ``layer`` mixed in, and its parameters stay."""
+    module.__class__ = _mixed(layer, type(module))  # type: ignore[arg-type]  # classes are hashable
+    module.ranks = ranks  # type: ignore[assignment]  # not a tensor
+
+
+@functools.cache  # one class for all layers of a kind, so that blocks still share one compiled graph
+def _mixed(layer: type[CutLayer], own: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{layer.__name__}{own.__name__}", (layer, own), {"__module__": __name__})
+
+
+def local(parameter: Any) -> Any:
+    """This rank's part of a parameter, connected to it; ``None`` stays ``None``."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def gather_positions(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """``(B, S / n, …)`` to ``(B, S, …)``; the backward sums and scatters."""
+    gathered: torch.Tensor = _GatherPositions.apply(part, ranks)  # type: ignore[no-untyped-call]  # torch's
+    return gathered
+
+
+def sum_gradients(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The tensor itself; the backward sums over ranks."""
+    same: torch.Tensor = _SumGradients.apply(whole, ranks)  # type: ignore[no-untyped-call]  # torch's
+    return same
+
+
+def gather_copies(part: torch.Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> torch.Tensor:
+    """Parts of the given sizes along ``dim`` to a copy of the whole on every rank.
+
+    What follows is computed by every rank alike, or only this rank's part of it matters, so that the backward is to
+    take this rank's part.
+    """
+    gathered: torch.Tensor = _GatherCopies.apply(part, dim, tuple(sizes), ranks)  # type: ignore[no-untyped-call]  # torch's
+    return gathered
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return _all_gather(part, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _reduce_scatter(gradients[0], ctx.ranks), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return _reduce_scatter(partial, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _all_gather(gradients[0], ctx.ranks), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        return _all_reduce(partial, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _all_reduce(gradients[0], ctx.ranks), None
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, sizes: tuple[int, ...], ranks: Ranks) -> torch.Tensor:
+        ctx.dim, ctx.start, ctx.size = dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]
+        padded = part.movedim(dim, 0)
+        padded = F.pad(padded, (0, 0) * (padded.ndim - 1) + (0, max(sizes) - len(padded))).contiguous()
+        gathered = padded.new_empty((ranks.size, *padded.shape))
+        _gather_tensor(gathered.flatten(0, 1), padded, group=ranks.group)
+        return torch.cat([copy[:size] for copy, size in zip(gathered, sizes, strict=True)]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].narrow(ctx.dim, ctx.start, ctx.size), None, None, None
+
+
+def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """``(B, s, …)`` of each rank to ``(B, n · s, …)``."""
+    if ranks.size == 1:
+        return part.clone()
+    batch = part.shape[0]
+    gathered = part.new_empty((ranks.size * batch, *part.shape[1:]))  # collectives stack along the first dimension
+    _gather_tensor(gathered, part.contiguous(), group=ranks.group)
+    return gathered.view(ranks.size, *part.shape).transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of ``(B, n · s, …)`` over ranks, ``(B, s, …)`` of it."""
+    if ranks.size == 1:
+        return partial.clone()
+    batch, positions, *features = partial.shape
+    part = partial.new_empty((batch, positions // ranks.size, *features))
+    stacked = partial.reshape(batch, ranks.size, -1, *features).transpose(0, 1).contiguous().flatten(0, 1)
+    _reduce_scatter_tensor(part, stacked, group=ranks.group)
+    return part
+
+
+def _all_reduce(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    total = partial.clone(memory_format=torch.contiguous_format)
+    if ranks.size > 1:
+        dist.all_reduce(total, group=ranks.group)
+    return total

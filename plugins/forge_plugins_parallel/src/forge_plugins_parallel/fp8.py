@@ -1,0 +1,109 @@
+"""Linear layers that multiply in float8, by torchao."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped]  # it has no types
+from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped]
+
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError
+from forge_plugins_parallel.config import Float8Config
+
+_MULTIPLE = 16
+"""Kernels ask for features in multiples of this."""
+
+
+class Float8:
+    """Makes float8 layers of the linear layers in blocks that multiply by a matrix, unless they are small.
+
+    The head, the embedding and whatever the model's plan replicates (routers) stay as they are. Parameters stay in the
+    dtype in which they were built; they are rounded whenever they are used.
+    """
+
+    def __init__(self, config: Float8Config) -> None:
+        self._config = config
+
+    def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
+        """As ``ParallelPass.apply``.
+
+        Raises:
+            ConfigError: the device has no float8 and ``emulate`` is not set.
+        """
+        self._refuse_without_hardware(context.device)
+        config = self._torchao_config()
+        touched = []
+        for name, linear in self._chosen(model):
+            _make_float8(linear, config)
+            touched.append(name)
+        return model, touched
+
+    def _refuse_without_hardware(self, device: torch.device) -> None:
+        if self._config.emulate:
+            return
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            raise ConfigError(
+                f"parallel.passes.fp8: {name} does not multiply in float8 (GPUs from compute capability 8.9 on do); "
+                "set emulate = true to try it out slowly, or take the pass out"
+            )
+
+    def _torchao_config(self) -> Float8LinearConfig:
+        base = Float8LinearConfig.from_recipe_name(self._config.recipe)
+        changed = {"emulate": self._config.emulate, "enable_fsdp_float8_all_gather": self._config.all_gather}
+        return Float8LinearConfig(**(vars(base) | changed))
+
+    def _chosen(self, model: Any) -> list[tuple[str, nn.Linear]]:
+        roles, plan = model.parameter_roles(), model.parallel_plan()
+        replicated = [pattern for pattern, role in plan.items() if role == "replicate"]
+        return [
+            (name, module)
+            for name, module in model.named_modules()
+            if name.startswith("blocks.")
+            and isinstance(module, nn.Linear)
+            and _is_plain(type(module))
+            and roles.get(f"{name}.weight") == "matrix"
+            and not any(_matches(name, pattern) for pattern in replicated)
+            and not any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
+            and all(size >= self._config.min_dim and size % _MULTIPLE == 0 for size in _local_shape(module.weight))
+        ]
+
+
+def _make_float8(linear: Any, config: Float8LinearConfig) -> None:
+    """In place, so that hooks of earlier passes stay."""
+    converted = Float8Linear.from_float(linear, config)
+    linear.__class__ = _float8_class(linear.__class__)
+    linear.weight = converted.weight
+    for name, value in vars(converted).items():
+        if name not in vars(linear):
+            setattr(linear, name, value)
+
+
+def _is_plain(own: type[nn.Linear]) -> bool:
+    """Whether it multiplies as ``nn.Linear`` does: that itself, or with something mixed in before and after."""
+    return own is nn.Linear or (nn.Linear in own.__bases__ and "forward" not in vars(own))
+
+
+@functools.cache  # one class for all layers of a kind, so that blocks still share one compiled graph
+def _float8_class(own: Any) -> Any:
+    if own is nn.Linear:
+        return Float8Linear
+    bases = tuple(Float8Linear if base is nn.Linear else base for base in own.__bases__)
+    return type(f"Float8{own.__name__}", bases, {"__module__": __name__})
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As a model's plan is written: ``*`` stands for one component of a name."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True))
+
+
+def _local_shape(weight: torch.Tensor) -> torch.Size:
+    return weight.to_local().shape if isinstance(weight, DTensor) else weight.shape

@@ -1,0 +1,281 @@
+"""Pipeline parallelism: the model cut into stages along the axis ``pp``, run by the schedules that torch ships.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from forge_core.contracts.loss import Loss
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError, ForgeError
+from forge_plugins_parallel.config import PipelineConfig
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Pipeline:
+    """Cuts the model into stages, of which each rank along ``pp`` holds one or several.
+
+    The cut balances floating-point operations: all blocks count the same, the head counts its matrix, and the embedding
+    nothing, since looking up multiplies nothing.
+    """
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._width = 0
+
+    def split(self, model: Any, context: PassContext) -> tuple[Sequence[nn.Module], Sequence[str]]:
+        """As ``SplitPass.split``.
+
+        Raises:
+            ConfigError: the model has fewer blocks than there are stages, or shares a tensor between stages.
+        """
+        pp = context.mesh.degrees["pp"]
+        if pp == 1:
+            return [model], []
+        n_stages = pp * self._config.stages_a_rank
+        head_cost = 6 * model.head.weight.numel()
+        block_cost = (model.flops_per_token(context.job.train.seq_len) - head_cost) / len(model.blocks)
+        cut = cut_blocks(list(model.blocks), n_stages, block_cost, head_cost)
+        _refuse_shared_tensors(model, cut)
+        self._width = model.head.weight.shape[1]
+
+        parts, touched = [], []
+        for stage in self._stages_of(context.mesh.device_mesh):
+            parts.append(_part(model, cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1))
+            touched += _held(cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1)
+        return parts, touched
+
+    def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> PipelineExecutor:
+        """As ``SplitPass.executor``."""
+        dtype = torch.float32 if context.job.train.precision == "fp32" else torch.bfloat16
+        return PipelineExecutor(
+            dict(zip(self._stages_of(context.mesh.device_mesh), parts, strict=True)),
+            loss,
+            self._config,
+            group=context.mesh.device_mesh.get_group("pp"),
+            device=context.device,
+            width=self._width,
+            dtype=dtype,
+            sequence_parts=context.mesh.degrees["cp"],
+        )
+
+    def _stages_of(self, mesh: DeviceMesh) -> list[int]:
+        """The stages of this rank, in the order in which a batch passes them."""
+        return stages_of_rank(self._config, mesh["pp"].size(), mesh.get_local_rank("pp"))
+
+
+def stages_of_rank(config: PipelineConfig, pp: int, rank: int) -> list[int]:
+    """In a loop, rank r holds the stages r, r + pp, …; in a V, the stages go down the ranks and up again."""
+    if config.is_v:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * lap for lap in range(config.stages_a_rank)]
+
+
+def cut_blocks(names: Sequence[str], n_stages: int, block_cost: float, head_cost: float) -> list[list[str]]:
+    """The blocks of each stage, in order: the dearest stage is as cheap as can be, and each has at least one block.
+
+    Of stages that would cost the same, the later one gets the block: the first ones hold the embedding, and the
+    activations of the most microbatches.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    if len(names) < n_stages:
+        raise ConfigError(
+            f"parallel.passes.pipeline: the model has {len(names)} layers, and each of {n_stages} stages needs "
+            "at least one; lower parallel.pp or stages_per_rank"
+        )
+    counts = [1] * n_stages
+
+    def cost_with_one_more(stage: int) -> float:
+        return (counts[stage] + 1) * block_cost + (head_cost if stage == n_stages - 1 else 0)
+
+    for _ in range(len(names) - n_stages):
+        counts[min(reversed(range(n_stages)), key=cost_with_one_more)] += 1
+    rest = iter(names)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+def _refuse_shared_tensors(model: Any, cut: Sequence[Sequence[str]]) -> None:
+    """
+    Raises:
+        ConfigError: modules of different stages share a parameter.
+    """
+    stage_of = {f"blocks.{name}": stage for stage, names in enumerate(cut) for name in names}
+    stage_of |= {"embed": 0, "norm": len(cut) - 1, "head": len(cut) - 1}
+    seen: dict[int, tuple[str, int | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+        first, stage = seen.setdefault(id(parameter), (name, stage_of.get(module)))
+        if stage != stage_of.get(module):
+            raise ConfigError(
+                f"parallel.passes.pipeline: {name} is tied to {first}, which is in another pipeline stage and would be "
+                "trained apart from it; untie them, or set parallel.pp = 1"
+            )
+
+
+def _part(model: Any, blocks: Sequence[str], *, is_first: bool, is_last: bool) -> nn.Module:
+    """A copy of the model, on meta, without what other stages hold."""
+    part: Any = copy.deepcopy(model)
+    for name in list(part.blocks):
+        if name not in blocks:
+            del part.blocks[name]
+    if not is_first:
+        part.embed = None
+    if not is_last:
+        part.norm = part.head = None
+    kept: nn.Module = part
+    return kept
+
+
+def _held(blocks: Sequence[str], *, is_first: bool, is_last: bool) -> list[str]:
+    names = [f"blocks.{name}" for name in blocks]
+    return [*(["embed"] if is_first else []), *names, *(["norm", "head"] if is_last else [])]
+
+
+class _Stage(PipelineStage):
+    """A part of the model; the last one gives the summed loss, as the model contract has it inside forward."""
+
+    loss: Loss
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.submod(*args, **kwargs, loss=self.loss)
+        if self.is_last:
+            return output.total
+        # the schedules that split the backward detach a stage's output in place, which cannot be done to a view
+        return output.clone() if output._is_view() else output
+
+
+class PipelineExecutor:
+    """Runs a step's microbatches through the stages by one of torch's schedules.
+
+    Every rank reads the same batches, so that only hidden states ``(B, S, D)`` and their gradients travel: targets,
+    positions and documents are already where they are needed.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        loss: Loss,
+        config: PipelineConfig,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        width: int,
+        dtype: torch.dtype,
+        sequence_parts: int = 1,
+    ) -> None:
+        """
+        Args:
+            parts: of this rank, by stage, in the order in which a batch passes them.
+            group: the ranks of this pipeline.
+            width: D.
+            dtype: of hidden states between stages.
+            sequence_parts: ranks that share a sequence (context parallelism); each has hidden states of its part only.
+        """
+        self._parts = parts
+        self._loss = loss
+        self._config = config
+        self._group = group
+        self._device = device
+        self._width = width
+        self._dtype = dtype
+        self._sequence_parts = sequence_parts
+        self._n_stages = config.stages_a_rank * group.size()
+        ranks = range(group.size())
+        self._rank_of = {stage: rank for rank in ranks for stage in stages_of_rank(config, group.size(), rank)}
+        self._schedule: Any = None
+        self._schedule_is_for: tuple[int, torch.Size] | None = None
+        self._scale: torch.Tensor | None = None
+        self._sums: list[torch.Tensor] = []
+
+    def run(self, microbatches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+        """As ``Executor.run``. All microbatches have the same shape, as the engine's do."""
+        self._prepare(len(microbatches), microbatches[0]["tokens"].shape)
+        self._scale = scale
+        self._sums.clear()
+        whole = {name: torch.cat([batch[name] for batch in microbatches]) for name in microbatches[0]}
+        tokens, targets = whole.pop("tokens"), whole["targets"]
+        try:
+            self._schedule.step(*([tokens] if 0 in self._parts else []), target=targets, return_outputs=False, **whole)
+        except RuntimeError as error:  # torch wraps whatever a stage raises
+            if isinstance(error.__cause__, ForgeError):
+                raise error.__cause__ from None
+            raise
+        return torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``Executor.evaluate``: one batch down the stages, while earlier ranks already begin with the next.
+
+        Not by the schedule's ``eval``, which wants as many batches at once as a step has, all of one size.
+        """
+        inputs = dict(batch)
+        hidden = tokens = inputs.pop("tokens")
+        for stage, part in self._parts.items():
+            if stage > 0 and stage - 1 not in self._parts:
+                hidden = torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=self._device)
+                dist.recv(hidden, group=self._group, group_src=self._rank_of[stage - 1])
+            output = part(hidden, **inputs, loss=self._loss)
+            if stage == self._n_stages - 1:
+                total, count = output
+                return total, count
+            hidden = output
+            if stage + 1 not in self._parts:
+                dist.send(hidden.contiguous(), group=self._group, group_dst=self._rank_of[stage + 1])
+        nothing = torch.zeros((), device=self._device)
+        return nothing, nothing.long()
+
+    def _prepare(self, n_microbatches: int, shape: torch.Size) -> None:
+        """Build the schedule for steps of so many microbatches of token ids ``(B, S)``, unless it is there."""
+        if self._schedule_is_for == (n_microbatches, shape):
+            return
+        stages = [self._make_stage(stage, part, shape) for stage, part in self._parts.items()]
+        schedule: Any = get_schedule_class(self._config.schedule)
+        self._schedule = schedule(
+            stages if issubclass(schedule, PipelineScheduleMulti) else stages[0],
+            n_microbatches,
+            loss_fn=self._take_loss,
+            scale_grads=False,
+        )
+        self._schedule_is_for = (n_microbatches, shape)
+
+    def _make_stage(self, stage: int, part: nn.Module, shape: torch.Size) -> _Stage:
+        """With the shapes at its ends given: to find them out, torch would run the model once more than we train."""
+        with torch.device("meta"):
+            tokens = torch.empty(shape, dtype=torch.int64)
+            hidden = torch.empty(self._hidden_shape(shape), dtype=self._dtype, requires_grad=True)
+            total = torch.empty((), requires_grad=True)
+        made = _Stage(
+            part,
+            stage,
+            self._n_stages,
+            self._device,
+            input_args=tokens if stage == 0 else hidden,
+            output_args=total if stage == self._n_stages - 1 else hidden,
+            group=self._group,
+        )
+        made.loss = self._loss
+        return made
+
+    def _hidden_shape(self, tokens: torch.Size) -> tuple[int, int, int]:
+        """Between stages, for a batch of token ids ``(B, S)``."""
+        return tokens[0], tokens[1] // self._sequence_parts, self._width
+
+    def _take_loss(self, total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """What the last stage's backward starts from, once a microbatch; the targets have gone into forward."""
+        assert self._scale is not None, "set at the start of each step"
+        self._sums.append(total.detach())
+        return total * self._scale

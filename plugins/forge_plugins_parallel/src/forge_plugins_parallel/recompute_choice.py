@@ -1,0 +1,132 @@
+"""Which blocks to recompute so that a step fits into memory: as little as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
+from forge_core.config.sections import Job
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError, ForgeError
+from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
+
+GIB = 2**30
+_ROOM = 0.95
+"""The part of the memory that is planned for; the rest is for fragments, and for what kernels need inside."""
+_SECTION = "parallel.passes.activation_checkpointing"
+
+Choice = dict[str, Literal["full", "selective"]]
+
+
+def choose(model: Any, context: PassContext, kept: frozenset[str], memory_gib: float | None) -> Choice:
+    """The cheapest recomputation with which this rank is expected to fit, by block name.
+
+    In this order, each step for as few blocks as will do: nothing; everything but the dear operations (cheap to
+    compute, much to gain); everything. Compiled blocks recompute what is cheap by themselves: for them the middle step
+    gains nothing and is left out.
+
+    A rank is expected to need ``states + kept + 2 · outside + 2 · block``: the states of parameters (``_states``), what
+    is kept for backward in the blocks, twice what is kept outside of them (the gradient of the logits is as large as
+    they are), and one block's activations with their gradients, while it is computed again.
+
+    Args:
+        memory_gib: what a rank may use; ``None`` takes what is free on its GPU, the least over all ranks.
+
+    Raises:
+        ConfigError: even full recomputation does not fit, or there is no telling.
+    """
+    memory = _memory(context, memory_gib)
+    measured = _measured(model, context, kept)
+    fixed = _states(model, context) + 2 * measured.outside + 2 * max(one.whole for one in measured.blocks.values())
+    compiled = "compile" in {use.name for use in context.job.parallel.passes.values() if use is not None}
+    needed = 0.0
+    for choice in _candidates(list(measured.blocks), selective=bool(kept) and not compiled):
+        needed = fixed + _kept(measured.blocks, choice, compiled=compiled and bool(kept))
+        if needed <= memory * _ROOM:
+            return choice
+    raise ConfigError(
+        f"{_SECTION}: about {needed / GIB / _ROOM:.3g} GiB are needed a rank with every block recomputed, and "
+        f"{memory / GIB:.3g} GiB are there (states of parameters {_states(model, context) / GIB:.3g} GiB). Lower "
+        'train.batch_size or shard over more ranks; mode = "full" runs without this estimate'
+    )
+
+
+def _memory(context: PassContext, memory_gib: float | None) -> float:
+    if memory_gib is not None:
+        return memory_gib * GIB
+    if context.device.type != "cuda":
+        raise ConfigError(
+            f'{_SECTION}.memory_gib: mode = "auto" needs to know how much memory a rank may use; it finds out by '
+            f"itself on CUDA only, and this run is on {context.device.type}"
+        )
+    free, _ = torch.cuda.mem_get_info(context.device)
+    least = torch.tensor(free, device=context.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)  # ranks that recompute differently would wait for each other
+    return float(least)
+
+
+def _measured(model: Any, context: PassContext, kept: frozenset[str]) -> Activations:
+    job = context.job
+    shape = (job.train.batch_size, job.train.seq_len // context.mesh.degrees["cp"])
+    loss = ComponentBuilder(Catalog([]))(job.loss)
+    try:
+        return measure_activations(model, loss, shape, context.device, _compute_dtype(job), kept)
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f'{_SECTION}.mode = "auto": what this model keeps for backward cannot be measured ahead '
+            f"({type(error).__name__}: {error}); choose another mode"
+        ) from error
+
+
+def _states(model: Any, context: PassContext) -> float:
+    """Bytes of parameters, gradients and two moments, and of parameters and gradients gathered by FSDP.
+
+    FSDP gathers a block ahead, and with several microbatches a step it holds whole gradients until the last.
+    """
+    job = context.job
+    shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
+    own = sum(_size(parameter) for parameter in model.parameters())
+    gathers = shards > 1 or job.train.precision == "bf16"
+    if not gathers:
+        return 4.0 * own
+    blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in model.blocks.values()]
+    gathered = (own - sum(blocks) + 2 * max(blocks)) * _compute_dtype(job).itemsize / 4
+    accumulated = own if shards > 1 and (job.train.grad_accumulation or 1) > 1 else 0
+    return 4.0 * own / shards + gathered + accumulated
+
+
+def _candidates(blocks: list[str], *, selective: bool) -> Iterator[Choice]:
+    """From nothing to everything."""
+    yield {}
+    base: Choice = {}
+    if selective:
+        for count in range(1, len(blocks) + 1):
+            yield dict.fromkeys(blocks[:count], "selective")
+        base = dict.fromkeys(blocks, "selective")
+    for count in range(1, len(blocks) + 1):
+        yield base | dict.fromkeys(blocks[:count], "full")
+
+
+def _kept(blocks: Mapping[str, BlockActivations], choice: Choice, *, compiled: bool) -> int:
+    total = 0
+    for name, block in blocks.items():
+        whole = min(block.selective, block.whole) if compiled else block.whole
+        total += {"full": block.inputs, "selective": block.selective, "none": whole}[choice.get(name, "none")]
+    return total
+
+
+def _size(parameter: torch.Tensor) -> int:
+    """Bytes of this rank's part."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return int(local.numel() * local.element_size())
+
+
+def _compute_dtype(job: Job) -> torch.dtype:
+    return torch.float32 if job.train.precision == "fp32" else torch.bfloat16

@@ -1,0 +1,218 @@
+"""Tensor and sequence parallelism, from the model's plan alone.
+
+Each rank along ``tp`` has some output features of the layers that read the residual stream (``column``), the matching
+input features of those that write to it (``row``), and some rows of embedding and head. Between them the residual
+stream is cut by position (Korthikanti et al. 2022, arXiv 2205.05198): a ``sequence`` module works on its rank's
+positions, and its output is gathered once for all that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
+
+from forge_core.contracts.model import ShardRole
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.errors import ConfigError, PluginError
+from forge_plugins_parallel.config import TensorParallelConfig
+from forge_plugins_parallel.cut_layers import (
+    POSITION,
+    CutByInput,
+    CutByOutput,
+    CutEmbedding,
+    CutHead,
+    Ranks,
+    WholeOnEachRank,
+    become,
+    gather_copies,
+)
+
+
+class TensorParallel:
+    """Cuts a model over the mesh axis ``tp``.
+
+    What is cut becomes a ``DTensor`` on that axis. What is not stays as it is, whole on every rank: parameters of
+    ``sequence`` and ``replicate`` modules get the sum of all ranks' gradients, and those of modules that the plan does
+    not name see the same activations, and so have the same gradient, on every rank.
+    """
+
+    def __init__(self, config: TensorParallelConfig) -> None:
+        self._config = config
+
+    def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
+        """As ``ParallelPass.apply``.
+
+        Raises:
+            ConfigError: a layer cannot be cut into so many parts.
+            PluginError: the plan names modules that are not there, or of a kind that its role does not fit.
+        """
+        plan = matched_plan(model)
+        mesh = context.mesh.device_mesh["tp"]
+        has_sequence = "sequence" in plan.values()
+        by_position = has_sequence and self._config.sequence_parallel
+        if by_position:
+            _refuse_unplanned(model, plan)
+        ranks = Ranks.of(mesh, by_position=by_position, gradients_arrive_partial=not has_sequence)
+
+        cut: dict[int, nn.Parameter] = {}  # by the whole parameter's id: a tied one is cut once
+        for name, role in plan.items():
+            _cut(name, model.get_submodule(name), role, ranks, mesh, cut)
+        if by_position:
+            _cut_stage_ends(model, ranks)
+        return model, list(plan)
+
+
+def matched_plan(model: Any) -> dict[str, ShardRole]:
+    """The role of each module by its name, from the patterns that the model gives.
+
+    Raises:
+        PluginError: a pattern matches nothing, or a module has two roles.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    plan: dict[str, ShardRole] = {}
+    for pattern, role in model.parallel_plan().items():
+        matches = [name for name in names if _matches(name, pattern)]
+        if not matches:
+            raise PluginError(f"{_class(model)}.parallel_plan names {pattern!r}, which is no module of the model")
+        for name in matches:
+            if plan.setdefault(name, role) != role:
+                raise PluginError(f"{_class(model)}.parallel_plan says both {plan[name]!r} and {role!r} for {name}")
+    return plan
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(w in ("*", part) for part, w in zip(parts, wanted, strict=True))
+
+
+def _cut(
+    name: str,
+    module: Any,
+    role: ShardRole,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    cut: dict[int, nn.Parameter],
+) -> None:
+    match role:
+        case "column":
+            _refuse_unless(name, module, role, nn.Linear)
+            _refuse_uneven(name, module.out_features, "output", ranks)
+            become(module, CutByOutput, ranks)
+            _distribute(module, {"weight": Shard(0), "bias": Shard(0)}, mesh, cut)
+        case "row":
+            _refuse_unless(name, module, role, nn.Linear)
+            _refuse_uneven(name, module.in_features, "input", ranks)
+            become(module, CutByInput, ranks)
+            _distribute(module, {"weight": Shard(1)}, mesh, cut)
+        case "vocab":
+            _refuse_unless(name, module, role, nn.Linear)
+            _refuse_small_vocabulary(name, module.out_features, ranks)
+            become(module, CutHead, ranks)
+            _distribute(module, {"weight": Shard(0), "bias": Shard(0)}, mesh, cut)
+        case "embedding":
+            _refuse_unless(name, module, role, nn.Embedding)
+            _refuse_special_embedding(name, module)
+            _refuse_small_vocabulary(name, module.num_embeddings, ranks)
+            become(module, CutEmbedding, ranks)
+            _distribute(module, {"weight": Shard(0)}, mesh, cut)
+        case "replicate":
+            _sum_gradients(module, ranks)
+        case "sequence":
+            if ranks.by_position:
+                _sum_gradients(module, ranks)
+            module.register_forward_hook(lambda _, __, hidden: ranks.enter(hidden))
+        case "expert":
+            raise ConfigError(
+                f"parallel.tp = {ranks.size}: {name} is cut by experts, which the pass 'tensor_parallel' cannot do; "
+                "set parallel.tp = 1"
+            )
+
+
+def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
+    for part in module.modules():
+        if next(part.parameters(recurse=False), None) is not None:
+            become(part, WholeOnEachRank, ranks)
+
+
+def _distribute(
+    module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, cut: dict[int, nn.Parameter]
+) -> None:
+    for name, placement in placements.items():
+        whole = getattr(module, name)
+        if whole is None:
+            continue
+        if id(whole) not in cut:
+            part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+            cut[id(whole)] = cut_one = nn.Parameter(part, requires_grad=whole.requires_grad)
+            cut[id(cut_one)] = cut_one
+        setattr(module, name, cut[id(whole)])
+
+
+def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
+    """What travels between pipeline stages is whole: a stage may ask it for the number of positions."""
+    within = [*model.blocks.values(), *([] if model.norm is None else [model.norm])]
+    if model.embed is None:
+        within[0].register_forward_pre_hook(lambda _, args: (_own_positions(args[0], ranks), *args[1:]))
+    if model.head is None and model.norm is None:
+        last = within[-1] if within else model.embed
+        last.register_forward_hook(
+            lambda _, __, hidden: gather_copies(hidden, POSITION, [hidden.shape[POSITION]] * ranks.size, ranks)
+        )
+
+
+def _own_positions(hidden: Any, ranks: Ranks) -> Any:
+    length = hidden.shape[POSITION] // ranks.size
+    return hidden.narrow(POSITION, ranks.rank * length, length)
+
+
+def _refuse_unplanned(model: nn.Module, plan: Mapping[str, ShardRole]) -> None:
+    """With positions apart, a parameter outside of the plan would get the gradient of this rank's positions only."""
+    for name in _unplanned(model, plan):
+        raise PluginError(
+            f"{_class(model)}.parallel_plan has the role 'sequence', and so must have one for every module with "
+            f"parameters; {name} has none ('replicate' keeps it whole)"
+        )
+
+
+def _unplanned(model: nn.Module, plan: Mapping[str, ShardRole]) -> Iterator[str]:
+    for name, _ in model.named_parameters():
+        owners = name.split(".")[:-1]
+        if not any(".".join(owners[:depth]) in plan for depth in range(1, len(owners) + 1)):
+            yield name
+
+
+def _refuse_unless(name: str, module: nn.Module, role: str, wanted: type[nn.Module]) -> None:
+    if type(module) is not wanted:
+        raise PluginError(
+            f"the model's parallel_plan gives {name} the role {role!r}, which is for {wanted.__qualname__} itself, "
+            f"and it is a {type(module).__qualname__}"
+        )
+
+
+def _refuse_uneven(name: str, features: int, what: str, ranks: Ranks) -> None:
+    if features % ranks.size:
+        raise ConfigError(
+            f"parallel.tp = {ranks.size}: the {features} {what} features of {name} cannot be shared out evenly"
+        )
+
+
+def _refuse_small_vocabulary(name: str, rows: int, ranks: Ranks) -> None:
+    if (ranks.size - 1) * -(-rows // ranks.size) >= rows:
+        raise ConfigError(f"parallel.tp = {ranks.size}: the {rows} rows of {name} leave a rank with none")
+
+
+def _refuse_special_embedding(name: str, module: nn.Embedding) -> None:
+    for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option) not in (None, False):
+            raise ConfigError(
+                f"{name} has the option {option}, which an embedding that is cut by vocabulary does not have; "
+                "set parallel.tp = 1"
+            )
+
+
+def _class(model: nn.Module) -> str:
+    return type(model).__qualname__

@@ -1,0 +1,282 @@
+"""What is recomputed, what it saves, and what it must not change."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.engine.build import materialise
+from forge_core.engine.initialisation import canonical_name
+from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.errors import ConfigError
+from forge_core.testing.component_case import builder
+from forge_core.testing.parallel_pass import ParallelPassConformance
+from forge_core.testing.small_model import SmallModel, small_job
+from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
+from forge_plugins_parallel.activations import measure_activations
+from forge_plugins_parallel.config import ActivationCheckpointingConfig
+
+CPU = torch.device("cpu")
+BATCH, LENGTH = 2, 8  # those of small_job
+
+
+class TestFull(ParallelPassConformance):
+    component = "forge-plugins-parallel:activation_checkpointing"
+
+
+class TestEverySecond(ParallelPassConformance):
+    component = "forge-plugins-parallel:activation_checkpointing"
+    config = {"every": 2}
+
+
+class TestSelective(ParallelPassConformance):
+    component = "forge-plugins-parallel:activation_checkpointing"
+    config = {"mode": "selective"}
+
+
+class TestNone(ParallelPassConformance):
+    component = "forge-plugins-parallel:activation_checkpointing"
+    config = {"mode": "none"}
+
+
+@pytest.fixture
+def context():
+    join_process_group(CPU)
+    job = attrs.evolve(small_job(), loss=builder().resolve("loss", "cross_entropy"))
+    yield PassContext(build_mesh(job, CPU), job, CPU)
+    torch.distributed.destroy_process_group()
+
+
+def applied(context, model_class=SmallModel, **config):
+    with torch.device("meta"):
+        model = model_class()
+    config = builder().resolve("parallel_pass", {"name": "activation_checkpointing", **config}).config
+    model, touched = ActivationCheckpointing(config).apply(model, context)
+    materialise(model, CPU, seed=0)
+    return model, touched
+
+
+def forward(model):
+    tokens = torch.randint(32, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return model(tokens, targets=tokens, loss=LOSS).total
+
+
+LOSS = builder()(builder().resolve("loss", "cross_entropy"))
+KEPT = frozenset({"aten.mm"})
+
+
+def measured(model_class=SmallModel):
+    with torch.device("meta"):
+        model = model_class()
+    return measure_activations(model, LOSS, (BATCH, LENGTH), CPU, torch.float32, KEPT)
+
+
+def saved_bytes(model):
+    """What autograd holds after forward outside of recomputed blocks, without parameters, each storage once."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(model)
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in parameters)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all results of operations that are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self._made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._made.append((StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+    def bytes(self):
+        return sum({ref.cdata: size for ref, size in self._made if not ref.expired()}.values())
+
+
+def live_bytes(model):
+    with Live() as live:
+        total = forward(model)
+        held = live.bytes()
+    total.backward()
+    return held
+
+
+def test_what_autograd_saves_is_what_was_measured_ahead_without_memory(context):
+    model, _ = applied(context, mode="none")
+
+    expected = measured()
+
+    assert saved_bytes(model) == sum(block.whole for block in expected.blocks.values()) + expected.outside
+
+
+def test_a_recomputed_block_saves_nothing_but_its_inputs(context):
+    model, _ = applied(context, mode="full")
+
+    expected = measured()
+
+    assert saved_bytes(model) == sum(block.inputs for block in expected.blocks.values()) + expected.outside
+
+
+def test_less_is_kept_the_more_is_recomputed(context):
+    expected = measured().blocks.values()
+    none, selective, half, full = (
+        live_bytes(applied(context, **config)[0])
+        for config in ({"mode": "none"}, {"mode": "selective"}, {"mode": "full", "every": 2}, {"mode": "full"})
+    )
+
+    assert none > selective > full
+    assert none > half > full
+    assert none - full == pytest.approx(sum(block.whole - block.inputs for block in expected), rel=0.1)
+    assert selective - full == pytest.approx(sum(block.selective - block.inputs for block in expected), rel=0.1)
+
+
+def test_only_every_nth_block_is_touched(context):
+    _, touched = applied(context, every=2)
+
+    assert touched == ["blocks.0", "blocks.2"]
+
+
+def test_names_of_parameters_stay(context):
+    model, _ = applied(context)
+
+    assert {canonical_name(name) for name, _ in model.named_parameters()} == {
+        name for name, _ in SmallModel().named_parameters()
+    }
+
+
+class Counting(nn.Module):
+    """A step contributor, as routers are: it counts what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, hidden):
+        with torch.no_grad():
+            self.seen.add_(hidden.shape[0] * hidden.shape[1])
+        return hidden * 1
+
+    def accumulators(self):
+        return {"seen": self.seen}
+
+    def before_optimizer_step(self, reduced):
+        pass
+
+
+class CountingModel(SmallModel):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks.values():
+            block.attention_norm = nn.Sequential(block.attention_norm, Counting())
+
+    def init_weights(self, rng):
+        super().init_weights(rng)
+        for name, buffer in self.named_buffers():
+            rng.fill(name, buffer, lambda full, _: full.zero_())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_what_forward_counts_is_counted_once(context, mode, compiled):
+    model, _ = applied(context, CountingModel, mode=mode)
+    if compiled:
+        torch.compiler.reset()
+        for block in model.blocks.values():
+            block.compile(backend="aot_eager", fullgraph=True)
+
+    for _ in range(2):
+        forward(model).backward()
+
+    counted = [module.seen.item() for module in model.modules() if isinstance(module, Counting)]
+    assert counted == [2 * BATCH * LENGTH] * 3
+
+
+def test_auto_recomputes_as_little_as_fits(context):
+    """The ladder of ``choose``, from too little memory up to enough to recompute nothing."""
+    ladder = []
+    for memory in range(150_000, 230_000, 4_000):
+        try:
+            model, touched = applied(context, mode="auto", memory_gib=memory / 2**30)
+        except ConfigError as error:
+            assert "with every block recomputed" in str(error)  # noqa: PT017  # only the tightest are to fail
+            choice = "no way"
+        else:
+            choice = (len(touched) if touched != [""] else 0, live_bytes(model))
+        if choice not in ladder:
+            ladder.append(choice)
+
+    assert ladder[0] == "no way"
+    held = [bytes_held for _, bytes_held in ladder[1:]]
+    assert held == sorted(held), "more memory may never lead to more recomputation"
+    assert ladder[-1][0] == 0
+    assert len(held) >= 4
+
+
+def test_auto_on_this_device_needs_a_number(context):
+    with pytest.raises(ConfigError, match=r"memory_gib: mode = \"auto\" needs to know how much memory"):
+        applied(context, mode="auto")
+
+
+def test_selective_needs_operations_to_keep(context):
+    class Silent(SmallModel):
+        def recompute_plan(self):
+            return {}
+
+    with pytest.raises(ConfigError, match="Silent names no operation to keep"):
+        applied(context, Silent, mode="selective")
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"mode": "auto", "every": 2}, 'goes with mode = "full" or "selective"'),
+        ({"mode": "budget"}, 'must be given with mode = "budget"'),
+        ({"mode": "full", "budget": 0.5}, 'goes with mode = "budget"'),
+        ({"mode": "full", "memory_gib": 3.0}, 'goes with mode = "auto"'),
+    ],
+)
+def test_keys_of_another_mode_are_refused(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ActivationCheckpointingConfig(**config)
+
+
+def test_a_budget_without_compile_and_auto_in_a_pipeline_are_refused():
+    job = small_job()
+    pipeline = attrs.evolve(job, parallel=attrs.evolve(job.parallel, pp=2))
+
+    assert [key for key, _ in ActivationCheckpointingConfig(mode="budget", budget=0.5).check(job)] == ["mode"]
+    assert [key for key, _ in ActivationCheckpointingConfig(mode="auto", memory_gib=1.0).check(pipeline)] == ["mode"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # an import of torch's
+def test_a_budget_bounds_what_compiled_blocks_keep(context):
+    held = []
+    for budget in (1.0, 0.0):
+        with functorch_config.patch(activation_memory_budget=1.0):
+            model, touched = applied(context, mode="budget", budget=budget)
+            torch.compiler.reset()
+            for block in model.blocks.values():
+                block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+            held.append(saved_bytes(model))
+
+    assert touched == ["blocks.0", "blocks.1", "blocks.2"]
+    assert held[1] < held[0]

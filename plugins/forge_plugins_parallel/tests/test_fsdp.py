@@ -1,0 +1,107 @@
+"""When parameters are gathered and freed."""
+
+import attrs
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.engine.build import materialise
+from forge_core.engine.executor import PlainExecutor
+from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.testing.component_case import builder
+from forge_core.testing.parallel_pass import ParallelPassConformance
+from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
+from forge_plugins_parallel.config import FullyShardConfig
+
+CPU = torch.device("cpu")
+
+
+class TestNeverReshard(ParallelPassConformance):
+    component = "forge-plugins-parallel:fsdp"
+    config = {"reshard_after_forward": "never"}
+
+
+@pytest.fixture
+def context():
+    join_process_group(CPU)
+    job = small_job()
+    yield PassContext(build_mesh(job, CPU), job, CPU)
+    torch.distributed.destroy_process_group()
+
+
+def sharded(context, **config):
+    with torch.device("meta"):
+        model = SmallModel()
+    model, _ = builder()(builder().resolve("parallel_pass", {"name": "fsdp", **config})).apply(model, context)
+    materialise(model, CPU, seed=0)
+    return model
+
+
+def gatherings(model, microbatches):
+    """How often blocks gather their parameters in one step: calls that find them sharded and not on their way."""
+    counts = dict.fromkeys(model.blocks, 0)
+    for name, block in model.blocks.items():
+        group = block._get_fsdp_state()._fsdp_param_group
+        unshard = group.unshard
+
+        def counted(*args, name=name, group=group, unshard=unshard, **kwargs):
+            counts[name] += group.is_sharded and group._all_gather_result is None
+            return unshard(*args, **kwargs)
+
+        group.unshard = counted
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    batch = {"tokens": tokens, "targets": tokens}
+    PlainExecutor(model, cross_entropy).run([batch] * microbatches, torch.tensor(1.0))
+    return set(counts.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "microbatches", "expected"),
+    [
+        ({}, 1, {2}),
+        ({"reshard_after_forward": "always"}, 2, {4}),
+        ({"reshard_after_forward": "never"}, 1, {1}),
+        ({"reshard_after_forward": "never"}, 2, {2}),
+        ({"keep_gathered": True}, 3, {1}),
+    ],
+)
+def test_a_block_is_gathered_as_often_as_the_policy_says(context, config, microbatches, expected):
+    assert gatherings(sharded(context, **config), microbatches) == expected
+
+
+def test_what_was_kept_is_freed_with_the_last_microbatch(context):
+    model = sharded(context, keep_gathered=True)
+
+    gatherings(model, 2)
+
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert all(block._get_fsdp_state()._fsdp_param_group.is_sharded for block in blocks)
+
+
+def test_a_pipeline_keeps_parameters_gathered(context):
+    piped = attrs.evolve(context, mesh=attrs.evolve(context.mesh, degrees={**context.mesh.degrees, "pp": 2}))
+
+    assert gatherings(sharded(piped), 1) == {1}
+
+
+@pytest.mark.parametrize(
+    ("config", "accumulation", "pp", "sentence"),
+    [
+        ({"keep_gathered": True, "reshard_after_forward": "always"}, 2, 1, "contradicts"),
+        ({"keep_gathered": True}, 2, 2, "by itself"),
+        ({"keep_gathered": True}, 1, 1, "one microbatch a step"),
+    ],
+)
+def test_keys_without_effect_are_refused(config, accumulation, pp, sentence):
+    job = small_job()
+    job = attrs.evolve(
+        job,
+        train=attrs.evolve(job.train, grad_accumulation=accumulation),
+        parallel=attrs.evolve(job.parallel, pp=pp),
+    )
+
+    ((key, found),) = FullyShardConfig(**config).check(job)
+
+    assert key == "keep_gathered"
+    assert sentence in found

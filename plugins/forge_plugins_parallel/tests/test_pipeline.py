@@ -1,0 +1,165 @@
+"""Where a model is cut, and which pipelines are refused before anything is built; runs are in tests/run."""
+
+import attrs
+import pytest
+import torch
+
+from forge_core.component import Use
+from forge_core.config.sections import ParallelSection
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.engine.initialisation import canonical_name
+from forge_core.errors import ConfigError
+from forge_core.testing.module_state import build_on_meta
+from forge_core.testing.small_model import SmallModel, small_job
+from forge_plugins_parallel.config import FullyShardConfig, PipelineConfig
+from forge_plugins_parallel.pipeline import Pipeline, cut_blocks, stages_of_rank
+
+
+def counts(n_blocks, n_stages, head):
+    return [len(stage) for stage in cut_blocks([str(i) for i in range(n_blocks)], n_stages, 1.0, head)]
+
+
+def test_blocks_stay_in_order_and_none_is_lost():
+    assert cut_blocks(list("abcde"), 2, 1.0, 0.0) == [["a", "b"], ["c", "d", "e"]]
+
+
+@pytest.mark.parametrize(
+    ("n_blocks", "n_stages", "head", "expected"),
+    [
+        (8, 4, 0.0, [2, 2, 2, 2]),
+        (8, 2, 2.0, [5, 3]),
+        (8, 4, 10.0, [2, 2, 3, 1]),
+        (10, 4, 0.5, [2, 3, 3, 2]),
+        (4, 4, 3.0, [1, 1, 1, 1]),
+    ],
+)
+def test_the_dearest_stage_is_as_cheap_as_it_can_be(n_blocks, n_stages, head, expected):
+    assert counts(n_blocks, n_stages, head) == expected
+
+
+def test_fewer_layers_than_stages_are_refused():
+    with pytest.raises(ConfigError, match=r"the model has 3 layers, and each of 4 stages needs at least one"):
+        counts(3, 4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("1F1B", [[0], [1], [2]]),
+        ("Interleaved1F1B", [[0, 3], [1, 4], [2, 5]]),
+        ("ZBVZeroBubble", [[0, 5], [1, 4], [2, 3]]),
+    ],
+)
+def test_ranks_hold_the_stages_that_the_schedule_expects(schedule, expected):
+    config = PipelineConfig(schedule=schedule)
+    assert [stages_of_rank(config, 3, rank) for rank in range(3)] == expected
+
+
+class OneOf:
+    """The mesh as seen by one of two ranks along ``pp``."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.degrees = {"pp": 2}
+        self.device_mesh = self
+
+    def __getitem__(self, axis):
+        return self
+
+    def size(self):
+        return 2
+
+    def get_local_rank(self, axis):
+        return self.rank
+
+
+def split(rank, model=None):
+    model = model or build_on_meta(lambda: SmallModel(n_layers=4))
+    context = PassContext(OneOf(rank), small_job(), torch.device("cpu"))
+    return Pipeline(PipelineConfig(schedule="ZBVZeroBubble")).split(model, context)
+
+
+def test_parts_hold_each_tensor_of_the_model_once_and_by_its_name():
+    held = [name for rank in (0, 1) for part in split(rank)[0] for name, _ in part.named_parameters()]
+
+    whole = [canonical_name(name) for name, _ in build_on_meta(lambda: SmallModel(n_layers=4)).named_parameters()]
+    assert sorted(held) == sorted(whole)
+
+
+def test_parts_say_what_they_hold_and_are_none_where_they_hold_nothing():
+    (first, last), touched = split(0)
+
+    assert touched == ["embed", "blocks.0", "blocks.3", "norm", "head"]
+    assert first.embed is not None
+    assert first.norm is None
+    assert first.head is None
+    assert last.embed is None
+    assert last.head is not None
+    assert split(1)[1] == ["blocks.1", "blocks.2"]
+
+
+def test_a_model_that_ties_tensors_of_different_stages_is_refused():
+    model = build_on_meta(lambda: SmallModel(n_layers=4))
+    model.head.weight = model.embed.weight
+
+    with pytest.raises(ConfigError, match=r"head\.weight is tied to embed\.weight, which is in another pipeline stage"):
+        split(0, model)
+
+
+def problems(microbatches=4, pp=2, other=None, **keys):
+    job = small_job(passes={"other": other} if other else {})
+    train = attrs.evolve(job.train, grad_accumulation=microbatches)
+    job = attrs.evolve(job, train=train, parallel=ParallelSection(pp=pp, passes=job.parallel.passes))
+    return [sentence for _, sentence in PipelineConfig(**keys).check(job)]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_enough_microbatches_are_fine(schedule):
+    assert problems(schedule=schedule) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"microbatches": 1}, "train.grad_accumulation = 1 gives a step fewer microbatches than"),
+        ({"microbatches": 3, "schedule": "DualPipeV"}, "set it to at least 4"),
+        ({"microbatches": 5, "schedule": "Interleaved1F1B"}, "take a multiple of parallel.pp = 2"),
+        ({"pp": 1}, "there is one stage only, as parallel.pp = 1"),
+    ],
+)
+def test_what_a_schedule_cannot_run_is_refused(keys, sentence):
+    (said,) = problems(**keys)
+    assert sentence in said
+
+
+def test_a_schedule_that_splits_the_backward_refuses_compiled_blocks():
+    compiled = Use(kind="parallel_pass", name="compile", provider="forge-plugins-parallel", factory="a:b", config=None)
+
+    (said,) = problems(schedule="ZBVZeroBubble", other=compiled)
+
+    assert "ZBVZeroBubble cannot be combined with 'compile': it runs the backward for inputs" in said
+    assert problems(schedule="1F1B", other=compiled) == []
+
+
+def test_a_schedule_that_splits_the_backward_refuses_to_free_parameters_between():
+    config = FullyShardConfig(reshard_after_forward="always")
+    sharded = Use(kind="parallel_pass", name="fsdp", provider="forge-plugins-parallel", factory="a:b", config=config)
+
+    (said,) = problems(schedule="InterleavedZeroBubble", other=sharded)
+
+    assert "InterleavedZeroBubble cannot be combined with fsdp.reshard_after_forward" in said
+    assert problems(schedule="Interleaved1F1B", other=sharded) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"schedule": "1F1B", "stages_per_rank": 2}, "1F1B has one stage a rank"),
+        ({"schedule": "DualPipeV", "stages_per_rank": 3}, "DualPipeV has two stages a rank"),
+        ({"schedule": "Interleaved1F1B", "stages_per_rank": 1}, "at least two stages a rank"),
+        ({"schedule": "InterleavedZeroBubble", "stages_per_rank": 0}, "must be at least 1"),
+    ],
+)
+def test_stages_that_a_schedule_does_not_have_are_refused(keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        PipelineConfig(**keys)

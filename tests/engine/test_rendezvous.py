@@ -1,0 +1,82 @@
+"""torchrun's variables are taken as they are, and Slurm's become them."""
+
+import pytest
+
+from forge_core.engine.rendezvous import first_host, world_size_of
+from forge_core.errors import ConfigError
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node", "node"),
+        ("a,b", "a"),
+        ("gpu[07-12,20],login", "gpu07"),
+        ("gpu[3,5-7]", "gpu3"),
+        ("rack[1-2]node[3-4].site", "rack1node3.site"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_no_launcher_is_one_process():
+    assert world_size_of({}) is None
+
+
+def test_slurm_is_translated():
+    environment = dict(SLURM)
+
+    assert world_size_of(environment) == 8
+    assert environment["RANK"] == "5"
+    assert environment["LOCAL_RANK"] == "1"
+    assert environment["MASTER_ADDR"] == "gpu07"
+    assert 15_000 <= int(environment["MASTER_PORT"]) < 30_000
+
+
+def test_every_rank_of_a_step_finds_the_same_port_and_the_next_step_another():
+    ports = set()
+    for rank, step in ((0, 0), (7, 0), (0, 1)):
+        environment = {**SLURM, "SLURM_PROCID": str(rank), "SLURM_STEP_ID": str(step)}
+        world_size_of(environment)
+        ports.add(environment["MASTER_PORT"])
+
+    assert len(ports) == 2
+
+
+def test_what_is_set_by_hand_and_what_torchrun_says_win_over_slurm():
+    by_hand = {**SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "1234"}
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+    assert world_size_of(by_hand) == 8
+    assert (by_hand["MASTER_ADDR"], by_hand["MASTER_PORT"]) == ("other", "1234")
+    assert world_size_of({**SLURM, **torchrun}) == 2
+
+
+@pytest.mark.parametrize("missing", ["SLURM_STEP_ID", "SLURM_PROCID"])
+def test_a_batch_script_of_slurm_is_no_rank(missing):
+    assert world_size_of({name: value for name, value in SLURM.items() if name != missing}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be a number, got 'x'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
+    ],
+)
+def test_an_environment_that_cannot_be(environment, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        world_size_of(dict(environment))

@@ -1,0 +1,174 @@
+"""What only several processes can find out about each other: unequal jobs, a rank that hangs, one that never comes."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+@pytest.fixture
+def start_ranks(tiny):
+    """Start each rank with overrides and environment of its own; all that are left are killed at the end."""
+    started = []
+
+    def start(overrides, environment=None):
+        port = free_port()
+        for rank, own in enumerate(overrides):
+            group = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "LOCAL_RANK": str(rank)}
+            place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            started.append(
+                subprocess.Popen(
+                    tiny.command(*own),
+                    env={**tiny.environment(), **group, **place, **(environment or {})},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return started
+
+    yield start
+    for rank in started:
+        rank.kill()
+        rank.communicate()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_with_unequal_jobs_are_all_refused_with_the_keys_that_differ(tiny, start_ranks):
+    ranks = start_ranks([["optimizer.lr=1e-3"], ["optimizer.lr=2e-3", "train.seed=7", "run.dir=elsewhere"]])
+
+    said = [rank.communicate(timeout=60) for rank in ranks]
+
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "optimizer.lr: 0.001 on rank 0; 0.002 on rank 1" in said[0][1]
+    assert "train.seed: 42 on rank 0; 7 on rank 1" in said[0][1]
+    assert "run.dir" not in said[0][1]
+    assert not tiny.path().exists()
+
+
+def test_a_rank_that_hangs_ends_the_others_with_exit_code_5_within_the_timeout(tiny, start_ranks):
+    settings = ["run.step_timeout=5", "train.steps=100000", "train.batch_size=2", "checkpoint.interval=0"]
+    first, second = start_ranks([settings, settings])
+    wait_for_metrics(tiny, first)
+
+    second.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, said = first.communicate(timeout=60)
+
+    assert first.returncode == 5, said
+    assert time.monotonic() - stopped < 15
+    assert "rank 0 lost another rank" in said
+
+
+def wait_for_metrics(tiny, rank):
+    deadline = time.monotonic() + 60
+    while not (tiny.path() / "metrics.jsonl").exists() or len(tiny.metrics()) < 3:
+        assert rank.poll() is None, rank.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_rank_that_finds_nobody_says_which_host_and_port_and_why(tiny):
+    port = free_port()
+    group = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(port)}
+
+    alone = run_rank(tiny, {**group, "MASTER_ADDR": "localhost"}, "run.first_step_timeout=2")
+    lost = run_rank(tiny, {**group, "MASTER_ADDR": "no-such-host.invalid"})
+
+    assert alone.returncode == 5, alone.stderr
+    assert f"could not join rank 0 at localhost:{port}: the host answers, and nothing listens" in alone.stderr
+    assert lost.returncode == 2, lost.stderr
+    assert "cannot find the host of rank 0: MASTER_ADDR=no-such-host.invalid" in lost.stderr
+
+
+def run_rank(tiny, environment, *overrides):
+    return subprocess.run(
+        tiny.command(*overrides), env={**tiny.environment(), **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_slurm_says_who_is_which_rank(tiny):
+    single = tiny.completed("run.name=single", "train.steps=3")
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    where = {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
+    ranks = [
+        subprocess.Popen(
+            tiny.command("run.name=slurm", "train.steps=3", "train.batch_size=2"),
+            env={**tiny.environment(), **step, **where, "SLURM_PROCID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert losses(tiny.metrics("slurm")) == pytest.approx(losses(single), rel=1e-5)
+
+
+def losses(lines):
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces with nothing between them but a cable: their names, addresses and interfaces."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        pytest.skip("no network namespaces: there is no `ip` command")
+    names = [f"forge-{os.getpid()}-{i}" for i in range(2)]
+    cables = [f"fg{os.getpid() % 100_000}{'ab'[i]}" for i in range(2)]
+    commands = [
+        *(f"ip netns add {name}" for name in names),
+        f"ip link add {cables[0]} type veth peer name {cables[1]}",
+        *(f"ip link set {cable} netns {name}" for name, cable in zip(names, cables, strict=True)),
+        *(f"ip -n {name} addr add 10.207.0.{i + 1}/24 dev {cables[i]}" for i, name in enumerate(names)),
+        *(f"ip -n {name} link set {link} up" for i, name in enumerate(names) for link in (cables[i], "lo")),
+    ]
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"this machine does not allow network namespaces: {command}: {done.stderr.strip()}")
+        yield [(name, f"10.207.0.{i + 1}", cables[i]) for i, name in enumerate(names)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_two_hosts_under_torchrun_have_the_loss_curve_of_one_process(tiny, two_hosts):
+    single = tiny.completed("run.name=single")
+    torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.207.0.1", "--master-port=29517"]
+    hosts = [
+        subprocess.Popen(
+            [
+                *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *torchrun],
+                *[f"--node-rank={i}", f"--local-addr={address}", "-m", "forge_core"],
+                *["run", str(tiny.config), "run.name=hosts", "train.batch_size=2"],
+            ],
+            env={**tiny.environment(), "GLOO_SOCKET_IFNAME": cable},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, (name, address, cable) in enumerate(two_hosts)
+    ]
+    try:
+        said = [host.communicate(timeout=120) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+
+    assert [host.returncode for host in hosts] == [0, 0], said
+    lines = tiny.metrics("hosts")
+    assert losses(lines) == pytest.approx(losses(single), rel=1e-5)
+    assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in single], rel=1e-5)
