@@ -234,6 +234,16 @@ def synchronisations(bench: Bench) -> list[tuple[bool, int]]:
     return counted
 
 
+def empty_lifecycle(steps: int = 10_000) -> float:
+    """Microseconds a step of the events that nobody listens to."""
+    lifecycle = Lifecycle([])
+    started = time.perf_counter()
+    for step in range(steps):
+        for event in ("step_start", "before_optimizer_step", "step_end"):
+            lifecycle.call(event, run=None, step=step, context=None)
+    return (time.perf_counter() - started) / steps * 1e6
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--steps", type=int, default=40)
@@ -250,6 +260,7 @@ def main() -> None:
             ratio = statistics.median(b / a for a, b in pairs)
             added = statistics.median(b - a for a, b in pairs) * 1e3
             print(f"{name:44} {bare:9.3f} {forge:9.3f} {ratio:7.3f} {added:9.3f}")
+        print(f"the empty lifecycle: {empty_lifecycle():.2f} µs a step")
         for accumulation in (1, 4):
             bench = Bench(Path(folder), 25, accumulation, **SHAPES["tiny (dim 64, 2 layers, 4 × 32 tokens)"])
             counted = synchronisations(bench)
