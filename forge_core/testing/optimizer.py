@@ -230,7 +230,7 @@ class OptimizerConformance(ComponentCase):
 
     def _skip_if_it_needs_whole_matrices(self) -> None:
         if _compute_layout(self.make(parameters=_parameters())) == "full_matrix":
-            pytest.skip('compute_layout = "full_matrix": the core gathers the matrices that such an optimizer is given')
+            pytest.skip('compute_layout = "full_matrix": the core refuses it where a mesh shards matrices')
 
 
 def _rank(rank: int, folder: Path, file: str, qualname: str) -> None:

@@ -241,7 +241,7 @@ def test_an_optimizer_of_whole_matrices_is_not_given_shards(tmp_path):
         def make(self, *, parameters):
             return WholeMatrices([entry.parameter for entry in parameters])
 
-    with pytest.raises(pytest.skip.Exception, match="the core gathers the matrices"):
+    with pytest.raises(pytest.skip.Exception, match="the core refuses it where a mesh shards matrices"):
         Case().test_updates_shards_like_whole_tensors(tmp_path)
 
 
