@@ -1,0 +1,1 @@
+"""Forge's standard library for Slurm: submitting, requeueing, and looking after runs."""

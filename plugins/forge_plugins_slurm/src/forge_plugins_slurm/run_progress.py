@@ -1,0 +1,132 @@
+"""How far a run is, read from its directory while it may be running; nothing is written and nothing is locked."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_plugins_slurm.job_record import JobRecord, last_job
+from forge_plugins_slurm.queue import QueuedJob
+
+ALIVE = 30.0
+"""Seconds after a sign of life during which a run that is not in Slurm's queue counts as running."""
+
+
+@attrs.frozen(kw_only=True)
+class RunProgress:
+    """One run."""
+
+    name: str
+    path: Path
+    state: str
+    """``queued``, ``running``, ``finished``, ``stopped`` (saved, and continued by the same command), ``failed``, or
+    ``prepared`` (never started)."""
+    step: int
+    """The last one that was logged."""
+    steps: int | None
+    loss: float | None
+    """Nats a token, of the last logged step."""
+    checkpoint: int | None
+    """Step of the newest checkpoint."""
+    job_id: str | None
+    reason: str
+    """What Slurm adds: why the job waits, or on which nodes it runs."""
+    age: float | None
+    """Seconds since the run has last written something."""
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The directories of runs in ``folder``: itself, or those in it, by name."""
+    if _is_run(folder):
+        return [folder]
+    return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path)) if folder.is_dir() else []
+
+
+def progress_of(run: Path, job: JobRecord | None, queue: Mapping[str, QueuedJob]) -> RunProgress:
+    """Args: ``job`` is the run's newest, and ``queue`` has those that wait or run, by id."""
+    steps = _total_steps(run)
+    logged = _last_logged(run)
+    checkpoint = max(checkpoint_steps(run), default=None)
+    in_queue = queue.get(job.job_id) if job else None
+    age = _age(run)
+    return RunProgress(
+        name=run.name,
+        path=run,
+        state=_state(run, in_queue, age, is_complete=steps is not None and checkpoint == steps),
+        step=int(logged.get("step", 0)),
+        steps=steps,
+        loss=logged.get("loss"),
+        checkpoint=checkpoint,
+        job_id=job.job_id if job else None,
+        reason=in_queue.reason if in_queue else "",
+        age=age,
+    )
+
+
+def checkpoint_steps(run: Path) -> Iterator[int]:
+    """The steps of the committed checkpoints; a folder has this name only once it is whole."""
+    for manifest in run.glob("checkpoints/step_*/manifest.json"):
+        digits = manifest.parent.name.removeprefix("step_")
+        if digits.isdecimal():
+            yield int(digits)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "job.toml").is_file() or last_job(path) is not None
+
+
+def _state(run: Path, job: QueuedJob | None, age: float | None, *, is_complete: bool) -> str:
+    if job is not None:
+        return "queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING") else "running"
+    if is_complete:
+        return "finished"
+    if age is None:
+        return "prepared"
+    last_words = _tail(run / "log.txt")[-1:]
+    if any(line.startswith("stopped at step") for line in last_words):
+        return "stopped"
+    if any(line.startswith("failed at step") for line in last_words):
+        return "failed"
+    return "running" if age < ALIVE else "failed"
+
+
+def _total_steps(run: Path) -> int | None:
+    for path in (run / "job.toml", run / "slurm" / "job.toml"):
+        try:
+            return int(tomllib.loads(path.read_text())["train"]["steps"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _last_logged(run: Path) -> dict[str, Any]:
+    for line in reversed(_tail(run / "metrics.jsonl")):
+        try:
+            values = json.loads(line)
+        except ValueError:  # the end of it is being written, or the beginning is before the tail
+            continue
+        if isinstance(values, dict) and "loss" in values:
+            return values
+    return {}
+
+
+def _tail(path: Path, n_bytes: int = 16_384) -> list[str]:
+    """The last lines; a run of weeks has metrics of megabytes."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - n_bytes))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _age(run: Path) -> float | None:
+    files = [run / name for name in ("log.txt", "metrics.jsonl", "lease.json")]
+    written = [file.stat().st_mtime for file in files if file.exists()]
+    return max(0.0, time.time() - max(written)) if written else None

@@ -1,0 +1,72 @@
+"""``forge status``: the runs in a folder, and what their Slurm jobs do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import click
+
+from forge_core.errors import ConfigError
+from forge_plugins_slurm.job_record import last_job
+from forge_plugins_slurm.queue import queued_jobs
+from forge_plugins_slurm.run_progress import RunProgress, progress_of, runs_in
+
+
+@click.command()
+@click.argument("folder", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(folder: Path, as_json: bool) -> None:
+    """Show the runs in DIR (by default runs/), or the one run whose directory it is."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such directory; name the run.dir of the runs, or one run's directory")
+    jobs = {run: last_job(run) for run in runs_in(folder)}
+    queue = queued_jobs([job.job_id for job in jobs.values() if job is not None])
+    if queue is None:
+        click.echo("note: Slurm does not answer, so that what is queued is not known", err=True)
+    found = [progress_of(run, job, queue or {}) for run, job in jobs.items()]
+    if as_json:
+        rows = [{**attrs.asdict(one), "path": str(one.path)} for one in found]
+        click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+    elif found:
+        _print_table(found)
+    else:
+        click.echo(f"there are no runs in {folder}")
+
+
+def _print_table(runs: Sequence[RunProgress]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("RUN", overflow="fold")
+    table.add_column("STATE")
+    for title in ("STEP", "LOSS", "SAVED"):
+        table.add_column(title, justify="right")
+    table.add_column("JOB")
+    table.add_column("LAST SEEN", justify="right")
+    for run in runs:
+        job = " ".join(filter(None, (run.job_id, run.reason)))
+        table.add_row(
+            Text(run.name),
+            Text(run.state, style=_STYLES.get(run.state, "")),
+            f"{run.step}/{'?' if run.steps is None else run.steps}",
+            "-" if run.loss is None else f"{run.loss:.4f}",
+            "-" if run.checkpoint is None else str(run.checkpoint),
+            Text(job or "-"),
+            "-" if run.age is None else _duration(run.age),
+        )
+    Console().print(table)
+
+
+_STYLES = {"running": "green", "failed": "red", "queued": "yellow", "finished": "dim"}
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

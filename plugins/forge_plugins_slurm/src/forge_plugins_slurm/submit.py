@@ -1,0 +1,209 @@
+"""``forge submit``: write a Slurm script that survives preemption, and submit it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time as clock
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+import click
+
+from forge_core.builder import ComponentBuilder
+from forge_core.commands.validate import options_of, summary
+from forge_core.config.job import dump_job, load_job
+from forge_core.config.sections import Job, RunSection
+from forge_core.config.time_limit import lead_problem, seconds_of
+from forge_core.errors import ConfigError, ForgeError
+from forge_plugins_slurm.cluster import FILE, VARIABLE, Cluster, find_cluster_file, read_cluster, with_options
+from forge_plugins_slurm.job_record import JobRecord, last_job, record_job
+from forge_plugins_slurm.queue import queued_jobs
+from forge_plugins_slurm.script import Submission, batch_script
+from forge_plugins_slurm.sweep import Point, points_of
+
+if TYPE_CHECKING:
+    from forge_core.cli import Invocation
+
+REQUEUE = "forge-plugins-slurm:slurm_requeue"
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
+@click.option("--time", metavar="TIME", help="Limit of one start of the job, as Slurm writes it: 12:00:00, 2-00:00:00.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs of each node; one rank a GPU.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="N", help="For nodes without GPUs.")
+@click.option("--partition", help="Where to submit.")
+@click.option("--account", help="Whom the time is charged to.")
+@click.option("--launcher", type=click.Choice(["srun", "torchrun"]), help="What starts the ranks.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="KEY=V,V",
+    help="A run for each value, as one job array. Repeated, a run for each combination.",
+)
+@click.option("--print", "only_print", is_flag=True, help="Print the script; write and submit nothing.")
+@click.pass_obj
+def submit(
+    obj: Invocation,
+    config: Path,
+    overrides: tuple[str, ...],
+    nodes: int,
+    time: str | None,
+    gpus_per_node: int | None,
+    ranks_per_node: int | None,
+    partition: str | None,
+    account: str | None,
+    launcher: Literal["srun", "torchrun"] | None,
+    sweeps: tuple[str, ...],
+    only_print: bool,
+) -> None:
+    """Check the job in CONFIG for the nodes that it will run on, write a Slurm script, and submit it.
+
+    OVERRIDES are --section.key=value, section.key=value or --section.key value. What is true of the cluster stands in
+    cluster.toml next to CONFIG, or in the file that FORGE_CLUSTER names; options go before it.
+    """
+    cluster_file = find_cluster_file(config)
+    cluster = with_options(
+        read_cluster(cluster_file),
+        time=time,
+        gpus_per_node=gpus_per_node,
+        ranks_per_node=ranks_per_node,
+        partition=partition,
+        account=account,
+        launcher=launcher,
+    )
+    limit = _time_limit(cluster, cluster_file)
+    points = points_of(sweeps)
+    jobs = _jobs(obj, config, overrides, points, nodes * cluster.ranks_on_each_node, cluster, limit)
+    name = str(jobs[0].run.name).removesuffix(points[0].suffix)
+    here = Path.cwd()
+    runs = [here / job.run.dir.expanduser() / str(job.run.name) for job in jobs]
+    submission = Submission(
+        name=name,
+        runs=runs,
+        is_array=bool(sweeps),
+        folder=runs[0].parent / f"{name}-sweep" if sweeps else runs[0] / "slurm",
+        working_directory=here,
+        nodes=nodes,
+        time=limit,
+        cluster=cluster,
+        python=cluster.python or sys.executable,
+        disabled_plugins=obj.disabled,
+    )
+    script = batch_script(submission)
+    if only_print:
+        click.echo(script, nl=False)
+        return
+    _refuse_if_queued(submission.runs)
+    _write(submission, script, jobs)
+    job = _sbatch(submission.script)
+    for task, run in enumerate(submission.runs):
+        task_id = f"{job}_{task}" if submission.is_array else job
+        log = str(submission.log).replace("%A", job).replace("%a", str(task)) if submission.is_array else submission.log
+        record_job(run, JobRecord(job_id=task_id, submitted=clock.time(), log=str(log)))
+    what = f"{len(jobs)} runs" if submission.is_array else summary(jobs[0], nodes * cluster.ranks_on_each_node)
+    click.echo(f"submitted job {job}: {what}")
+    click.echo(f"script {submission.script}\nlog    {submission.log}")
+
+
+def _time_limit(cluster: Cluster, file: Path | None) -> str:
+    if cluster.time is None:
+        raise ConfigError(
+            f"--time is missing: the time limit of one start of the job, as in --time 12:00:00; or set time in "
+            f"{file or f'{FILE}, next to the configuration or where {VARIABLE} says'}"
+        )
+    seconds = seconds_of(cluster.time)
+    if cluster.signal_lead >= seconds:
+        raise ConfigError(
+            f"signal_lead = {cluster.signal_lead} s is not below the time limit of {cluster.time} = {seconds} s: the "
+            f"run would be told to save and leave as soon as it starts; raise --time, or lower signal_lead in "
+            f"{file or FILE}"
+        )
+    return cluster.time
+
+
+def _jobs(
+    obj: Invocation,
+    config: Path,
+    overrides: Sequence[str],
+    points: Sequence[Point],
+    world_size: int,
+    cluster: Cluster,
+    limit: str,
+) -> list[Job]:
+    """One for each point, checked for the number of ranks, and with the callback that requeues."""
+    jobs = []
+    for point in points:
+        settings = (*overrides, *point.overrides)
+        job = load_job(config, settings, catalog=obj.catalog, world_size=world_size, options=options_of(submit))
+        if point.suffix:
+            job = attrs.evolve(job, run=attrs.evolve(job.run, name=f"{job.run.name}{point.suffix}"))
+        job = attrs.evolve(job, run=_stopping_in_time(job.run, cluster, limit))
+        catalog = obj.catalog(job.plugins.disable)
+        if REQUEUE not in [callback.qualified_name for callback in job.callbacks]:
+            requeue = ComponentBuilder(catalog).resolve("callback", REQUEUE)
+            job = attrs.evolve(job, callbacks=(*job.callbacks, requeue))
+        jobs.append(job)
+    return jobs
+
+
+def _stopping_in_time(run: RunSection, cluster: Cluster, limit: str) -> RunSection:
+    """By the run's own clock as well: Slurm looks every 30 seconds only, and wrappers and containers lose signals.
+
+    Raises:
+        ConfigError: the run would stop as soon as it starts.
+    """
+    lead = float(cluster.signal_lead) if run.stop_before_end is None else run.stop_before_end
+    for what, one in (("the time limit of the job", limit), ("run.time_limit", run.time_limit)):
+        problem = lead_problem(lead, one, what) if one is not None else None
+        if problem:
+            raise ConfigError(f"run.stop_before_end: {problem}")
+    return attrs.evolve(run, stop_before_end=lead)
+
+
+def _refuse_if_queued(runs: Sequence[Path]) -> None:
+    """A job that waits reads its ``job.toml`` when it starts: a second one must not write over it.
+
+    Raises:
+        ConfigError: a job of one of these runs waits or runs.
+    """
+    last = {run: job for run in runs if (job := last_job(run)) is not None}
+    queued = queued_jobs([job.job_id for job in last.values()]) or {}
+    for run, job in last.items():
+        if job.job_id in queued:
+            raise ConfigError(
+                f"{run} has job {job.job_id} already, which is {queued[job.job_id].state.lower()}; "
+                f"scancel {job.job_id}, or choose another run.name"
+            )
+
+
+def _write(submission: Submission, script: str, jobs: Sequence[Job]) -> None:
+    try:
+        for run, job in zip(submission.runs, jobs, strict=True):
+            (run / "slurm").mkdir(parents=True, exist_ok=True)
+            (run / "slurm" / "job.toml").write_text(dump_job(job))
+            (run / "slurm" / "failures").unlink(missing_ok=True)  # whoever submits again has mended something
+        submission.folder.mkdir(parents=True, exist_ok=True)
+        submission.script.write_text(script)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {error.filename}: {error.strerror}") from error
+
+
+def _sbatch(script: Path) -> str:
+    """Returns the job's id."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            f"there is no sbatch on this machine, so nothing was submitted; on one with Slurm: sbatch {script}"
+        )
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("sbatch: error: ")
+        raise ForgeError(f"Slurm does not take the job: {said}\nThe script is {script}")
+    return done.stdout.strip().partition(";")[0]  # of a federation, the cluster's name follows

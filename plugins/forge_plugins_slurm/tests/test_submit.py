@@ -1,0 +1,372 @@
+"""``forge submit``: what it refuses before anything is written, and the script that it writes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli import main
+from forge_core.errors import ConfigError
+from forge_plugins_slurm.cluster import Cluster, read_cluster
+from forge_plugins_slurm.script import Submission, batch_script
+from forge_plugins_slurm.sweep import points_of
+
+
+@pytest.fixture
+def forge(slurm_job, monkeypatch, capsys):
+    """Runs a command in this process; returns exit code, output and errors."""
+    monkeypatch.chdir(slurm_job.folder)
+    monkeypatch.delenv("FORGE_CLUSTER", raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no sbatch, unless a test puts one there
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main([arguments[0], *([str(slurm_job.config)] if arguments[0] == "submit" else []), *arguments[1:]])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch, forge):
+    """A stand-in that takes everything: what Slurm makes of it is looked at with a real one."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"sbatch": "echo 12", "squeue": "cat queue 2>/dev/null; true"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+# -- cluster.toml
+
+
+def test_cluster_facts_are_read_from_the_file_beside_the_configuration_and_changed_by_options(forge, slurm_job):
+    (slurm_job.folder / "cluster.toml").write_text(
+        'partition = "a100"\naccount = "lab"\ngpus_per_node = 8\ntime = "2-00:00:00"\ncpus_per_rank = 12\n'
+        'modules = ["cuda/12.8"]\nsetup = ["ulimit -l unlimited"]\nsbatch_options = ["--exclusive"]\n'
+        '[environment]\nNCCL_SOCKET_IFNAME = "ib 0"\n'
+    )
+
+    code, script, _ = forge("submit", "--nodes", "4", "--partition", "h100", "--print")
+
+    assert code == 0
+    for line in (
+        "#SBATCH --partition=h100",
+        "#SBATCH --account=lab",
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=12",
+        "#SBATCH --time=2-00:00:00",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "module load cuda/12.8",
+        "ulimit -l unlimited",
+        "export NCCL_SOCKET_IFNAME='ib 0'",
+    ):
+        assert line in script.splitlines(), script
+    assert not (slurm_job.folder / "runs").exists()
+
+
+def test_forge_cluster_names_another_file(forge, slurm_job, monkeypatch):
+    (slurm_job.folder / "other.toml").write_text('time = "1:00:00"\npartition = "named"\n')
+    monkeypatch.setenv("FORGE_CLUSTER", "other.toml")
+
+    assert "--partition=named" in forge("submit", "--print")[1]
+    monkeypatch.setenv("FORGE_CLUSTER", "missing.toml")
+    code, _, error = forge("submit", "--print")
+    assert (code, "missing.toml: there is no such file" in error) == (2, True), error
+
+
+def test_mistakes_in_cluster_toml_are_all_named_with_their_lines(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        'partion = "a100"\ngpus_per_node = "8"\ntime = "soon"\nlauncher = "mpirun"\nsignal_lead = 0\n'
+        'sbatch_options = ["exclusive"]\n[environment]\nA = 1\n'
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(file)
+
+    said = str(caught.value)
+    assert f"{file}:1: partion: unknown key; did you mean 'partition'?" in said
+    assert f'{file}:2: gpus_per_node: expected an integer, got the string "8"' in said
+    assert f"{file}:4: launcher" in said
+    assert f"{file}:8: environment.A: expected a string, got the integer 1" in said
+    file.write_text('time = "soon"\nsignal_lead = 0\nsbatch_options = ["exclusive"]\n')
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(file)
+    said = str(caught.value)
+    assert f"{file}:1: time: 'soon' is not a time limit; write minutes" in said
+    assert f"{file}:2: signal_lead: must be greater than 0, got 0" in said
+    assert f"{file}:3: sbatch_options" in said
+    assert "must be written as --option=value, got 'exclusive'" in said
+
+
+def test_gpus_and_ranks_on_a_node_are_not_both_asked_for(forge, tmp_path):
+    file = tmp_path / "both.toml"
+    file.write_text("gpus_per_node = 8\nranks_per_node = 4\n")
+
+    with pytest.raises(ConfigError, match="gpus_per_node = 8 and ranks_per_node = 4 are both given"):
+        read_cluster(file)
+    code, _, error = forge("submit", "--time", "10", "--gpus-per-node", "2", "--ranks-per-node", "4", "--print")
+    assert (code, "are both given" in error) == (2, True)
+
+
+# -- what is refused before anything is written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--time is missing"),
+        (["--time", "12h"], "'12h' is not a time limit"),
+        (["--time", "1:00"], "signal_lead = 120 s is not below the time limit of 1:00 = 60 s"),
+        (["--time", "30", "optimizer.lr=fast"], "optimizer.lr: expected a number"),
+        (["--time", "30", "--nodes", "3", "train.global_batch_size=8"], "must be a multiple of"),
+        (["--time", "30", "--sweep", "optimizer.lr"], "expected key=value,value"),
+        (["--time", "30", "--sweep", "optimizer.lr=1e-3,0"], "optimizer.lr=0: optimizer.lr"),
+        (["--time", "30", "--node", "3"], "did you mean '--nodes'?"),
+        (["--time", "30"], "there is no sbatch on this machine"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(forge, slurm_job, arguments, sentence):
+    code, _, error = forge("submit", *arguments)
+
+    assert code == 2
+    assert sentence in error
+    assert not list(slurm_job.folder.glob("runs/*/slurm/jobs.jsonl"))
+
+
+def test_a_run_that_has_a_job_in_the_queue_is_not_submitted_again(forge, sbatch, slurm_job):
+    assert forge("submit", "--time", "30")[0] == 0
+    before = (slurm_job.path("tiny") / "slurm/job.toml").read_text()
+    (slurm_job.folder / "queue").write_text("11|RUNNING|n1\n12|PENDING|(Priority)\n")
+
+    code, _, error = forge("submit", "--time", "30", "train.steps=7")
+
+    assert code == 2
+    assert "has job 12 already, which is pending; scancel 12" in error
+    assert (slurm_job.path("tiny") / "slurm/job.toml").read_text() == before
+    (slurm_job.folder / "queue").write_text("11|RUNNING|n1\n")
+    assert forge("submit", "--time", "30", "train.steps=7")[0] == 0
+
+
+def test_submitting_and_looking_import_no_torch(slurm_job):
+    program = (
+        "import sys; from forge_core.cli import main\n"
+        f"assert main(['submit', {str(slurm_job.config)!r}, '--time', '30', '--print']) == 0\n"
+        f"assert main(['status', {str(slurm_job.folder)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+
+
+# -- what is written
+
+
+def test_the_job_is_resolved_for_the_ranks_that_will_run_and_requeues_itself(forge, sbatch, slurm_job):
+    code, said, _ = forge(
+        "submit", "--time", "30", "--nodes", "2", "--ranks-per-node", "3", "train.global_batch_size=48"
+    )
+
+    assert code == 0
+    assert said.startswith("submitted job 12: ")
+    job = tomllib.loads((slurm_job.path("tiny") / "slurm/job.toml").read_text())
+    assert job["callbacks"] == [{"name": "forge-plugins-slurm:slurm_requeue"}]
+    assert job["train"]["global_batch_size"] == 48
+    assert "48 × 32 tokens on 6 ranks" in said
+    assert main(["validate", str(slurm_job.path("tiny") / "slurm/job.toml"), "--world-size", "6"]) == 0
+
+
+def test_a_callback_that_is_named_already_is_not_added_twice(forge, sbatch, slurm_job):
+    forge("submit", "--time", "30", "callbacks=['slurm_requeue']")
+
+    job = tomllib.loads((slurm_job.path("tiny") / "slurm/job.toml").read_text())
+    assert job["callbacks"] == [{"name": "forge-plugins-slurm:slurm_requeue"}]
+
+
+def test_a_sweep_is_an_array_with_a_run_for_each_combination(forge, sbatch, slurm_job):
+    code, said, _ = forge("submit", "--time", "30", "--sweep", "optimizer.lr=1e-3,3e-4", "--sweep", "train.seed=1,2")
+
+    assert code == 0
+    assert "submitted job 12: 4 runs" in said
+    names = [f"tiny-lr-{lr}-seed-{seed}" for lr in ("1e-3", "3e-4") for seed in (1, 2)]
+    for task, name in enumerate(names):
+        job = tomllib.loads((slurm_job.path(name) / "slurm/job.toml").read_text())
+        assert job["run"]["name"] == name
+        assert (job["optimizer"]["lr"], job["train"]["seed"]) == ((1e-3, 3e-4)[task // 2], task % 2 + 1)
+        assert f'"job_id": "12_{task}"' in (slurm_job.path(name) / "slurm/jobs.jsonl").read_text()
+    script = (slurm_job.folder / "runs/tiny-sweep/job.sh").read_text()
+    assert "#SBATCH --array=0-3" in script
+    chosen = script[script.index("runs=(") : script.index("job=${")]
+    for task, name in enumerate(names):
+        printed = subprocess.run(
+            ["bash", "-c", f"SLURM_ARRAY_TASK_ID={task}\n{chosen}\necho $run"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert Path(printed.strip()) == slurm_job.path(name)
+
+
+def test_sweeps_keep_values_with_commas_together_and_names_apart():
+    points = points_of(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]", 'data.path="a,b",c'])
+
+    assert points[0].overrides == ("optimizer.betas=[0.9, 0.95]", 'data.path="a,b"')
+    assert [point.suffix for point in points] == [
+        "-betas-0.9_0.95-path-a_b",
+        "-betas-0.9_0.95-path-c",
+        "-betas-0.9_0.99-path-a_b",
+        "-betas-0.9_0.99-path-c",
+    ]
+    assert points_of(["eval.interval=1", "metrics.interval=2"])[0].suffix == "-eval.interval-1-metrics.interval-2"
+    for wrong, why in [
+        (["a.b=1,1"], "would both be called"),
+        (["a.b=1", "a.b=2"], "swept twice"),
+        (["a.b=1,"], "expected"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            points_of(wrong)
+    assert [point.overrides for point in points_of([])] == [()]
+
+
+# -- the script as a shell reads it
+
+
+SCRIPTS = {
+    "plain": Cluster(),
+    "torchrun": Cluster(launcher="torchrun", ranks_per_node=2, cpus_per_rank=3),
+    "contained": Cluster(container=("apptainer", "exec", "an image.sif"), srun_options=("--mpi=none",)),
+}
+
+
+def submission(run: Path, cluster: Cluster, time: str = "1:00:00") -> Submission:
+    return Submission(
+        name="demo",
+        runs=[run],
+        is_array=False,
+        folder=run / "slurm",
+        working_directory=run.parent,
+        nodes=2,
+        time=time,
+        cluster=cluster,
+        python="/a python",
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_valid_shell_without_open_quotes(tmp_path, name):
+    script = batch_script(submission(tmp_path / "a 'run'", SCRIPTS[name]))
+
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("code", "outcome", "checkpoints", "asked", "ends_with", "says", "requeues"),
+    [
+        (0, "", [], False, 0, "finished", False),
+        (2, "2", [], False, 2, "starting again would not help", False),
+        (1, "2", [], False, 2, "starting again would not help", False),  # torchrun's own code is 1
+        (1, "3", [], True, 3, "stopped and saved; back into the queue", True),
+        (3, "3", [], False, 3, "not to be continued", False),
+        (4, "4", [], False, 4, "not finite", False),
+        (138, "", [], False, 138, "before the run could listen", True),
+        (137, "", ["step_00000010"], False, 137, "after a new checkpoint", True),
+        (137, "5", [], False, 5, "crash 1 of at most 3", True),
+    ],
+)
+def test_what_the_script_makes_of_an_exit_code(
+    tmp_path, name, code, outcome, checkpoints, asked, ends_with, says, requeues
+):
+    """With an srun that ends as it is told, and a scontrol that only remembers."""
+    run = tmp_path / "a 'run'"
+    (run / "slurm").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    state = shlex.quote(str(run))
+    srun = [f'printf "%s\\n" "$@" >{state}/command']
+    srun += [f"printf {outcome} >{state}/slurm/outcome"] if outcome else []
+    srun += [f"mkdir {state}/checkpoints/{one}" for one in checkpoints]
+    srun += [f"touch {state}/slurm/requeue"] if asked else []
+    stubs = {
+        "srun": "\n".join([*srun, f"exit {code}"]),
+        "scontrol": f'echo "$@" >{state}/requeued; exit 1',
+        "sleep": "exit 0",
+    }
+    for tool, text in stubs.items():
+        (tools / tool).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / tool).chmod(0o755)
+
+    done = subprocess.run(
+        ["bash"],
+        input=batch_script(submission(run, SCRIPTS[name])),
+        env={"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.returncode == ends_with, done.stdout + done.stderr
+    assert says in done.stdout
+    assert (run / "requeued").exists() is requeues
+    command = (run / "command").read_text().splitlines()
+    assert command[-4:] == ["-m", "forge_core", "run", f"{run}/slurm/job.toml"]
+    assert ("an image.sif" in command) is (name == "contained")
+    assert ("torch.distributed.run" in command) is (name == "torchrun")
+
+
+def test_a_time_limit_in_which_a_run_cannot_start_is_given_up_like_a_crash(tmp_path):
+    """Otherwise it would start and be told to leave for ever."""
+    script = batch_script(submission(tmp_path, Cluster(max_failures=1), time="2"))
+
+    assert '[ "$SECONDS" -lt 0 ]' in script
+    assert script.index("the time limit has come before the run could listen") < script.index("# It crashed.")
+
+
+def test_crashes_are_counted_until_there_is_a_new_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    (run / "slurm").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool, text in {
+        "srun": "[ -e next ] && mv next run/checkpoints/step_00000020; exit 137",
+        "scontrol": "exit 1",
+    }.items():
+        (tools / tool).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / tool).chmod(0o755)
+
+    def crash() -> str:
+        return subprocess.run(
+            ["bash"],
+            input=batch_script(submission(run, Cluster(max_failures=2))),
+            cwd=tmp_path,
+            env={"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+
+    assert "crash 1 of at most 2" in crash()
+    assert "crash 2 of at most 2" in crash()
+    (tmp_path / "next").mkdir()
+    assert "after a new checkpoint" in crash()
+    assert "crash 1 of at most 2" in crash()
+    assert "crash 2 of at most 2" in crash()
+    assert "crash 3 in a row without a new checkpoint: given up" in crash()
