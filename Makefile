@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast lint types docs clean
+.PHONY: demo test test-fast test-nightly torture lint types docs clean
 
 demo: $(VENV)/installed  ## Train a small model on real text, interrupt it, resume it, sample from it.
 	rm -rf runs/demo
@@ -21,7 +21,13 @@ test: $(VENV)/installed-dev  ## The whole suite.
 	$(BIN)/python -m pytest -q
 
 test-fast: $(VENV)/installed-dev  ## Without the tests that take more than ten seconds each.
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow and not nightly and not torture"
+
+test-nightly: $(VENV)/installed-dev  ## What takes minutes each: every way in which a cluster can end a job.
+	FORGE_REQUIRE_SLURM=1 $(BIN)/python -m pytest -q -m nightly
+
+torture: $(VENV)/installed-dev  ## A run under random faults, and a thousand kills. FORGE_TORTURE_SECONDS shortens the run.
+	$(BIN)/python -m pytest -q -s -m torture
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ from forge_core.contracts.callback import Requests, RunContext
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.discovery import discover
+from forge_core.engine.anomalies import Anomalies
 from forge_core.engine.build import build_model, build_optimizer
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.lifecycle import Lifecycle
@@ -79,6 +80,31 @@ class RandomTokens:
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         rows = self._samples[indices]
         return {"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
+
+
+class NothingIsSaved:
+    """In place of ``Saving``: files are not what is measured here."""
+
+    is_writing = False
+
+    def begin(self, step: int, tokens: int, progress: Mapping, metrics: Mapping) -> None:
+        pass
+
+    def wait_until_copied(self) -> None:
+        pass
+
+    def look(self, step: int, *, is_written: bool) -> None:
+        pass
+
+    def finish(self, *, must_succeed: bool = False) -> None:
+        pass
+
+
+class NothingGoesWrong:
+    """In place of ``RollingBack``."""
+
+    def state(self) -> Mapping:
+        return {}
 
 
 class Bench:
@@ -169,6 +195,7 @@ class Bench:
             requests=Requests(),
             log=print,
         )
+        loader = self.loader()
         return Trainer(
             job=self.job,
             mesh=self.mesh,
@@ -177,12 +204,16 @@ class Bench:
             executor=PlainExecutor(model, loss),
             optimizer=optimizer,
             schedule=schedule,
-            loader=self.loader(),
+            loader=loader,
             evaluation=None,
             measurement=Measurement(self.device, 1.0, None, 1),
             lifecycle=Lifecycle([]),
             context=context,
-            save=lambda step, tokens: Path(),
+            saving=NothingIsSaved(),
+            anomalies=Anomalies(
+                self.job.anomalies, self.mesh, self.device, loader, print, lambda event, **facts: print(event, facts)
+            ),
+            rolling_back=NothingGoesWrong(),
             record=lambda values: None,
         )
 

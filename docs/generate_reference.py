@@ -19,6 +19,7 @@ from forge_core.component import PHASES, PassComponent, Slot
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.limits import schema_limits
 from forge_core.config.sections import Job
+from forge_core.conflicts import condition_words, other_words
 from forge_core.discovery import discover
 from forge_core.imports import load_reference
 
@@ -56,35 +57,44 @@ def config_reference(catalog: Catalog) -> Iterator[str]:
 
 
 def pass_tables(catalog: Catalog) -> Iterator[str]:
-    """The installed passes in the order in which they are applied, and which of them exclude each other."""
+    """The phases, the installed passes in the order in which they are applied, and what excludes what."""
+    phases = tuple(PHASES)
     passes = [one.component for one in catalog.components("parallel_pass")]
-    passes = sorted((one for one in passes if isinstance(one, PassComponent)), key=lambda one: PHASES.index(one.phase))
+    passes = sorted((one for one in passes if isinstance(one, PassComponent)), key=lambda one: phases.index(one.phase))
     yield "# Table of passes"
     yield ""
-    yield "Generated from what the installed passes declare. Phases are applied in this order: "
-    yield " → ".join(f"**{phase}**" for phase in PHASES) + "."
+    yield "Generated from what the installed passes declare; `forge plugins show parallel_pass NAME` says the same of"
+    yield "one pass, and `forge validate` reports every need and every conflict of a job at once."
+    yield ""
+    yield "## Phases"
+    yield ""
+    yield "Passes change a model in this order, whatever the order of the configuration:"
+    yield ""
+    yield "| phase | here because |"
+    yield "|---|---|"
+    yield from (_row((f"**{phase}**", reason)) for phase, reason in PHASES.items())
+    yield ""
+    yield "## Passes"
     yield ""
     yield "| pass | phase | what it does | serves | after | before | needs |"
     yield "|---|---|---|---|---|---|---|"
     for one in passes:
-        lists = (one.serves, one.after, one.before, one.needs)
-        cells = (
-            f"`{one.name}`",
-            one.phase,
-            one.summary,
-            *(", ".join(f"`{name}`" for name in names) for names in lists),
-        )
-        yield _row(cells)
+        lists = (one.serves, one.after, one.before, [need.other for need in one.needs if not need.when])
+        yield _row((f"`{one.name}`", one.phase, one.summary, *(", ".join(map(_code, names)) for names in lists)))
     yield ""
-    yield "## Conflicts"
+    yield "## Needs and conflicts"
     yield ""
-    conflicts = [(one.name, conflict.other, conflict.reason) for one in passes for conflict in one.conflicts]
-    if not conflicts:
-        yield "No installed pass excludes another one."
-        return
-    yield "| pass | cannot be combined with | because |"
-    yield "|---|---|---|"
-    yield from (_row((f"`{name}`", f"`{other}`", reason)) for name, other, reason in conflicts)
+    yield "Of the pass with these values of its keys, or, where there are none, whatever its keys say."
+    yield ""
+    yield "| pass | where | | because |"
+    yield "|---|---|---|---|"
+    for one in passes:
+        for need in (need for need in one.needs if need.when):
+            words = f"needs {_code(need.other)}"
+            yield _row((_code(one.name), _code(condition_words(need.when)), words, need.reason))
+        for conflict in one.conflicts:
+            words = f"cannot be combined with {_code(other_words(conflict))}"
+            yield _row((_code(one.name), _code(condition_words(conflict.when)), words, conflict.reason))
 
 
 def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
@@ -178,6 +188,10 @@ def _default(field: attrs.Attribute[Any]) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
 
 
 def _plain(docstring: str) -> str:

@@ -2,7 +2,7 @@
 
 import pluggy
 
-from forge_core.component import Command, Component, Conflict, Kind, PassComponent, Slot, Use
+from forge_core.component import Check, Command, Component, Conflict, Kind, Need, PassComponent, Slot, Use
 
 ENTRY_POINT_GROUP = "forge.v1"
 """Where plugins announce themselves. The number is the major version of the contract."""
@@ -16,10 +16,12 @@ hookimpl = pluggy.HookimplMarker("forge")
 __all__ = [
     "API_MINOR",
     "ENTRY_POINT_GROUP",
+    "Check",
     "Command",
     "Component",
     "Conflict",
     "Kind",
+    "Need",
     "PassComponent",
     "Slot",
     "Use",

@@ -6,9 +6,14 @@ checkpointing, and they are reported apart from the task loss.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
+
+Place = Literal["stream", "read"]
+"""Where a value is computed from: the residual stream (what blocks, embeddings and ``row`` layers give), or what layers
+cut by output read (what a norm gives). Under tensor parallelism each rank has its share of the positions of the first,
+or a copy; of the second it has a copy, whose gradient is the sum over ranks."""
 
 
 class AuxiliaryLedger:
@@ -16,11 +21,27 @@ class AuxiliaryLedger:
 
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
-        self._sums: dict[str, torch.Tensor] = {}
+        self._readers = 1
+        self._sums: dict[tuple[str, Place], torch.Tensor] = {}
+        self._stream_is_shared_out = False
 
-    def start_step(self, scale: torch.Tensor) -> None:
-        """Forget the last step. ``scale`` is a scalar on the device: 1 / valid tokens of the step, over all ranks."""
+    def start_run(self) -> None:
+        """Forget what passes have said about the model before."""
+        self._stream_is_shared_out = False
+
+    def share_out_stream(self) -> None:
+        """Said by the pass that gives each rank along ``tp`` its share of the positions of the residual stream."""
+        self._stream_is_shared_out = True
+
+    def start_step(self, scale: torch.Tensor, readers: int = 1) -> None:
+        """Forget the last step.
+
+        Args:
+            scale: scalar on the device, 1 / valid tokens of the step over all ranks.
+            readers: ranks along ``tp``, which all compute what is computed from the place ``"read"``.
+        """
         self._scale = scale
+        self._readers = readers
         self._sums.clear()
 
     def scale_for(self, activation: torch.Tensor) -> torch.Tensor:
@@ -28,20 +49,31 @@ class AuxiliaryLedger:
             return torch.ones((), device=activation.device)
         return self._scale
 
-    def add(self, name: str, value: torch.Tensor) -> None:
+    def gradient_for(self, value: torch.Tensor, place: Place) -> torch.Tensor:
+        """What backward begins with at ``value``, in its dtype; a tensor of its own."""
+        return (self.scale_for(value) / (self._readers if place == "read" else 1)).to(value.dtype)
+
+    def add(self, name: str, place: Place, value: torch.Tensor) -> None:
         """Backward runs once for each forward that counts, also where activations are computed twice."""
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
+        key = (name, place)
+        self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def means(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each auxiliary loss a valid token, detached device scalars."""
-        return {name: value * self.scale_for(value) for name, value in self._sums.items()}
+        """This rank's part of each auxiliary loss a valid token, detached device scalars; their sum over all ranks is
+        the whole."""
+        means: dict[str, torch.Tensor] = {}
+        for (name, place), value in self._sums.items():
+            copies = 1 if place == "stream" and self._stream_is_shared_out else self._readers
+            share = value * self.scale_for(value) / copies
+            means[name] = means[name] + share if name in means else share
+        return means
 
 
 LEDGER = AuxiliaryLedger()
 """One a process, as autograd is."""
 
 
-def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: str, *, place: Place) -> torch.Tensor:
     """Return ``activation`` unchanged; in backward, also minimise ``value``.
 
     Args:
@@ -50,22 +82,36 @@ def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: s
             total is: the engine divides both by the step's number of valid tokens, so that the gradient does not depend
             on how the step is cut into microbatches and ranks.
         name: under which the mean is reported, such as ``"load_balance"``.
+        place: where ``value`` was computed from. ``"read"``: from what a norm gives, as a router's are. ``"stream"``:
+            from the residual stream, as a penalty on what a layer gives back is.
     """
     if not (activation.requires_grad and value.requires_grad and torch.is_grad_enabled()):
         return activation
-    attached: torch.Tensor = _Attach.apply(activation, value, name)  # type: ignore[no-untyped-call]  # torch's
+    attached: torch.Tensor = _Attach.apply(activation, value, name, place)  # type: ignore[no-untyped-call]  # torch's
     return attached
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: Any, activation: torch.Tensor, value: torch.Tensor, name: str, place: str) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.name = name
+        ctx.name, ctx.place = name, place
         return activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (value,) = ctx.saved_tensors
-        LEDGER.add(ctx.name, value.detach())
-        return gradients[0], LEDGER.scale_for(value).to(value.dtype), None
+        return gradients[0], _record(value, ctx.name, ctx.place), None, None
+
+
+# An operator, so that torch.compile keeps it as it is: neither the note it takes nor the scale of the step, which is
+# another one each time, are part of a graph.
+@torch.library.custom_op("forge::record_auxiliary_loss", mutates_args=())
+def _record(value: torch.Tensor, name: str, place: str) -> torch.Tensor:
+    LEDGER.add(name, cast("Place", place), value.detach().clone())
+    return LEDGER.gradient_for(value, cast("Place", place))
+
+
+@_record.register_fake
+def _(value: torch.Tensor, name: str, place: str) -> torch.Tensor:
+    return torch.empty_like(value)

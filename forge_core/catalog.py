@@ -9,7 +9,7 @@ from typing import Literal
 import attrs
 
 from forge_core.announcements import canonical_distribution
-from forge_core.component import Command, Component, Kind
+from forge_core.component import Check, Command, Component, Kind
 from forge_core.errors import ConfigError
 from forge_core.hookspecs import CORE_KINDS
 
@@ -35,6 +35,7 @@ class Plugin:
     components: tuple[tuple[str, Component], ...] = ()
     """Pairs of kind and component. Empty unless ``"ok"``: there are no half plugins."""
     commands: tuple[Command, ...] = ()
+    checks: tuple[Check, ...] = ()
     kinds: tuple[Kind, ...] = ()
 
     def __str__(self) -> str:

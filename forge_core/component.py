@@ -7,7 +7,7 @@ command; the config class by ``forge validate``; the factory by ``forge run``. O
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -70,27 +70,78 @@ class Component:
     """Importable modules that the factory needs beyond the plugin's own dependencies (optional extras)."""
 
 
+Conditions = Mapping[str, tuple[Any, ...]]
+"""Keys of a config, each with the values that are meant."""
+
+
+def _conditions(given: Mapping[str, Any]) -> Conditions:
+    return {key: value if isinstance(value, tuple) else (value,) for key, value in given.items()}
+
+
 @attrs.frozen
 class Conflict:
-    """Two passes that cannot be applied to one model, and why."""
+    """What a pass cannot be combined with, and why: another pass, a mesh axis, or a setting of another section.
+
+    All that hold in a job are reported at validation. Arithmetic (what divides what) belongs into the config's
+    ``check``.
+
+    Raises:
+        ValueError: from the constructor, for a combination of fields that means nothing.
+    """
 
     other: str
-    """The name of the other pass."""
+    """The name of the other pass; or ``"parallel.tp"`` for an axis of more than one rank; or the key of any other
+    setting, such as ``"train.precision"``, with the ``values`` of it that are meant."""
     reason: str
-    """A sentence; it is printed by validation and in the generated documentation."""
+    """A sentence that stands after a colon; it is printed by validation and in the generated documentation."""
+    when: Conditions = attrs.field(factory=dict, converter=_conditions, kw_only=True, hash=False)
+    """Own keys, each with a value or a tuple of values: ``{"schedule": ("GPipe", "1F1B")}``. There is a conflict only
+    where each key has one of its values. The first key is the one that the message is about."""
+    other_when: Conditions = attrs.field(factory=dict, converter=_conditions, kw_only=True, hash=False)
+    """The same for keys of the other pass."""
+    values: tuple[Any, ...] = attrs.field(default=(), kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        section, dot, _ = self.other.partition(".")
+        if not dot:
+            _is_name(None, attrs.fields(Conflict).other, self.other)
+        if self.other_when and dot:
+            raise ValueError(f"other_when is for keys of another pass, and {self.other!r} is none; give its values")
+        if bool(self.values) is not (bool(dot) and section != "parallel"):
+            raise ValueError(f"values must be given for settings that are no axis, and only for them: {self.other!r}")
 
 
-PHASES = ("split", "shard", "experts", "swap", "checkpointing", "compile", "fsdp")
-"""The order in which passes change a model. Why it is the only one:
+@attrs.frozen
+class Need:
+    """A pass without which another one, or a value of one of its keys, has no meaning."""
 
-* ``split`` first: a pipeline stage is a smaller model, and everything after it works on one stage;
-* ``shard`` (tensor, sequence, context) before anything replaces the linear layers that the plan names;
-* ``experts`` after ``shard`` has left the expert weights alone, before they can be swapped for quantised ones;
-* ``swap`` (fp8, adapters) sees the final linear layers, and comes before wrappers that hide them;
-* ``checkpointing`` wraps what will be recomputed, so that ``compile`` can see both and fuse across;
-* ``compile`` before ``fsdp``, so that gathering and freeing parameters stay outside the compiled graphs;
-* ``fsdp`` last: it takes ownership of parameters, which nobody may replace afterwards.
-"""
+    other: str = attrs.field(validator=_is_name)
+    """The name of the pass that is needed."""
+    reason: str = ""
+    """As in ``Conflict``."""
+    when: Conditions = attrs.field(factory=dict, converter=_conditions, kw_only=True, hash=False)
+    """As in ``Conflict``."""
+
+
+def _needs(values: Iterable[str | Need]) -> tuple[Need, ...]:
+    return tuple(Need(value) if isinstance(value, str) else value for value in _tuple(values))
+
+
+PHASES: Mapping[str, str] = {
+    "split": "a pipeline stage is a smaller model, and everything after it works on one stage",
+    "shard": "tensor, sequence, context: before anything replaces the linear layers that the plan names",
+    "experts": "after shard has left the expert weights alone, before they can be swapped for quantised ones",
+    "swap": "fp8, adapters: sees the final linear layers, and comes before wrappers that hide them",
+    "checkpointing": "wraps what will be recomputed, so that compile can see both and fuse across",
+    "compile": "before fsdp, so that gathering and freeing parameters stay outside of the compiled graphs",
+    "fsdp": "last: it takes ownership of parameters, which nobody may replace afterwards",
+}
+"""The phases in the order in which passes change a model, and why each stands where it does."""
+
+
+def _trades_memory(component: PassComponent, _: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+    if value and component.phase != "checkpointing":
+        raise ValueError(f"compared is for passes of the phase checkpointing, and this one is of {component.phase!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -102,9 +153,15 @@ class PassComponent(Component):
     """Passes of the same phase that must come first, if they are there."""
     before: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Passes of the same phase that must come later, if they are there."""
-    needs: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
-    """Passes without which this one has no meaning."""
+    needs: tuple[Need, ...] = attrs.field(default=(), converter=_needs)
+    """Passes without which this one has no meaning, by name or as a ``Need``. Those that are needed whatever its keys
+    say are added with it; what one value of a key needs must be in the job."""
     conflicts: tuple[Conflict, ...] = attrs.field(default=(), converter=_tuple)
+    compared: tuple[Mapping[str, Any], ...] = attrs.field(
+        default=(), converter=_tuple, validator=_trades_memory, hash=False
+    )
+    """Settings of its keys whose memory ``forge plan`` compares with the job's: ``({"mode": "full"},)``. Of the phase
+    ``checkpointing`` only; each stands in place of all that the job has of it."""
     serves: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Mesh axes that this pass makes use of (``dp_shard``, ``tp``, …), and ``"precision"`` if it computes in
     ``train.precision``. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""
@@ -132,6 +189,19 @@ class Command:
     summary: str = attrs.field(validator=_is_summary)
     run: str = attrs.field(validator=_is_reference)
     """``"package.module:command"``, a ``click.Command`` or ``click.Group``, imported when it is called."""
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """Something that ``forge doctor`` looks at."""
+
+    name: str = attrs.field(validator=_is_name)
+    summary: str = attrs.field(validator=_is_summary)
+    run: str = attrs.field(validator=_is_reference)
+    """``"package.module:function"``, a ``CheckFunction`` of ``forge_core.contracts.check``. It may import torch."""
+    writes: str | None = attrs.field(default=None, validator=attrs.validators.optional(_is_reference))
+    """``"package.module:function"``, a ``WriteFacts``: gives a file of facts about this machine for
+    ``forge doctor --init`` to write."""
 
 
 @attrs.frozen

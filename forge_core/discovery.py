@@ -23,7 +23,7 @@ from forge_core.announcements import Announcement, announcements, canonical_dist
 from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
 from forge_core.catalog import Catalog, Plugin, Status
 from forge_core.commands import CORE_COMMANDS
-from forge_core.component import Command, Component, Kind
+from forge_core.component import Check, Command, Component, Kind
 from forge_core.errors import ForgeError, PluginError
 from forge_core.hookspecs import CORE_KINDS, ForgeSpecs, hookspec
 
@@ -64,6 +64,7 @@ def discover(disable: Collection[str] = (), only: Collection[str] | None = None)
     _refuse_unknown_hooks(candidates, manager)
     _collect_components(candidates, manager)
     _collect_commands(candidates, manager)
+    _collect_checks(candidates, manager)
     return Catalog(candidate.result() for candidate in candidates)
 
 
@@ -96,7 +97,14 @@ class _Candidate:
 
             trace = "".join(format_exception(error))
         self.plugin = attrs.evolve(
-            self.plugin, status=status, reason=reason, traceback=trace, components=(), commands=(), kinds=()
+            self.plugin,
+            status=status,
+            reason=reason,
+            traceback=trace,
+            components=(),
+            commands=(),
+            checks=(),
+            kinds=(),
         )
 
     def check_announcement(self) -> None:
@@ -188,7 +196,7 @@ def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
             for taken in (kind.name, kind.hook):
                 adders.setdefault(taken, []).append(candidate)
     core = {name for kind in CORE_KINDS for name in (kind.name, kind.hook)}
-    core |= {"command", "forge_commands", "kind", "forge_kinds"}
+    core |= {"command", "forge_commands", "check", "forge_checks", "kind", "forge_kinds"}
     for taken, found in adders.items():
         for candidate in found:
             others = sorted({other.distribution for other in found if other is not candidate})
@@ -231,7 +239,7 @@ def _refuse_unknown_hooks(candidates: Collection[_Candidate], manager: pluggy.Pl
 
 def _known_hooks(candidates: Iterable[_Candidate]) -> set[str]:
     kinds = (*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds))
-    return {"forge_commands", "forge_kinds", *(kind.hook for kind in kinds)}
+    return {"forge_commands", "forge_checks", "forge_kinds", *(kind.hook for kind in kinds)}
 
 
 def _unknown_hooks(candidate: _Candidate, known: Collection[str], manager: pluggy.PluginManager) -> list[str]:
@@ -271,6 +279,14 @@ def _collect_commands(candidates: Iterable[_Candidate], manager: pluggy.PluginMa
                 candidate.fail("broken", f"its command '{name}' would replace the core's")
         if candidate.loaded:
             candidate.plugin = attrs.evolve(candidate.plugin, commands=tuple(commands))
+
+
+def _collect_checks(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
+    for candidate in candidates:
+        checks = _yielded(candidate, "forge_checks", Check, manager)
+        _refuse_duplicates(candidate, "forge_checks", [check.name for check in checks])
+        if candidate.loaded:
+            candidate.plugin = attrs.evolve(candidate.plugin, checks=tuple(checks))
 
 
 def _refuse_duplicates(candidate: _Candidate, hook: str, names: list[str]) -> None:
@@ -343,7 +359,7 @@ def _upgrade(distribution: str) -> str:
     return f"pip install --upgrade {distribution}"
 
 
-Description = TypeVar("Description", bound=Component | Command | Kind)
+Description = TypeVar("Description", bound=Component | Command | Check | Kind)
 
 # Whatever a plugin raises is that plugin's problem, and nobody else's; a module-level sys.exit() included.
 _ANYTHING = (Exception, SystemExit)

@@ -24,6 +24,13 @@ class ForgeError(Exception):
     exit_code = ExitCode.UNEXPECTED
 
 
+def exit_code_of(error: BaseException) -> int:
+    """How a process ends that ``error`` has ended."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return int(error.exit_code if isinstance(error, ForgeError) else ExitCode.UNEXPECTED)
+
+
 class ConfigError(ForgeError):
     """Something the user wrote or pointed at is wrong: a configuration, an override, a data file."""
 
@@ -46,3 +53,11 @@ class LostPeerError(ForgeError):
     """Another rank ended or does not answer."""
 
     exit_code = ExitCode.LOST_PEER
+
+
+class LeaseLostError(ForgeError):
+    """Another attempt at the same run has taken over."""
+
+
+class SaveError(ForgeError):
+    """A checkpoint could not be written; those before it are as they were."""

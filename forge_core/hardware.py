@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+from forge_core.config.problems import nearest
 from forge_core.errors import ConfigError
 
 _PEAK_BF16_TFLOPS = {
@@ -42,14 +43,23 @@ class Gpu:
     """What torch reports as its total memory; the driver keeps the rest of the nominal size."""
     peak_flops: float
     """FLOP/s in dense bf16."""
+    capability: tuple[int, int]
+    """CUDA's compute capability."""
 
+    @property
+    def free_gib(self) -> float:
+        """What is left for tensors beside CUDA and NCCL."""
+        return self.memory_gib - _CONTEXT_GIB
+
+
+_CONTEXT_GIB = 1.0
 
 _GPUS = {
-    "a100-40": ("A100", 39.4),
-    "a100-80": ("A100", 79.1),
-    "b200": ("B200", 178.4),
-    "h100": ("H100", 79.1),
-    "h200": ("H200", 139.8),
+    "a100-40": ("A100", 39.4, (8, 0)),
+    "a100-80": ("A100", 79.1, (8, 0)),
+    "b200": ("B200", 178.4, (10, 0)),
+    "h100": ("H100", 79.1, (9, 0)),
+    "h200": ("H200", 139.8, (9, 0)),
 }
 
 
@@ -60,6 +70,8 @@ def gpu_named(name: str) -> Gpu:
         ConfigError: there is none in the table.
     """
     if name.lower() not in _GPUS:
-        raise ConfigError(f"--gpu {name}: not in the table; known are {', '.join(_GPUS)}")
-    key, memory = _GPUS[name.lower()]
-    return Gpu(name.lower(), memory, _PEAK_BF16_TFLOPS[key] * 1e12)
+        near = nearest(name, _GPUS)
+        meant = f" Did you mean {near}?" if near else ""
+        raise ConfigError(f"--gpu {name}: not in the table of {', '.join(_GPUS)}.{meant}")
+    key, memory, capability = _GPUS[name.lower()]
+    return Gpu(name.lower(), memory, _PEAK_BF16_TFLOPS[key] * 1e12, capability)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import pluggy
 
-from forge_core.component import Command, Component, Kind, PassComponent
+from forge_core.component import Check, Command, Component, Kind, PassComponent
 
 hookspec = pluggy.HookspecMarker("forge")
 
@@ -96,6 +96,11 @@ class ForgeSpecs:
         raise AssertionError("specification only")
 
     @hookspec
+    def forge_checks(self) -> Iterable[Check]:
+        """Contribute checks of ``forge doctor``. Contract: ``forge_core.contracts.check``."""
+        raise AssertionError("specification only")
+
+    @hookspec
     def forge_kinds(self) -> Iterable[Kind]:
         """Contribute kinds of components, each with a hook of its own that other plugins can then implement."""
         raise AssertionError("specification only")
@@ -170,4 +175,4 @@ CORE_KINDS = (
         contract="forge_core.contracts.callback:Callback",
     ),
 )
-"""The kinds of the core. Commands and kinds themselves are registered by hooks of their own."""
+"""The kinds of the core. Commands, checks and kinds themselves are registered by hooks of their own."""

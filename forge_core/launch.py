@@ -9,16 +9,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from forge_core.checkpoint.store import CheckpointStore
+from forge_core.engine.orphan import LAUNCHER
 from forge_core.errors import ConfigError, ExitCode
 
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 """Environment variable that tells the first rank where to leave its exit code: the launcher that passes on a signal
 does not report those of the processes it ended."""
+
+
+_FINAL = (ExitCode.COMPLETED, ExitCode.INVALID, ExitCode.STOPPED, ExitCode.NON_FINITE)
+"""Starting again would change nothing, or is not wanted."""
 
 
 def processes_asked_for(nproc: str) -> int:
@@ -34,23 +41,43 @@ def processes_asked_for(nproc: str) -> int:
     return int(nproc)
 
 
-def launch(job_toml: str, nproc: int, options: Sequence[str]) -> ExitCode:
+def launch(job_toml: str, nproc: int, options: Sequence[str], *, max_restarts: int, checkpoints: Path) -> ExitCode:
     """Run a resolved job in ``nproc`` processes, and end as they do.
 
     Args:
         job_toml: the job's text; every process reads the same.
         options: further arguments of ``forge run``.
+        max_restarts: start all processes again when one has crashed, so many times in a row without a new checkpoint.
+        checkpoints: where those of the run are.
     """
     # its own reports repeat what our processes have said, with tracebacks of the launcher
     logging.disable(logging.ERROR)
     # a rank that was asked to save and stop may need longer than the 30 s that torch gives it before it kills
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    in_vain = 0
+    while True:
+        before = _newest(checkpoints)
+        code, was_signalled = _launch_once(job_toml, nproc, options)
+        if was_signalled or code in _FINAL or max_restarts == 0:
+            return code
+        newest = _newest(checkpoints)
+        in_vain = 0 if newest != before else in_vain + 1
+        if in_vain > max_restarts:
+            click.echo(f"given up after {max_restarts} restarts in a row without a new checkpoint", err=True)
+            return code
+        place = newest or "the beginning"
+        click.echo(f"exit code {code}; started again from {place}, {max_restarts - in_vain} more in vain", err=True)
+
+
+def _launch_once(job_toml: str, nproc: int, options: Sequence[str]) -> tuple[ExitCode, bool]:
+    """Returns also whether a signal has ended it."""
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         job = Path(folder) / "job.toml"
         job.write_text(job_toml)
         outcome = Path(folder) / "outcome"
         os.environ[OUTCOME_FILE] = str(outcome)
+        os.environ[LAUNCHER] = str(os.getpid())
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -59,16 +86,18 @@ def launch(job_toml: str, nproc: int, options: Sequence[str]) -> ExitCode:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             run_id=str(os.getpid()),
-            max_restarts=0,
+            max_restarts=0,  # torch would count those that made progress
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "forge_core", "run", str(job), *options)
         except ChildFailedError as error:
-            return _read(outcome) or _code_of(error)
+            own = _read(outcome)
+            # the first rank may have ended because another one did, for a reason of its own
+            return (_code_of(error) if own in (None, ExitCode.LOST_PEER) else own), False
         except SignalException:
-            return _read(outcome) or ExitCode.UNEXPECTED
-        return ExitCode.COMPLETED
+            return _read(outcome) or ExitCode.UNEXPECTED, True
+        return ExitCode.COMPLETED, False
 
 
 def leave_outcome(code: ExitCode) -> None:
@@ -76,6 +105,12 @@ def leave_outcome(code: ExitCode) -> None:
     path = os.environ.get(OUTCOME_FILE)
     if path and os.environ.get("RANK") == "0":
         Path(path).write_text(str(int(code)))
+
+
+def _newest(checkpoints: Path) -> str:
+    """Its name; empty if there is none."""
+    store = CheckpointStore(checkpoints)
+    return store.folder(steps[-1]).name if (steps := store.steps()) else ""
 
 
 def _read(outcome: Path) -> ExitCode | None:

@@ -11,12 +11,14 @@ from torch import nn
 
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
+from forge_core.checkpoint.compatibility import plugins_missing
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.tensors import model_tensors, named_parameters
 from forge_core.config.job import load_job
 from forge_core.config.sections import Job
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.engine.build import build_on_meta, materialise
+from forge_core.errors import ConfigError
 
 
 @attrs.frozen
@@ -40,7 +42,13 @@ def load_model(
         ConfigError: the checkpoint needs a component that is not installed, or does not fit it.
     """
     state = checkpoint.state()
-    job = load_job(checkpoint.path / "job.toml", catalog=catalog)
+    try:
+        job = load_job(checkpoint.path / "job.toml", catalog=catalog)
+    except ConfigError as error:
+        if missing := plugins_missing(checkpoint.manifest.versions):
+            what = ", ".join(missing) + (", which is" if len(missing) == 1 else ", which are")
+            raise ConfigError(f"{error}\n{checkpoint.path} was written with {what} not installed") from error
+        raise
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_on_meta(job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)

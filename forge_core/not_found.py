@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from forge_core.announcements import canonical_distribution
 from forge_core.catalog import Catalog, kind_words
+from forge_core.config.problems import nearest
 from forge_core.published import published_names, publishers, publishers_of_kind, serving_pass
 
 
@@ -16,8 +17,8 @@ def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     Args:
         likeness: the least that counts, 0 to 1; more than usual where all names share a prefix.
     """
-    near = get_close_matches(name, sorted(set(known)), n=1, cutoff=likeness)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    near = nearest(name, known, likeness)
+    return f" Did you mean '{near}'?" if near else ""
 
 
 def why_no_component(catalog: Catalog, kind: str, name: str) -> str:

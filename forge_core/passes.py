@@ -13,6 +13,7 @@ import attrs
 from forge_core.catalog import Catalog, Provided
 from forge_core.component import PHASES, PassComponent, Use
 from forge_core.config.sections import AXES, Job, ParallelSection
+from forge_core.conflicts import Declaration, conflicts_in, missing_in, names_of
 from forge_core.errors import ConfigError
 
 
@@ -78,13 +79,8 @@ def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
         ConfigError: the degrees do not multiply to the world size.
     """
     parallel = job.parallel
-    if world_size is None:
-        degrees = {axis: max(1, getattr(parallel, axis)) for axis in AXES}
-    else:
-        degrees = resolve_degrees(parallel, world_size)
-    degrees["ep"] = parallel.ep
     required = {}
-    for axis, degree in degrees.items():
+    for axis, degree in _all_degrees(parallel, world_size).items():
         if degree > 1:
             resolved = f" ({degree} of {world_size} ranks)" if getattr(parallel, axis) == -1 else ""
             required[axis] = f"parallel.{axis} = {getattr(parallel, axis)}{resolved}"
@@ -123,15 +119,23 @@ def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int
     return degrees
 
 
-def sort_passes(job: Job, catalog: Catalog) -> tuple[Use, ...]:
+def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tuple[Use, ...]:
     """The passes of the job in the order in which they are applied: by phase, in it as declared, then by name.
 
+    Args:
+        world_size: ranks of the run; ``None`` takes ``dp_shard = -1`` for 1.
+
     Raises:
-        ConfigError: a pass is named twice, or lacks a pass that it needs, or two of them conflict, or what they
+        ConfigError: a pass is named twice, or lacks a pass that it needs, or conflicts with something, or what they
             declare cannot all be true. The message has a line for each problem.
     """
-    declared = sorted(_declarations(job.parallel.passes.values(), catalog), key=lambda one: _place(one[0], one[1]))
-    problems = [*_repeated(declared), *_missing(declared), *_conflicting(declared), *_against_phases(declared)]
+    declared = _in_phases(job, catalog)
+    problems = [
+        *_repeated(declared),
+        *missing_in(declared),
+        *conflicts_in(declared, job, _all_degrees(job.parallel, world_size)),
+        *_against_phases(declared),
+    ]
     order: list[Use] = []
     for phase in PHASES:
         in_phase = [one for one in declared if one[1].phase == phase]
@@ -145,7 +149,28 @@ def sort_passes(job: Job, catalog: Catalog) -> tuple[Use, ...]:
     return tuple(order)
 
 
-Declaration = tuple[Use, PassComponent]
+def refuse_conflicts(job: Job, catalog: Catalog, world_size: int | None = None) -> None:
+    """The part of ``sort_passes`` that makes sense also for a job that lacks some of its passes.
+
+    Raises:
+        ConfigError: with a line for each conflict.
+    """
+    problems = conflicts_in(_in_phases(job, catalog), job, _all_degrees(job.parallel, world_size))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _all_degrees(parallel: ParallelSection, world_size: int | None) -> dict[str, int]:
+    """Of every axis of the mesh, and of ``ep``."""
+    if world_size is None:
+        degrees = {axis: max(1, getattr(parallel, axis)) for axis in AXES}
+    else:
+        degrees = resolve_degrees(parallel, world_size)
+    return {**degrees, "ep": parallel.ep}
+
+
+def _in_phases(job: Job, catalog: Catalog) -> list[Declaration]:
+    return sorted(_declarations(job.parallel.passes.values(), catalog), key=lambda one: _place(one[0], one[1]))
 
 
 def _declarations(uses: Iterable[Use | None], catalog: Catalog) -> list[Declaration]:
@@ -159,22 +184,23 @@ def _declared(provided: Provided) -> PassComponent:
 
 
 def _place(use: Use, component: PassComponent) -> tuple[int, str, str]:
-    return PHASES.index(component.phase), component.name, use.provider
+    return _index(component.phase), component.name, use.provider
+
+
+def _index(phase: str) -> int:
+    return tuple(PHASES).index(phase)
 
 
 def _needed(passes: Mapping[str, Use | None], catalog: Catalog, switched_off: Collection[str]) -> Provided | None:
     """A pass that a pass of the job needs and the job does not name, if just one is installed and may be added."""
     declared = _declarations(passes.values(), catalog)
-    present = {name for _, component in declared for name in _names(component)}
-    for name in sorted({name for _, component in declared for name in component.needs} - present):
+    present = {name for _, component in declared for name in names_of(component)}
+    needed = {need.other for _, component in declared for need in component.needs if not need.when}
+    for name in sorted(needed - present):
         wanted = [one for one in catalog.providers("parallel_pass", name) if one.qualified_name not in switched_off]
         if len(wanted) == 1:
             return wanted[0]
     return None
-
-
-def _names(component: PassComponent) -> set[str]:
-    return {component.name, *component.aliases}
 
 
 def _switched_off(passes: Mapping[str, Use | None], catalog: Catalog) -> dict[str, str]:
@@ -228,38 +254,16 @@ def _repeated(declared: Collection[Declaration]) -> list[str]:
     ]
 
 
-def _missing(declared: Collection[Declaration]) -> list[str]:
-    present = {name for _, component in declared for name in _names(component)}
-    return [
-        f"parallel.passes.{component.name}: it needs the pass '{needed}'; add {needed} = true under [parallel.passes]"
-        for _, component in declared
-        for needed in component.needs
-        if needed not in present
-    ]
-
-
-def _conflicting(declared: Collection[Declaration]) -> list[str]:
-    found: dict[frozenset[str], str] = {}  # one message for a pair, also if both passes declare it
-    for use, component in declared:
-        for conflict in component.conflicts:
-            for other_use, other in declared:
-                if other_use is not use and conflict.other in _names(other):
-                    pair = frozenset((use.qualified_name, other_use.qualified_name))
-                    message = f"it cannot be combined with '{other.name}': {conflict.reason}"
-                    found.setdefault(pair, f"parallel.passes.{component.name}: {message}")
-    return list(found.values())
-
-
 def _against_phases(declared: Collection[Declaration]) -> list[str]:
     problems = []
     for _, component in declared:
         for _, other in declared:
-            own, others = PHASES.index(component.phase), PHASES.index(other.phase)
+            own, others = _index(component.phase), _index(other.phase)
             for wish, names, impossible in (
                 ("after", component.after, own < others),
                 ("before", component.before, own > others),
             ):
-                if impossible and _names(other) & set(names):
+                if impossible and names_of(other) & set(names):
                     problems.append(
                         f"parallel.passes.{component.name}: it says that it comes {wish} '{other.name}', but its phase "
                         f"'{component.phase}' comes {'before' if own < others else 'after'} '{other.phase}'. This is a "
@@ -278,9 +282,9 @@ def _sorted_in_phase(declared: Collection[Declaration]) -> list[Use]:
     graph: dict[str, set[str]] = {name: set() for name in uses}
     for use, component in declared:
         for other_use, other in declared:
-            if _names(other) & set(component.after):
+            if names_of(other) & set(component.after):
                 graph[use.qualified_name].add(other_use.qualified_name)
-            if _names(other) & set(component.before):
+            if names_of(other) & set(component.before):
                 graph[other_use.qualified_name].add(use.qualified_name)
     sorter = TopologicalSorter(graph)
     sorter.prepare()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -22,16 +23,20 @@ class RunDirectory:
     """Written by the first rank only; other ranks know the paths.
 
     ``job.toml`` (resolved, loadable by ``forge run``), ``environment.json``, ``metrics.jsonl``, ``log.txt``,
-    ``checkpoints/``.
+    ``events.jsonl``, ``lease.json`` while it runs, ``checkpoints/``.
     """
 
     def __init__(self, job: Job, *, writes: bool) -> None:
         self.path = job.run.dir.expanduser() / str(job.run.name)
         self.checkpoints = self.path / "checkpoints"
+        self.job_file = self.path / "job.toml"
+        """What the run was last started with."""
         self._writes = writes
         self._metrics: IO[str] | None = None
         self._log: IO[str] | None = None
+        self._events: IO[str] | None = None
         self._said_before: list[str] = []
+        self._complained = False
 
     def refuse_if_unwritable(self) -> None:
         """Check without writing anything.
@@ -68,46 +73,69 @@ class RunDirectory:
     def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._log = (self.path / "log.txt").open("a", buffering=1)
-        self._refuse_if_in_use(self._log)
+        self._events = (self.path / "events.jsonl").open("a", buffering=1)
         for line in self._said_before:
             self.write_log(line)
-        _write(self.path / "job.toml", dump_job(job))
+        _write(self.job_file, dump_job(job))
         _write(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        self.forget_after(resumed_step)
+
+    def forget_after(self, step: int) -> None:
+        """Take the lines about later steps out of ``metrics.jsonl``: that work is being done again."""
+        if self._metrics is not None:
+            self._metrics.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= resumed_step]
+            kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= step]
             _write(metrics, "".join(line + "\n" for line in kept))
         self._metrics = metrics.open("a", buffering=1)
-
-    def _refuse_if_in_use(self, log: IO[str]) -> None:
-        """The lock goes with the process, however that ends."""
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.close()
-            self._log = None
-            raise ConfigError(
-                f"another process is training in {self.path}; stop it, or choose another run.name"
-            ) from None
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """One line. A value that is not finite becomes null: JSON has no word for it."""
         if self._metrics is not None:
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            self._metrics.write(json.dumps(finite) + "\n")
+            self._append(self._metrics, json.dumps(finite))
 
     def write_log(self, line: str) -> None:
         """What is said before the directory is opened is written when it is."""
         if self._log is not None:
-            self._log.write(line + "\n")
+            self._append(self._log, line)
         elif self._writes:
             self._said_before.append(line)
 
+    def write_event(self, event: str, **facts: Any) -> None:
+        """One line of ``events.jsonl``, where those of all attempts stay: when, what, and more about it."""
+        if self._events is not None:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._append(self._events, json.dumps({"time": now, "event": event, **facts}))
+
+    def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
+        """A JSON file of its own."""
+        if self._writes:
+            _write(self.path / name, json.dumps(facts, indent=1) + "\n")
+
     def close(self) -> None:
-        for file in (self._metrics, self._log):
+        for file in (self._metrics, self._log, self._events):
             if file is not None:
-                file.close()
-        self._metrics = self._log = None
+                try:
+                    file.close()
+                except OSError as error:
+                    self._complain(error)
+        self._metrics = self._log = self._events = None
+
+    def _append(self, file: IO[str], line: str) -> None:
+        """A full disk must not end a run that could go on: the file holds on to some lines until there is room."""
+        try:
+            file.write(line + "\n")
+            self._complained = False
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        """Once, until it works again."""
+        if not self._complained:
+            self._complained = True
+            print(f"cannot write to {self.path}: {error.strerror}; lines may be missing there", file=sys.stderr)
 
 
 def describe_environment(plugins: Mapping[str, str], mesh: Mapping[str, int], device: str) -> dict[str, Any]:

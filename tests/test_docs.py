@@ -17,6 +17,7 @@ import pytest
 
 from forge_core.catalog import Catalog
 from forge_core.cli import main
+from forge_core.component import PHASES
 from forge_core.config.field_docs import field_docs
 from forge_core.config.job import load_job
 from forge_core.config.sections import Job
@@ -282,6 +283,31 @@ def test_python_compiles(block):
 @pytest.mark.parametrize("block", [b for b in blocks(ROOT / "README.md") if b.language == "python"], ids=str)
 def test_python_of_the_readme_runs(block):
     exec(compile(block.text, str(block), "exec"), {"__name__": "readme"})
+
+
+def test_the_table_of_passes_has_every_phase_pass_need_and_conflict(tmp_path):
+    generate_reference(tmp_path)
+    page = (tmp_path / "passes.md").read_text(encoding="utf-8")
+    passes = [one.component for one in discover().components("parallel_pass")]
+    assert passes
+
+    for phase, reason in PHASES.items():
+        assert f"| **{phase}** | {reason} |" in page
+    rows = page.splitlines()
+    for one in passes:
+        (row,) = [line for line in rows if line.startswith(f"| `{one.name}` | {one.phase} | ")]
+        assert all(f"`{axis}`" in row for axis in one.serves)
+        assert all(f"`{need.other}`" in row for need in one.needs if not need.when)
+        for declared in (*one.conflicts, *(need for need in one.needs if need.when)):
+            (row,) = [line for line in rows if line.startswith(f"| `{one.name}` | ") and declared.reason in line]
+            assert declared.other in row
+            assert all(f"{key} = " in row for key in declared.when)
+
+
+def test_the_page_on_architecture_has_the_phases_in_their_order():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+
+    assert re.findall(r"^\| \*\*(\w+)\*\*", page, re.M) == list(PHASES)
 
 
 # -- links and paths

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from forge_core.catalog import Catalog, Plugin
-from forge_core.component import Conflict, PassComponent, Use
+from forge_core.component import Conflict, Need, PassComponent, Use
 from forge_core.config.sections import Job, ParallelSection, TrainSection
 from forge_core.errors import ConfigError
 from forge_core.passes import add_required, required_capabilities, resolve_degrees, sort_passes
@@ -115,6 +115,111 @@ def test_all_problems_are_reported_at_once_and_a_mutual_conflict_once():
         "parallel.passes.b: it needs the pass 'x'; add x = true under [parallel.passes]",
         "parallel.passes.a: it cannot be combined with 'b': both own the weights",
     ]
+
+
+@attrs.frozen(kw_only=True)
+class Keys:
+    mode: str = "plain"
+    deep: bool = False
+
+
+def said(declared: list[PassComponent], configs: dict[str, Keys], world_size: int | None = None, **asked) -> list[str]:
+    """What sorting has against a job with these passes, line by line."""
+    uses = {one.name: attrs.evolve(use(one.name), config=configs.get(one.name, Keys())) for one in declared}
+    try:
+        sort_passes(job(uses, **asked), catalog(*declared), world_size)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_a_conflict_may_depend_on_keys_of_both_passes():
+    conflict = Conflict("b", "they clash", when={"mode": ("fast", "wild"), "deep": True}, other_when={"mode": "odd"})
+    both = [declare("a", conflicts=[conflict]), declare("b")]
+
+    assert said(both, {"a": Keys(mode="wild", deep=True), "b": Keys(mode="odd")}) == [
+        'parallel.passes.a.mode: "wild" with deep = true cannot be combined with mode = "odd" of \'b\': they clash'
+    ]
+    assert said(both, {"a": Keys(mode="wild", deep=True)}) == []
+    assert said(both, {"a": Keys(mode="wild"), "b": Keys(mode="odd")}) == []
+    assert said(both, {"a": Keys(deep=True), "b": Keys(mode="odd")}) == []
+    assert said(both[:1], {"a": Keys(mode="wild", deep=True)}) == []
+
+
+def test_two_conflicts_of_one_pair_are_both_told():
+    conflicts = [Conflict("b", "they clash", when={"deep": True}), Conflict("b", "they differ", when={"mode": "odd"})]
+
+    lines = said([declare("a", conflicts=conflicts), declare("b")], {"a": Keys(mode="odd", deep=True)})
+
+    assert [line.rpartition(": ")[2] for line in lines] == ["they clash", "they differ"]
+
+
+def test_a_conflict_with_an_axis_is_one_with_more_than_one_rank_along_it():
+    a = [declare("a", conflicts=[Conflict("parallel.dp_shard", "it is whole"), Conflict("parallel.ep", "no experts")])]
+
+    assert said(a, {}, 4, ep=2) == [
+        "parallel.passes.a: it cannot be combined with parallel.dp_shard = 4: it is whole",
+        "parallel.passes.a: it cannot be combined with parallel.ep = 2: no experts",
+    ]
+    assert said(a, {}, 1) == []
+    assert said(a, {}) == []
+
+
+def test_a_conflict_with_a_setting_names_the_values_of_it():
+    a = [declare("a", conflicts=[Conflict("train.precision", "it rounds", values=("fp32",), when={"deep": False})])]
+
+    assert said(a, {}) == ['parallel.passes.a.deep: false cannot be combined with train.precision = "fp32": it rounds']
+    assert said(a, {}, precision="bf16") == []
+    assert said(a, {"a": Keys(deep=True)}) == []
+
+
+def test_a_need_may_depend_on_keys():
+    needs = ["c", Need("b", "it counts", when={"deep": True})]
+    declared = [declare("a", needs=needs), declare("b"), declare("c")]
+
+    assert said([declared[0], declared[2]], {"a": Keys(deep=True)}) == [
+        "parallel.passes.a.deep: true needs the pass 'b': it counts; add b = true under [parallel.passes]"
+    ]
+    assert said([declared[0], declared[2]], {}) == []
+    assert said(declared, {"a": Keys(deep=True)}) == []
+
+
+def test_what_a_key_needs_is_not_added_without_being_asked_for():
+    a = declare("a", needs=[Need("b", "it counts", when={"deep": True})])
+    deep = attrs.evolve(use("a"), config=Keys(deep=True))
+
+    assert set(complete(job({"a": deep}), catalog(a, declare("b")))) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"conflicts": [Conflict("b", "why", when={"dep": True})]},
+        {"conflicts": [Conflict("train.precison", "why", values=("fp32",))]},
+        {"conflicts": [Conflict("parallel.dp", "why")]},
+        {"needs": [Need("b", "why", when={"dep": True})]},
+    ],
+)
+def test_a_declaration_about_a_key_that_does_not_exist_is_a_bug_of_the_plugin(declared):
+    (line,) = said([declare("a", **declared)], {})
+
+    assert line.startswith("parallel.passes.a: it declares ")
+    assert line.endswith("This is a bug in acme.")
+
+
+@pytest.mark.parametrize(
+    ("other", "declared"),
+    [
+        ("Not A Name", {}),
+        ("fsdp", {"values": ("fp32",)}),
+        ("train.precision", {}),
+        ("parallel.tp", {"values": (2,)}),
+        ("parallel.tp", {"other_when": {"mode": "odd"}}),
+    ],
+)
+def test_a_conflict_that_means_nothing_cannot_be_declared(other, declared):
+    with pytest.raises(ValueError, match=r"other|values"):
+        Conflict(other, "why", **declared)
 
 
 def test_a_pass_named_twice_is_refused():

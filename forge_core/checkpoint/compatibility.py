@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from forge_core.config.diff import Difference, differences
@@ -11,6 +12,7 @@ from forge_core.errors import ConfigError
 _FIXED = ("model", "optimizer.name", "train.seq_len", "train.seed", "train.data_seed", "data.shuffle")
 """What the weights, the optimizer's state and the position in the data mean. The data themselves are compared by their
 fingerprint, so that they may be moved."""
+_NAMED = 5
 
 
 def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[Difference]:
@@ -22,12 +24,25 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
     changes = differences(dict(saved), dict(now))
     refused = [change for change in changes if any(_is_within(change.key, fixed) for fixed in _FIXED)]
     if refused:
-        lines = "\n  ".join(f"{change.key}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused)
+        named = [f"{change.key}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused[:_NAMED]]
+        lines = "\n  ".join(named)
+        lines += f"\n  and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
         raise ConfigError(
-            f"{where} cannot be continued with this configuration; these keys differ:\n  {lines}\n"
+            f"{where} cannot be continued with this configuration; these {len(refused)} keys differ:\n  {lines}\n"
             "Restore them, or choose another run.name to start afresh."
         )
     return changes
+
+
+def plugins_missing(versions: Mapping[str, str]) -> list[str]:
+    """Of those that a manifest names, the distributions that are not installed here, with the version it was."""
+    missing = []
+    for name, number in versions.items():
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(f"{name} {number}")
+    return missing
 
 
 def _is_within(key: str, section: str) -> bool:

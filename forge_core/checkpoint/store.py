@@ -1,28 +1,29 @@
-"""Where a run's checkpoints lie, and how one comes to be there: written aside, described by a manifest, renamed."""
+"""Where a run's checkpoints lie, and which of them can be used."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from forge_core.checkpoint.durable import flush
+from forge_core.checkpoint.manifest import (
+    DamagedError,
+    Manifest,
+    NewerFormatError,
+    damage,
+    read_manifest,
+    visible_damage,
+)
+from forge_core.checkpoint.reading import read_tensors, saved_tensors
 from forge_core.errors import ConfigError
-
-FORMAT = 1
-_LATEST = "latest"
 
 
 @attrs.frozen
@@ -33,111 +34,149 @@ class Checkpoint:
     """
 
     path: Path
-    step: int
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
 
     def state(self) -> dict[str, Any]:
-        """Everything that is not a tensor, as it was given to ``save``."""
-        state: dict[str, Any] = json.loads((self.path / "state.json").read_text())
+        """Everything that is not a tensor, as it was given to be saved.
+
+        Raises:
+            ConfigError: it is no table of JSON values.
+        """
+        try:
+            state = json.loads((self.path / "state.json").read_text())
+        except (ValueError, RecursionError):
+            state = None
+        if not isinstance(state, dict):
+            raise ConfigError(f"checkpoint {self.path} cannot be used: state.json is no table of JSON values")
         return state
 
     def saved_tensors(self) -> Mapping[str, Any]:
-        """Descriptions (shape, dtype) of the tensors, by key."""
-        entries: Mapping[str, Any] = FileSystemReader(self.path).read_metadata().state_dict_metadata
-        return entries
+        """Descriptions (``size``, ``properties.dtype``) of the tensors, by key.
+
+        Raises:
+            ConfigError: the description is not one of tensors alone.
+        """
+        try:
+            return saved_tensors(self.path)
+        except DamagedError as error:
+            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read into the given tensors, each rank its own part.
 
         Raises:
-            ConfigError: a key, shape or dtype is not what the checkpoint has. Tensors of the checkpoint that are not
-                asked for are the caller's business.
+            ConfigError: a key, shape or dtype is not what the checkpoint has, or what is stored is not what it says.
+                Tensors of the checkpoint that are not asked for are the caller's business.
         """
-        saved = self.saved_tensors()
-        problems = [problem for key, tensor in tensors.items() if (problem := _mismatch(key, tensor, saved.get(key)))]
-        if problems:
-            shown = "\n  ".join(problems[:20])
-            raise ConfigError(f"{self.path} does not fit this model:\n  {shown}")
-        with warnings.catch_warnings():
-            # one process without a group, as for sampling, is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(tensors), storage_reader=FileSystemReader(self.path), no_dist=not dist.is_initialized())
+        try:
+            read_tensors(self.path, tensors)
+        except DamagedError as error:
+            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 
 
 class CheckpointStore:
-    """The folder ``checkpoints/`` of a run. All ranks call ``save`` together."""
+    """The folder ``checkpoints/`` of a run. Which one is the newest is found by looking, never noted down."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        state: Mapping[str, Any],
-        write_more: Callable[[Path], None],
-    ) -> Path:
-        """Write a checkpoint and commit it. When this returns, on any rank, it is there.
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step lies once it is committed."""
+        return self.path / f"step_{step:08d}"
+
+    def unfinished_folder(self, step: int) -> Path:
+        """Where it is written."""
+        return self.path / f".{self.folder(step).name}.partial"
+
+    def steps(self) -> list[int]:
+        """Of all committed checkpoints, damaged or not, in ascending order."""
+        names = (path.name.removeprefix("step_") for path in self.path.glob("step_*") if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def newest(self, report: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
+        """The newest whole checkpoint; those that are not are named to ``report`` and passed over. All ranks of a
+        process group, if there is one, look at the same one and share the work.
 
         Args:
-            tensors: by key; ``DTensor``s are written by the ranks that hold their parts.
-            state: JSON values.
-            write_more: called on the first rank with the folder, for files to go with it.
-        """
-        final = self.path / f"step_{step:08d}"
-        partial = self.path / f".{final.name}.partial"
-        first = dist.get_rank() == 0
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        _wait_for_all()
-        save(dict(tensors), storage_writer=FileSystemWriter(partial))
-        if first:
-            write_more(partial)
-            _write_durably(partial / "state.json", json.dumps(state, indent=1))
-            _write_durably(partial / "manifest.json", json.dumps(_manifest(partial, step), indent=1))
-            self._commit(partial, final)
-        _wait_for_all()
-        return final
-
-    def newest(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint; those that are not are named to ``report`` and passed over.
+            before: only those of earlier steps than this.
 
         Raises:
-            ConfigError: there are checkpoints, and none is whole. A fresh start would write over them.
+            ConfigError: there are checkpoints, and none is whole: a fresh start would be mixed up with them. Or a later
+                version of Forge has written one: what it has done since would be done again.
         """
-        paths = sorted(self.path.glob("step_*"), reverse=True)
         problems = []
-        for path in paths:
-            problem = damage(path)
+        for step in reversed([step for step in _of_first_rank(self.steps()) if before is None or step < before]):
+            problem = whole_problem(self.folder(step))
             if problem is None:
-                return open_checkpoint(path)
-            problems.append(f"checkpoint {path.name} cannot be used: {problem}")
+                return Checkpoint(self.folder(step), read_manifest(self.folder(step)))
+            _refuse_newer(self.folder(step))
+            problems.append(f"checkpoint {self.folder(step).name} cannot be used: {problem}")
             report(f"{problems[-1]}; trying the one before it")
         if problems:
             raise ConfigError(
                 f"none of the checkpoints in {self.path} can be used:\n  " + "\n  ".join(problems) + "\n"
-                "Mend or move them, or choose another run.name to start afresh."
+                "Mend or move them, or start afresh: with another run.name, or with --resume never, which puts them "
+                "aside."
             )
         return None
 
-    def remove_unfinished(self) -> None:
-        """What a killed process left half written. Call it on the first rank, before the first ``save``."""
-        for path in self.path.glob(".step_*"):
-            shutil.rmtree(path, ignore_errors=True)
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of a step.
 
-    def _commit(self, partial: Path, final: Path) -> None:
-        _flush_folder(partial)
-        replaced = self.path / f".{final.name}.replaced"
+        Raises:
+            ConfigError: there is none, or it is damaged.
+        """
+        steps = _of_first_rank(self.steps())
+        if step not in steps:
+            raise ConfigError(f"{self.path} has no checkpoint of step {step}; there are {_listed(steps)}")
+        return open_checkpoint(self.folder(step))
+
+    def commit(self, unfinished: Path, step: int) -> None:
+        """Give a written checkpoint its name. Called on the first rank, with everything flushed; once this returns, a
+        power cut cannot take it back."""
+        final = self.folder(step)
         if final.exists():  # damaged, or it would have been resumed from
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        partial.rename(final)
-        _flush_folder(self.path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        link = self.path / f".{_LATEST}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(self.path / _LATEST)
+            self._put_aside(final)
+        unfinished.rename(final)
+        flush(self.path)
+        with suppress(OSError):  # for people; on a full disk they do without
+            link = self.path / ".latest"
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.replace(self.path / "latest")
+
+    def put_aside(self, after: int) -> Path | None:
+        """Move the checkpoints of steps above ``after`` out of the way, where nothing looks for them and nothing is
+        lost. Returns the folder they are in now, if there were any."""
+        moved = [self._put_aside(self.folder(step)) for step in self.steps() if step > after]
+        return moved[0].parent if moved else None
+
+    def _put_aside(self, path: Path) -> Path:
+        attempt = 1
+        while (target := self.path.with_name(f"{self.path.name}.aside") / f"{path.name}.{attempt}").exists():
+            attempt += 1
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+        flush(target.parent)
+        flush(self.path)
+        return target
+
+    def remove(self, steps: Sequence[int]) -> None:
+        """Delete committed checkpoints. They lose their names first, so that half of one is never taken for one."""
+        for step in steps:
+            self.folder(step).rename(self.path / f".{self.folder(step).name}.removed")
+        flush(self.path)
+        self.remove_unfinished(".step_*.removed")
+
+    def remove_unfinished(self, pattern: str = ".step_*") -> None:
+        """What a killed process left half written or half deleted. Call it on the first rank, with nothing being
+        saved."""
+        for path in self.path.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def find_checkpoint(path: Path, report: Callable[[str], None]) -> Checkpoint:
@@ -146,7 +185,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None]) -> Checkpoint:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    if (path / "manifest.json").exists():
+    if path.name.startswith("step_") or (path / "manifest.json").exists():
         return open_checkpoint(path)
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; give a run's directory or a checkpoint's")
@@ -162,82 +201,54 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ConfigError: it is damaged.
     """
-    problem = damage(path)
+    path = path.resolve()  # not through `latest`, which may move on while we read
+    problem = whole_problem(path)
     if problem is not None:
         raise ConfigError(f"checkpoint {path} cannot be used: {problem}")
-    path = path.resolve()  # not through `latest`, which may move on while we read
-    return Checkpoint(path, int(json.loads((path / "manifest.json").read_text())["step"]))
+    return Checkpoint(path, read_manifest(path))
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, as its manifest tells, or ``None``."""
+def whole_problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint, down to the last bit, or ``None``: ranks share the reading, and all get the same
+    answer."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    problem = _problem_of_part(path, rank, ranks)
+    if ranks == 1:
+        return problem
+    problems: list[str | None] = [None] * ranks
+    dist.all_gather_object(problems, problem)
+    return next((f"{one} (as rank {r} sees it)" if r else one for r, one in enumerate(problems) if one), None)
+
+
+def _problem_of_part(path: Path, rank: int, ranks: int) -> str | None:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = dict(manifest["files"])
-    except OSError as error:
-        return f"manifest.json cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError):
-        return "manifest.json is not a manifest"
-    if manifest.get("format") != FORMAT:
-        return f"it has format {manifest.get('format')}, this version of Forge reads format {FORMAT}"
-    for name, entry in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}"
-        if _digest(file) != entry["sha256"]:
-            return f"the content of {name} is not what was written"
-    return None
+        files = read_manifest(path).files
+        own_share = {name: files[name] for name in sorted(files)[rank::ranks]}
+        changed = visible_damage(path, files) or damage(path, own_share)
+        if changed is None:
+            saved_tensors(path)
+    except DamagedError as error:
+        return str(error)
+    return changed
 
 
-def _manifest(folder: Path, step: int) -> dict[str, Any]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {
-        "format": FORMAT,
-        "step": step,
-        "files": {
-            file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _digest(file)}
-            for file in files
-        },
-    }
-
-
-def _fingerprint(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _mismatch(key: str, tensor: torch.Tensor, saved: object) -> str | None:
-    if saved is None:
-        return f"{key} is not in the checkpoint"
-    if not isinstance(saved, TensorStorageMetadata):
-        return f"{key} is not a tensor in the checkpoint"
-    if tuple(saved.size) != tuple(tensor.shape):
-        return f"{key} has shape {tuple(tensor.shape)}, in the checkpoint {tuple(saved.size)}"
-    if saved.properties.dtype != tensor.dtype:
-        return f"{key} has dtype {tensor.dtype}, in the checkpoint {saved.properties.dtype}"
-    return None
-
-
-def _wait_for_all() -> None:
-    dist.all_reduce(torch.zeros(1))  # on the CPU, hence over gloo: nobody waits for a GPU's queue
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _refuse_newer(path: Path) -> None:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        read_manifest(path)
+    except NewerFormatError as error:
+        raise ConfigError(f"checkpoint {path} was written by a later version of Forge: {error}; upgrade it") from error
+    except DamagedError:
+        pass
+
+
+def _of_first_rank(steps: list[int]) -> list[int]:
+    """Not all hosts may see the same names at the same time."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told = [steps]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+    return steps
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"

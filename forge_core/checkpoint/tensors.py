@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ConfigError, PluginError
@@ -18,9 +19,23 @@ def model_tensors(parameters: Mapping[str, nn.Parameter], parts: Sequence[nn.Mod
     """The given parameters, and persistent buffers, as they are: writing to them changes the model."""
     named: dict[str, torch.Tensor] = dict(parameters)
     for part in parts:
-        persistent = part.state_dict(keep_vars=True).keys()
-        named.update((name, buffer) for name, buffer in part.named_buffers() if name in persistent)
-    return {f"model.{canonical_name(name)}": tensor for name, tensor in named.items()}
+        persistent = {canonical_name(name) for name in part.state_dict(keep_vars=True)}
+        named.update((name, buffer) for name, buffer in part.named_buffers() if canonical_name(name) in persistent)
+    return {f"model.{canonical_name(name)}": _values(tensor) for name, tensor in named.items()}
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without the class that a pass has put around it (such as float8 all-gather's): a checkpoint with
+    that class in it could be read only where the class is known."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(local):
+        return tensor
+    values: torch.Tensor = getattr(local, local.__tensor_flatten__()[0][0])
+    assert (values.shape, values.dtype) == (local.shape, tensor.dtype), f"values of a {type(local).__qualname__}"
+    if not isinstance(tensor, DTensor):
+        return values
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -29,6 +29,16 @@ CORE_COMMANDS = (
         summary="list what is installed, and what is broken and why",
         run="forge_core.commands.plugins:plugins",
     ),
+    Command(
+        name="checkpoint",
+        summary="list, show, verify and prune the checkpoints of a run",
+        run="forge_core.commands.checkpoint:checkpoint",
+    ),
+    Command(
+        name="doctor",
+        summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
+        run="forge_core.commands.doctor:doctor",
+    ),
     Command(name="generate", summary="sample text from a run", run="forge_core.commands.generate:generate"),
     Command(name="new", summary="write an installable plugin package to start from", run="forge_core.commands.new:new"),
 )

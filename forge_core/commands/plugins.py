@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ from forge_core import __version__
 from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
 from forge_core.catalog import Catalog, Plugin, Provided, is_importable
 from forge_core.cli import Invocation
+from forge_core.component import PassComponent
 
 
 @click.group(invoke_without_command=True)
@@ -59,8 +60,27 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
         click.echo(provided.deprecation)
     for module in component.modules:
         click.echo(f"needs the module {module}{'' if is_importable(module) else ', which is not installed'}")
+    if isinstance(component, PassComponent):
+        click.echo("\n".join(_place_among_passes(component)))
     click.echo()
     click.echo(_key_table(config))
+
+
+def _place_among_passes(component: PassComponent) -> Iterator[str]:
+    """What a pass declares about itself and others."""
+    from forge_core.conflicts import condition_words, other_words  # the list of plugins does without
+
+    serves = f", serves {', '.join(component.serves)}" if component.serves else ""
+    yield f"in the phase {component.phase}{serves}"
+    for wish, names in (("after", component.after), ("before", component.before)):
+        if names:
+            yield f"comes {wish} {', '.join(names)}"
+    for need in component.needs:
+        reason = f": {need.reason}" if need.reason else ""
+        yield f"{condition_words(need.when)} needs the pass {need.other}{reason}".lstrip()
+    for conflict in component.conflicts:
+        words = f"cannot be combined with {other_words(conflict)}: {conflict.reason}"
+        yield f"{condition_words(conflict.when)} {words}".lstrip()
 
 
 def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
@@ -136,6 +156,7 @@ def _provides(plugin: Plugin) -> list[str]:
     return [
         *(f"{kind}:{component.name}" for kind, component in plugin.components),
         *(f"command:{command.name}" for command in plugin.commands),
+        *(f"check:{check.name}" for check in plugin.checks),
         *(f"kind:{kind.name}" for kind in plugin.kinds),
     ]
 
@@ -165,6 +186,7 @@ def _everything(catalog: Catalog) -> dict[str, Any]:
                 **attrs.asdict(plugin, recurse=False),
                 "components": [_component(kind, Provided(one, plugin)) for kind, one in plugin.components],
                 "commands": [attrs.asdict(command) for command in plugin.commands],
+                "checks": [attrs.asdict(check) for check in plugin.checks],
                 "kinds": [
                     {key: value for key, value in attrs.asdict(kind).items() if key != "descriptor"}
                     for kind in plugin.kinds

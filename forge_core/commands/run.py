@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -12,8 +13,11 @@ import click
 
 from forge_core.commands.validate import options_of
 from forge_core.config.job import dump_job, load_job
+from forge_core.engine.orphan import end_with_launcher
 from forge_core.engine.rendezvous import world_size_of
-from forge_core.errors import ExitCode, ForgeError
+from forge_core.engine.torchrun import refuse_split_brain
+from forge_core.errors import ConfigError, ExitCode, ForgeError
+from forge_core.run_directory import RunDirectory
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -21,8 +25,24 @@ from forge_core.errors import ExitCode, ForgeError
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
 @click.option("--dry-run", is_flag=True, help="Build everything, stop before the first step, write nothing.")
+@click.option("--resume", metavar="auto|never|STEP|PATH", help="Short for --checkpoint.resume: where to start from.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="When a process crashes, start all of this machine again: N times in a row without a new checkpoint.",
+)
 @click.pass_obj
-def run(obj: Any, config: Path, overrides: tuple[str, ...], nproc: str, dry_run: bool) -> None:
+def run(
+    obj: Any,
+    config: Path,
+    overrides: tuple[str, ...],
+    nproc: str,
+    dry_run: bool,
+    resume: str | None,
+    max_restarts: int,
+) -> None:
     """Train the job in CONFIG, or go on with it: a run that was interrupted continues from its last checkpoint.
 
     OVERRIDES are --section.key=value, section.key=value or --section.key value.
@@ -30,18 +50,25 @@ def run(obj: Any, config: Path, overrides: tuple[str, ...], nproc: str, dry_run:
     Exit codes: 0 reached its end, 1 unexpected, 2 invalid configuration, data or plugin, 3 stopped early with a
     checkpoint saved, 4 non-finite loss or gradient, 5 lost another rank.
     """
+    if resume is not None:
+        overrides = (*overrides, f"checkpoint.resume={json.dumps(resume, ensure_ascii=False)}")
     ranks = world_size_of(os.environ)
     if ranks is not None:  # one rank of a group that torchrun, Slurm or `--nproc` has started
+        end_with_launcher(os.environ)
+        refuse_split_brain(os.environ)
+        if max_restarts:
+            raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or Slurm starts the ranks: ask them")
         _end(_run_here(obj, config, overrides, ranks, dry_run))
     from forge_core.launch import launch, processes_asked_for
 
     world_size = processes_asked_for(nproc)
-    if world_size == 1:
+    if world_size == 1 and max_restarts == 0:
         _end(_run_here(obj, config, overrides, 1, dry_run))
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
     os.environ["FORGE_DISABLE_PLUGINS"] = ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])
     options = [*(["--dry-run"] if dry_run else []), *(["--debug"] if obj.debug else [])]
-    _end(launch(dump_job(job), world_size, options))
+    checkpoints = RunDirectory(job, writes=False).checkpoints
+    _end(launch(dump_job(job), world_size, options, max_restarts=max_restarts, checkpoints=checkpoints))
 
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:

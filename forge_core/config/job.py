@@ -14,14 +14,17 @@ from forge_core.announcements import canonical_distribution
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog, kind_words
 from forge_core.component import Use
+from forge_core.config.checkpoint_rules import checkpoint_problems
 from forge_core.config.converter import EXPECTED_STRING, structure
 from forge_core.config.overrides import with_overrides
 from forge_core.config.plain import plain
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_text, nearest
-from forge_core.config.sections import Job, PluginsSection, TrainSection
+from forge_core.config.sections import Job, PluginsSection, RunSection, TrainSection
+from forge_core.config.time_limit import lead_problem
 from forge_core.config.toml_file import Document, read_document
+from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
-from forge_core.passes import add_required, resolve_degrees, sort_passes
+from forge_core.passes import add_required, refuse_conflicts, resolve_degrees, sort_passes
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""
@@ -69,6 +72,8 @@ def job_table(job: Job) -> dict[str, Any]:
     table: dict[str, Any] = plain(job)
     if job.train.global_batch_size is not None:
         table["train"].pop("grad_accumulation", None)  # it follows, on whatever number of ranks the table is read for
+    for *way, key in _without_effect(job):
+        _table_at(table, way).pop(key, None)
     return table
 
 
@@ -127,28 +132,48 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     """Fill in what follows from the rest, and check what one section says against the others."""
     run = job.run if job.run.name is not None else attrs.evolve(job.run, name=name)
     job = attrs.evolve(job, run=run)
-    problems = _run_name_problems(str(run.name))
+    problems = [*_run_name_problems(str(run.name)), *_lead_problems(run)]
+    degrees = None
     try:
         degrees = resolve_degrees(job.parallel, world_size) if world_size is not None else None
-        train, found = _with_batches(job.train, degrees)
-        job = attrs.evolve(job, train=train)
-        problems += found
-        job = add_required(job, catalog, world_size, ComponentBuilder(catalog).resolve)
-        sort_passes(job, catalog)
     except ConfigError as error:
         problems += _paragraphs(error)
+        world_size = None  # what does not depend on it is checked all the same
+    train, found = _with_batches(job.train, degrees)
+    job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
+    problems += [*found, *found_in_passes, *_grad_norm_problems(job, degrees), *checkpoint_problems(job)]
     for path, use in components(job):
         problems += _component_problems(path, use, job)
     return job, problems
 
 
-def check_components(job: Job) -> None:
-    """Ask every component's config again what is wrong with it in this job, once more is known than the files say.
+def _with_passes(job: Job, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:
+    """With the passes that it asks for without naming them, and what is wrong with all of them."""
+    problems = []
+    check: Callable[[Job, Catalog, int | None], object] = sort_passes
+    try:
+        job = add_required(job, catalog, world_size, ComponentBuilder(catalog).resolve)
+    except ConfigError as error:
+        problems += _paragraphs(error)
+        check = refuse_conflicts  # passes that could not be added would be missed once more
+    try:
+        check(job, catalog, world_size)
+    except ConfigError as error:
+        problems += _paragraphs(error)
+    return job, problems
+
+
+def check_device(job: Job, catalog: Catalog) -> None:
+    """Ask again what is wrong with passes and components in this job, once ``run.device`` is not ``auto`` any more.
 
     Raises:
         ConfigProblems: what they answer.
     """
     problems = [problem for path, use in components(job) for problem in _component_problems(path, use, job)]
+    try:
+        refuse_conflicts(job, catalog)
+    except ConfigError as error:
+        problems += _paragraphs(error)
     if problems:
         raise ConfigProblems(problems, str(job.run.name))
 
@@ -159,15 +184,47 @@ def _ineffective(job: Job, table: Mapping[str, Any]) -> list[Problem]:
     evaluation = table.get("eval", {})
     if isinstance(evaluation, Mapping) and evaluation and "interval" not in evaluation:
         problems.append(Problem(("eval",), "has no interval, so that nothing would be evaluated; set eval.interval"))
-    if job.train.data_seed is not None and not job.data.config.shuffle:
-        problems.append(Problem(("train", "data_seed"), "has no effect while data.shuffle = false"))
+    for (*way, key), sentence in _without_effect(job).items():
+        if key in _table_at(table, way):
+            problems.append(Problem((*way, key), sentence))
     return problems
+
+
+def _without_effect(job: Job) -> dict[tuple[str, ...], str]:
+    """Keys that do nothing in this job, whatever they say, and why. They may not be given, nor are they written."""
+    keys: dict[tuple[str, ...], str] = {}
+    data = job.data.config
+    if isinstance(data, DataSourceConfig) and not data.shuffle:
+        keys["train", "data_seed"] = "has no effect while data.shuffle = false; remove it"
+    if isinstance(data, DataSourceConfig) and data.workers == 0:
+        keys["data", "prefetch"] = "has no effect while data.workers = 0, as nothing is read ahead; remove it"
+    if job.anomalies.spike_factor == 0:
+        keys["anomalies", "spike_window"] = "has no effect while anomalies.spike_factor = 0; remove it"
+    if not job.checkpoint.keep_best:
+        keys["checkpoint", "best_metric"] = keys["checkpoint", "best_is"] = "has no effect without keep_best"
+    for field in attrs.fields(DataSourceConfig):
+        key = ("eval", "data", str(field.alias))
+        keys[key] = "has no effect: an evaluation reads its data in order and not ahead; remove it"
+    return keys
+
+
+def _table_at(table: Mapping[str, Any], way: Sequence[str]) -> dict[str, Any]:
+    """The table within tables; an empty one if it is not there, or only a component's name stands there."""
+    found: Any = table
+    for key in way:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _run_name_problems(name: str) -> list[Problem]:
     if name.strip() == name and name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\"):
         return []
     return [Problem(("run", "name"), f"must be a plain file name, as it becomes a directory; got {name!r}")]
+
+
+def _lead_problems(run: RunSection) -> list[Problem]:
+    problem = lead_problem(run.stop_before_end, run.time_limit, "run.time_limit") if run.time_limit else None
+    return [Problem(("run", "stop_before_end"), problem)] if problem else []
 
 
 def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tuple[TrainSection, list[Problem]]:
@@ -196,6 +253,22 @@ def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tup
     if problem:
         return train, [Problem(("train", "global_batch_size"), problem)]
     return attrs.evolve(train, grad_accumulation=accumulation, global_batch_size=total), []
+
+
+def _grad_norm_problems(job: Job, degrees: Mapping[str, int] | None) -> list[Problem]:
+    """Axes of ``metrics.grad_norm_per`` that would tell nothing."""
+    axes = job.metrics.grad_norm_per
+    problems = []
+    for index, axis in enumerate(axes):
+        degree = getattr(job.parallel, axis) if degrees is None else degrees[axis]
+        if degree == 1:
+            sentence = f"there is one rank along {axis}, whose norm is grad_norm; leave {axis} out"
+        elif axis in axes[:index]:
+            sentence = f"{axis} is named twice; keep one"
+        else:
+            continue
+        problems.append(Problem(("metrics", "grad_norm_per", index), sentence))
+    return problems
 
 
 def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:

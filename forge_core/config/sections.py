@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import attrs
-from attrs.validators import ge, gt, in_, lt, or_
+from attrs.validators import ge, gt, in_, lt, optional, or_
 
 from forge_core.component import Slot, Use
+from forge_core.config.time_limit import is_time_limit
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first."""
+
+ShardingAxis = Literal["pp", "dp_shard", "cp", "tp"]
+"""The axes of the mesh along which ranks hold different parameters."""
 
 Precision = Literal["fp32", "bf16", "bf16_pure"]
 
@@ -27,12 +31,19 @@ class RunSection:
     """The run's files are in ``<dir>/<name>/``. Relative to the working directory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """``auto`` takes CUDA, then MPS, then the CPU."""
+    time_limit: str | None = attrs.field(default=None, validator=optional(is_time_limit))
+    """How long one start of the run may last, such as ``"11:50:00"``, ``"2-00:00:00"`` or minutes, ``"30"``. The run
+    saves and stops before that. The end of a Slurm job is known without it."""
+    stop_before_end: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Seconds before ``time_limit``, or before the end of a Slurm job, at which the run saves and stops; 120 by
+    default. They must hold a step and a checkpoint: a save that takes more than half of them moves the stop forward."""
     first_step_timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that a rank waits for the others until its first step is done: for them to start, to build, to read a
     checkpoint, to compile."""
     step_timeout: float = attrs.field(default=600.0, validator=gt(0))
-    """The same from then on. A rank that makes the others wait longer is given up, and the run ends with exit code
-    5."""
+    """The same from then on. A rank that makes the others wait longer is given up, and the run ends with exit code 5;
+    so is, with several ranks, one that gets no further for so long by itself: through a step, a batch of an evaluation,
+    a callback."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +72,23 @@ class TrainSection:
 
 
 @attrs.frozen(kw_only=True)
+class AnomaliesSection:
+    """Steps whose update would do harm, and is left out on all ranks: a loss, a gradient or an input is not finite, or
+    the gradient is far larger than before."""
+
+    roll_back_after: int = attrs.field(default=5, validator=ge(1))
+    """So many such steps in a row, and the run goes back to the newest checkpoint from before them, and from then on
+    goes without the samples of these steps."""
+    give_up_after: int = attrs.field(default=3, validator=ge(0))
+    """How often it goes back without getting a checkpoint further; then it ends with exit code 4. With 0, and
+    ``roll_back_after = 1``, at the first such step."""
+    spike_factor: float = attrs.field(default=0.0, validator=or_(in_([0.0]), gt(1)))
+    """A gradient whose norm is more than so many times its running mean is left out as well; 0 lets all through."""
+    spike_window: int = attrs.field(default=100, validator=ge(2))
+    """Steps over which that mean runs, and before which nothing is taken for a spike."""
+
+
+@attrs.frozen(kw_only=True)
 class ParallelSection:
     """The mesh, and what is done to the model."""
 
@@ -82,11 +110,54 @@ class ParallelSection:
 
 
 @attrs.frozen(kw_only=True)
+class LoadSection:
+    """Tensors of another run to begin with, instead of fresh ones. It is read when the run starts afresh, and never
+    again."""
+
+    path: Path
+    """A checkpoint, or the directory of a run, whose newest one is meant."""
+    include: tuple[str, ...] = attrs.field(default=("model.*",), validator=attrs.validators.min_len(1))
+    """Patterns of the tensors to load, such as ``"model.blocks.*"``; ``"optimizer.*"`` is the optimizer's state."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of those, of these, to leave out."""
+
+
+@attrs.frozen(kw_only=True)
 class CheckpointSection:
-    """When to save. The last step is always saved."""
+    """When to save, what to keep, and where to start from. The last step is always saved."""
 
     interval: int = attrs.field(default=1000, validator=ge(0))
     """Steps between checkpoints; 0 saves at the end only."""
+    minutes: float = attrs.field(default=0.0, validator=ge(0))
+    """Minutes between checkpoints, beside ``interval``; 0 goes by steps alone."""
+    powers_of_two_from: int = attrs.field(default=0, validator=ge(0))
+    """With ``powers_of_two_until``: also save at this step and 1, 2, 4, 8, … steps after it. 0 is the untrained
+    model."""
+    powers_of_two_until: int = attrs.field(default=0, validator=ge(0))
+    """The last step at which that happens; 0 switches it off."""
+    keep_last: int | None = attrs.field(default=None, validator=attrs.validators.optional(ge(1)))
+    """Keep so many of the newest, and what the next three keys keep; by default everything is kept."""
+    keep_every: int = attrs.field(default=0, validator=ge(0))
+    """Also keep those whose step is a multiple of this; 0 keeps none for that."""
+    keep_best: int = attrs.field(default=0, validator=ge(0))
+    """Also keep so many of the best by ``best_metric``."""
+    best_metric: Literal["eval/loss", "eval/perplexity"] = "eval/loss"
+    """A value of the evaluation that was made at the same step."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which of its values are good."""
+    background: bool = True
+    """Train on while files are written. It costs a copy of each rank's tensors in host memory."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint cannot be written (a full disk): say so and train on, or end the run. The one at the
+    end of a run has to be written in any case."""
+    timeout: float = attrs.field(default=1800.0, validator=gt(0))
+    """Seconds that a rank waits for the others while a checkpoint is written."""
+    resume: str = attrs.field(default="auto", validator=attrs.validators.min_len(1))
+    """``auto``: from the run's newest whole checkpoint, or afresh if it has none. ``never``: afresh; checkpoints that
+    are there are put aside. A step: from the run's checkpoint of that step; later ones are put aside. A path: from that
+    checkpoint, or the newest of that run, unless this run has one of its own."""
+    load: LoadSection | None = None
+    """What a fresh start takes from another run: weights without the position in the data, for instance."""
 
 
 @attrs.frozen(kw_only=True)
@@ -107,6 +178,10 @@ class MetricsSection:
 
     interval: int = attrs.field(default=10, validator=gt(0))
     """Steps between lines; the first and the last step are always logged."""
+    grad_norm_per: tuple[ShardingAxis, ...] = ()
+    """Axes of the mesh for which to log the norm of the gradient that each coordinate holds: with ``["pp"]``,
+    ``grad_norm/pp0`` for the first pipeline rank and so on. Their squares add up to that of ``grad_norm``; of what
+    several coordinates hold copies, each has an equal share. Not ``dp_replicate``, along which all is copied."""
 
 
 @attrs.frozen(kw_only=True)
@@ -133,6 +208,7 @@ class Job:
     optimizer: Annotated[Use, Slot("optimizer")]
     scheduler: Annotated[Use, Slot("scheduler", default="constant")]
     loss: Annotated[Use, Slot("loss", default="cross_entropy")]
+    anomalies: AnomaliesSection = attrs.field(factory=AnomaliesSection)
     parallel: ParallelSection = attrs.field(factory=ParallelSection)
     checkpoint: CheckpointSection = attrs.field(factory=CheckpointSection)
     eval: EvalSection = attrs.field(factory=EvalSection)

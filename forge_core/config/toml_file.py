@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from forge_core.config.key_lines import key_lines
-from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem
+from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem, nearest
 from forge_core.errors import ConfigError
 
 
@@ -65,12 +65,20 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
+def _what_was_meant(path: Path) -> str:
+    if str(path).startswith("-"):
+        return " (the configuration file comes first, then options and settings)"
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = nearest(path.name, (one.name for one in folder.glob("*.toml")))
+    here = "" if path.is_absolute() else f"; the working directory is {Path.cwd()}"
+    return f"; did you mean {folder / near}?" if near else here
+
+
 def _parse(path: Path) -> Document:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        hint = " (the configuration file comes first, then options and settings)" if str(path).startswith("-") else ""
-        raise ConfigError(f"{path}: there is no such file{hint}") from None
+        raise ConfigError(f"{path}: there is no such file{_what_was_meant(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: this is a directory; name a TOML file") from None
     except UnicodeDecodeError as error:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
+TIME_LIMIT = "the time limit"
+PREEMPTIONS = ("SIGUSR1", "SIGTERM", TIME_LIMIT)
+"""Reasons to stop with which a run loses its machine, and should go on elsewhere or later. With any other, somebody
+wanted it to end."""
+
+
 @attrs.define
 class Requests:
     """The three things a callback can ask for. What any rank asks, all ranks do."""
@@ -24,7 +30,8 @@ class Requests:
     save_now: bool = False
     """Write a checkpoint after this or the next step."""
     stop: str = ""
-    """Not empty: save, and end the run with exit code 3 after this or the next step. The text is the reason."""
+    """Not empty: save, and end the run with exit code 3 after this or the next step. The text is the reason: the name
+    of a signal, ``TIME_LIMIT``, or a callback's own words."""
 
 
 @attrs.frozen
@@ -91,8 +98,9 @@ class Callback:
     def checkpoint_saved(self, run: RunContext, step: int, path: Path) -> None:
         """After a checkpoint has been committed."""
 
-    def run_end(self, run: RunContext, step: int) -> None:
-        """The run reached its end, or was stopped and saved."""
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
+        """The run reached its end, or was stopped and saved. ``stopped`` is why, on all ranks the same; empty at the
+        end."""
 
     def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
         """The run ends with an error; collectives must not be used here."""
@@ -102,7 +110,7 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
-        """Given what ``state`` returned, before ``run_start``."""
+        """Given what ``state`` returned, before ``run_start``, and again whenever the run goes back to a checkpoint."""
 
 
 class CallbackFactory(Protocol):

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from forge_core.contracts.builder import Builder
     from forge_core.contracts.loss import Loss, LossSum
 
-ShardRole = Literal["column", "row", "vocab", "embedding", "expert", "sequence", "replicate"]
+ShardRole = Literal["column", "row", "vocab", "embedding", "expert", "sequence", "residual", "replicate"]
 """How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the
 head by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position.
 
 What ``column`` and ``vocab`` modules read is whole, and what ``row`` and ``embedding`` modules give is summed. Between
 them lies the residual stream. If there are ``sequence`` modules, they stand wherever it is read: each rank has some of
-its positions, they work on those, and their output is whole. ``replicate`` is for a module that is not cut but works on
-what its rank has of features or positions, so that its gradients must be summed. Without ``sequence`` modules, those
+its positions, they work on those, and their output is whole. ``residual`` is for a module that reads the residual
+stream and writes to it, position by position: a norm right after the embedding, or of what a layer gives. An
+``embedding`` may also look up positions. ``replicate`` is for a module between ``column`` and ``row`` that is not cut
+but works on what its rank has of features, so that its gradients must be summed. Without ``sequence`` modules, those
 that are not named work on whole activations; with them, every module that has parameters must be named."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
@@ -54,10 +56,11 @@ class Model(Protocol):
     embed: nn.Module | None
     blocks: nn.ModuleDict
     """The repeated units, in order. Keys are global layer indices as strings, stable under pipeline splits. Units of
-    sharding, checkpointing, compiling and pipelining come from here."""
+    sharding, checkpointing, compiling and pipelining come from here. Each is called with the hidden states as its first
+    positional argument, and gives hidden states."""
     norm: nn.Module | None
     head: nn.Module | None
-    """The output projection, with ``weight`` of shape ``(V, D)``; tied models share it with ``embed.weight``."""
+    """The output projection, with ``weight`` of shape ``(V, D)``; tied models share it with the embedding's table."""
     vocab_size: int
     max_seq_len: int
     """The longest sequence, in tokens, that ``forward`` accepts."""

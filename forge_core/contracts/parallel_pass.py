@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.executor import Executor
     from forge_core.contracts.loss import Loss
     from forge_core.engine.mesh import Mesh
+    from forge_core.hardware import Gpu
 
 
 @attrs.frozen
@@ -25,6 +26,8 @@ class PassContext:
     job: Job
     device: torch.device
     """Where the model will be materialised; during passes its parameters are on meta."""
+    planned_gpu: Gpu | None = None
+    """The GPU that a plan is about, which is simulated on ``device``; ``None`` in a run."""
 
 
 class ParallelPass(Protocol):
@@ -46,6 +49,14 @@ class ParallelPass(Protocol):
             ConfigError: what the job asks for cannot be done to this model.
         """
         ...
+
+
+class OffloadingPass(ParallelPass, Protocol):
+    """A pass that brings parameters to the device as they are needed, and gradients back."""
+
+    parameters_on_host: bool
+    """Whether it does so. The engine then gives parameters their memory on the CPU (buffers on the device), and the
+    optimizer, whose state follows them, runs there; gradients are to be on the CPU after backward."""
 
 
 class SplitPass(Protocol):

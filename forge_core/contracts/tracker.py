@@ -7,21 +7,32 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
-class Tracker(Protocol):
-    """Lives on the first rank only."""
+class Tracker:
+    """Base class. Lives on the first rank only. Override what you need."""
+
+    state_version: int = 1
+    """Saved with the state; ``load_state`` is given the saved one."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called with host values for each logged step and each evaluation; units are those of ``metrics.jsonl``."""
-        ...
 
     def close(self, outcome: str) -> None:
         """Called once. ``outcome`` is ``"completed"``, ``"stopped"`` or ``"failed"``."""
-        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """What must survive a resume, such as the run's id at a service, as JSON values. Saved with each checkpoint
+        under ``plugin.<distribution>.tracker.<name>``."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        """Given what ``state`` returned when the checkpoint was saved that the run goes on from, before the first
+        ``log``. Not called on a fresh start."""
 
 
 class TrackerFactory(Protocol):
     """The signature of the factory that a description names."""
 
     def __call__(self, config: Any, /, *, run_name: str, run_dir: Path, job: Mapping[str, Any]) -> Tracker:
-        """Build the tracker; ``job`` is the resolved configuration as plain data, to be recorded."""
+        """Build the tracker; ``job`` is the resolved configuration as plain data, to be recorded. A service that must
+        know at once whether a run is new is best called in the first ``log``."""
         ...

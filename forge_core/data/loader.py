@@ -44,7 +44,7 @@ class BatchLoader:
     """
 
     position: int
-    """Where the step after the last yielded one starts: the only state there is."""
+    """Where the step after the last yielded one starts. With what the stream leaves out, the only state there is."""
     seconds_waiting: float
     """Wall time spent in ``__next__`` since the start, in seconds: what the data cost the training thread."""
 
@@ -70,7 +70,7 @@ class BatchLoader:
                 f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
                 f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
             )
-        self._stream = stream
+        self.stream = stream
         self._pin_memory = pin_memory
         self._grad_accumulation = grad_accumulation
         # The microbatches of a rank are equally spaced, also from one step to the next.
@@ -104,6 +104,20 @@ class BatchLoader:
         self.seconds_waiting += time.perf_counter() - started
         return step
 
+    def restart(self, stream: SampleStream, position: int) -> None:
+        """Go on at ``position`` of ``stream``. What has been read ahead is forgotten."""
+        for read in self._ahead:
+            read.cancel()
+        self._ahead.clear()
+        self.stream = stream
+        self.position = self._next_start = position
+
+    def places_of_step(self, start: int) -> list[int]:
+        """Where this rank's samples of the step that starts at position ``start`` are in the whole stream."""
+        first_rows = start + self._spacing * np.arange(self._grad_accumulation)
+        places: list[int] = self.stream.places((first_rows[:, None] + self._rows).reshape(-1)).tolist()
+        return places
+
     def close(self) -> None:
         """Stop reading ahead and end the threads, after the reads that are under way. May be called twice."""
         self._closed = True
@@ -135,7 +149,7 @@ class BatchLoader:
 
     def _read(self, positions: np.ndarray) -> Batch:
         try:
-            batch = _tensors(self._stream.read(positions))
+            batch = _tensors(self.stream.read(positions))
         except ForgeError:
             raise
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,12 +19,17 @@ class SampleStream:
 
     Position ``p`` is sample ``p mod n`` of epoch ``p div n``, where ``n = len(source)``; epochs follow each other
     without a gap, so that a batch may have samples of two. Reading is safe from several threads.
+
+    Args:
+        left_out: stretches ``[start, stop)`` of the whole stream that this one goes without, apart from each other and
+            in their order. What comes after one moves up, so that positions have no gaps.
     """
 
-    def __init__(self, source: DataSource, seed: int, shuffle: bool) -> None:
+    def __init__(self, source: DataSource, seed: int, shuffle: bool, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.source = source
         self.seed = seed
         self.shuffle = shuffle
+        self.left_out = tuple((int(start), int(stop)) for start, stop in left_out)
         self._order_of_block = functools.lru_cache(maxsize=8)(self._permuted_block)
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -32,7 +38,7 @@ class SampleStream:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Which samples of the source are at ``positions`` ``(B,)``: int64 ``(B,)``."""
-        epochs, offsets = np.divmod(positions.astype(np.int64), len(self.source))
+        epochs, offsets = np.divmod(self.places(positions), len(self.source))
         if not self.shuffle:
             return offsets
         blocks = offsets // _BLOCK
@@ -41,6 +47,24 @@ class SampleStream:
             chosen = (epochs == epoch) & (blocks == block)
             indices[chosen] = self._order_of_block(epoch, block)[offsets[chosen] - block * _BLOCK]
         return indices
+
+    def places(self, positions: np.ndarray) -> np.ndarray:
+        """Where ``positions`` ``(B,)`` of this stream are in the one that goes without nothing: int64 ``(B,)``."""
+        places = positions.astype(np.int64)
+        for start, stop in self.left_out:
+            places = places + (stop - start) * (places >= start)
+        return places
+
+    def places_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first and the last place of the positions ``start`` to ``stop − 1``."""
+        first, last = self.places(np.array([start, stop - 1])).tolist()
+        return first, last
+
+    def without(self, start: int, stop: int) -> SampleStream:
+        """This stream without its positions ``start`` to ``stop − 1``."""
+        first, last = self.places_of(start, stop)
+        outside = [stretch for stretch in self.left_out if not first <= stretch[0] <= last]
+        return SampleStream(self.source, self.seed, self.shuffle, sorted([*outside, (first, last + 1)]))
 
     def _permuted_block(self, epoch: int, block: int) -> np.ndarray:
         n = len(self.source)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from forge_core.auxiliary import LEDGER
 from forge_core.builder import ComponentBuilder
 from forge_core.checkpoint.tensors import model_tensors, named_parameters
 from forge_core.component import Use
@@ -23,6 +24,7 @@ from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.initialisation import initialise
 from forge_core.engine.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
+from forge_core.hardware import Gpu
 
 
 @attrs.frozen
@@ -64,6 +66,7 @@ def build_model(
     build: ComponentBuilder,
     *,
     fill: Callable[[nn.Module, torch.device, int], None] | None = None,
+    planned_gpu: Gpu | None = None,
 ) -> BuiltModel:
     """The model of ``job``, cut, sharded, materialised and initialised.
 
@@ -71,20 +74,24 @@ def build_model(
         vocab_size: the model's, as ``choose_vocab_size`` gives it.
         passes: in the order in which they are applied.
         fill: gives a part its memory and values; by default ``materialise``.
+        planned_gpu: as in ``PassContext``.
 
     Raises:
         ConfigError: a pass was asked for and finds nothing to do.
         PluginError: the model leaves a tensor uninitialised, or declares less than the contract asks.
     """
+    LEDGER.start_run()
     model: Any = build_on_meta(job, vocab_size, build)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    context = PassContext(mesh, job, device)
+    context = PassContext(mesh, job, device, planned_gpu)
     parts: list[nn.Module] = [model]
     split: SplitPass | None = None
+    on_host = False
     applied = []
     for use in passes:
         one = build(use)
+        on_host |= getattr(one, "parameters_on_host", False)
         if hasattr(one, "split"):
             if split is not None:
                 raise ConfigError(
@@ -99,7 +106,10 @@ def build_model(
             raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
         applied.append(AppliedPass(use, touched))
     for part in parts:
-        (fill or materialise)(part, device, job.train.seed)
+        if fill is not None:
+            fill(part, device, job.train.seed)
+        else:
+            materialise(part, device, job.train.seed, on_host=on_host)
     loss = build(job.loss)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
     return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor)
@@ -125,19 +135,32 @@ def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Modu
     return model
 
 
-def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give every tensor memory on ``device`` and its initial value."""
-    allocate(model, device)
-    initialise(model, seed)
+def materialise(model: nn.Module, device: torch.device, seed: int, *, on_host: bool = False) -> None:
+    """Give every tensor memory and its initial value, which is that on ``device`` wherever the memory is.
+
+    Args:
+        on_host: whether parameters are in the host's memory, and only buffers on ``device``.
+    """
+    allocate(model, device, on_host=on_host)
+    initialise(model, seed, device if on_host else None)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every tensor memory on ``device``; what is in it is undefined."""
+def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
+    """Give every tensor memory, as ``materialise``; what is in it is undefined."""
     tied = _tied_parameters(model)
-    model.to_empty(device=device)  # replaces each parameter once a module, which unties them
+    model.to_empty(device="cpu" if on_host else device)  # replaces each parameter once a module, which unties them
     for (owner, name), *others in tied:
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
+    if on_host:
+        _move_buffers(model, device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give buffers other memory, with what is in it undefined."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -169,8 +192,8 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
     sharded = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in trainable.values())
     if sharded and getattr(optimizer, "compute_layout", "local") == "full_matrix":
         raise ConfigError(
-            f"optimizer {job.optimizer.qualified_name} needs whole matrices, and this mesh shards them; run it with "
-            "parallel.dp_shard = 1 (copies of the model, dp_replicate, are fine)"
+            f"optimizer {job.optimizer.qualified_name} needs whole matrices, and this mesh shards them; set "
+            "parallel.dp_shard, cp, tp and ep to 1 (copies of the model, dp_replicate, and pipeline stages are fine)"
         )
     return optimizer
 

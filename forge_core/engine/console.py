@@ -73,7 +73,7 @@ class ProgressBar(Callback):
     def step_end(self, run: RunContext, context: StepContext) -> None:
         self._progress.update(self._bar, completed=context.step)
 
-    def run_end(self, run: RunContext, step: int) -> None:
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         self._progress.stop()
 
     def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:

@@ -23,6 +23,10 @@ class Contributors:
             if hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
         ]
 
+    @property
+    def are_none(self) -> bool:
+        return not self._modules
+
     @torch.no_grad()
     def forget(self) -> None:
         """Throw away what a step has accumulated that is not to count."""
@@ -36,6 +40,10 @@ class Contributors:
         if not self._modules:
             return
         named = [(module, name, tensor) for module in self._modules for name, tensor in module.accumulators().items()]
+        if not named:
+            for module in self._modules:
+                module.before_optimizer_step({})
+            return
         # counts of tokens pass 2**24, where fp32 stops counting; MPS has nothing wider
         wide = torch.float32 if named[0][2].device.type == "mps" else torch.float64
         flat = torch.cat([tensor.reshape(-1).to(wide) for _, _, tensor in named])

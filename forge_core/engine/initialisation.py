@@ -14,13 +14,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from forge_core.errors import PluginError
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Fill every parameter and buffer of a materialised model by ``model.init_weights``.
+
+    Args:
+        device: where values are drawn, one tensor at a time, since each device draws others; by default where the
+            tensor is.
 
     Raises:
         PluginError: a parameter or buffer was left out, or filled under a name that is not its own.
     """
-    rng = SeededInitializer(seed)
+    rng = SeededInitializer(seed, device)
     with torch.no_grad():
         model.init_weights(rng)  # type: ignore[operator]  # the contract of a model
     expected = {canonical_name(name) for name, _ in named_tensors(model)}
@@ -44,22 +48,27 @@ def canonical_name(name: str) -> str:
 class SeededInitializer:
     """The ``Initializer`` of the model contract."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self._seed = seed
+        self._device = device
         self.filled: set[str] = set()
 
     def fill(self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]) -> None:
         name = canonical_name(name)
         self.filled.add(name)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:8], "little"))
+        device = self._device or tensor.device
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
         with torch.no_grad():
-            if not isinstance(tensor, DTensor):
+            if not isinstance(tensor, DTensor) and tensor.device == device:
                 fill(tensor, generator)
                 return
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             fill(full, generator)
-            tensor.to_local().copy_(_local_part(full, tensor))
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(_local_part(full, tensor))
+            else:
+                tensor.copy_(full)
 
 
 def _local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:

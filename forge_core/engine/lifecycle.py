@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pluggy
@@ -93,27 +92,3 @@ class _CallbackManager(pluggy.PluginManager):
 
 _Events = Callback
 """The base class is the specification."""
-
-
-def callback_state(named: Sequence[tuple[str, Callback]]) -> dict[str, Any]:
-    """The state of all callbacks, by namespace."""
-    states = ((key, callback.state_version, dict(callback.state())) for key, callback in _by_namespace(named))
-    return {key: {"version": version, "state": state} for key, version, state in states if state}
-
-
-def load_callback_state(named: Sequence[tuple[str, Callback]], saved: Mapping[str, Any]) -> list[str]:
-    """Give each callback its state back; returns the namespaces nobody claims."""
-    remaining = dict(saved)
-    for key, callback in _by_namespace(named):
-        entry = remaining.pop(key, None)
-        if entry is not None:
-            callback.load_state(entry["state"], entry["version"])
-    return sorted(remaining)
-
-
-def _by_namespace(named: Sequence[tuple[str, Callback]]) -> Iterator[tuple[str, Callback]]:
-    """The second and later callbacks of one name are numbered, so that others may come and go between them."""
-    seen: Counter[str] = Counter()
-    for name, callback in named:
-        seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), callback

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from forge_core.errors import ExitCode, ForgeError, LostPeerError
+from forge_core.errors import ExitCode, ForgeError
 
 T = TypeVar("T")
 
 
-def on_all_ranks(work: Callable[[], T]) -> T:
+def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do ``work`` on every rank, and fail on every rank if it fails on one, with all their sentences.
+
+    Args:
+        group: over which they tell each other; it has all ranks.
 
     Raises:
         ForgeError: on the first rank, with what each rank had to say; on the others with an empty message.
@@ -32,7 +34,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         error.__cause__ = caught
     if dist.get_world_size() > 1:
         said: list[tuple[str, ExitCode] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else (str(error), error.exit_code))
+        dist.all_gather_object(said, None if error is None else (str(error), error.exit_code), group=group)
         failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
         if failed:
             joined = ForgeError("" if dist.get_rank() else _joined([(rank, message) for rank, message, _ in failed]))
@@ -73,15 +75,3 @@ def _joined(said: Sequence[tuple[int, str]]) -> str:
     if len(messages) == 1:
         return said[0][1]
     return "\n".join(f"[rank {rank}] {message}" for rank, message in said)
-
-
-@contextmanager
-def lost_peers_named() -> Iterator[None]:
-    """Turn what a collective raises when another rank is gone into a sentence and its exit code."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.distributed's own errors are RuntimeErrors too
-        gone = ("Connection closed by peer", "Connection reset by peer", "timed out", "Timed out waiting")
-        if dist.get_world_size() > 1 and any(sign in str(error) for sign in gone):
-            raise LostPeerError(f"rank {dist.get_rank()} lost another rank: {error}") from error
-        raise

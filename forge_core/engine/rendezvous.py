@@ -10,6 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from forge_core.errors import ConfigError, ForgeError, LostPeerError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAST_PORT = 65_535
 _FIRST_PORT, _PORTS = 15_000, 15_000  # below the ports that systems hand out by themselves
 
 
@@ -37,8 +38,9 @@ def world_size_of(environment: MutableMapping[str, str]) -> int | None:
             f"{', '.join(_TORCHRUN)}"
         )
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    for name in ("LOCAL_RANK", "MASTER_PORT"):
-        _number(environment, name)
+    _number(environment, "LOCAL_RANK")
+    if (port := _number(environment, "MASTER_PORT")) > _LAST_PORT:
+        raise ConfigError(f"MASTER_PORT={port} is no port; the last one is {_LAST_PORT}")
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
     return world_size
@@ -87,12 +89,39 @@ def refuse_unknown_host() -> None:
         raise ConfigError(f"{_who()} cannot find the host of rank 0: MASTER_ADDR={host}: {error.strerror}") from error
 
 
+def refuse_unknown_interfaces() -> None:
+    """Say at once what gloo and NCCL would find out later, in other words.
+
+    Raises:
+        ConfigError: ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names no interface of this host.
+    """
+    problem = interface_problem(os.environ)
+    if problem:
+        raise ConfigError(problem)
+
+
+def interface_problem(environment: Mapping[str, str]) -> str | None:
+    """What is wrong with the interfaces that the environment asks for."""
+    there = [name for _, name in socket.if_nameindex()]
+    gloo, nccl = environment.get("GLOO_SOCKET_IFNAME", ""), environment.get("NCCL_SOCKET_IFNAME", "")
+    wrong = None
+    if gloo and not set(gloo.split(",")) <= set(there):
+        wrong = f"GLOO_SOCKET_IFNAME={gloo}"
+    elif nccl.startswith("=") and not set(nccl[1:].split(",")) & set(there):
+        wrong = f"NCCL_SOCKET_IFNAME={nccl}"
+    elif nccl and nccl[0] not in "=^" and not any(name.startswith(tuple(nccl.split(","))) for name in there):
+        wrong = f"NCCL_SOCKET_IFNAME={nccl}"  # beginnings of names; after "^" come those that it shall not take
+    if wrong is None:
+        return None
+    return f"{wrong} names what is no interface of {socket.gethostname()}, which has {', '.join(there)}"
+
+
 def why_not_joined(error: Exception) -> ForgeError:
     """The sentence for what ``init_process_group`` raised: which host and port, and what is wrong there."""
     host, port, rank = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        return ConfigError(
+        return LostPeerError(  # another job's ranks may, for now: starting again may help
             f"{_who()} cannot listen on {host}:{port}, because another program does; set another MASTER_PORT"
         )
     if rank == "0":

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-import tomllib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 import attrs
 import torch
 import torch.distributed as dist
 
+import forge_core
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
-from forge_core.checkpoint.compatibility import changed_keys
+from forge_core.checkpoint.saver import Saved, Saver
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
-from forge_core.checkpoint.tensors import empty_optimizer_state, optimizer_state
-from forge_core.component import Use
-from forge_core.config.job import check_components, dump_job, job_table
+from forge_core.component import PassComponent, Use
+from forge_core.config.job import check_device
 from forge_core.config.sections import Job
-from forge_core.contracts.callback import Callback, Requests, RunContext
+from forge_core.contracts.callback import PREEMPTIONS, Callback, Requests, RunContext
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader, evaluation_batches
 from forge_core.data.stream import SampleStream
+from forge_core.engine.anomalies import Anomalies
 from forge_core.engine.build import BuiltModel, build_model, build_optimizer, choose_vocab_size
 from forge_core.engine.console import Console
+from forge_core.engine.deadline import Deadline
 from forge_core.engine.fingerprint import refuse_unequal_ranks
-from forge_core.engine.lifecycle import Lifecycle, callback_state, load_callback_state
+from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import Mesh, build_mesh, choose_device, join_process_group
-from forge_core.engine.ranks import from_first_rank, lost_peers_named, on_all_ranks
+from forge_core.engine.pass_table import PassRow, pass_table
+from forge_core.engine.peers import Peers
+from forge_core.engine.ranks import from_first_rank, on_all_ranks
+from forge_core.engine.resuming import Start, choose_start, refuse_if_incompatible, restore, resume_asked_for
+from forge_core.engine.rolling_back import RollingBack
+from forge_core.engine.saving import Contents, Saving
 from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.timeouts import Timeouts
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import ConfigError, ExitCode
+from forge_core.engine.warm_start import WarmStart, choose_warm_start, load_warm_start
+from forge_core.errors import ConfigError, ExitCode, exit_code_of
 from forge_core.hardware import peak_flops
+from forge_core.lease import Lease, Sign, refuse_if_held
 from forge_core.passes import sort_passes
 from forge_core.run_directory import RunDirectory, describe_environment
 
@@ -50,26 +59,32 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
     Raises:
         ForgeError: its ``exit_code`` says how the process should end. Nothing has been written if it is INVALID.
     """
+    started = time.monotonic()
     device = choose_device(job.run.device)
     join_process_group(device, job.run.first_step_timeout)
+    peers = Peers(job.run, RunDirectory(job, writes=False).path)
     try:
-        with lost_peers_named():
-            return _run(job, catalog, device, dry_run)
+        with peers.lost_ones_named():
+            return _run(job, catalog, device, peers, started, dry_run)
     finally:
         dist.destroy_process_group()
+        peers.close()
 
 
-def _run(job: Job, catalog: Catalog, device: torch.device, dry_run: bool) -> ExitCode:
+def _run(job: Job, catalog: Catalog, device: torch.device, peers: Peers, started: float, dry_run: bool) -> ExitCode:
     on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
-    prepared = on_all_ranks(lambda: _prepare(job, catalog, device))
+    prepared = on_all_ranks(lambda: _prepare(job, catalog, device, peers))
+    peers.sign()
     if prepared.is_complete:
         prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
         return ExitCode.COMPLETED
+    deadline = on_all_ranks(lambda: Deadline(job.run, started))
     built = on_all_ranks(lambda: _build(prepared))
+    peers.sign()
     if dry_run:
         _describe(prepared, built)
         return ExitCode.COMPLETED
-    return _train(prepared, built)
+    return _train(prepared, built, deadline)
 
 
 @attrs.frozen
@@ -81,6 +96,7 @@ class _Prepared:
     build: ComponentBuilder
     device: torch.device
     mesh: Mesh
+    peers: Peers
     passes: Sequence[Use]
     source: DataSource
     loader: BatchLoader
@@ -91,8 +107,14 @@ class _Prepared:
     lifecycle: Lifecycle
     directory: RunDirectory
     store: CheckpointStore
-    checkpoint: Checkpoint | None
+    start: Start
+    warm_start: WarmStart | None
+    ended: Sign | None
     console: Console
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.start.checkpoint
 
     @property
     def is_complete(self) -> bool:
@@ -105,20 +127,24 @@ class _Built:
     optimizer: torch.optim.Optimizer
 
 
-def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
+def _prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers) -> _Prepared:
     mesh = build_mesh(job, device)
     directory = RunDirectory(job, writes=mesh.rank == 0)
     console = Console(speaks=mesh.rank == 0, record=directory.write_log)
     store = CheckpointStore(directory.checkpoints)
     # ranks talk to each other here, so it comes before anything that may fail on one of them alone
-    checkpoint = from_first_rank(lambda: store.newest(console.line))
+    ended = from_first_rank(lambda: refuse_if_held(directory.path))
+    resume = from_first_rank(lambda: resume_asked_for(job, directory.job_file, console.line))
+    start = choose_start(resume, store, console.line)
+    checkpoint = start.checkpoint
+    warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
     # what a component refuses on one device and not on another is known now that `auto` is
-    check_components(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))))
+    check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
     source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
     directory.refuse_if_unwritable()
     if checkpoint is not None:
-        _refuse_if_incompatible(job, source, checkpoint, console)
+        refuse_if_incompatible(job, source, checkpoint, console.line)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     return _Prepared(
         job=job,
@@ -126,6 +152,7 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
         build=build,
         device=device,
         mesh=mesh,
+        peers=peers,
         passes=sort_passes(job, catalog),
         source=source,
         loader=_loader(job, source, mesh, device, checkpoint),
@@ -135,7 +162,7 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
         callbacks=callbacks,
         lifecycle=Lifecycle(
             [
-                ("timeouts", Timeouts(job.run)),
+                *([("timeouts", Timeouts(job.run)), ("peers", peers)] if mesh.world_size > 1 else []),
                 ("console", console),
                 *(("progress bar", bar) for bar in console.progress()),
                 *callbacks,
@@ -143,7 +170,9 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device) -> _Prepared:
         ),
         directory=directory,
         store=store,
-        checkpoint=checkpoint,
+        start=start,
+        warm_start=warm_start,
+        ended=ended,
         console=console,
     )
 
@@ -153,9 +182,10 @@ def _loader(
 ) -> BatchLoader:
     train, config = job.train, job.data.config
     seed = train.seed if train.data_seed is None else train.data_seed
+    state = checkpoint.state() if checkpoint else {}
     return BatchLoader(
-        SampleStream(source, seed=seed, shuffle=config.shuffle),
-        position=checkpoint.state()["position"] if checkpoint else 0,
+        SampleStream(source, seed=seed, shuffle=config.shuffle, left_out=state.get("left_out", ())),
+        position=state.get("position", 0),
         batch_size=train.batch_size,
         grad_accumulation=train.grad_accumulation or 1,
         dp_rank=mesh.dp_rank,
@@ -180,24 +210,6 @@ def _validation_source(job: Job, training: DataSource, build: ComponentBuilder) 
     return source
 
 
-def _refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint, console: Console) -> None:
-    saved_job = tomllib.loads((checkpoint.path / "job.toml").read_text())
-    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
-    if checkpoint.state()["data_fingerprint"] != source.fingerprint:
-        keys = [change.key for change in changes if change.key.startswith("data.")]
-        why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"
-        raise ConfigError(
-            f"{checkpoint.path} was trained on other data ({why}); choose another run.name to start afresh"
-        )
-    if checkpoint.step > job.train.steps:
-        raise ConfigError(
-            f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
-        )
-    for change in changes:
-        if not change.key.startswith(("run.", "metrics.", "checkpoint.")) and (change.old or change.new):
-            console.line(f"resuming with another {change.key}: {change.old} -> {change.new}")
-
-
 def _build(prepared: _Prepared) -> _Built:
     model = build_model(
         prepared.job, prepared.vocab_size, prepared.mesh, prepared.device, prepared.passes, prepared.build
@@ -210,25 +222,36 @@ def _describe(prepared: _Prepared, built: _Built) -> None:
     size = f"{built.model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
     say(f"model {prepared.job.model.qualified_name}: {size}")
     say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in prepared.mesh.degrees.items()))
-    for applied in built.model.applied:
-        ranks = prepared.mesh.gather_over("pp", [*applied.touched])
-        for rank, names in enumerate(ranks):
-            where = f", rank {rank} of pp" if len(ranks) > 1 else ""
-            touched = ", ".join(name or "the model" for name in names)
-            say(f"pass {applied.use.qualified_name}{where}: {len(names)} modules: {touched}")
+    rows = [
+        PassRow(one.use.qualified_name, _phase(prepared, one.use), prepared.mesh.gather_over("pp", [*one.touched]))
+        for one in built.model.applied
+    ]
+    for line in pass_table(rows) if rows else ["no pass is applied"]:
+        say(line)
     say(f"data {len(prepared.source):,} samples of {prepared.job.train.seq_len} tokens an epoch")
     say("dry run: stopped before the first step; nothing was written")
 
 
-def _train(prepared: _Prepared, built: _Built) -> ExitCode:
+def _phase(prepared: _Prepared, use: Use) -> str:
+    component = prepared.catalog.lookup("parallel_pass", use.qualified_name).component
+    assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
+    return component.phase
+
+
+def _train(prepared: _Prepared, built: _Built, deadline: Deadline) -> ExitCode:
     job, mesh, checkpoint = prepared.job, prepared.mesh, prepared.checkpoint
-    _restore(prepared, built)
+    if checkpoint is not None:
+        restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, prepared.console.line)
+        prepared.peers.sign()
+    loaded = None
+    if prepared.warm_start is not None:
+        loaded = load_warm_start(prepared.warm_start, built.model, built.optimizer, mesh, prepared.console.line)
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
-    on_all_ranks(lambda: prepared.directory.open(job, environment, checkpoint.step if checkpoint else 0))
-    if mesh.rank == 0:
-        prepared.store.remove_unfinished()
-    _announce(prepared, built)
+    lease = on_all_ranks(lambda: _take_over(prepared, environment))
+    _announce(prepared, built, lease)
+    if loaded is not None:
+        prepared.directory.write_facts("loaded.json", attrs.asdict(loaded))
 
     requests = Requests()
     context = RunContext(
@@ -245,13 +268,22 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
     )
     lifecycle = prepared.lifecycle
     loader = prepared.loader
-    trackers = Trackers(prepared.build, job, prepared.directory.path, prepared.console.line, active=mesh.rank == 0)
+    trackers = Trackers(
+        prepared.build,
+        job,
+        prepared.directory.path,
+        prepared.console.line,
+        checkpoint.state().get("trackers", {}) if checkpoint else {},
+        active=mesh.rank == 0,
+    )
 
     def record(values: Mapping[str, float]) -> None:
         if mesh.rank == 0:
             prepared.directory.write_metrics(values)
             trackers.log(values)
 
+    saving = _saving(prepared, built, versions, lease, context, trackers, deadline)
+    rolling_back = _rolling_back(prepared, built)
     trainer = Trainer(
         job=job,
         mesh=mesh,
@@ -270,99 +302,197 @@ def _train(prepared: _Prepared, built: _Built) -> ExitCode:
         ),
         lifecycle=lifecycle,
         context=context,
-        save=lambda step, tokens: _save(prepared, built, loader, step, tokens),
+        saving=saving,
+        anomalies=rolling_back.anomalies,
+        rolling_back=rolling_back,
         record=record,
         step=checkpoint.step if checkpoint else 0,
     )
-    outcome = "failed"
+    outcome: str = "failed"
+    why: dict[str, Any] = {}
+    heeding = ExitStack()
+    heeding.enter_context(stop_on_signals(requests, prepared.console.line))
     try:
-        with stop_on_signals(requests, prepared.console.line):
-            completed = trainer.run()
-        outcome = "completed" if completed else "stopped"
-        prepared.console.line(
-            f"done: {trainer.step} steps"
-            if completed
-            else f"stopped at step {trainer.step}, saved; the same command continues"
-        )
-        return ExitCode.COMPLETED if completed else ExitCode.STOPPED
+        by_the_clock = deadline.watched(requests, prepared.console.line) if mesh.rank == 0 else nullcontext()
+        with by_the_clock, prepared.peers.lost_ones_named():
+            stopped = trainer.run()
+        if not stopped:
+            outcome = "completed"
+            prepared.console.line(f"done: {trainer.step} steps")
+            return ExitCode.COMPLETED
+        outcome, why = "preempted" if stopped in PREEMPTIONS else "stopped", {"reason": stopped}
+        prepared.console.line(f"stopped at step {trainer.step}, saved; the same command continues")
+        return ExitCode.STOPPED
     except BaseException as error:
+        why = {"error": f"{type(error).__name__}: {error}", "exit_code": exit_code_of(error)}
         lifecycle.call_failed(prepared.console.line, run=context, step=trainer.step, error=error)
         prepared.directory.write_log(f"failed at step {trainer.step}: {type(error).__name__}: {error}")
         raise
     finally:
         loader.close()
-        trackers.close(outcome)
+        saving.close()
+        trackers.close("stopped" if outcome == "preempted" else outcome)
+        prepared.directory.write_event(outcome, step=trainer.step, **why)
         prepared.directory.close()
+        if lease is not None:
+            lease.give_back()
+        heeding.close()  # last: a scheduler says the same thing several times, and closing takes its time
 
 
-def _restore(prepared: _Prepared, built: _Built) -> None:
-    """Fill model, optimizer and callbacks from the checkpoint, if there is one."""
-    if prepared.checkpoint is None:
-        return
-    state = prepared.checkpoint.state()
-    names = built.model.parameters
-    tensors = built.model.tensors()
-    saved = prepared.checkpoint.saved_tensors()
-    in_all_stages = {name for stage in prepared.mesh.gather_over("pp", [*names]) for name in stage}
-    elsewhere = in_all_stages - names.keys()
-    tensors.update(empty_optimizer_state(built.optimizer, names, saved, state["optimizer"], elsewhere))
-    read = {key for stage in prepared.mesh.gather_over("pp", [*tensors]) for key in stage}
-    if unread := sorted(saved.keys() - read):
-        raise ConfigError(f"{prepared.checkpoint.path} has tensors this model does not: {', '.join(unread[:10])}")
-    prepared.checkpoint.load(tensors)
-    for namespace in load_callback_state(prepared.callbacks, state["callbacks"]):
-        prepared.console.line(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+def _saving(
+    prepared: _Prepared,
+    built: _Built,
+    versions: Mapping[str, str],
+    lease: Lease | None,
+    context: RunContext,
+    trackers: Trackers,
+    deadline: Deadline,
+) -> Saving:
+    job, directory = prepared.job, prepared.directory
+    own = {"forge-core": forge_core.__version__, "torch": torch.__version__}
+
+    def ended(saved: Saved) -> None:
+        if saved.error is None:
+            times = {"seconds": saved.seconds, "seconds_blocked": saved.seconds_blocked}
+            directory.write_event("saved", step=saved.step, **times)
+        else:
+            directory.write_event("save_failed", step=saved.step, error=str(saved.error))
+
+    def committed(saved: Saved) -> None:
+        deadline.must_hold(saved.seconds, prepared.console.line)
+        prepared.lifecycle.call("checkpoint_saved", run=context, step=saved.step, path=saved.path)
+
+    return Saving(
+        Contents(
+            job,
+            prepared.mesh,
+            built.model,
+            built.optimizer,
+            prepared.source,
+            prepared.vocab_size,
+            tuple(prepared.callbacks),
+            trackers.states,
+            {**own, **versions},
+        ),
+        Saver(
+            prepared.store,
+            prepared.device,
+            background=job.checkpoint.background,
+            timeout=job.checkpoint.timeout,
+            may_commit=lease.refuse_if_lost if lease else lambda: None,
+        ),
+        prepared.peers,
+        prepared.store,
+        prepared.console.line,
+        ended,
+        committed,
+    )
 
 
-def _announce(prepared: _Prepared, built: _Built) -> None:
+def _rolling_back(prepared: _Prepared, built: _Built) -> RollingBack:
+    job, mesh, loader, console, directory = (
+        prepared.job,
+        prepared.mesh,
+        prepared.loader,
+        prepared.console,
+        prepared.directory,
+    )
+    state = prepared.checkpoint.state() if prepared.checkpoint else {}
+
+    def load(checkpoint: Checkpoint) -> None:
+        built.optimizer.state.clear()
+        with prepared.peers.patient(job.run.first_step_timeout):
+            restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, console.line)
+
+    return RollingBack(
+        job.anomalies,
+        mesh,
+        prepared.store,
+        loader,
+        Anomalies(
+            job.anomalies,
+            mesh,
+            prepared.device,
+            loader,
+            console.line,
+            directory.write_event,
+            state.get("anomalies"),
+        ),
+        directory,
+        console.line,
+        load,
+        **state.get("rolling_back", {}),
+    )
+
+
+def _take_over(prepared: _Prepared, environment: Mapping[str, Any]) -> Lease | None:
+    """On the first rank: from here on, this run's directory is written to."""
+    if prepared.mesh.rank > 0:
+        return None
+    start, store, console = prepared.start, prepared.store, prepared.console
+    try:
+        lease = Lease(prepared.directory.path, console.line, prepared.ended)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {prepared.directory.path}: {error.strerror}") from error
+    try:
+        if store.steps() != list(start.seen):
+            raise ConfigError(f"{store.path} has changed while this run was being prepared; start it again")
+        store.remove_unfinished()
+        if start.keeps_until is not None and (aside := store.put_aside(start.keeps_until)):
+            console.line(f"later checkpoints are now in {aside}")
+        prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
+    except BaseException:
+        lease.give_back()
+        raise
+    return lease
+
+
+def _announce(prepared: _Prepared, built: _Built, lease: Lease | None) -> None:
     job, checkpoint = prepared.job, prepared.checkpoint
-    start = f"resumed from {checkpoint.path.name}" if checkpoint else "fresh start"
+    prepared.directory.write_event(
+        "resumed" if checkpoint else "started",
+        step=prepared.start.step,
+        checkpoint=str(checkpoint.path) if checkpoint else None,
+        passed_over=prepared.start.passed_over,
+        loaded=str(prepared.warm_start.checkpoint.path) if prepared.warm_start else None,
+        mesh=dict(prepared.mesh.degrees),
+        attempt=lease.attempt if lease else None,
+    )
     axes = {axis: degree for axis, degree in prepared.mesh.degrees.items() if degree > 1}
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
     prepared.console.line(
-        f"{job.run.name}: {start}; {built.model.n_parameters:,} parameters, {job.train.precision} on "
+        f"{job.run.name}: {_start_words(prepared)}; {built.model.n_parameters:,} parameters, {job.train.precision} on "
         f"{prepared.device.type}, {mesh}; {job.train.steps} steps; files in {prepared.directory.path}"
     )
+
+
+def _start_words(prepared: _Prepared) -> str:
+    checkpoint = prepared.checkpoint
+    if checkpoint is None:
+        loaded = f" with tensors of {prepared.warm_start.checkpoint.path}" if prepared.warm_start else ""
+        return f"fresh start{loaded}"
+    is_own = checkpoint.path.parent == prepared.store.path.resolve()
+    words = f"resumed from {checkpoint.path.name if is_own else checkpoint.path}"
+    if prepared.start.passed_over:
+        words += f", as those of steps {', '.join(map(str, prepared.start.passed_over))} are damaged"
+    skipped = checkpoint.state().get("anomalies", {}).get("skipped", 0)
+    return words + (f", with {skipped} updates left out before" if skipped else "")
 
 
 def _evaluation(prepared: _Prepared) -> Callable[[], Iterator[Mapping[str, torch.Tensor]]] | None:
     source = prepared.validation
     if source is None:
         return None
-    return lambda: evaluation_batches(
-        source,
-        batch_size=prepared.job.train.batch_size,
-        dp_rank=prepared.mesh.dp_rank,
-        dp_size=prepared.mesh.dp_size,
-        batches=prepared.job.eval.batches,
-    )
 
+    def batches() -> Iterator[Mapping[str, torch.Tensor]]:
+        for batch in evaluation_batches(
+            source,
+            batch_size=prepared.job.train.batch_size,
+            dp_rank=prepared.mesh.dp_rank,
+            dp_size=prepared.mesh.dp_size,
+            batches=prepared.job.eval.batches,
+        ):
+            prepared.peers.sign()  # there may be more of them than a step has time for
+            yield batch
 
-def _save(prepared: _Prepared, built: _Built, loader: BatchLoader, step: int, tokens: int) -> Path:
-    names = built.model.parameters
-    tensors, own_facts = optimizer_state(built.optimizer, names)
-    facts = prepared.mesh.gather_over("pp", own_facts)
-    tokenizer = prepared.source.tokenizer
-    state: dict[str, Any] = {
-        "step": step,
-        "tokens": tokens,
-        "position": loader.position,
-        "data_fingerprint": prepared.source.fingerprint,
-        "vocab_size": prepared.vocab_size,
-        "optimizer": {
-            "values": {name: value for stage in facts for name, value in stage["values"].items()},
-            "on_host": sorted({slot for stage in facts for slot in stage["on_host"]}),
-        },
-        "callbacks": callback_state(prepared.callbacks),
-        "mesh": dict(prepared.mesh.degrees),
-    }
-
-    def write_more(folder: Path) -> None:  # before ``state`` is written
-        (folder / "job.toml").write_text(dump_job(prepared.job))
-        if tokenizer is not None:
-            (folder / "tokenizer").mkdir()
-            state["tokenizer"] = dict(tokenizer.save(folder / "tokenizer"))
-
-    path = prepared.store.save(step, {**built.model.tensors(), **tensors}, state, write_more)
-    prepared.console.line(f"saved {path.name}")
-    return path
+    return batches

@@ -13,16 +13,23 @@ from forge_core.contracts.callback import Requests
 
 @contextmanager
 def stop_on_signals(requests: Requests, say: Callable[[str], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the run to save and stop; the second ends it at once."""
+    """SIGINT, SIGTERM and SIGUSR1 ask the run to save and stop; a second SIGINT ends it at once.
+
+    The others do not, since Slurm and torchrun say the same thing several times: SIGUSR1 and SIGTERM together, SIGTERM
+    again at the end of a grace time, and what torchrun passes on after the ranks have got it themselves.
+    """
 
     def handle(number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         if requests.stop:
-            sys.exit(128 + number)
+            if number == signal.SIGINT:
+                sys.exit(128 + number)
+            return
         requests.stop = name
-        say(f"{name}: will save and stop after this step; once more leaves at once")
+        more = "; once more leaves at once" if number == signal.SIGINT else ""
+        say(f"{name}: will save and stop after this step{more}")
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
 
+from forge_core.checkpoint.saver import GROUP as CHECKPOINT_GROUP
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import Callback, RunContext
 
@@ -33,10 +34,13 @@ class Timeouts(Callback):
 
 
 def set_timeouts(seconds: float) -> None:
-    """For all process groups of this rank, whoever has made them, and for collectives that start from now on."""
+    """For all process groups of this rank, whoever has made them, and for collectives that start from now on; only that
+    of checkpoints has its own."""
     if dist.get_world_size() == 1:
         return
     for group in list(_world.pg_map):
+        if group.group_desc == CHECKPOINT_GROUP:
+            continue
         for device in group._device_types:
             backend = group._get_backend(torch.device(device))
             grace = 0.0 if isinstance(backend, ProcessGroupGloo) else _GRACE

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 
 import attrs
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from forge_core.auxiliary import LEDGER
+from forge_core.checkpoint.schedule import is_due
+from forge_core.checkpoint.tensors import named_parameters
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import RunContext, StepContext
 from forge_core.contracts.executor import Executor
@@ -19,18 +22,20 @@ from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.engine.agreement import Agreement
+from forge_core.engine.anomalies import Anomalies, can_skip_on_device
 from forge_core.engine.contributors import Contributors
 from forge_core.engine.executor import Batch
-from forge_core.engine.gradients import clip_gradients, global_norm
+from forge_core.engine.gradients import Layout, Squares, clip_gradients, global_norm, norms_along, squared_norms
 from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import DATA_AXES, LOSS_AXES, Mesh
-from forge_core.errors import NonFiniteError
+from forge_core.engine.rolling_back import RollingBack
+from forge_core.engine.saving import Saving
 
 
 @attrs.define(slots=False)
 class Trainer:
-    """One run in progress. ``step`` and ``loader.position`` are all there is to say about where it is."""
+    """One run in progress. ``step`` and ``loader.position`` say where it is."""
 
     job: Job
     mesh: Mesh
@@ -44,8 +49,9 @@ class Trainer:
     measurement: Measurement
     lifecycle: Lifecycle
     context: RunContext
-    save: Callable[[int, int], Path]
-    """Writes a checkpoint of the given step and tokens."""
+    saving: Saving
+    anomalies: Anomalies
+    rolling_back: RollingBack
     record: Callable[[Mapping[str, float]], None]
     """Takes the values of a logged step or of an evaluation."""
     step: int = 0
@@ -53,46 +59,57 @@ class Trainer:
     def __attrs_post_init__(self) -> None:
         job = self.job
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._parameters = named_parameters(self.parts)
         self._contributors = Contributors(self.parts, self.mesh)
+        self._skips_on_device = self._contributors.are_none and can_skip_on_device(self.optimizer, self.device)
         self._agreement = Agreement()
         # of all pipeline stages, asked for once, at the first step that is logged
         self._auxiliary_names: list[str] | None = None
+        self._last_save = time.monotonic()
         self._may_skip = self.lifecycle.listens("before_optimizer_step")
         self._listening = self._may_skip or self.lifecycle.listens("step_end")
-        # becomes and stays NaN at the first loss or gradient that is not finite; looked at when the host waits anyway
-        self._health = torch.zeros((), device=self.device)
+        self._put_off_save = False
         self._tokens_a_step = (
             job.train.batch_size * (job.train.grad_accumulation or 1) * self.mesh.dp_size * job.train.seq_len
         )
 
-    def run(self) -> bool:
-        """Train to the last step. Returns false if the run was asked to stop early; it is then saved as well.
+    def run(self) -> str:
+        """Train to the last step. Returns why the run was stopped early, saved as well; nothing if it was not.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite; nothing is saved after that.
+            NonFiniteError: too many updates had to be left out.
         """
         job, last = self.job, self.job.train.steps
         self._set_training(True)
         self.lifecycle.call("run_start", run=self.context)
+        if self.step == 0 and is_due(0, job.checkpoint):
+            self._save()
         self.measurement.restart(self.loader.seconds_waiting)
         for microbatches in self.loader:
             self.step += 1
             self._train_step(microbatches)
+            evaluated: Mapping[str, float] = {}
             if self._is_due(job.eval.interval) and self.evaluation is not None:
-                self.evaluate()
-            save, stop = self._agreement.exchange(self.context.requests)
-            if save or stop or self._is_due(job.checkpoint.interval, at_end=True):
-                self._save()
-            if stop or self.step == last:
+                evaluated = self.evaluate()
+            self._ask_for_timely_save()
+            save, stop, is_writing = self._agreement.exchange(self.context.requests, is_writing=self.saving.is_writing)
+            self.saving.look(self.step, is_written=not is_writing)
+            if save or stop or self.step == last or is_due(self.step, job.checkpoint) or self._put_off_save:
+                self._save(evaluated, can_wait=not stop and self.step < last)
+            if self.anomalies.to_leave_out is not None:
+                self._roll_back()
+            elif stop or self.step == last:
                 break
         self._agreement.finish()
         self._log_pending()
-        self.lifecycle.call("run_end", run=self.context, step=self.step)
-        return self.step == last
+        self.saving.finish(must_succeed=True)
+        stopped = self._agreement.reason(self.context.requests) if self.step < last else ""
+        self.lifecycle.call("run_end", run=self.context, step=self.step, stopped=stopped)
+        return stopped
 
-    def evaluate(self) -> None:
-        """Record the mean loss over the validation data, weighted by tokens, over all ranks; given up on a stop."""
+    def evaluate(self) -> Mapping[str, float]:
+        """Record the mean loss over the validation data, weighted by tokens, over all ranks. Given up on a stop, and
+        then without values."""
         assert self.evaluation is not None
         self._log_pending()
         sums = torch.zeros(2, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
@@ -103,7 +120,7 @@ class Trainer:
                 break
         self._set_training(True)
         if self._agreement.any_rank(bool(self.context.requests.stop)):
-            return  # a part of the validation set is not what was asked for; a resumed run evaluates again
+            return {}  # a part of the validation set is not what was asked for; a resumed run evaluates again
         total, count = self.mesh.sum_over(sums, LOSS_AXES).tolist()
         loss = total / max(count, 1)
         perplexity = math.exp(loss) if loss < 700 else math.inf
@@ -111,6 +128,7 @@ class Trainer:
         self.record({"step": self.step, **values})
         self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)
         self.measurement.restart(self.loader.seconds_waiting)
+        return values
 
     def _train_step(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         step = self.step
@@ -119,28 +137,37 @@ class Trainer:
         self._seed_generators()
 
         scale = self._one_over_valid_tokens(microbatches)
-        LEDGER.start_step(scale)
-        total = self.executor.run([self._to_device(batch) for batch in microbatches], scale)
+        LEDGER.start_step(scale, readers=self.mesh.degrees["tp"])
+        batches = [self._to_device(batch) for batch in microbatches]
+        total = self.executor.run(batches, scale)
 
         logged = self._is_logged()
         metrics: dict[str, torch.Tensor] = {}
         if logged or self._listening:
             metrics["loss"] = total * scale
         context = StepContext(step, self._tokens_so_far, metrics, logged)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        metrics["grad_norm"] = norm = global_norm(gradients, self.mesh)
+        named = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = [*named.values()]
+        squares = squared_norms(gradients)
+        metrics["grad_norm"] = norm = global_norm(squares, self.mesh, self.device)
+        if logged:
+            metrics.update(self._norms_along_axes(squares))
+        verdict = self.anomalies.judge(step, total, norm, [*named], squares, batches)
         self.lifecycle.call("before_optimizer_step", run=self.context, context=context)
         rate = self._set_learning_rates()
-        if self._skip_asked():
+        self.saving.wait_until_copied()
+        if self._skip_asked(verdict):
             self._contributors.forget()
         else:
             self._contributors.before_optimizer_step()
             clip_gradients(gradients, norm, self.job.train.clip_norm)
-            self._health.add_(norm, alpha=0).add_(total, alpha=0)
+            self.optimizer.found_inf = verdict if self._skips_on_device else None  # type: ignore[attr-defined]  # torch's
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
         self._log_pending()
+        if self.anomalies.is_overdue:
+            self.anomalies.look()
         if logged:
             self._submit(metrics, rate)
         self.lifecycle.call("step_end", run=self.context, context=context)
@@ -182,10 +209,14 @@ class Trainer:
             group["lr"] = base * multiplier
         return self._base_rates[0] * multiplier
 
-    def _skip_asked(self) -> bool:
-        if not self._may_skip:
-            return False
-        skip = self._agreement.any_rank(self.context.requests.skip_step)
+    def _skip_asked(self, verdict: torch.Tensor) -> bool:
+        """By a callback; or by the verdict, where the host has to be told."""
+        if not self._skips_on_device and verdict.item():
+            skip = True
+        elif self._may_skip:
+            skip = self._agreement.any_rank(self.context.requests.skip_step)
+        else:
+            skip = False
         self.context.requests.skip_step = False
         return skip
 
@@ -197,14 +228,25 @@ class Trainer:
         at_last = self.step == self.job.train.steps
         return (interval > 0 and (self.step % interval == 0 or at_last)) or (at_end and at_last)
 
+    def _norms_along_axes(self, squares: Mapping[Layout, Squares]) -> Mapping[str, torch.Tensor]:
+        """Those that ``metrics.grad_norm_per`` asks for."""
+        axes = self.job.metrics.grad_norm_per
+        norms = norms_along(squares, self.mesh, axes, self.device) if axes else {}
+        return {f"grad_norm/{name}": norm for name, norm in norms.items()}
+
     def _submit(self, metrics: dict[str, torch.Tensor], rate: float) -> None:
         auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
-        over_ranks = torch.stack([metrics["loss"], self._health, *auxiliary.values()])
-        loss, health, *means = self.mesh.sum_over(over_ranks, LOSS_AXES).unbind()
+        if auxiliary and self.mesh.degrees["tp"] > 1:
+            whole = self.mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
+            auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
+        over_ranks = torch.stack([metrics["loss"], *auxiliary.values()])
+        loss, *means = self.mesh.sum_over(over_ranks, LOSS_AXES).unbind()
         metrics["loss"] = loss
-        tensors = {"loss": loss, "grad_norm": metrics["grad_norm"], **dict(zip(auxiliary, means, strict=True))}
+        norms = {name: value for name, value in metrics.items() if name.partition("/")[0] == "grad_norm"}
+        tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
         known = {"lr": rate, "tokens": self._tokens_so_far}
-        self.measurement.submit(self.step, {**tensors, "health": health}, known, self.loader.seconds_waiting)
+        tensors["skipped"] = self.anomalies.skipped
+        self.measurement.submit(self.step, tensors, known, self.loader.seconds_waiting)
 
     def _auxiliary_means(self) -> Mapping[str, torch.Tensor]:
         """By the same names on every rank: a stage without the layers that have a loss has zero of it."""
@@ -221,23 +263,45 @@ class Trainer:
         values = self.measurement.fetch()
         if values is None:
             return
-        health = values.pop("health")
+        values["skipped"] = int(values["skipped"])
         self.record(values)
         if self.mesh.rank == 0:
             self.lifecycle.call("step_logged", run=self.context, step=int(values["step"]), metrics=values)
-        self._refuse_non_finite(health, int(values["step"]))
+        self.anomalies.learn(values["skipped"], int(values["step"]))
 
-    def _refuse_non_finite(self, health: float, step: int) -> None:
-        if not math.isfinite(health):
-            raise NonFiniteError(
-                f"the loss or the gradient is not finite at step {step} or shortly before it; no checkpoint has been "
-                "written since. Lower optimizer.lr, or look at the data of these steps."
-            )
+    def _ask_for_timely_save(self) -> None:
+        """By the first rank's clock."""
+        minutes = self.job.checkpoint.minutes
+        if minutes > 0 and self.mesh.rank == 0 and time.monotonic() - self._last_save >= 60 * minutes:
+            self.context.requests.save_now = True
 
-    def _save(self) -> None:
+    def _save(self, evaluated: Mapping[str, float] = MappingProxyType({}), *, can_wait: bool = False) -> None:
+        """Unless the run has to go back; and if it can wait, not before a step has been a good one: the newest
+        checkpoint is then one from before what may be wrong."""
         self._log_pending()
-        health = self.mesh.sum_over(self._health.clone(), LOSS_AXES)
-        self._refuse_non_finite(float(health), self.step)
-        path = self.save(self.step, self._tokens_so_far)
-        self.lifecycle.call("checkpoint_saved", run=self.context, step=self.step, path=path)
+        self.anomalies.look()
+        self._put_off_save = can_wait and self.anomalies.in_a_row > 0
+        if self._put_off_save or self.anomalies.to_leave_out is not None:
+            return
+        if not self.anomalies.have_spared([*self._parameters.values()], self.step):
+            return
+        progress = {
+            "position": self.loader.position,
+            "left_out": self.loader.stream.left_out,
+            "anomalies": self.anomalies.state(),
+            "rolling_back": self.rolling_back.state(),
+        }
+        self.saving.begin(self.step, self._tokens_so_far, progress, evaluated)
+        self._last_save = time.monotonic()
+        self.measurement.restart(self.loader.seconds_waiting)
+
+    def _roll_back(self) -> None:
+        """To the checkpoint from before the steps that are to be left out."""
+        self._log_pending()
+        self.anomalies.look()
+        stretch = self.anomalies.to_leave_out
+        assert stretch is not None, "it is what the run goes back for"
+        self.saving.finish()
+        self.step = self.rolling_back.go(stretch, self.step)
+        self._put_off_save = False
         self.measurement.restart(self.loader.seconds_waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ from forge_core.catalog import Catalog, Provided
 from forge_core.component import PassComponent, Use
 from forge_core.config.sections import Job
 from forge_core.engine.build import build_on_meta
+from forge_core.engine.mesh import DATA_AXES
 from forge_core.errors import ConfigError
 from forge_core.hardware import Gpu
 from forge_core.passes import resolve_degrees
+from forge_core.plan.alternatives import Alternative, alternatives
 from forge_core.plan.memory import CATEGORIES
-from forge_core.plan.recompute import MODES
 from forge_core.plan.simulation import SimulatedRank, simulate
 
 GIB = 2**30
 _FRAGMENTATION = 1.03
-_CONTEXT = 1.0
-"""GiB that CUDA and NCCL take beside torch's tensors."""
 
 
 @attrs.frozen
@@ -54,10 +54,13 @@ class PlannedStage:
 
 @attrs.frozen
 class PlannedRecomputation:
-    """What a way to recompute would make of the rank that needs most."""
+    """What a way to recompute would make of the stage that needs most."""
 
-    mode: str
+    what: str
+    """The pass and its keys, or ``nothing``."""
+    is_the_jobs: bool
     activation_bytes: int
+    """The most that is kept from forward to backward."""
     peak_bytes: int
 
 
@@ -69,6 +72,8 @@ class Plan:
     parameters: int
     vocab_size: int
     seq_len: int
+    tokens_per_step: int
+    """Of all ranks."""
     flops_per_token: Mapping[str, float]
     mesh: Mapping[str, int]
     passes: Sequence[PlannedPass]
@@ -100,32 +105,42 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, vocab_size: int | Non
     """
     build = ComponentBuilder(catalog)
     rows = _vocabulary(job, build, vocab_size)
-    simulated = [simulate(job, catalog, rows, world_size, stage) for stage in range(job.parallel.pp)]
+    degrees = resolve_degrees(job.parallel, world_size)
+    simulated = [simulate(job, catalog, rows, world_size, stage, gpu) for stage in range(job.parallel.pp)]
     stages = [_stage(one) for one in simulated]
-    heaviest = max(range(len(stages)), key=lambda i: stages[i].peak_bytes or 0)
     plan = Plan(
         model=job.model.qualified_name,
         parameters=simulated[0].built.n_parameters,
         vocab_size=rows,
         seq_len=job.train.seq_len,
+        tokens_per_step=(job.train.grad_accumulation or 1)
+        * job.train.batch_size
+        * prod(degrees[axis] for axis in DATA_AXES)
+        * job.train.seq_len,
         flops_per_token=flops_by_convention(job, rows, build),
-        mesh=resolve_degrees(job.parallel, world_size),
+        mesh=degrees,
         passes=[
             _planned(one.use, one.touched, catalog.lookup("parallel_pass", one.use.qualified_name))
             for one in simulated[0].built.applied
         ],
         stages=stages,
-        recomputation=_recomputation(job, catalog, rows, world_size, heaviest, stages[heaviest]),
+        recomputation=[],
         gpu=gpu,
         fits=None,
     )
     peak = plan.heaviest.peak_bytes
-    return plan if gpu is None or peak is None else attrs.evolve(plan, fits=needed_gib(peak) <= gpu.memory_gib)
+    if peak is None:
+        return plan
+    return attrs.evolve(
+        plan,
+        recomputation=_recomputation(job, catalog, rows, world_size, plan, build),
+        fits=needed_gib(peak) <= gpu.free_gib if gpu is not None else None,
+    )
 
 
 def needed_gib(peak_bytes: int) -> float:
-    """What a GPU must have for a predicted peak: with fragmentation, and what CUDA and NCCL take."""
-    return peak_bytes / GIB * _FRAGMENTATION + _CONTEXT
+    """What must be free for a predicted peak: more, as an allocator cannot fill every gap."""
+    return peak_bytes / GIB * _FRAGMENTATION
 
 
 def flops_by_convention(job: Job, vocab_size: int, build: ComponentBuilder) -> dict[str, float]:
@@ -150,62 +165,83 @@ def flops_by_convention(job: Job, vocab_size: int, build: ComponentBuilder) -> d
 
 def as_text(plan: Plan) -> Iterator[str]:
     """The plan in lines."""
-    yield f"model {plan.model}: {plan.parameters:,} parameters, vocabulary {plan.vocab_size:,}"
-    yield "mesh " + ", ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
-    yield f"FLOPs a token, forward and backward, of {plan.seq_len:,} tokens a sequence"
-    for convention, words in _CONVENTIONS.items():
-        flops = plan.flops_per_token[convention]
-        bound = f"; {plan.gpu.peak_flops / flops:,.0f} tokens/s a GPU at 100 %" if plan.gpu else ""
-        yield f"  {flops / 1e9:>10.3f} GFLOP  {words}{bound}"
-    yield "passes, in the order in which they are applied" if plan.passes else "no passes"
+    axes = [f"{axis} {degree}" for axis, degree in plan.mesh.items() if degree > 1]
+    ranks = prod(plan.mesh.values())
+    yield f"model  {plan.model}: {plan.parameters:,} parameters, vocabulary {plan.vocab_size:,}"
+    yield f"ranks  {ranks}{': ' if axes else ''}{', '.join(axes)}"
+    yield f"step   {plan.tokens_per_step:,} tokens in sequences of {plan.seq_len:,}"
+    yield ""
+    yield from _flops_lines(plan)
+    yield ""
+    yield "Passes, in the order in which they are applied" if plan.passes else "No passes"
     for one in plan.passes:
-        yield f"  {one.phase:<13} {one.name}: {one.modules} modules: {', '.join(one.touched)}"
+        touched = f"{', '.join(one.touched[:_NAMES])}{' …' if len(one.touched) > _NAMES else ''}"
+        yield f"  {one.phase:<13} {one.name}: {one.modules} modules: {touched}"
+    yield ""
     yield from _memory_lines(plan)
     yield from _fit_lines(plan)
 
 
+_NAMES = 4
+"""How many names of modules the text has room for."""
+
 _CONVENTIONS = {
-    "standard": "without the embedding, attention whole (PaLM, torchtitan; the metric mfu)",
-    "with_embedding": "with the embedding, attention whole (litgpt, llm-foundry)",
-    "causal": "without the embedding, attention halved for causality",
+    "standard": "weights without the embedding, attention whole (PaLM, torchtitan; the metric mfu)",
+    "with_embedding": "weights with the embedding, attention whole (litgpt, llm-foundry)",
+    "causal": "weights without the embedding, attention halved as it is causal",
 }
 
 
+def _flops_lines(plan: Plan) -> Iterator[str]:
+    bound = f", and the tokens/s at which one {plan.gpu.name} would do them" if plan.gpu else ""
+    yield f"GFLOP a token, forward and backward{bound}"
+    for convention, words in _CONVENTIONS.items():
+        flops = plan.flops_per_token[convention]
+        speed = f" {plan.gpu.peak_flops / flops:>14,.0f}" if plan.gpu else ""
+        yield f"  {flops / 1e9:>10.5g}{speed}  {words}"
+
+
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    if len(plan.stages) > 1:
-        yield "pipeline stages, GiB a rank"
-        for number, stage in enumerate(plan.stages):
-            peak = "?" if stage.peak_bytes is None else _gib(stage.peak_bytes)
-            yield f"  stage {number} (rank {stage.rank}): parameters {_gib(stage.parameter_bytes)}, peak {peak}"
     heaviest = plan.heaviest
+    unit = "GiB" if (heaviest.peak_bytes or heaviest.parameter_bytes) >= GIB else "MiB"
+
+    def row(what: str, *sizes: int | None) -> str:
+        scale = GIB if unit == "GiB" else GIB / 1024
+        return f"  {what:<44}" + "".join(f"{'?' if size is None else f'{size / scale:.3f}':>12}" for size in sizes)
+
+    def title(what: str, *columns: str) -> str:
+        return (f"{f'{what}, {unit}':<46}" + "".join(f"{column:>12}" for column in columns)).rstrip()
+
+    if len(plan.stages) > 1:
+        yield title("Memory of the first rank of each of pp", "parameters", "peak")
+        for number, stage in enumerate(plan.stages):
+            yield row(f"pp {number}: rank {stage.rank}", stage.parameter_bytes, stage.peak_bytes)
+        yield ""
     if heaviest.peak_bytes is None:
-        yield f"memory of rank {heaviest.rank}: parameters {_gib(heaviest.parameter_bytes)} GiB"
+        yield title(f"Memory of rank {heaviest.rank}")
+        yield row("parameters", heaviest.parameter_bytes)
         return
-    yield f"memory of rank {heaviest.rank}, GiB: at the peak of a step, and the most of each at any time"
+    yield title(f"Memory of rank {heaviest.rank}", "at the peak", "at most")
     for category in CATEGORIES:
-        most = heaviest.largest.get(category, 0)
-        yield f"  {category:<12} {_gib(heaviest.at_peak[category]):>10} {_gib(most):>10}"
-    yield f"  {'peak':<12} {_gib(heaviest.peak_bytes):>10}"
-    yield "activations by what is recomputed, GiB: at the peak of forward and backward, and the peak of a step"
+        yield row(category, heaviest.at_peak[category], heaviest.largest.get(category, 0))
+    yield row("all", heaviest.peak_bytes)
+    yield ""
+    yield title("Recomputed in backward", "kept", "peak")
     for one in plan.recomputation:
-        yield f"  {one.mode:<12} {_gib(one.activation_bytes):>10} {_gib(one.peak_bytes):>10}"
+        yield row(one.what, one.activation_bytes, one.peak_bytes) + ("  (this job)" if one.is_the_jobs else "")
     if any(one.phase == "compile" for one in plan.passes):
-        yield "  compiled blocks are counted as they are written: compiled, they keep less"
+        yield "  Blocks are counted as they are written; compiled, they keep less."
 
 
 def _fit_lines(plan: Plan) -> Iterator[str]:
     if plan.gpu is None or plan.heaviest.peak_bytes is None:
         return
     needed = needed_gib(plan.heaviest.peak_bytes)
-    verdict = "fits" if plan.fits else "does not fit"
+    yield ""
     yield (
-        f"{plan.gpu.name}, {plan.gpu.memory_gib} GiB: {verdict}; the peak with 3 % for fragmentation and "
-        f"{_CONTEXT:.0f} GiB for CUDA and NCCL is {needed:.1f} GiB"
+        f"{'Fits' if plan.fits else 'Does not fit'}: with 3 % for fragmentation the peak is {needed:.1f} GiB, and "
+        f"{plan.gpu.name} has {plan.gpu.free_gib:.1f} GiB beside what CUDA and NCCL take"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f}"
 
 
 def _stage(simulated: SimulatedRank) -> PlannedStage:
@@ -228,20 +264,24 @@ def _planned(use: Use, touched: Sequence[str], provided: Provided) -> PlannedPas
 
 
 def _recomputation(
-    job: Job, catalog: Catalog, vocab_size: int, world_size: int, number: int, stage: PlannedStage
+    job: Job, catalog: Catalog, vocab_size: int, world_size: int, plan: Plan, build: ComponentBuilder
 ) -> list[PlannedRecomputation]:
-    if stage.peak_bytes is None:
-        return []
-    optimizer = stage.largest.get("optimizer", 0)
-    after = stage.parameter_bytes + stage.largest.get("gradients", 0) + optimizer  # while the optimizer steps
+    """Of the stage that needs most; ways that cannot be simulated are left out."""
+    number = plan.stages.index(plan.heaviest)
     planned = []
-    for mode in MODES:
-        memory = simulate(job, catalog, vocab_size, world_size, number, mode).memory
-        if memory is not None:
-            planned.append(
-                PlannedRecomputation(mode, memory.at_peak["activations"], max(memory.peak + optimizer, after))
-            )
+    for one in alternatives(job, catalog, world_size, build):
+        if one.is_the_jobs:
+            planned.append(_compared(one, plan.heaviest))
+        else:
+            stage = _stage(simulate(one.job, catalog, vocab_size, world_size, number, plan.gpu))
+            if stage.peak_bytes is not None:
+                planned.append(_compared(one, stage))
     return planned
+
+
+def _compared(one: Alternative, stage: PlannedStage) -> PlannedRecomputation:
+    assert stage.peak_bytes is not None
+    return PlannedRecomputation(one.what, one.is_the_jobs, stage.largest.get("activations", 0), stage.peak_bytes)
 
 
 def _vocabulary(job: Job, build: ComponentBuilder, given: int | None) -> int:

@@ -1,4 +1,4 @@
-"""One rank of many, in one process: the real build and real steps on tensors that have shapes and no memory."""
+"""One rank of many, in one process: the real build and a real step on tensors that have shapes and no memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forge_core.auxiliary import LEDGER
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
-from forge_core.component import PassComponent, Use
 from forge_core.config.sections import Job
 from forge_core.engine.build import BuiltModel, allocate, build_model, build_optimizer
-from forge_core.engine.gradients import clip_gradients, global_norm
+from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
 from forge_core.engine.mesh import Mesh, build_mesh
 from forge_core.errors import ForgeError
+from forge_core.hardware import Gpu
 from forge_core.passes import sort_passes
 from forge_core.plan.memory import MemoryLedger, bytes_of
-from forge_core.plan.recompute import recompute_use
 
 _CPU = torch.device("cpu")  # FSDP's streams of a GPU cannot be had without one; sizes are the same
 
@@ -60,23 +59,20 @@ class SimulatedRank:
 
 
 def simulate(
-    job: Job, catalog: Catalog, vocab_size: int, world_size: int, stage: int, recompute: str | None = None
+    job: Job, catalog: Catalog, vocab_size: int, world_size: int, stage: int, gpu: Gpu | None = None
 ) -> SimulatedRank:
-    """Build ``job`` for the first rank of a pipeline stage among ``world_size`` ranks, and run steps of it.
+    """Build ``job`` for the first rank of a pipeline stage among ``world_size`` ranks, and run a step of it.
 
-    Two steps are run, since the optimizer makes its state in the first. Compiled blocks run as they are written.
+    The optimizer has made its state before that step, as in every step but the first. Compiled blocks run as they are
+    written.
 
     Args:
-        recompute: one of ``forge_core.plan.recompute.MODES`` in place of the job's passes of the phase
-            ``checkpointing``; only the first forward and backward are run then. ``None`` is the job as it is.
+        gpu: what the job is to run on, for passes that decide by it.
 
     Raises:
         ForgeError: whatever the build of a real run would say.
     """
     rank = stage * (world_size // job.parallel.pp)
-    passes: Sequence[Use] = sort_passes(job, catalog)
-    if recompute is not None:
-        passes = _with_recompute(passes, catalog, recompute)
     ledger = MemoryLedger()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -87,13 +83,17 @@ def simulate(
     with _rank_of(world_size, rank):
         mesh = build_mesh(job, _CPU)
         build = ComponentBuilder(catalog)
-        built = build_model(job, vocab_size, mesh, _CPU, passes, build, fill=allocate_only)
+        passes = sort_passes(job, catalog, world_size)
+        built = build_model(job, vocab_size, mesh, _CPU, passes, build, fill=allocate_only, planned_gpu=gpu)
         size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
         ledger.vocabulary = _vocabulary(built, vocab_size)
         memory, reason = None, ""
+        if any(getattr(build(use), "parameters_on_host", False) for use in passes):
+            reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
+            return SimulatedRank(rank, stage, built, size, memory, reason)
         try:
             with fake, ledger:
-                memory = _steps(job, mesh, built, build, ledger, updates=recompute is None)
+                memory = _step(job, mesh, built, build, ledger)
         except ForgeError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  # of torch or of a plugin; what is known without a step still is
@@ -101,31 +101,33 @@ def simulate(
         return SimulatedRank(rank, stage, built, size, memory, reason)
 
 
-def _steps(
-    job: Job, mesh: Mesh, built: BuiltModel, build: ComponentBuilder, ledger: MemoryLedger, *, updates: bool
-) -> RankMemory:
-    microbatches = _microbatches(job)
-    scale = torch.ones(())
-    parameters = list(built.parameters.values())
+def _step(job: Job, mesh: Mesh, built: BuiltModel, build: ComponentBuilder, ledger: MemoryLedger) -> RankMemory:
     optimizer = build_optimizer(job, built, build)
-    for step in (1, 2):
-        ledger.restart()
-        LEDGER.start_step(scale)
-        with ledger.during("activations"):
-            built.executor.run(microbatches, scale)
-        known: dict[str, list[torch.Tensor]] = {"gradients": [p.grad for p in parameters if p.grad is not None]}
-        if updates:
-            with ledger.during("optimizer"):
-                norm = global_norm(known["gradients"], mesh)
-                clip_gradients(known["gradients"], norm, job.train.clip_norm)
-                optimizer.step()
-            known["optimizer"] = [v for entry in optimizer.state.values() for v in entry.values() if torch.is_tensor(v)]
-        if step == 2 or not updates:
-            break
-        known.clear()  # or gradients would live on
-        optimizer.zero_grad(set_to_none=True)
+    with ledger.during("optimizer"):
+        _make_state(optimizer)
+    microbatches = _microbatches(job)
+    ledger.restart()
+    scale = torch.ones(())
+    LEDGER.start_step(scale)
+    with ledger.during("activations"):
+        built.executor.run(microbatches, scale)
+    gradients = [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
+    with ledger.during("optimizer"):
+        clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, _CPU), job.train.clip_norm)
+        optimizer.step()
+    state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    known = {"gradients": gradients, "optimizer": state}
     largest = {**ledger.largest, **{category: bytes_of(tensors) for category, tensors in known.items()}}
     return RankMemory(ledger.peak, ledger.at_peak(known), largest)
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """By a step, which is when optimizers make it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _microbatches(job: Job) -> list[dict[str, torch.Tensor]]:
@@ -152,18 +154,6 @@ def _multiplied_rows(weight: torch.Tensor) -> int:
     tp = names.index("tp")
     cut = weight.placements[tp].is_shard(0)
     return -(-weight.shape[0] // weight.device_mesh.size(tp)) if cut else weight.shape[0]
-
-
-def _with_recompute(passes: Sequence[Use], catalog: Catalog, mode: str) -> list[Use]:
-    """The passes with those of the phase ``checkpointing`` replaced."""
-    phases = {}
-    for use in passes:
-        component = catalog.lookup("parallel_pass", use.qualified_name).component
-        assert isinstance(component, PassComponent)
-        phases[use.qualified_name] = component.phase
-    earlier = [use for use in passes if phases[use.qualified_name] in ("split", "shard", "experts", "swap")]
-    later = [use for use in passes if phases[use.qualified_name] in ("compile", "fsdp")]
-    return [*earlier, *([] if mode == "none" else [recompute_use(mode)]), *later]
 
 
 @contextmanager

@@ -151,7 +151,7 @@ class SmallRun:
         if logged:
             self._call("eval_end", step=self._steps, metrics={"eval/loss": 1.0, "eval/perplexity": 2.718})
             self._call("checkpoint_saved", step=self._steps, path=self._checkpoint)
-            self._call("run_end", step=self._steps)
+            self._call("run_end", step=self._steps, stopped="")
 
     def fail(self) -> None:
         """A run that ends with an error in its first step."""

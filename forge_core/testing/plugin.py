@@ -19,11 +19,13 @@ from forge_core.announcements import canonical_distribution
 from forge_core.api import ENTRY_POINT_GROUP
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Plugin
-from forge_core.component import Component
+from forge_core.component import Component, PassComponent
 from forge_core.config.converter import slot_of
 from forge_core.config.field_docs import field_docs
 from forge_core.config.plain import plain
+from forge_core.config.sections import Job
 from forge_core.discovery import HEAVY_MODULES, discover
+from forge_core.errors import ConfigError
 from forge_core.hookspecs import CORE_KINDS
 from forge_core.imports import load_reference
 
@@ -48,7 +50,8 @@ class PluginConformance:
         plugin = self.plugin()
 
         assert plugin.status == "ok", f"{plugin} is {plugin.status}: {plugin.reason}"
-        assert plugin.components or plugin.commands or plugin.kinds, f"{plugin} registers nothing"
+        registered = (*plugin.components, *plugin.commands, *plugin.checks, *plugin.kinds)
+        assert registered, f"{plugin} registers nothing"
 
     def test_announces_itself_under_its_own_name(self) -> None:
         (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
@@ -115,6 +118,35 @@ class PluginConformance:
                 f"{chosen.config}"
             )
 
+    def test_needs_and_conflicts_of_passes_are_about_keys_that_exist(self) -> None:
+        sections: dict[str, Any] = {one.name: one.type for one in attrs.fields(attrs.resolve_types(Job))}
+        settings = {
+            f"{section}.{field.alias}"
+            for section, cls in sections.items()
+            if isinstance(cls, type) and attrs.has(cls)
+            for field in attrs.fields(cls)
+        }
+        for kind, component in self.plugin().components:
+            if not isinstance(component, PassComponent):
+                continue
+            keys = {field.name for field in attrs.fields(self._load(component, component.config, "config class"))}
+            for conditions in (one.when for some in (component.needs, component.conflicts) for one in some):
+                wrong = sorted(conditions.keys() - keys)
+                assert not wrong, f"{kind} {component.name}: it has no key {wrong[0]!r}, which it declares something of"
+            for conflict in component.conflicts:
+                assert "." not in conflict.other or conflict.other in settings, (
+                    f"{kind} {component.name}: it declares a conflict with {conflict.other!r}, which is no key of a job"
+                )
+
+    def test_settings_that_passes_offer_for_comparison_are_valid(self) -> None:
+        build, distribution = ComponentBuilder(discover()), self.plugin().distribution
+        for kind, component in self.plugin().components:
+            for settings in component.compared if isinstance(component, PassComponent) else ():
+                try:
+                    build.resolve(kind, {"name": f"{distribution}:{component.name}", **settings})
+                except ConfigError as error:
+                    raise AssertionError(f"{kind} {component.name}: compared has {dict(settings)}: {error}") from None
+
     def test_every_field_is_documented(self) -> None:
         for label, cls in self._configs():
             assert cls.__doc__, f"{label} has no docstring"
@@ -140,6 +172,12 @@ class PluginConformance:
                     f"{kind} {component.name}: {component.factory} cannot be called as "
                     f"factory(config, {', '.join(f'{name}=…' for name in given)}): {error}"
                 ) from None
+
+    def test_checks_are_functions(self) -> None:
+        for check in self.plugin().checks:
+            for reference in filter(None, (check.run, check.writes)):
+                loaded = load_reference(reference, what=f"the check '{check.name}'", owner=self.dist)
+                assert callable(loaded), f"the check {check.name!r}: {reference} must be a function, got {loaded!r}"
 
     def test_commands_are_click_commands(self) -> None:
         for command in self.plugin().commands:

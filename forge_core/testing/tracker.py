@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,6 +69,26 @@ class TrackerConformance(ComponentCase):
         second = self.start(tmp_path)
         second.log(2, {"loss": 3.25})
         second.close("completed")
+
+    def test_state_survives(self, tmp_path: Path) -> None:
+        first = self.start(tmp_path)
+        first.log(1, {"loss": 3.5})
+        first.log(1, {"eval/loss": 3.25, "eval/perplexity": 25.8})
+        version, state = first.state_version, dict(first.state())
+        first.close("stopped")
+        assert isinstance(version, int), f"state_version must be an int, got {type(version).__name__}"
+        try:
+            saved = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            pytest.fail(f"state must be made of finite JSON values: {error}")
+
+        second = self.start(tmp_path)
+        if saved:  # nothing is saved of a tracker without state
+            second.load_state(saved, version)
+        restored = json.loads(json.dumps(dict(second.state())))
+        second.close("completed")
+
+        assert restored == saved, f"a tracker that loads the state {saved} has the state {restored}"
 
     def test_writes_into_the_run_directory_only(self, tmp_path: Path) -> None:
         tracker = self.start(tmp_path)

@@ -3,8 +3,12 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from forge_core.checkpoint.store import CheckpointStore, damage, find_checkpoint
+from forge_core.checkpoint import manifest
+from forge_core.checkpoint.manifest import FILE_NAME
+from forge_core.checkpoint.saver import Saver, Snapshot
+from forge_core.checkpoint.store import CheckpointStore, find_checkpoint, open_checkpoint, whole_problem
 from forge_core.checkpoint.tensors import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
 from forge_core.engine.mesh import join_process_group
 from forge_core.errors import ConfigError, PluginError
@@ -22,9 +26,24 @@ def store(tmp_path):
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def _save(store, step, tensors=None):
-    tensors = tensors or {"model.w": torch.full((3,), float(step))}
-    return store.save(step, tensors, {"step": step}, lambda folder: (folder / "job.toml").write_text("x = 1\n"))
+def _save(store, step, tensors=None, state=None, *, background=False):
+    saver = Saver(store, torch.device("cpu"), background=background, timeout=60, may_commit=lambda: None)
+    saver.save(
+        Snapshot(
+            step=step,
+            tokens=0,
+            tensors=tensors or {"model.w": torch.full((3,), float(step))},
+            state=state or {"step": step},
+            mesh={"pp": 1},
+            versions={},
+            metrics={},
+            write_more=lambda folder: {"more": (folder / "job.toml").write_text("x = 1\n")},
+        )
+    )
+    saved = saver.finish()
+    saver.close()
+    assert saved.error is None
+    return saved.path
 
 
 def _quiet(_):
@@ -39,7 +58,7 @@ def test_what_is_saved_is_read_back(store):
     checkpoint.load(read)
 
     assert checkpoint.step == 7
-    assert checkpoint.state() == {"step": 7}
+    assert checkpoint.state() == {"step": 7, "more": 6}
     assert read["model.w"].tolist() == [7, 7, 7]
 
 
@@ -77,6 +96,12 @@ def _cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def _rewrite(path, old, new):
+    manifest = path / FILE_NAME
+    assert old in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
@@ -86,6 +111,8 @@ def _cut(file):
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "not a manifest"),
         (lambda path: (path / "manifest.json").unlink(), "cannot be read"),
+        (lambda path: _rewrite(path, '"step": 8', '"step": 9'), "manifest.json is not what was written"),
+        (lambda path: _rewrite(path, "state.json", "../state.json"), "is not what was written"),
     ],
 )
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(store, harm, said):
@@ -106,15 +133,82 @@ def test_a_format_of_the_future_is_not_guessed_at(store):
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
 
-    assert "format 99" in damage(path)
+    assert "format 99" in whole_problem(path)
 
 
-def test_a_damaged_one_can_be_written_again(store):
+def test_one_of_a_later_version_is_not_passed_over(store, monkeypatch):
+    _save(store, 7)
+    with monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT", 99)
+        path = _save(store, 8)
+
+    with pytest.raises(ConfigError, match=r"step_00000008 was written by a later version of Forge: .* format 99"):
+        store.newest(_quiet)
+
+    _rewrite(path, '"step": 8', '"step": 9')  # then it is damage, which may have made the 99 as well
+    assert store.newest(lambda line: None).step == 7
+
+
+def test_a_damaged_one_can_be_written_again_and_is_not_lost(store):
     _cut(next(_save(store, 7).glob("*.distcp")))
 
     _save(store, 7)
 
     assert store.newest(_quiet).step == 7
+    assert [path.name for path in (store.path.parent / "checkpoints.aside").iterdir()] == ["step_00000007.1"]
+
+
+def test_what_is_trained_on_while_it_is_written_does_not_get_into_the_file(store):
+    weight = torch.full((1000, 1000), 1.0)
+    saver = Saver(store, torch.device("cpu"), background=True, timeout=60, may_commit=lambda: None)
+    snapshot = Snapshot(
+        step=1,
+        tokens=0,
+        tensors={"model.w": weight},
+        state={},
+        mesh={"pp": 1},
+        versions={},
+        metrics={},
+        write_more=lambda folder: {},
+    )
+
+    saver.save(snapshot)
+    saver.wait_until_copied()
+    weight.fill_(2.0)
+    saved = saver.finish()
+    saver.close()
+
+    read = {"model.w": torch.zeros(1000, 1000)}
+    open_checkpoint(saved.path).load(read)
+    assert read["model.w"].unique().tolist() == [1.0]
+
+
+def test_removed_ones_are_gone_and_the_others_stay(store):
+    for step in (1, 2, 3):
+        _save(store, step)
+
+    store.remove([1, 2])
+
+    assert store.steps() == [3]
+    assert sorted(path.name for path in store.path.iterdir()) == ["latest", "step_00000003"]
+
+
+def test_later_ones_are_put_aside_for_a_run_that_goes_back(store):
+    for step in (1, 2, 3):
+        _save(store, step)
+
+    aside = store.put_aside(1)
+
+    assert store.steps() == [1]
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000002.1", "step_00000003.1"]
+    assert open_checkpoint(aside / "step_00000002.1").step == 2
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(store):
+    _save(store, 7)
+
+    with pytest.raises(ConfigError, match="no checkpoint of step 8; there are 7"):
+        store.at(8)
 
 
 def test_checkpoints_none_of_which_is_whole_are_not_taken_for_a_fresh_start(store):
@@ -167,7 +261,7 @@ class TestOptimizerState:
         saved_model = {
             key: tensor.detach().clone() for key, tensor in model_tensors(named_parameters([model]), [model]).items()
         }
-        store.save(3, {**saved_model, **tensors}, json.loads(json.dumps(facts)), lambda folder: None)
+        _save(store, 3, {**saved_model, **tensors}, json.loads(json.dumps(facts)))
         self._trained(optimizer_class, 3, model, optimizer)
 
         again = nn.Linear(4, 3)
@@ -194,3 +288,11 @@ def test_a_tied_parameter_and_a_passing_buffer_are_not_saved_twice():
     model.register_buffer("passing", torch.zeros(1), persistent=False)
 
     assert model_tensors(named_parameters([model]), [model]).keys() == {"model.a.weight", "model.kept"}
+
+
+def test_a_buffer_of_a_block_that_is_recomputed_is_saved_like_any_other():
+    block = nn.Linear(2, 2)
+    block.register_buffer("bias_of_router", torch.zeros(1))
+    model = nn.ModuleDict({"plain": nn.Linear(2, 2), "wrapped": checkpoint_wrapper(block)})
+
+    assert "model.wrapped.bias_of_router" in model_tensors(named_parameters([model]), [model])

@@ -113,6 +113,25 @@ def test_the_position_is_that_of_the_steps_taken_not_of_those_read_ahead():
         assert batches.position == 40 + 24
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_elsewhere_whatever_it_has_read_ahead(workers):
+    source = NumberedSource(100, delay=lambda read: 0.001 * (read % 3))
+    with loader(source, grad_accumulation=2, workers=workers, shuffle=False) as batches:
+        for _ in range(5):
+            next(batches)
+
+        batches.restart(batches.stream.without(8, 12), position=4)
+
+        steps = [torch.cat([batch["tokens"][:, 0] for batch in next(batches)]).tolist() for _ in range(3)]
+        assert steps == [[40, 50, 60, 70], [120, 130, 140, 150], [160, 170, 180, 190]]
+        assert batches.position == 16
+
+
+def test_where_the_samples_of_a_rank_are_in_the_stream_is_known():
+    with loader(NumberedSource(100), grad_accumulation=2, dp_rank=1, dp_size=2) as batches:
+        assert batches.places_of_step(16) == [18, 19, 22, 23]
+
+
 def test_microbatches_are_tensors_on_the_cpu():
     with loader(NumberedSource(10), batch_size=3, grad_accumulation=2, workers=1) as batches:
         step = next(batches)

@@ -65,3 +65,27 @@ def test_a_position_far_out_is_found_at_once():
     assert np.unique(far).size == 1000
     assert far.min() >= 0
     assert far.max() < n
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stream_without_stretches_moves_up_what_comes_after_them(shuffle):
+    whole = SampleStream(NumberedSource(50), seed=3, shuffle=shuffle)
+    expected = whole.indices(np.arange(150)).tolist()
+    stream = whole
+
+    for start, stop in [(60, 70), (10, 20), (20, 22), (5, 12), (45, 55)]:  # the fourth and the fifth around one before
+        del expected[start:stop]
+        stream = stream.without(start, stop)
+
+        assert stream.indices(np.arange(100)).tolist() == expected[:100]
+    again = SampleStream(NumberedSource(50), seed=3, shuffle=shuffle, left_out=stream.left_out)
+    assert again.indices(np.arange(100)).tolist() == expected[:100]
+    assert stream.left_out == tuple(sorted(stream.left_out))
+    assert all(stop <= start for (_, stop), (start, _) in zip(stream.left_out, stream.left_out[1:], strict=False))
+
+
+def test_where_a_position_is_in_the_whole_stream_is_known():
+    stream = SampleStream(NumberedSource(50), seed=3, shuffle=True).without(10, 20)
+
+    assert stream.places(np.array([9, 10, 30])).tolist() == [9, 20, 40]
+    assert stream.places_of(5, 15) == (5, 24)

@@ -12,7 +12,7 @@ def weights():
 
 def _layer(weights, hidden):
     out = hidden @ weights
-    return attach_auxiliary_loss(out, 0.01 * out.square().sum(), "size")
+    return attach_auxiliary_loss(out, 0.01 * out.square().sum(), "size", place="stream")
 
 
 def _expected(weights, hidden, tokens):
@@ -62,3 +62,39 @@ def test_evaluation_attaches_nothing(weights):
         _layer(weights, torch.randn(2, 4, dtype=torch.float64))
 
     assert LEDGER.means() == {}
+
+
+def test_ranks_that_compute_the_same_value_share_its_gradient_and_its_report(weights):
+    """Along tp the gradients of what is read are added up, and so are the reports."""
+    hidden = torch.randn(6, 4, dtype=torch.float64)
+    scale = torch.tensor(1 / 6, dtype=torch.float64)
+    LEDGER.start_step(scale, readers=2)
+
+    out = hidden @ weights
+    attached = attach_auxiliary_loss(out, 0.01 * out.square().sum(), "size", place="read")
+    (0 * attached).sum().backward()
+
+    half = 0.01 * (hidden @ weights.detach()).square().sum() / 6 / 2
+    torch.testing.assert_close(LEDGER.means()["size"], half)
+    alone = weights.detach().clone().requires_grad_()
+    (0.01 * (hidden @ alone).square().sum() / 6 / 2).backward()
+    torch.testing.assert_close(weights.grad, alone.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own doing
+def test_compiled_blocks_report_and_follow_the_scale_of_each_step():
+    weights = torch.randn(4, 4, requires_grad=True)
+    hidden = torch.randn(6, 4)
+    compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
+    grads, reports = [], []
+
+    for tokens in (6, 3):
+        scale = torch.tensor(1 / tokens)
+        LEDGER.start_step(scale)
+        (gradient,) = torch.autograd.grad(compiled(weights, hidden).sum(), weights, scale)
+        grads.append(gradient)
+        reports.append(LEDGER.means()["size"])
+
+    for tokens, gradient, report in zip((6, 3), grads, reports, strict=True):
+        torch.testing.assert_close(gradient, _expected(weights, hidden, tokens))
+        torch.testing.assert_close(report, 0.01 * (hidden @ weights.detach()).square().sum() / tokens)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -6,13 +8,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from forge_core.config.sections import AXES
 from forge_core.engine.gradients import clip_gradients as clip_by_norm
-from forge_core.engine.gradients import global_norm
+from forge_core.engine.gradients import global_norm, squared_norms
 from forge_core.engine.mesh import Mesh, join_process_group
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def mesh():
-    join_process_group(torch.device("cpu"))
+    join_process_group(CPU)
     device_mesh = init_device_mesh("cpu", (1,) * len(AXES), mesh_dim_names=AXES)
     yield Mesh(device_mesh, dict.fromkeys(AXES, 1))
     torch.distributed.destroy_process_group()
@@ -20,7 +24,7 @@ def mesh():
 
 def clip_gradients(parameters, max_norm, mesh):
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(gradients, mesh)
+    norm = global_norm(squared_norms(gradients), mesh, CPU)
     clip_by_norm(gradients, norm, max_norm)
     return norm
 
@@ -84,3 +88,66 @@ def test_sharded_and_whole_gradients_are_one_norm(mesh):
         parameter.grad = distribute_tensor(parameter.grad, shards, placements)
 
     assert clip_gradients(parameters, 0.0, mesh).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_norm_is_where_ranks_talk_wherever_the_gradients_are(mesh, count):
+    """Pipeline stages sum it, and one may have no gradient."""
+    gradients = [parameter.grad for parameter in _parameters((3,), (5,))[:count]]
+
+    assert global_norm(squared_norms(gradients), mesh, torch.device("meta")).device.type == "meta"
+
+
+def test_norms_along_axes_add_up_and_count_copies_in_shares(run_ranks, tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(ALONG_AXES)
+
+    said = run_ranks(script, 4, timeout=280)
+
+    assert len(set(said)) == 1, "all ranks know the same norms"
+    norms = json.loads(said[0])
+    assert norms["found"] == pytest.approx(norms["expected"], rel=1e-6)
+    for axis in ("pp", "tp"):
+        squares = sum(norm**2 for name, norm in norms["found"].items() if name.startswith(axis))
+        assert squares == pytest.approx(norms["total"] ** 2, rel=1e-6)
+
+
+# Each of two pipeline stages has a matrix cut by rows over tp (5 rows: 3 and 2) and a vector of which both have a copy.
+ALONG_AXES = """
+import json, math
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from forge_core.config.sections import AXES
+from forge_core.engine.gradients import global_norm, norms_along, squared_norms
+from forge_core.engine.mesh import Mesh, join_process_group
+
+cpu = torch.device("cpu")
+join_process_group(cpu)
+degrees = {**dict.fromkeys(AXES, 1), "pp": 2, "tp": 2}
+mesh = Mesh(init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=AXES), degrees)
+generator = torch.Generator().manual_seed(0)
+stages = [(torch.randn(5, 4, generator=generator), torch.randn(7, generator=generator)) for _ in range(2)]
+matrix, vector = stages[mesh.device_mesh.get_local_rank("pp")]
+gradients = [distribute_tensor(matrix, mesh.device_mesh["tp"], [Shard(0)], src_data_rank=None), vector]
+
+found = norms_along(squared_norms(gradients), mesh, ("pp", "tp"), cpu)
+
+def square(*tensors):
+    return sum(tensor.double().square().sum().item() for tensor in tensors)
+
+copies = sum(square(vector) for _, vector in stages)
+expected = {
+    "pp0": square(*stages[0]),
+    "pp1": square(*stages[1]),
+    "tp0": sum(square(matrix[:3]) for matrix, _ in stages) + copies / 2,
+    "tp1": sum(square(matrix[3:]) for matrix, _ in stages) + copies / 2,
+}
+print(json.dumps({
+    "found": {name: norm.item() for name, norm in found.items()},
+    "expected": {name: math.sqrt(value) for name, value in expected.items()},
+    "total": global_norm(squared_norms(gradients), mesh, cpu).item(),
+}))
+"""

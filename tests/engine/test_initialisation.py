@@ -56,3 +56,23 @@ def test_a_name_that_is_not_in_the_model_is_refused():
 
 def test_names_are_those_of_the_model_as_it_was_built():
     assert canonical_name("blocks.0._orig_mod.a._checkpoint_wrapped_module.weight") == "blocks.0.a.weight"
+
+
+def test_values_drawn_on_a_device_arrive_in_memory_elsewhere():
+    """``cpu:0`` is the CPU, and unequal to ``cpu``: a second device that every machine has."""
+    here, elsewhere = Small(), Small()
+    drawn = []
+
+    def init_weights(rng):
+        for name, tensor in [*elsewhere.named_parameters(), *elsewhere.named_buffers()]:
+            rng.fill(name, tensor, lambda full, generator: drawn.append(full.normal_(generator=generator)))
+
+    elsewhere.init_weights = init_weights
+    initialise(here, 1)
+    initialise(elsewhere, 1, torch.device("cpu", 0))
+
+    memory = {tensor.data_ptr() for tensor in [*elsewhere.parameters(), *elsewhere.buffers()]}
+    assert not memory & {full.data_ptr() for full in drawn}
+    assert len(drawn) == len(memory)
+    for (name, tensor), other in zip(here.named_parameters(), elsewhere.parameters(), strict=True):
+        assert torch.equal(tensor, other), name

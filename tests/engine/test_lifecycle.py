@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from forge_core.contracts.callback import Callback
-from forge_core.engine.lifecycle import EVENTS, Lifecycle, callback_state, load_callback_state
+from forge_core.engine.kept_state import load_states, states_of
+from forge_core.engine.lifecycle import EVENTS, Lifecycle
 from forge_core.errors import PluginError
 
 
@@ -84,10 +85,10 @@ def test_state_goes_back_to_the_callback_of_the_same_namespace_and_the_rest_is_n
 
     first, second, again, twice = Counting(), Counting(), Counting(), Counting()
     first.count, second.count = 5, 7
-    saved = callback_state([("plugin.d.callback.c", first), ("plugin.d.callback.c", second)])
+    saved = states_of([("plugin.d.callback.c", first), ("plugin.d.callback.c", second)])
     others = ("plugin.new.callback.n", Counting())
 
-    unclaimed = load_callback_state(
+    unclaimed = load_states(
         [others, ("plugin.d.callback.c", again), others, ("plugin.d.callback.c", twice)], {**saved, "plugin.gone": {}}
     )
 

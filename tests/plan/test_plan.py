@@ -1,17 +1,21 @@
 """``forge plan`` says what a run would find, without its memory, its ranks or its data."""
 
 import json
+import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
 from forge_core.cli import main
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
+from forge_core.plan.alternatives import alternatives
 from forge_core.plan.report import flops_by_convention
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,10 +42,15 @@ lr = 1e-3
 
 
 @pytest.fixture
-def plan(tmp_path, capfd):
+def config(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    return file
+
+
+@pytest.fixture
+def plan(config, capfd):
     """Run the command in this process; gives back its exit code, what it printed, and what it said on stderr."""
-    config = tmp_path / "job.toml"
-    config.write_text(JOB)
 
     def run(*arguments):
         code = main(["plan", str(config), *arguments])
@@ -50,48 +59,88 @@ def plan(tmp_path, capfd):
     return run
 
 
-def test_predicted_peaks_are_within_five_percent_of_the_allocators():
-    # over gloo the allocator holds more at some moments than at others; the benchmark prints those layouts too
-    cases = ["chunked loss, two microbatches", "bf16 (fsdp on one rank)", "tied, wide and shallow"]
-    benchmark = [sys.executable, str(ROOT / "benchmarks" / "plan_memory.py")]
+@pytest.fixture
+def planned(plan):
+    """The plan as data."""
 
-    done = subprocess.run(
-        [*benchmark, *(part for case in cases for part in ("--only", case))],
-        capture_output=True,
-        text=True,
-        timeout=200,
+    def run(*arguments):
+        code, out, said = plan("--json", *arguments)
+        assert code == 0, said
+        return json.loads(out)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is in use is asked of glibc")
+def test_predicted_peaks_are_within_five_percent_of_what_real_runs_take():
+    benchmark = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "plan_memory.py")], capture_output=True, text=True, timeout=1800
     )
 
-    assert done.returncode == 0, done.stderr
-    errors = [float(text) for text in re.findall(r"([+-][\d.]+)%$", done.stdout, re.M)]
-    assert len(errors) == len(cases), done.stdout
-    assert max(map(abs, errors)) < 5, done.stdout
+    assert benchmark.returncode == 0, benchmark.stderr
+    errors = [float(text) for text in re.findall(r"([+-][\d.]+)%$", benchmark.stdout, re.M)]
+    assert len(errors) >= 11, benchmark.stdout
+    assert max(map(abs, errors)) < 5, benchmark.stdout
 
 
-def test_a_thousand_ranks_are_planned_in_one_process(plan):
-    code, out, said = plan("--world-size", "1024", "parallel.dp_replicate=8", "--gpu", "h200", "--json")
+def test_a_thousand_ranks_are_planned_in_one_process(planned):
+    plan = planned("--world-size", "1024", "parallel.dp_replicate=8", "--gpu", "h200")
 
-    planned = json.loads(out)
-    assert code == 0, said
-    assert planned["mesh"]["dp_shard"] == 128
-    assert planned["vocab_size"] == 257
-    assert [(one["phase"], one["touched"]) for one in planned["passes"]] == [("fsdp", ["blocks.* (4)", "the model"])]
-    (stage,) = planned["stages"]
+    assert plan["mesh"]["dp_shard"] == 128
+    assert plan["vocab_size"] == 257
+    assert plan["tokens_per_step"] == 1024 * 2 * 64
+    assert [(one["phase"], one["touched"]) for one in plan["passes"]] == [("fsdp", ["blocks.* (4)", "the model"])]
+    (stage,) = plan["stages"]
     assert sum(stage["at_peak"].values()) == stage["peak_bytes"]
-    assert stage["parameter_bytes"] < planned["parameters"] * 4 / 64
+    assert stage["parameter_bytes"] < plan["parameters"] * 4 / 64
     assert stage["largest"]["optimizer"] >= 2 * stage["parameter_bytes"]
-    kept = {one["mode"]: one["activation_bytes"] for one in planned["recomputation"]}
-    assert kept["none"] > kept["selective"] > kept["full"] > 0
-    assert planned["fits"]
+    assert plan["fits"]
+
+
+def test_recomputation_is_compared_by_what_the_pass_itself_would_do(planned):
+    ways = {one["what"]: one for one in planned("--world-size", "2")["recomputation"]}
+    full = planned("--world-size", "2", "parallel.passes.activation_checkpointing.mode=full")
+
+    none, selective, all_blocks = ways.values()
+    assert none["is_the_jobs"]
+    assert none["activation_bytes"] > selective["activation_bytes"] > all_blocks["activation_bytes"] > 0
+    assert all_blocks["peak_bytes"] == full["stages"][0]["peak_bytes"]
+    assert [one["what"] for one in full["recomputation"] if one["is_the_jobs"]] == [all_blocks["what"]]
+
+
+def test_a_way_to_recompute_that_is_not_among_the_compared_is_told_beside_them(planned):
+    arguments = ("--world-size", "2", "parallel.passes.activation_checkpointing.every=2")
+
+    *compared, own = planned(*arguments)["recomputation"]
+
+    assert own["is_the_jobs"]
+    assert not any(one["is_the_jobs"] for one in compared)
+    assert compared[-1]["activation_bytes"] < own["activation_bytes"] < compared[0]["activation_bytes"]
+
+
+def test_any_installed_pass_can_offer_ways_to_recompute(config):
+    catalog = _offering({"mode": "full", "every": 2}, {"mode": "auto"}, {"mode": "unheard-of"})
+    overrides = ["parallel.pp=2", "train.grad_accumulation=2"]
+    job = load_job(config, overrides, catalog=catalog, world_size=4)
+
+    found = [one.what for one in alternatives(job, catalog, 4, ComponentBuilder(catalog))]
+
+    # "auto" does not go with a pipeline, and what its own config refuses is left out
+    assert found == ["nothing", 'activation_checkpointing: mode = "full", every = 2']
 
 
 def test_the_text_names_passes_stages_and_whether_it_fits(plan):
     code, out, said = plan("--world-size", "4", "parallel.pp=2", "train.grad_accumulation=4", "--gpu", "h100")
 
     assert code == 0, out + said
+    assert "ranks  4: pp 2, dp_shard 2" in out
     assert re.search(r"split +forge-plugins-parallel:pipeline: 3 modules: embed, blocks\.\* \(2\)", out)
-    assert re.search(r"stage 1 \(rank 2\): parameters [\d.]+, peak [\d.]+", out)
-    assert "h100, 79.1 GiB: fits" in out
+    assert re.search(r"pp 1: rank 2 +[\d.]+ +[\d.]+\n", out)
+    assert re.search(r'activation_checkpointing: mode = "full" +[\d.]+ +[\d.]+\n', out)
+    assert re.search(r"nothing +[\d.]+ +[\d.]+  \(this job\)\n", out)
+    assert re.search(r"Fits: .* h100 has 78.1 GiB", out)
+    assert not re.search(r" $", out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +148,71 @@ def test_the_text_names_passes_stages_and_whether_it_fits(plan):
     [
         (["--world-size", "8", "parallel.pp=8", "train.grad_accumulation=8"], "the model has 4 layers"),
         (["--world-size", "8", "parallel.dp_shard=3"], "ask for 3 ranks"),
-        (["--world-size", "1", "--gpu", "h20"], "known are a100-40"),
+        (["--world-size", "8", "parallel.tp=8"], "4 heads cannot be shared out evenly to parallel.tp = 8 ranks"),
+        (["--world-size", "1", "--gpu", "h20"], "Did you mean h200?"),
         (["--world-size", "1", "data.name=token_files", "data.path=x"], "say --vocab-size N, or set model.vocab_size"),
+        (
+            ["--world-size", "2", "parallel.passes.fsdp.cpu_offload=true"],
+            "a step of rank 0 cannot be simulated: parameters and optimizer are in the host's memory",
+        ),
     ],
 )
-def test_what_a_run_would_refuse_is_refused(plan, arguments, sentence):
+def test_what_a_run_would_refuse_and_what_cannot_be_told_is_said(plan, arguments, sentence):
     code, _, said = plan(*arguments)
 
     assert code == 2
     assert sentence in said
+
+
+AUTO = "parallel.passes.activation_checkpointing.mode=auto"
+
+
+def test_what_is_recomputed_can_depend_on_the_gpu_that_is_planned_for(plan, planned, monkeypatch):
+    small = attrs.evolve(_gpu("h100"), memory_gib=1 + 0.0075)
+    roomy = planned("--world-size", "1", AUTO, "--gpu", "h100")
+    monkeypatch.setattr("forge_core.hardware.gpu_named", lambda _: small)
+    tight = planned("--world-size", "1", AUTO, "--gpu", "small")
+    code, _, said = plan("--world-size", "1", AUTO)
+
+    assert roomy["passes"][0]["touched"] == ["the model"], "nothing to recompute"
+    assert tight["passes"][0]["touched"][0].startswith("blocks.")
+    assert code == 2
+    assert "a plan is told by --gpu" in said
+
+
+FLOAT8 = ("--world-size", "2", "train.precision=bf16", "parallel.passes.fp8.min_dim=16")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_is_planned_for_a_gpu_that_has_it(planned, recipe):
+    pytest.importorskip("torchao")
+
+    plan = planned(*FLOAT8, f"parallel.passes.fp8.recipe={recipe}", "--gpu", "h100")
+
+    assert [(one["phase"], one["modules"]) for one in plan["passes"]] == [("swap", 28), ("fsdp", 5)]
+    assert plan["flops_per_token"] == planned("--world-size", "2")["flops_per_token"]
+
+
+def test_float8_gathered_by_fsdp_halves_what_is_gathered_of_blocks(planned):
+    pytest.importorskip("torchao")
+
+    gathered = [
+        planned(*FLOAT8, "model.vocab_size=32", f"parallel.passes.fp8.all_gather={on}", "--gpu", "h100")["stages"][0]
+        for on in ("false", "true")
+    ]
+
+    bf16, float8 = (stage["at_peak"]["gathered"] for stage in gathered)
+    assert 0.4 < float8 / bf16 < 0.7, (bf16, float8)
+
+
+@pytest.mark.parametrize(("gpu", "which"), [(["--gpu", "a100-80"], "a100-80"), ([], "cpu")])
+def test_float8_is_refused_where_it_is_not(plan, gpu, which):
+    pytest.importorskip("torchao")
+
+    code, _, said = plan(*FLOAT8, *gpu)
+
+    assert code == 2
+    assert f"parallel.passes.fp8: {which} does not multiply in float8" in said
 
 
 @pytest.mark.parametrize(("tied", "table"), [(False, 6 * 128_256 * 4096), (True, 0)])
@@ -125,3 +230,21 @@ def test_flops_in_three_conventions(tmp_path, tied, table):
     assert flops["standard"] == pytest.approx(51.470e9, rel=1e-4)
     assert flops["with_embedding"] == flops["standard"] + table
     assert flops["causal"] == pytest.approx(48.249e9, rel=1e-4)
+
+
+def _offering(*compared):
+    """What is installed, with other settings of the one pass that offers any."""
+    plugins = []
+    for plugin in discover().plugins:
+        components = [
+            (kind, attrs.evolve(one, compared=compared) if getattr(one, "compared", ()) else one)
+            for kind, one in plugin.components
+        ]
+        plugins.append(attrs.evolve(plugin, components=tuple(components)))
+    return Catalog(plugins)
+
+
+def _gpu(name):
+    from forge_core.hardware import gpu_named
+
+    return gpu_named(name)

@@ -1,12 +1,14 @@
 """What can be known before the first step is said before the first step, in a sentence, and leaves nothing behind."""
 
-import fcntl
+import os
 import re
 import sys
 
 import pytest
 
+from forge_core.checkpoint.manifest import FORMAT
 from forge_core.cli import main
+from forge_core.lease import Lease
 
 OVERRIDES = {
     "unknown section": (["trian.steps=3"], "trian: unknown key; did you mean 'train'?"),
@@ -38,6 +40,86 @@ OVERRIDES = {
     "a schedule longer than the run": (["scheduler.warmup_steps=20"], "scheduler.warmup_steps"),
     "a run name that is a path": (["run.name=../elsewhere"], "run.name"),
     "a pass kept out that is needed": (["train.precision=bf16", "parallel.passes.fsdp=false"], "fsdp"),
+    "an evaluation that is to be shuffled": (
+        ["eval.interval=5", 'eval.data={name = "text_files", path = "held-out", shuffle = true}'],
+        "eval.data.shuffle: has no effect: an evaluation reads its data in order",
+    ),
+    "an evaluation that is to be read ahead": (
+        ["eval.interval=5", 'eval.data={name = "text_files", path = "held-out", workers = 2, prefetch = 4}'],
+        "2 problems",
+    ),
+    "reading ahead by nobody": (
+        ["data.workers=0", "data.prefetch=4"],
+        "data.prefetch: has no effect while data.workers = 0",
+    ),
+    "a seed for an order that is none": (
+        ["data.shuffle=false", "train.data_seed=1"],
+        "train.data_seed: has no effect while data.shuffle = false",
+    ),
+    "a group of parameters like any other": (
+        ['optimizer.groups=[{pattern = "*.norm.weight"}]'],
+        "optimizer.groups: the last group (pattern '*.norm.weight') has no effect",
+    ),
+}
+
+PASSES = "parallel.passes"
+ON_RANKS = {
+    "a number of ranks that the degrees do not divide": (
+        ["--nproc", "3", "parallel.tp=2"],
+        "3 ranks cannot be divided by the degrees, which ask for a multiple of 2 (tp 2)",
+    ),
+    "degrees for more ranks": (
+        ["--nproc", "2", "parallel.tp=2", "parallel.dp_shard=2"],
+        "the degrees ask for 4 ranks (dp_shard 2 × tp 2), and there are 2; start 4 processes",
+    ),
+    "experts that borrow ranks that are not there": (
+        ["--nproc", "2", "parallel.ep=3"],
+        "parallel.ep = 3 must divide the 2 ranks that it borrows",
+    ),
+    "heads that tp does not divide": (
+        ["--nproc", "3", "parallel.tp=3"],
+        "model.n_heads: 4 heads cannot be shared out evenly to parallel.tp = 3 ranks",
+    ),
+    "key-value heads that tp does not divide": (
+        ["--nproc", "4", "parallel.tp=4"],
+        "model.n_kv_heads: 2 key-value heads cannot be shared out evenly to parallel.tp = 4 ranks",
+    ),
+    "fewer microbatches than stages": (
+        ["--nproc", "2", "parallel.pp=2"],
+        "train.grad_accumulation = 1 gives a step fewer microbatches than the pipeline has ranks; set it to at least 2",
+    ),
+    "passes that conflict": (
+        ["--nproc", "2", f"{PASSES}.compile.whole_model=true"],
+        "compile.whole_model: true cannot be combined with 'fsdp': it gathers and frees parameters between blocks",
+    ),
+    "a pass that conflicts with an axis": (
+        ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", f"{PASSES}.fsdp.keep_gathered=true"],
+        "fsdp.keep_gathered: true cannot be combined with parallel.pp = 2",
+    ),
+    "a schedule by its first letters": (
+        ["--nproc", "2", "parallel.pp=2", f"{PASSES}.pipeline.schedule=zbv"],
+        "\"zbv\" is not allowed; did you mean 'ZBVZeroBubble'?",
+    ),
+    "a schedule in small letters": (
+        ["--nproc", "2", "parallel.pp=2", f"{PASSES}.pipeline.schedule=1f1b"],
+        "\"1f1b\" is not allowed; did you mean '1F1B'?",
+    ),
+    "a schedule of which there are two": (
+        ["--nproc", "2", "parallel.pp=2", f"{PASSES}.pipeline.schedule=interleaved"],
+        "\"interleaved\" is not allowed; did you mean 'Interleaved1F1B'?",
+    ),
+    "no mode of activation checkpointing": (
+        ["--nproc", "2", f"{PASSES}.activation_checkpointing.mode=sel"],
+        "\"sel\" is not allowed; did you mean 'selective'?",
+    ),
+    "no recipe of fp8": (
+        ["--nproc", "2", f"{PASSES}.fp8.recipe=Row_wise"],
+        "\"Row_wise\" is not allowed; did you mean 'rowwise'?",
+    ),
+    "a pass in capitals": (
+        ["--nproc", "2", f"{PASSES}.FSDP=true"],
+        "no installed plugin provides a parallel pass named 'FSDP'. Did you mean 'fsdp'?",
+    ),
 }
 
 
@@ -64,6 +146,24 @@ def test_a_wrong_setting_is_refused_with_a_sentence(refused, tiny, case):
     overrides, sentence = OVERRIDES[case]
 
     assert sentence in refused(tiny, *overrides)
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_a_wrong_layout_is_refused_before_any_process_is_started(refused, tiny, monkeypatch, case):
+    monkeypatch.setattr("forge_core.launch.launch", lambda *_: pytest.fail("processes would have been started"))
+    overrides, sentence = ON_RANKS[case]
+
+    assert sentence in refused(tiny, *overrides)
+
+
+def test_fp8_without_torchao_is_refused_before_any_process_is_started(refused, tiny, monkeypatch):
+    monkeypatch.setattr("forge_core.launch.launch", lambda *_: pytest.fail("processes would have been started"))
+    monkeypatch.setattr("forge_core.catalog.is_importable", lambda name: name != "torchao")
+
+    said = refused(tiny, "--nproc", "2", f"{PASSES}.fp8.emulate=true")
+
+    assert "parallel pass 'fp8' of forge-plugins-parallel" in said
+    assert "needs 'torchao', which cannot be imported" in said
 
 
 def test_everything_that_is_wrong_is_said_at_once_with_file_and_line(refused, tiny):
@@ -143,18 +243,17 @@ def resumable(shared_tiny):
 def test_checkpoints_that_cannot_be_read_are_not_taken_for_a_fresh_start(refused, tiny):
     tiny.completed()
     manifest = tiny.path() / "checkpoints" / "step_00000010" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 99'))
 
-    assert "it has format 2" in refused(tiny, "train.steps=12")
+    assert "it has format 99" in refused(tiny, "train.steps=12")
 
 
 def test_a_second_process_in_the_same_run_is_refused(refused, tiny):
-    tiny.path().mkdir(parents=True)
-    (tiny.path() / "checkpoints").mkdir()
-    with (tiny.path() / "log.txt").open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-
-        assert "another process is training" in refused(tiny)
+    lease = Lease(tiny.path(), print)
+    try:
+        assert f"another process is training in {tiny.path()}: process {os.getpid()} on" in refused(tiny)
+    finally:
+        lease.give_back()
 
 
 def test_debug_shows_the_traceback(tiny):
@@ -169,5 +268,14 @@ def test_all_ranks_fail_together_and_say_it_once(tiny):
 
     assert done.returncode == 2
     assert done.stderr.count("fewer than the 8000 of one step") == 1
+    assert not (tiny.folder / "runs").exists()
+    assert "Traceback" not in done.stderr
+
+
+def test_fewer_layers_than_stages_are_refused_by_all_ranks_and_said_once(tiny):
+    done = tiny.run("--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", "model.n_layers=1")
+
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("the model has 1 layers, and each of 2 stages needs at least one; lower parallel.pp") == 1
     assert not (tiny.folder / "runs").exists()
     assert "Traceback" not in done.stderr

@@ -27,6 +27,16 @@ FACTORY = """
     def flat(config, /, *, total_steps):
         return lambda step: config.height
 """
+PASS = """
+    from forge_core.api import Conflict, Need, PassComponent, hookimpl
+
+    @hookimpl
+    def forge_parallel_passes():
+        yield PassComponent(
+            name="flat", summary="flat", factory="acme.flat:flat", config="acme.config:FlatConfig", phase="swap",
+            needs=[Need("fsdp", when={"height": 2.0})], conflicts=[Conflict("run.device", "why", values=("cpu",))],
+        )
+"""
 COMMANDS = """
     from forge_core.api import Command, hookimpl
 
@@ -115,6 +125,21 @@ FAULTS = [
         "scheduler flat: its defaults written to TOML and read again are",
     ),
     (
+        {"plugin": PASS.replace('"height"', '"heigth"')},
+        "test_needs_and_conflicts_of_passes_are_about_keys_that_exist",
+        "parallel_pass flat: it has no key 'heigth', which it declares something of",
+    ),
+    (
+        {"plugin": PASS.replace("run.device", "train.device")},
+        "test_needs_and_conflicts_of_passes_are_about_keys_that_exist",
+        "it declares a conflict with 'train.device', which is no key of a job",
+    ),
+    (
+        {"plugin": PASS.replace('phase="swap"', 'phase="checkpointing", compared=[{"height": "high"}]')},
+        "test_settings_that_passes_offer_for_comparison_are_valid",
+        "parallel_pass flat: compared has {'height': 'high'}: parallel_pass.height: expected a number",
+    ),
+    (
         # under another name: what is read from a module's source is remembered
         {"plugin": PLUGIN.replace("acme.config", "acme.terse"), "terse": CONFIG.replace('"""How high."""', "")},
         "test_every_field_is_documented",
@@ -148,6 +173,25 @@ def test_a_plugin_that_keeps_the_rules_passes(acme, check):
     acme()
 
     getattr(Acme(), check)()
+
+
+def test_a_pass_that_declares_what_there_is_passes(acme):
+    acme(plugin=PASS)
+
+    Acme().test_needs_and_conflicts_of_passes_are_about_keys_that_exist()
+
+
+def test_settings_of_its_own_keys_can_be_compared(acme):
+    acme(plugin=PASS.replace('phase="swap"', 'phase="checkpointing", compared=[{"height": 3.0}]'))
+
+    Acme().test_settings_that_passes_offer_for_comparison_are_valid()
+
+
+def test_only_what_trades_memory_can_be_compared(acme):
+    acme(plugin=PASS.replace('phase="swap"', 'phase="swap", compared=[{"height": 3.0}]'))
+
+    with pytest.raises(AssertionError, match="compared is for passes of the phase checkpointing"):
+        Acme().test_loads()
 
 
 @pytest.mark.parametrize(("files", "check", "sentence"), FAULTS)

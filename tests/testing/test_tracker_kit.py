@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.contracts.tracker import Tracker
 from forge_core.testing.tracker import TrackerConformance
 
 
-class Lines:
+class Lines(Tracker):
     def __init__(self, *, run_name, run_dir, job):
         self.file = (run_dir / "lines.txt").open("a")
 
@@ -83,6 +84,20 @@ FAULTS = [
         "the tracker changes the metrics it is given",
     ),
     (Exclusive, "test_a_resumed_run_goes_on", (), FileExistsError, "lines.txt"),
+    (
+        faulty(state=lambda self: {"file": self.file}),
+        "test_state_survives",
+        (),
+        pytest.fail.Exception,
+        "state must be made of finite JSON values",
+    ),
+    (
+        faulty(state=lambda self: {"run": id(self)}),
+        "test_state_survives",
+        (),
+        AssertionError,
+        "a tracker that loads the state .* has the state",
+    ),
     (
         Stray,
         "test_writes_into_the_run_directory_only",

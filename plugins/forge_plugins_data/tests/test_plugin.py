@@ -76,6 +76,14 @@ def test_evaluation_without_data_is_found_by_validation_before_anything_runs():
     assert problems(holding_out, data=config, own_data=holding_out) == ["validation"]
 
 
+def test_an_end_of_documents_is_for_keeping_them_apart(builder):
+    table = {"name": "token_files", "path": "a.npy", "vocab_size": 9, "end_of_document": 0}
+
+    with pytest.raises(ConfigError, match="end_of_document: has no effect without document_mask = true"):
+        builder.resolve("data_source", table)
+    assert builder.resolve("data_source", {**table, "document_mask": True}).config.end_of_document == 0
+
+
 def test_describing_and_configuring_import_neither_numpy_nor_torch():
     program = (
         "import sys, forge_plugins_data.plugin, forge_plugins_data.config\n"

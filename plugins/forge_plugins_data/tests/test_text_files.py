@@ -66,6 +66,16 @@ def test_with_a_document_mask_nothing_crosses_from_one_file_into_the_next(tmp_pa
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 0]]
 
 
+def test_a_pattern_that_has_no_folder_to_choose_in_is_refused(tmp_path, open_text):
+    write(tmp_path, a="1" * 20)
+
+    for path in (tmp_path / "a.txt", tmp_path / "*.txt"):
+        with pytest.raises(ConfigError, match=r"pattern = '\*\*/\*\.txt' has no effect: it chooses among"):
+            open_text(path, pattern="**/*.txt")
+        assert len(open_text(path)) == 2
+    assert len(open_text(tmp_path, pattern="*.txt")) == 2
+
+
 def test_paths_may_be_files_folders_globs_and_several(tmp_path, open_text, monkeypatch):
     write(tmp_path, x__one="1" * 20, x__y__two="2" * 20, z="3" * 20)
     (tmp_path / "x" / "readme.md").write_text("4" * 20)

@@ -246,7 +246,7 @@ def test_contradictions_and_data_too_small_are_refused(tmp_path, open_tokens):
     for path, keys, sentence in [
         ((str(a), str(b)), {}, r"0\.bin has vocab_size 999, but .*0\.bin has 1000; they cannot be mixed"),
         (a, {"vocab_size": 5}, r"vocab_size = 5 contradicts .*0\.bin, which says 1000; remove the key"),
-        (a, {"end_of_document": 5}, r"end_of_document = 5 contradicts"),
+        (a, {"end_of_document": 5, "document_mask": True}, r"end_of_document = 5 contradicts"),
         (a, {"seq_len": 9}, r"too small: .* at least seq_len \+ 1 = 10 consecutive tokens, and there are 9"),
         (a, {"validation": 0.5}, r"validation = 0\.5 cannot hold out a sample: the data have 1 of 8 tokens"),
         (a, {"split": "validation"}, r"validation = 0 holds nothing out"),

@@ -57,6 +57,14 @@ def test_a_warm_up_longer_than_the_run_is_found_at_validation() -> None:
     assert [key for key, _ in ConstantConfig(warmup_steps=101).check(job)] == ["warmup_steps"]
 
 
+def test_a_last_group_with_a_pattern_only_is_refused() -> None:
+    exemption, exception = ParameterGroup(pattern="*.bias"), ParameterGroup(pattern="blocks.*", lr=0.1)
+
+    with pytest.raises(ValueError, match=r"the last group \(pattern '\*\.bias'\) has no effect"):
+        AdamWConfig(lr=1e-3, groups=(exception, exemption))
+    assert AdamWConfig(lr=1e-3, groups=(exemption, exception)).groups[0].is_exemption
+
+
 def test_descriptions_and_keys_are_importable_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"

@@ -85,6 +85,21 @@ def test_a_pattern_that_comes_too_late_is_an_error(parameters) -> None:
         settings(parameters, groups)
 
 
+def test_a_group_with_a_pattern_only_keeps_what_it_takes_from_later_groups(parameters) -> None:
+    groups = (ParameterGroup(pattern="*.bias"), ParameterGroup(pattern="blocks.*", lr=5.0))
+
+    found = settings(parameters, groups)
+
+    assert found["blocks.0.attention.q.bias"] == (1.0, 0.0)
+    assert found["blocks.0.attention.q.weight"] == (5.0, 0.1)
+
+
+@pytest.mark.parametrize("later", [(), (ParameterGroup(pattern="head.*", lr=5.0),)])
+def test_a_group_that_changes_nothing_is_an_error(parameters, later) -> None:
+    with pytest.raises(ConfigError, match=r"the group with the pattern '\*\.bias' has no effect"):
+        settings(parameters, (ParameterGroup(pattern="*.bias"), *later))
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

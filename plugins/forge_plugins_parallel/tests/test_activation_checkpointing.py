@@ -126,6 +126,48 @@ def test_what_autograd_saves_is_what_was_measured_ahead_without_memory(context):
     assert saved_bytes(model) == sum(block.whole for block in expected.blocks.values()) + expected.outside
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products, with and without a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in ("aten::mm", "aten::addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def naming(product):
+    """A model with biases in half of its layers, of which it calls one of the two products dear."""
+
+    class Naming(SmallModel):
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks.values():
+                block.up = nn.Linear(self.dim, 2 * self.dim)
+                block.query = nn.Linear(self.dim, self.dim)
+
+        def recompute_plan(self):
+            return {product: "keep"}
+
+    return Naming
+
+
+@pytest.mark.parametrize("product", ["aten.mm", "aten.addmm"])
+def test_a_model_that_keeps_products_keeps_them_with_and_without_a_bias(context, product):
+    """Tensor parallelism takes the bias off a layer: what is kept may not depend on that."""
+    counts = []
+    for mode in ("none", "selective", "full"):
+        model, _ = applied(context, naming(product), mode=mode)
+        with Products() as products:
+            forward(model).backward()
+        counts.append(products.count)
+
+    none, selective, full = counts
+    assert none == selective < full
+
+
 def test_a_recomputed_block_saves_nothing_but_its_inputs(context):
     model, _ = applied(context, mode="full")
 
@@ -256,14 +298,6 @@ def test_selective_needs_operations_to_keep(context):
 def test_keys_of_another_mode_are_refused(config, sentence):
     with pytest.raises(ValueError, match=sentence):
         ActivationCheckpointingConfig(**config)
-
-
-def test_a_budget_without_compile_and_auto_in_a_pipeline_are_refused():
-    job = small_job()
-    pipeline = attrs.evolve(job, parallel=attrs.evolve(job.parallel, pp=2))
-
-    assert [key for key, _ in ActivationCheckpointingConfig(mode="budget", budget=0.5).check(job)] == ["mode"]
-    assert [key for key, _ in ActivationCheckpointingConfig(mode="auto", memory_gib=1.0).check(pipeline)] == ["mode"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -133,14 +133,3 @@ def test_blocks_of_other_shapes_are_no_recompilation(context):
         train(model)
 
     assert graphs() == 2
-
-
-def test_the_whole_model_cannot_be_one_graph_under_fsdp():
-    resolve = builder().resolve
-    job = small_job(passes={"fsdp": resolve("parallel_pass", FSDP)})
-    config = resolve("parallel_pass", {**COMPILE, "whole_model": True}).config
-
-    ((key, sentence),) = config.check(job)
-
-    assert key == "whole_model"
-    assert "gathers and frees parameters between blocks" in sentence

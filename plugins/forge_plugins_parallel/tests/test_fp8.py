@@ -1,6 +1,5 @@
-"""Which layers become float8, and what is refused. The numbers are in ``test_layouts.py``."""
+"""Which layers become float8, and what is refused. The numbers are in ``tests/parity``."""
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -95,6 +94,11 @@ def test_layers_can_be_named_to_be_left_alone(context):
     ]
 
 
+def test_a_pattern_that_fits_no_layer_is_refused(context):
+    with pytest.raises(ConfigError, match=r"'blocks\.99\.\*' fits no linear layer; there are blocks\.0\.query"):
+        converted(context, **EMULATED, exclude=("blocks.99.*",))
+
+
 def test_what_the_plan_replicates_is_left_alone(context):
     """A router: every rank along tp decides alike, and rounding would send tokens elsewhere."""
 
@@ -143,16 +147,13 @@ def test_a_device_without_float8_is_told_how_to_try(context):
         converted(context, min_dim=16)
 
 
-def test_combinations_that_torchao_cannot_do_are_refused():
-    job = small_job()
-    cut = attrs.evolve(job, parallel=attrs.evolve(job.parallel, tp=2))
-
-    assert [key for key, _ in Float8Config().check(job)] == [""]
+def test_float8_is_gathered_with_tensorwise_scales_only():
     gathered = Float8Config(all_gather=True, recipe="rowwise", emulate=True)
-    reasons = " ".join(sentence for _, sentence in gathered.check(cut))
-    assert "tensorwise scales only" in reasons
-    assert "parallel.tp has cut" in reasons
-    assert "without the pass 'fsdp'" in reasons
+
+    ((key, sentence),) = gathered.check(small_job())
+
+    assert key == "all_gather"
+    assert "tensorwise scales only" in sentence
 
 
 def test_without_torchao_validation_says_so(monkeypatch):

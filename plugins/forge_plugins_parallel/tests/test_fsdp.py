@@ -86,20 +86,15 @@ def test_a_pipeline_keeps_parameters_gathered(context):
 
 
 @pytest.mark.parametrize(
-    ("config", "accumulation", "pp", "sentence"),
+    ("config", "accumulation", "sentence"),
     [
-        ({"keep_gathered": True, "reshard_after_forward": "always"}, 2, 1, "contradicts"),
-        ({"keep_gathered": True}, 2, 2, "by itself"),
-        ({"keep_gathered": True}, 1, 1, "one microbatch a step"),
+        ({"keep_gathered": True, "reshard_after_forward": "always"}, 2, "contradicts"),
+        ({"keep_gathered": True}, 1, "one microbatch a step"),
     ],
 )
-def test_keys_without_effect_are_refused(config, accumulation, pp, sentence):
+def test_keys_without_effect_are_refused(config, accumulation, sentence):
     job = small_job()
-    job = attrs.evolve(
-        job,
-        train=attrs.evolve(job.train, grad_accumulation=accumulation),
-        parallel=attrs.evolve(job.parallel, pp=pp),
-    )
+    job = attrs.evolve(job, train=attrs.evolve(job.train, grad_accumulation=accumulation))
 
     ((key, found),) = FullyShardConfig(**config).check(job)
 

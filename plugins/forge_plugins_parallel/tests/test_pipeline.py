@@ -1,17 +1,16 @@
-"""Where a model is cut, and which pipelines are refused before anything is built; runs are in tests/run."""
+"""Where a model is cut, and which pipelines are refused before anything is built; runs are in tests/parity."""
 
 import attrs
 import pytest
 import torch
 
-from forge_core.component import Use
 from forge_core.config.sections import ParallelSection
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ConfigError
 from forge_core.testing.module_state import build_on_meta
 from forge_core.testing.small_model import SmallModel, small_job
-from forge_plugins_parallel.config import FullyShardConfig, PipelineConfig
+from forge_plugins_parallel.config import PipelineConfig
 from forge_plugins_parallel.pipeline import Pipeline, cut_blocks, stages_of_rank
 
 
@@ -106,10 +105,19 @@ def test_a_model_that_ties_tensors_of_different_stages_is_refused():
         split(0, model)
 
 
-def problems(microbatches=4, pp=2, other=None, **keys):
-    job = small_job(passes={"other": other} if other else {})
+def test_a_parameter_that_no_stage_owns_is_refused():
+    """Every stage would have a copy, and whichever is saved last would win."""
+    model = build_on_meta(lambda: SmallModel(n_layers=4))
+    model.places = torch.nn.Embedding(8, 4, device="meta")
+
+    with pytest.raises(ConfigError, match=r"places\.weight is neither in embed, blocks, norm nor head"):
+        split(0, model)
+
+
+def problems(microbatches=4, pp=2, **keys):
+    job = small_job()
     train = attrs.evolve(job.train, grad_accumulation=microbatches)
-    job = attrs.evolve(job, train=train, parallel=ParallelSection(pp=pp, passes=job.parallel.passes))
+    job = attrs.evolve(job, train=train, parallel=ParallelSection(pp=pp))
     return [sentence for _, sentence in PipelineConfig(**keys).check(job)]
 
 
@@ -130,25 +138,6 @@ def test_enough_microbatches_are_fine(schedule):
 def test_what_a_schedule_cannot_run_is_refused(keys, sentence):
     (said,) = problems(**keys)
     assert sentence in said
-
-
-def test_a_schedule_that_splits_the_backward_refuses_compiled_blocks():
-    compiled = Use(kind="parallel_pass", name="compile", provider="forge-plugins-parallel", factory="a:b", config=None)
-
-    (said,) = problems(schedule="ZBVZeroBubble", other=compiled)
-
-    assert "ZBVZeroBubble cannot be combined with 'compile': it runs the backward for inputs" in said
-    assert problems(schedule="1F1B", other=compiled) == []
-
-
-def test_a_schedule_that_splits_the_backward_refuses_to_free_parameters_between():
-    config = FullyShardConfig(reshard_after_forward="always")
-    sharded = Use(kind="parallel_pass", name="fsdp", provider="forge-plugins-parallel", factory="a:b", config=config)
-
-    (said,) = problems(schedule="InterleavedZeroBubble", other=sharded)
-
-    assert "InterleavedZeroBubble cannot be combined with fsdp.reshard_after_forward" in said
-    assert problems(schedule="Interleaved1F1B", other=sharded) == []
 
 
 @pytest.mark.parametrize(

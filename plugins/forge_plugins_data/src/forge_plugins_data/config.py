@@ -74,8 +74,9 @@ class TextFilesConfig(_FilesConfig):
     one between training and validation; one file at least, if it is above 0.
     """
 
-    pattern: str = attrs.field(default="**/*.txt", validator=attrs.validators.min_len(1))
-    """Which files to take from a folder; ``**`` crosses folders. Hidden files are never taken."""
+    pattern: str | None = attrs.field(default=None, validator=optional(attrs.validators.min_len(1)))
+    """Which files to take from a folder, by default ``**/*.txt``; ``**`` crosses folders. Hidden files are never taken.
+    For paths of which at least one is a folder."""
     exclude: tuple[str, ...] = ()
     """Files to leave out: globs for their path in the folder, such as ``"site-packages/**"`` or ``"**/tests/**"``."""
     tokenizer: Annotated[Use, Slot("tokenizer", default="bytes")]
@@ -83,6 +84,11 @@ class TextFilesConfig(_FilesConfig):
     encoding_errors: EncodingErrors = "strict"
     """What to do with files that are not UTF-8: ``strict`` refuses to start, ``replace`` puts U+FFFD, ``skip`` leaves
     the file out. For tokenizers that read text; ``bytes`` decodes nothing."""
+
+
+def _for_document_mask(config: TokenFilesConfig, _: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and not config.document_mask:
+        raise ValueError("has no effect without document_mask = true; set that, or remove this key")
 
 
 @attrs.frozen(kw_only=True)
@@ -96,5 +102,5 @@ class TokenFilesConfig(_FilesConfig):
     """The tokenizer of files that do not carry theirs. Prepared folders do."""
     vocab_size: int | None = attrs.field(default=None, validator=optional(gt(0)))
     """For files that do not say, without a ``tokenizer``: all ids are below this, which is checked by reading them."""
-    end_of_document: int | None = attrs.field(default=None, validator=optional(ge(0)))
+    end_of_document: int | None = attrs.field(default=None, validator=[optional(ge(0)), _for_document_mask])
     """For files that do not say, without a ``tokenizer``: the id that ends a document, for ``document_mask``."""

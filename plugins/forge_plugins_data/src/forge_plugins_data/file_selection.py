@@ -49,8 +49,17 @@ def select_files(
     return list(selected.values())
 
 
+def is_folder(path: str) -> bool:
+    """Whether a path of a configuration names a folder, among whose files a pattern chooses."""
+    return _location(path).is_dir()
+
+
+def _location(path: str) -> Path:
+    return Path(path.replace("{stdlib}", sysconfig.get_path("stdlib"))).expanduser()
+
+
 def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
-    location = Path(path.replace("{stdlib}", sysconfig.get_path("stdlib"))).expanduser()
+    location = _location(path)
     if location.is_file():
         return [SelectedFile(location.name, location)]
     if location.is_dir():

@@ -13,9 +13,11 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import TextFilesConfig
 from forge_plugins_data.encoding import encode_document, reads_bytes
-from forge_plugins_data.file_selection import SelectedFile, select_files
+from forge_plugins_data.file_selection import SelectedFile, is_folder, select_files
 from forge_plugins_data.token_format import smallest_dtype
 from forge_plugins_data.windows import Span, TokenWindows, count_windows, require_held_out, too_small
+
+DEFAULT_PATTERN = "**/*.txt"
 
 
 def open_text_files(
@@ -24,7 +26,8 @@ def open_text_files(
     """Read and tokenise the files of a split, one document each, in the order of their relative names.
 
     Raises:
-        ConfigError: no such files, not UTF-8, too few of them to hold any out, or too little text for one sample.
+        ConfigError: no such files, a pattern that chooses among none, not UTF-8, too few files to hold any out, or too
+            little text for one sample.
     """
     require_held_out(config.validation, split)
     tokenizer = build(config.tokenizer, base=Path())
@@ -33,7 +36,9 @@ def open_text_files(
             f"encoding_errors = {config.encoding_errors!r} has no effect: this tokenizer reads bytes and decodes "
             "nothing; remove it"
         )
-    files = split_files(select_files(config.path, config.pattern, config.exclude), config.validation, split)
+    _refuse_idle_pattern(config)
+    selected = select_files(config.path, config.pattern or DEFAULT_PATTERN, config.exclude)
+    files = split_files(selected, config.validation, split)
     tokens = _tokenise(files, tokenizer, config)
     windows = count_windows(len(tokens), seq_len)
     if windows == 0:
@@ -47,6 +52,15 @@ def open_text_files(
         separator=tokenizer.end_of_document if config.document_mask else None,
         identity=["text_files", tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
     )
+
+
+def _refuse_idle_pattern(config: TextFilesConfig) -> None:
+    paths = (config.path,) if isinstance(config.path, str) else config.path
+    if config.pattern is not None and not any(map(is_folder, paths)) and select_files(paths, ()):
+        raise ConfigError(
+            f"pattern = {config.pattern!r} has no effect: it chooses among the files of a folder, and path = "
+            f"{config.path!r} names none; remove it"
+        )
 
 
 def split_files(files: list[SelectedFile], validation: float, split: Split) -> list[SelectedFile]:

@@ -32,6 +32,19 @@ class ParameterGroup:
     """Weight decay of everything the pattern takes, norms and biases included; by default what the parameter's role
     has."""
 
+    @property
+    def is_exemption(self) -> bool:
+        """Whether it has a ``pattern`` only: what it takes is treated as usual, and kept from the groups after it."""
+        return self.lr is None and self.lr_scale is None and self.weight_decay is None
+
+
+def _last_sets_something(_: object, __: attrs.Attribute[Any], groups: tuple[ParameterGroup, ...]) -> None:
+    if groups and groups[-1].is_exemption:
+        raise ValueError(
+            f"the last group (pattern {groups[-1].pattern!r}) has no effect: it sets neither lr, lr_scale nor "
+            "weight_decay, and there is no group after it to keep parameters from"
+        )
+
 
 @attrs.frozen(kw_only=True)
 class AdamWConfig:
@@ -48,8 +61,9 @@ class AdamWConfig:
     are decayed; norms and biases never are; for embedding tables see ``decay_embeddings``."""
     decay_embeddings: bool = False
     """Whether embedding tables are decayed as well. A table that is tied to the head counts as an embedding table."""
-    groups: tuple[ParameterGroup, ...] = ()
-    """Exceptions by parameter name, in order."""
+    groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=_last_sets_something)
+    """Exceptions by parameter name, in order. A group with a ``pattern`` only keeps what it takes from the groups after
+    it."""
 
 
 @attrs.frozen(kw_only=True)

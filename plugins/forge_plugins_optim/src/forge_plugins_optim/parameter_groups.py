@@ -36,7 +36,7 @@ def parameter_groups(
         groups: exceptions; the first whose pattern matches a name takes the parameter.
 
     Raises:
-        ConfigError: a group takes no parameter.
+        ConfigError: a group takes no parameter, or has no effect.
     """
     decayed: set[ParameterRole] = {"matrix", "expert", "head"}
     if decay_embeddings:
@@ -54,10 +54,17 @@ def parameter_groups(
         mesh = entry.parameter.device_mesh if isinstance(entry.parameter, DTensor) else None
         gathered.setdefault((own_lr, own_decay, mesh), []).append(entry.parameter)
     elsewhere = parameters[0].elsewhere if parameters else ()
+    names = [*(entry.name for entry in parameters), *sorted(elsewhere)]
     taken_elsewhere = {_first_match(name, groups) for name in elsewhere}
     for index, (group, count) in enumerate(zip(groups, taken, strict=True)):
         if count == 0 and index not in taken_elsewhere:
-            raise ConfigError(_idle(group, [*(entry.name for entry in parameters), *sorted(elsewhere)]))
+            raise ConfigError(_idle(group, names))
+        kept = (name for name in names if _first_match(name, groups) == index)
+        if group.is_exemption and all(_first_match(name, groups[index + 1 :]) is None for name in kept):
+            raise ConfigError(
+                f"optimizer.groups: the group with the pattern {group.pattern!r} has no effect: it sets neither lr, "
+                "lr_scale nor weight_decay, and no group after it would take what it takes"
+            )
 
     result = [
         {"params": members, "lr": own_lr, "weight_decay": own_decay}

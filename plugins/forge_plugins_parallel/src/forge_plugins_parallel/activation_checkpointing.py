@@ -36,6 +36,10 @@ _COMMUNICATION = frozenset(
 )
 """Kept as well: to repeat it costs every rank, and its result is no larger than what was sent."""
 
+_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm"})
+"""Without a bias, with one, and in float8. A model that names one of the first two means all: tensor parallelism takes
+the bias off a layer, and a float8 pass its own product in."""
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -79,8 +83,8 @@ class ActivationCheckpointing:
 
 def _kept_operations(model: Any) -> frozenset[str]:
     kept = {name for name, decision in model.recompute_plan().items() if decision == "keep"}
-    if "aten.mm" in kept:
-        kept.add("aten._scaled_mm")  # what a float8 pass makes of it
+    if not kept.isdisjoint(_PRODUCTS):
+        kept |= _PRODUCTS
     return frozenset(kept | _COMMUNICATION) if kept else frozenset()
 
 

@@ -29,13 +29,6 @@ class CompileConfig:
     """What to do when training compiles again after a block's first forward, which costs as much as the first time and
     happens mostly because a shape changed: stop, or say so, with the guard that failed. Evaluation may compile."""
 
-    def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """What of the rest of the job does not go with ``whole_model``."""
-        passes = {use.name for use in job.parallel.passes.values() if use is not None}
-        if self.whole_model and "fsdp" in passes:
-            sentence = "cannot be combined with 'fsdp', which gathers and frees parameters between blocks; leave it out"
-            yield "whole_model", sentence
-
 
 @attrs.frozen(kw_only=True)
 class ContextParallelConfig:
@@ -67,13 +60,18 @@ class FullyShardConfig:
     keep_gathered: bool = False
     """Keep all gathered parameters from a step's first microbatch to its last (``train.grad_accumulation``), so that
     they are gathered once a step: the least communication, and the memory of the whole model in the compute dtype."""
+    prefetch: int = attrs.field(default=0, validator=ge(0))
+    """Blocks to gather ahead of the one that computes, in forward and backward; each holds its whole parameters for
+    that much longer. 0 leaves it to torch: in backward one ahead, in forward what the host has come to."""
+    cpu_offload: bool = False
+    """Keep this rank's parameters, their gradients and the optimizer's state in the host's memory, and let the
+    optimizer run there. The GPU holds activations and what is gathered; every step copies parameters to it and
+    gradients back, and waits for them, so that steps take longer. On CUDA only."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Keys that would have no effect."""
         if self.keep_gathered and self.reshard_after_forward == "always":
             yield "keep_gathered", 'contradicts reshard_after_forward = "always"; leave out one of the two'
-        if self.keep_gathered and job.parallel.pp > 1:
-            yield "keep_gathered", "a pipeline keeps parameters gathered by itself; leave it out"
         if self.keep_gathered and job.train.grad_accumulation == 1:
             yield "keep_gathered", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
 
@@ -81,8 +79,6 @@ class FullyShardConfig:
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 _V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""These run a stage's backward in two halves, first for its input, then for its weights."""
 
 
 def _fits_schedule(config: "PipelineConfig", _: "attrs.Attribute[int | None]", value: int | None) -> None:
@@ -128,13 +124,6 @@ class PipelineConfig:
             return
         if microbatches is not None:  # it is not known yet if it follows from the world size
             yield from self._check_microbatches(pp, microbatches)
-        if self.schedule in _SPLIT_BACKWARD:
-            for use in job.parallel.passes.values():
-                if use is not None and use.name in _NOT_SPLIT:
-                    yield "schedule", f"{self.schedule} cannot be combined with '{use.name}': {_NOT_SPLIT[use.name]}"
-                if use is not None and getattr(use.config, "reshard_after_forward", None) == "always":
-                    why = "it comes back to parameters after a backward for inputs, when they would be freed"
-                    yield "schedule", f"{self.schedule} cannot be combined with fsdp.reshard_after_forward: {why}"
 
     def _check_microbatches(self, pp: int, microbatches: int) -> Iterator[tuple[str, str]]:
         is_dual = self.schedule == "DualPipeV"
@@ -146,12 +135,6 @@ class PipelineConfig:
         elif self.schedule.startswith("Interleaved") and microbatches % rounds:
             why = f"{self.schedule} cannot run train.grad_accumulation = {microbatches} microbatches in {rounds} "
             yield "schedule", f"{why}rounds of one length; take a multiple of parallel.pp = {pp}"
-
-
-_NOT_SPLIT = {
-    "compile": "it runs the backward for inputs and for weights apart, and a compiled block has one backward for both",
-}
-"""Passes after which a block's backward cannot be split in two, and why."""
 
 
 def _for_mode(*modes: str) -> Callable[[Any, "attrs.Attribute[Any]", Any], None]:
@@ -190,14 +173,6 @@ class ActivationCheckpointingConfig:
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What the chosen mode needs of the job."""
-        passes = {use.name for use in job.parallel.passes.values() if use is not None}
-        if self.mode == "budget" and "compile" not in passes:
-            yield "mode", '"budget" is kept by torch.compile; add compile = true under [parallel.passes]'
-        if self.mode == "auto" and job.parallel.pp > 1:
-            yield (
-                "mode",
-                '"auto" cannot tell how many microbatches a pipeline stage holds at a time; choose another mode',
-            )
         if self.mode == "auto" and self.memory_gib is None and job.run.device in ("cpu", "mps"):
             yield "memory_gib", f'must be given with mode = "auto" where run.device = "{job.run.device}"'
 
@@ -220,15 +195,9 @@ class Float8Config:
     """Round values to float8 and multiply in ``train.precision``, to try it on machines without float8. Slow."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """What torchao cannot do, and what the job must be like."""
-        if job.train.precision == "fp32" and not self.emulate:
-            yield "", 'products of float8 come out in bf16, and train.precision is "fp32"; set it to "bf16"'
+        """What torchao cannot do with one value of a key and another of another."""
         if self.all_gather and self.recipe != "tensorwise":
             yield "all_gather", f"is for tensorwise scales only (torchao), and recipe is {self.recipe}"
-        if self.all_gather and job.parallel.tp > 1:
-            yield "all_gather", "torchao cannot gather what parallel.tp has cut before; leave it out"
-        if self.all_gather and "fsdp" not in {use.name for use in job.parallel.passes.values() if use is not None}:
-            yield "all_gather", "gathers nothing without the pass 'fsdp'; leave it out"
 
 
 @attrs.frozen(kw_only=True)
@@ -238,12 +207,21 @@ class TensorParallelConfig:
     sequence_parallel: bool = True
     """Between the layers that are cut, give each rank a part of the positions and not a copy of all: norms cost and
     hold ``1 / tp``, for the same communication. It needs a model whose plan has the role ``sequence``."""
+    async_tp: bool = False
+    """Let torch.compile cut up matrix products in blocks and what is gathered for them or scattered from them, so that
+    ranks compute on one piece while they send another (asynchronous tensor parallelism). It needs CUDA and ``compile``,
+    and GPUs that read each other's memory: those of one host joined by NVLink."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with tensor parallelism in this job."""
         parallel, seq_len = job.parallel, job.train.seq_len
         if parallel.tp == 1:
             yield "", "there is nothing to share layers with, as parallel.tp = 1; raise it or take the pass out"
+        elif self.async_tp and not self.sequence_parallel:
+            yield (
+                "async_tp",
+                "overlaps gathering positions, and sequence_parallel = false does not; remove one of the two",
+            )
         elif self.sequence_parallel and seq_len % (parallel.tp * parallel.cp):
             ranks = f"parallel.tp = {parallel.tp} ranks"
             if parallel.cp > 1:

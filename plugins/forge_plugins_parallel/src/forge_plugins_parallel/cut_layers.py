@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,8 @@ POSITION = 1
 # torch 2.13 calls them by new names and warns of the old ones, which are all that 2.11 has
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_fusible_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_fusible_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 @attrs.frozen(eq=False)
@@ -43,6 +46,9 @@ class Ranks:
     gradients_arrive_partial: bool
     """Whether layers cut by output must sum the gradient of their input themselves, no ``sequence`` module before them
     doing so."""
+    fusible: bool = False
+    """Whether compiled layers gather and scatter positions in the form in which torch.compile knows how to overlap that
+    with matrix products."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, by_position: bool, gradients_arrive_partial: bool) -> Ranks:
@@ -97,6 +103,9 @@ class CutByOutput(CutLayer):
         output: torch.Tensor = super().forward(self.ranks.read(hidden))
         return output
 
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}
+
 
 class CutByInput(CutLayer):
     """A linear layer of which each rank has some input features: those that its part of the layer before gives."""
@@ -146,6 +155,9 @@ class CutHead(CutLayer):
         start = self.ranks.part_of(self.out_features).start
         return VocabularyPart(self.ranks.read(hidden), parts["weight"], parts["bias"], start, self.ranks.group)
 
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}
+
 
 class WholeOnEachRank(CutLayer):
     """A module whose parameters are whole on every rank, and which works on a part of the activations: gradients are
@@ -169,6 +181,13 @@ def _mixed(layer: type[CutLayer], own: type[nn.Module]) -> type[nn.Module]:
 def local(parameter: Any) -> Any:
     """This rank's part of a parameter, connected to it; ``None`` stays ``None``."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def part_of_bias(bias: Any, ranks: Ranks) -> Any:
+    """This rank's part of the bias of a layer cut by output, be it cut as well or whole on every rank."""
+    if bias is None or isinstance(bias, DTensor):
+        return local(bias)
+    return sum_gradients(bias, ranks)[ranks.part_of(len(bias))]
 
 
 def gather_positions(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -233,7 +252,10 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _all_reduce(gradients[0], ctx.ranks), None
+        total = _all_reduce(gradients[0], ctx.ranks)
+        # Biases that are added to one sum have one gradient. Compiled, they would be given one tensor for all of them,
+        # to which the next microbatch adds once for each; torch keeps apart only what is computed at the very end.
+        return total + 0 if torch.compiler.is_compiling() else total, None
 
 
 class _GatherCopies(torch.autograd.Function):
@@ -255,6 +277,9 @@ def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """``(B, s, …)`` of each rank to ``(B, n · s, …)``."""
     if ranks.size == 1:
         return part.clone()
+    if ranks.fusible and torch.compiler.is_compiling():
+        whole: torch.Tensor = _fusible_gather(part.contiguous(), POSITION, ranks.group)
+        return whole
     batch = part.shape[0]
     gathered = part.new_empty((ranks.size * batch, *part.shape[1:]))  # collectives stack along the first dimension
     _gather_tensor(gathered, part.contiguous(), group=ranks.group)
@@ -265,6 +290,9 @@ def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The sum of ``(B, n · s, …)`` over ranks, ``(B, s, …)`` of it."""
     if ranks.size == 1:
         return partial.clone()
+    if ranks.fusible and torch.compiler.is_compiling():
+        own: torch.Tensor = _fusible_scatter(partial, "sum", POSITION, ranks.group)
+        return own
     batch, positions, *features = partial.shape
     part = partial.new_empty((batch, positions // ranks.size, *features))
     stacked = partial.reshape(batch, ranks.size, -1, *features).transpose(0, 1).contiguous().flatten(0, 1)

@@ -35,9 +35,11 @@ class Float8:
         """As ``ParallelPass.apply``.
 
         Raises:
-            ConfigError: the device has no float8 and ``emulate`` is not set.
+            ConfigError: the device has no float8 and ``emulate`` is not set; or a pattern of ``exclude`` fits nothing.
         """
-        self._refuse_without_hardware(context.device)
+        self._refuse_without_hardware(context)
+        if context.mesh.degrees["pp"] == 1:  # a stage does not know what the others hold
+            self._refuse_idle_patterns(model)
         config = self._torchao_config()
         touched = []
         for name, linear in self._chosen(model):
@@ -45,15 +47,30 @@ class Float8:
             touched.append(name)
         return model, touched
 
-    def _refuse_without_hardware(self, device: torch.device) -> None:
+    def _refuse_without_hardware(self, context: PassContext) -> None:
+        device, planned = context.device, context.planned_gpu
         if self._config.emulate:
             return
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        if planned is not None:
+            name, capability = planned.name, planned.capability
+        elif device.type == "cuda":
+            name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        else:
+            name, capability = device.type, (0, 0)
+        if capability < (8, 9):
             raise ConfigError(
-                f"parallel.passes.fp8: {name} does not multiply in float8 (GPUs from compute capability 8.9 on do); "
-                "set emulate = true to try it out slowly, or take the pass out"
+                f"parallel.passes.fp8: {name} does not multiply in float8 (GPUs from compute capability 8.9 on do; a "
+                "plan is told by --gpu); set emulate = true to try it out slowly, or take the pass out"
             )
+
+    def _refuse_idle_patterns(self, model: nn.Module) -> None:
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        for pattern in self._config.exclude:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"parallel.passes.fp8.exclude: {pattern!r} fits no linear layer; there are {', '.join(names[:8])}"
+                    f"{' and more' if len(names) > 8 else ''}"
+                )
 
     def _torchao_config(self) -> Float8LinearConfig:
         base = Float8LinearConfig.from_recipe_name(self._config.recipe)

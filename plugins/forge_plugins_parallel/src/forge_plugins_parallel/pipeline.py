@@ -111,15 +111,20 @@ def cut_blocks(names: Sequence[str], n_stages: int, block_cost: float, head_cost
 def _refuse_shared_tensors(model: Any, cut: Sequence[Sequence[str]]) -> None:
     """
     Raises:
-        ConfigError: modules of different stages share a parameter.
+        ConfigError: modules of different stages share a parameter, or one is in no module that a stage could have.
     """
     stage_of = {f"blocks.{name}": stage for stage, names in enumerate(cut) for name in names}
     stage_of |= {"embed": 0, "norm": len(cut) - 1, "head": len(cut) - 1}
-    seen: dict[int, tuple[str, int | None]] = {}
+    seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
-        first, stage = seen.setdefault(id(parameter), (name, stage_of.get(module)))
-        if stage != stage_of.get(module):
+        if module not in stage_of:
+            raise ConfigError(
+                f"parallel.passes.pipeline: {name} is neither in embed, blocks, norm nor head, so that every stage "
+                "would train a copy of its own; move it into one of them, or set parallel.pp = 1"
+            )
+        first, stage = seen.setdefault(id(parameter), (name, stage_of[module]))
+        if stage != stage_of[module]:
             raise ConfigError(
                 f"parallel.passes.pipeline: {name} is tied to {first}, which is in another pipeline stage and would be "
                 "trained apart from it; untie them, or set parallel.pp = 1"
@@ -151,11 +156,13 @@ class _Stage(PipelineStage):
     loss: Loss
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_first:
+            args[0].register_hook(torch.Tensor.contiguous)  # only such tensors can be sent, forward and backward
         output = self.submod(*args, **kwargs, loss=self.loss)
         if self.is_last:
             return output.total
         # the schedules that split the backward detach a stage's output in place, which cannot be done to a view
-        return output.clone() if output._is_view() else output
+        return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
 
 
 class PipelineExecutor:

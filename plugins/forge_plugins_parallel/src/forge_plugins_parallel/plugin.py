@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import PassComponent, hookimpl
+from forge_core.api import Conflict, Need, PassComponent, hookimpl
 
 FORGE_API = "1.0"
+
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that run a stage's backward in two halves, first for its input, then for its weights."""
 
 
 @hookimpl
@@ -15,6 +18,15 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         factory="forge_plugins_parallel.activation_checkpointing:ActivationCheckpointing",
         config="forge_plugins_parallel.config:ActivationCheckpointingConfig",
         phase="checkpointing",
+        compared=({"mode": "selective"}, {"mode": "full"}),
+        needs=(Need("compile", "it is torch.compile that keeps to the budget", when={"mode": "budget"}),),
+        conflicts=(
+            Conflict(
+                "parallel.pp",
+                "there is no telling how many microbatches a pipeline stage holds at a time; choose another mode",
+                when={"mode": "auto"},
+            ),
+        ),
     )
     yield PassComponent(
         name="compile",
@@ -22,6 +34,13 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         factory="forge_plugins_parallel.compile:Compile",
         config="forge_plugins_parallel.config:CompileConfig",
         phase="compile",
+        conflicts=(
+            Conflict(
+                "fsdp",
+                "it gathers and frees parameters between blocks, which one graph has no room for",
+                when={"whole_model": True},
+            ),
+        ),
     )
     yield PassComponent(
         name="context_parallel",
@@ -38,6 +57,16 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         factory="forge_plugins_parallel.fp8:Float8",
         config="forge_plugins_parallel.config:Float8Config",
         phase="swap",
+        needs=(Need("fsdp", "it is what gathers", when={"all_gather": True}),),
+        conflicts=(
+            Conflict("parallel.tp", "torchao cannot gather what is cut by it already", when={"all_gather": True}),
+            Conflict(
+                "train.precision",
+                "torchao's products of float8 come out in bf16",
+                values=("fp32",),
+                when={"emulate": False},
+            ),
+        ),
         modules=("torchao",),
     )
     yield PassComponent(
@@ -47,6 +76,27 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         config="forge_plugins_parallel.config:FullyShardConfig",
         phase="fsdp",
         serves=("dp_replicate", "dp_shard", "precision"),
+        conflicts=(
+            Conflict("parallel.pp", "a pipeline keeps parameters gathered by itself", when={"keep_gathered": True}),
+            Conflict(
+                "run.device",
+                "it takes parameters off a CUDA device",
+                when={"cpu_offload": True},
+                values=("cpu", "mps"),
+            ),
+            Conflict(
+                "activation_checkpointing",
+                "it counts parameters, gradients and the optimizer's state as memory of the GPU",
+                when={"cpu_offload": True},
+                other_when={"mode": "auto"},
+            ),
+            Conflict(
+                "fp8",
+                "float8 weights are tensors of torchao's, which have not been tried in the host's memory",
+                when={"cpu_offload": True},
+                other_when={"all_gather": True},
+            ),
+        ),
     )
     yield PassComponent(
         name="pipeline",
@@ -54,6 +104,19 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         factory="forge_plugins_parallel.pipeline:Pipeline",
         config="forge_plugins_parallel.config:PipelineConfig",
         phase="split",
+        conflicts=(
+            Conflict(
+                "compile",
+                "the schedule runs a backward for inputs and one for weights, and a compiled block has one for both",
+                when={"schedule": _SPLIT_BACKWARD},
+            ),
+            Conflict(
+                "fsdp",
+                "the schedule comes back to parameters after a backward for inputs, when they would be freed",
+                when={"schedule": _SPLIT_BACKWARD},
+                other_when={"reshard_after_forward": "always"},
+            ),
+        ),
         serves=("pp",),
     )
     yield PassComponent(
@@ -63,4 +126,24 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         config="forge_plugins_parallel.config:TensorParallelConfig",
         phase="shard",
         serves=("tp",),
+        needs=(
+            Need(
+                "compile",
+                "it is the compiler that finds the products and cuts them up",
+                when={"async_tp": True},
+            ),
+        ),
+        conflicts=(
+            Conflict(
+                "run.device",
+                "ranks write into each other's memory by CUDA",
+                when={"async_tp": True},
+                values=("cpu", "mps"),
+            ),
+            Conflict(
+                "fp8",
+                "what is gathered is rounded before it is multiplied, so that the two cannot be made one",
+                when={"async_tp": True},
+            ),
+        ),
     )

@@ -46,7 +46,7 @@ def choose(model: Any, context: PassContext, kept: frozenset[str], memory_gib: f
     compiled = "compile" in {use.name for use in context.job.parallel.passes.values() if use is not None}
     needed = 0.0
     for choice in _candidates(list(measured.blocks), selective=bool(kept) and not compiled):
-        needed = fixed + _kept(measured.blocks, choice, compiled=compiled and bool(kept))
+        needed = _most(fixed + _kept(measured.blocks, choice, compiled=compiled and bool(kept)))
         if needed <= memory * _ROOM:
             return choice
     raise ConfigError(
@@ -59,20 +59,32 @@ def choose(model: Any, context: PassContext, kept: frozenset[str], memory_gib: f
 def _memory(context: PassContext, memory_gib: float | None) -> float:
     if memory_gib is not None:
         return memory_gib * GIB
+    if context.planned_gpu is not None:
+        return context.planned_gpu.free_gib * GIB
     if context.device.type != "cuda":
         raise ConfigError(
             f'{_SECTION}.memory_gib: mode = "auto" needs to know how much memory a rank may use; it finds out by '
-            f"itself on CUDA only, and this run is on {context.device.type}"
+            f"itself on CUDA only, and this is {context.device.type} (a plan is told by --gpu)"
         )
     free, _ = torch.cuda.mem_get_info(context.device)
     least = torch.tensor(free, device=context.device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)  # ranks that recompute differently would wait for each other
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return float(least)
+
+
+def _most(needed: float) -> float:
+    """Of all ranks: an uneven vocabulary gives some of them more than others, and ranks that recompute differently
+    would wait for each other."""
+    if dist.get_backend() == "fake":  # a plan, of one rank
+        return needed
+    most = torch.tensor(needed, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
 
 
 def _measured(model: Any, context: PassContext, kept: frozenset[str]) -> Activations:
     job = context.job
-    shape = (job.train.batch_size, job.train.seq_len // context.mesh.degrees["cp"])
+    shape = (job.train.batch_size, job.train.seq_len)  # of which the model takes its share, where it is cut by position
     loss = ComponentBuilder(Catalog([]))(job.loss)
     try:
         return measure_activations(model, loss, shape, context.device, _compute_dtype(job), kept)

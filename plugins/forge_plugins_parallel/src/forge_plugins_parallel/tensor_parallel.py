@@ -8,13 +8,18 @@ positions, and its output is gathered once for all that read it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
+from forge_core.auxiliary import LEDGER
 from forge_core.contracts.model import ShardRole
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, PluginError
@@ -31,13 +36,16 @@ from forge_plugins_parallel.cut_layers import (
     gather_copies,
 )
 
+_ASYNC = "parallel.passes.tensor_parallel.async_tp"
+
 
 class TensorParallel:
     """Cuts a model over the mesh axis ``tp``.
 
-    What is cut becomes a ``DTensor`` on that axis. What is not stays as it is, whole on every rank: parameters of
-    ``sequence`` and ``replicate`` modules get the sum of all ranks' gradients, and those of modules that the plan does
-    not name see the same activations, and so have the same gradient, on every rank.
+    What is cut becomes a ``DTensor`` on that axis. What is not stays as it is, whole on every rank: parameters that
+    work on a part of the activations (in ``sequence``, ``residual`` and ``replicate`` modules) get the sum of all
+    ranks' gradients, and those of modules that the plan does not name see the same activations, and so have the same
+    gradient, on every rank.
     """
 
     def __init__(self, config: TensorParallelConfig) -> None:
@@ -47,7 +55,7 @@ class TensorParallel:
         """As ``ParallelPass.apply``.
 
         Raises:
-            ConfigError: a layer cannot be cut into so many parts.
+            ConfigError: a layer cannot be cut into so many parts, or there is nothing that ``async_tp`` could overlap.
             PluginError: the plan names modules that are not there, or of a kind that its role does not fit.
         """
         plan = matched_plan(model)
@@ -57,12 +65,16 @@ class TensorParallel:
         if by_position:
             _refuse_unplanned(model, plan)
         ranks = Ranks.of(mesh, by_position=by_position, gradients_arrive_partial=not has_sequence)
+        if self._config.async_tp:
+            ranks = _fusible(ranks, model, context.device)
 
+        shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
         cut: dict[int, nn.Parameter] = {}  # by the whole parameter's id: a tied one is cut once
         for name, role in plan.items():
-            _cut(name, model.get_submodule(name), role, ranks, mesh, cut)
+            _cut(name, model.get_submodule(name), role, ranks, mesh, shards, cut)
         if by_position:
             _cut_stage_ends(model, ranks)
+            LEDGER.share_out_stream()
         return model, list(plan)
 
 
@@ -76,12 +88,50 @@ def matched_plan(model: Any) -> dict[str, ShardRole]:
     plan: dict[str, ShardRole] = {}
     for pattern, role in model.parallel_plan().items():
         matches = [name for name in names if _matches(name, pattern)]
-        if not matches:
+        if not matches and not _is_of_another_stage(pattern, model):
             raise PluginError(f"{_class(model)}.parallel_plan names {pattern!r}, which is no module of the model")
         for name in matches:
             if plan.setdefault(name, role) != role:
                 raise PluginError(f"{_class(model)}.parallel_plan says both {plan[name]!r} and {role!r} for {name}")
     return plan
+
+
+def _fusible(ranks: Ranks, model: nn.Module, device: torch.device) -> Ranks:
+    """With the compiler told to fuse the collectives of this group, whose ranks come to share memory.
+
+    Raises:
+        ConfigError: positions are not shared out, so that none are gathered; or ranks cannot share memory.
+    """
+    if not ranks.by_position:
+        raise ConfigError(
+            f"{_ASYNC}: overlaps gathering positions, and the parallel_plan of {_class(model)} has no role 'sequence', "
+            "so that each rank has all of them; remove it"
+        )
+    import torch._inductor.config as compiler  # takes a second, for which only those wait who compile
+
+    compiler._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # torch 2.13 says that it is not needed any more, and fuses nothing without it
+        warnings.filterwarnings("ignore", "`enable_symm_mem_for_group` is deprecated", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(ranks.group.group_name)
+    if device.type == "cuda":
+        try:
+            symmetric_memory.get_symm_mem_workspace(ranks.group.group_name, min_size=1)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{_ASYNC}: the GPUs of the {ranks.size} ranks along tp cannot read each other's memory ({error}); "
+                "lower parallel.tp to what is joined by NVLink, or remove it"
+            ) from error
+    return attrs.evolve(ranks, fusible=True)
+
+
+def _is_of_another_stage(pattern: str, model: Any) -> bool:
+    """Whether it names what a pipeline stage does not hold: a plan may list the whole model on each of them."""
+    part, *rest = pattern.split(".")
+    if part != "blocks":
+        return getattr(model, part, model) is None
+    is_whole = None not in (model.embed, model.norm, model.head)
+    return not is_whole and rest != [] and rest[0].isdigit() and rest[0] not in model.blocks
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -95,14 +145,16 @@ def _cut(
     role: ShardRole,
     ranks: Ranks,
     mesh: DeviceMesh,
+    shards: int,
     cut: dict[int, nn.Parameter],
 ) -> None:
+    """``shards``: ranks over which the parts may be cut once more."""
     match role:
         case "column":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.out_features, "output", ranks)
             become(module, CutByOutput, ranks)
-            _distribute(module, {"weight": Shard(0), "bias": Shard(0)}, mesh, cut)
+            _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)
         case "row":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.in_features, "input", ranks)
@@ -112,7 +164,7 @@ def _cut(
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_small_vocabulary(name, module.out_features, ranks)
             become(module, CutHead, ranks)
-            _distribute(module, {"weight": Shard(0), "bias": Shard(0)}, mesh, cut)
+            _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)
         case "embedding":
             _refuse_unless(name, module, role, nn.Embedding)
             _refuse_special_embedding(name, module)
@@ -121,6 +173,9 @@ def _cut(
             _distribute(module, {"weight": Shard(0)}, mesh, cut)
         case "replicate":
             _sum_gradients(module, ranks)
+        case "residual":
+            if ranks.by_position:
+                _sum_gradients(module, ranks)
         case "sequence":
             if ranks.by_position:
                 _sum_gradients(module, ranks)
@@ -136,6 +191,12 @@ def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
     for part in module.modules():
         if next(part.parameters(recurse=False), None) is not None:
             become(part, WholeOnEachRank, ranks)
+
+
+def _bias(module: nn.Linear, mesh: DeviceMesh, shards: int) -> dict[str, Placement]:
+    """A bias that cannot be shared out evenly stays whole on every rank: unlike a matrix, it has no other dimension
+    along which its parts could be sharded."""
+    return {"bias": Shard(0)} if module.out_features % (mesh.size() * shards) == 0 else {}
 
 
 def _distribute(
@@ -174,7 +235,7 @@ def _refuse_unplanned(model: nn.Module, plan: Mapping[str, ShardRole]) -> None:
     for name in _unplanned(model, plan):
         raise PluginError(
             f"{_class(model)}.parallel_plan has the role 'sequence', and so must have one for every module with "
-            f"parameters; {name} has none ('replicate' keeps it whole)"
+            f"parameters; {name} has none ('residual' and 'replicate' keep it whole)"
         )
 
 

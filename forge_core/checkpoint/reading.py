@@ -1,0 +1,207 @@
+"""Reading a checkpoint that somebody else wrote: nothing in it is executed, nothing outside it is opened.
+
+torch's reader unpickles ``.metadata`` and byte entries without restraint, follows any path, ignores extra keys, and
+converts dtypes; see PyTorch issue 189308.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import pickle
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
+
+from forge_core.checkpoint.manifest import DamagedError, read_manifest
+from forge_core.errors import ConfigError
+
+_ALLOWED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13 writes it so
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+}
+"""What the description of tensors is made of."""
+
+
+def saved_tensors(folder: Path) -> Mapping[str, TensorStorageMetadata]:
+    """Shape and dtype of every tensor in a checkpoint, by key.
+
+    Raises:
+        DamagedError: the description is not one of tensors alone, or does not fit the files that the manifest names.
+    """
+    return _Reader(folder).read_metadata().state_dict_metadata  # type: ignore[return-value]  # the reader has checked
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read into the given tensors, each rank its own part. All ranks call it together.
+
+    Raises:
+        ConfigError: a key is not in the checkpoint, or with another shape or dtype. Tensors of the checkpoint that are
+            not asked for are the caller's business.
+        DamagedError: what is stored is not what was described; the tensors are left with part of it.
+    """
+    refuse_misfits(folder, tensors)
+    with warnings.catch_warnings():
+        # one process without a group, as for sampling, is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            raise DamagedError(f"rank {rank} cannot read it: {_first_line(cause)}") from error
+
+
+def refuse_misfits(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises as ``read_tensors`` does, and reads nothing. For ranks that must all know before they read together."""
+    saved = saved_tensors(folder)
+    problems = [problem for key, tensor in tensors.items() if (problem := _mismatch(key, tensor, saved.get(key)))]
+    if problems:
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ConfigError(f"{folder} does not fit this model:\n  " + "\n  ".join(problems[:20]) + more)
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            with (self._folder / ".metadata").open("rb") as file:
+                metadata = _Unpickler(file).load()
+            _refuse_implausible(metadata, read_manifest(self._folder).files)
+        except OSError as error:
+            raise DamagedError(f".metadata cannot be read ({error.strerror})") from error
+        except DamagedError:
+            raise
+        except Exception as error:  # whatever a hostile or broken file makes of a list of constructors
+            raise DamagedError(f".metadata is no description of tensors ({_first_line(error)})") from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata  # type: ignore[no-any-return]  # just checked
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            self._refuse_packed(self.storage_data[item.storage_index])
+        return super().read_data(plan, planner)
+
+    def _refuse_packed(self, place: Any) -> None:
+        """A record is a zip archive, as torch writes it: stored as it is, or it could unpack to more than there is."""
+        start = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with (
+            (self._folder / place.relative_path).open("rb") as file,
+            mmap.mmap(file.fileno(), place.offset + place.length - start, offset=start, access=mmap.ACCESS_READ) as end,
+            # it looks from the end, and does not mind what comes before
+            zipfile.ZipFile(end) as archive,  # type: ignore[call-overload]  # mmap.seek tells nothing before 3.13
+        ):
+            members = archive.infolist()
+        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not stored or sum(member.file_size for member in members) > place.length:
+            raise DamagedError(f"{place.relative_path} has a compressed record")
+
+
+def _refuse_implausible(metadata: object, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every tensor must lie whole in files that the manifest names, and no two in one place: what is described then
+    needs no more memory than there are bytes.
+
+    Raises:
+        DamagedError: not so.
+        Exception: it is not made as a description is.
+    """
+    if not isinstance(metadata, Metadata):
+        raise DamagedError(".metadata is no description of tensors")
+    taken: Counter[str] = Counter()
+    for index, place in metadata.storage_data.items():
+        name = place.relative_path
+        if type(name) is not str or name not in files:
+            raise DamagedError(f".metadata says that {index.fqn} is in {name!r}, which the manifest does not name")
+        if place.transform_descriptors is not None:
+            raise DamagedError(f".metadata says that {index.fqn} is compressed or encrypted")
+        taken[name] += place.length
+        inside = place.offset >= 0 and place.length >= 0 and place.offset + place.length <= files[name]["bytes"]
+        if not inside or taken[name] > files[name]["bytes"]:
+            raise DamagedError(f".metadata says that {index.fqn} lies outside {name}")
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise DamagedError(f".metadata describes {key!r}, which is not a tensor and would have to be executed")
+        chunks = [_numel(chunk.sizes) for chunk in entry.chunks]
+        places = [metadata.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
+        itemsize = entry.properties.dtype.itemsize
+        if sum(chunks) != _numel(entry.size) or any(
+            n * itemsize > (place.length if place else 0) for n, place in zip(chunks, places, strict=True)
+        ):
+            raise DamagedError(f".metadata says that {key} has more values than are stored")
+
+
+def _numel(size: torch.Size) -> int:
+    if min(size, default=0) < 0:
+        raise ValueError(f"a negative size, {tuple(size)}")
+    return size.numel()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        found = super().find_class(module, name)
+        return found if isinstance(found, torch.dtype) else _stand_in(found)
+
+
+class _Sealed(type):
+    """A pickle can set attributes of any class it may name, and they would stay set for the whole process."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it changes {cls.__name__}")
+
+
+def _stand_in(found: Any) -> type:
+    """What makes the same objects as ``found``, and cannot be changed."""
+
+    def make(_: type, *arguments: Any) -> Any:
+        is_bare = isinstance(found, type) and dataclasses.is_dataclass(found)  # its attributes come later
+        return object.__new__(found) if is_bare else found(*arguments)
+
+    return _Sealed(found.__name__, (), {"__new__": make})
+
+
+def _first_line(error: BaseException) -> str:
+    """Of a message that may be as long as whoever wrote the file likes."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _mismatch(key: str, tensor: torch.Tensor, saved: TensorStorageMetadata | None) -> str | None:
+    if saved is None:
+        return f"{key} is not in the checkpoint"
+    if tuple(saved.size) != tuple(tensor.shape):
+        return f"{key} has shape {tuple(tensor.shape)}, in the checkpoint {tuple(saved.size)}"
+    if saved.properties.dtype != tensor.dtype:
+        return f"{key} has dtype {tensor.dtype}, in the checkpoint {saved.properties.dtype}"
+    return None

@@ -1,0 +1,243 @@
+"""Writing checkpoints, in the background where asked: copied, written aside, described, and renamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from forge_core.checkpoint.durable import flush, flush_tree, write_durably
+from forge_core.checkpoint.manifest import Manifest, describe_files, write_manifest
+from forge_core.checkpoint.store import CheckpointStore
+from forge_core.engine.ranks import on_all_ranks
+from forge_core.errors import ForgeError, SaveError
+
+GROUP = "forge_checkpoint"
+"""Description of the process group of its own over which ranks talk while they save: on the default group they would
+wait for collectives of training, and those for them."""
+
+
+@attrs.frozen(kw_only=True)
+class Snapshot:
+    """Everything that goes into one checkpoint."""
+
+    step: int
+    tokens: int
+    tensors: Mapping[str, torch.Tensor]
+    """By key; ``DTensor``s are written by the ranks that hold their parts."""
+    state: Mapping[str, Any]
+    """JSON values: everything that is not a tensor."""
+    mesh: Mapping[str, int]
+    versions: Mapping[str, str]
+    metrics: Mapping[str, float]
+    write_more: Callable[[Path], Mapping[str, Any]]
+    """Called on the first rank with the folder, for files to go with it; returns more of ``state``."""
+
+
+@attrs.frozen
+class Saved:
+    """How a save has ended, on every rank alike."""
+
+    step: int
+    path: Path
+    error: ForgeError | None
+    seconds: float
+    """From the call of ``save`` to the end."""
+    seconds_blocked: float
+    """Of these, those that training waited."""
+
+
+class Saver:
+    """All ranks call the same methods at the same steps.
+
+    Args:
+        store: where checkpoints go.
+        background: whether training goes on while files are written. It costs a copy of this rank's tensors in host
+            memory, which is kept for the next time.
+        timeout: seconds that a rank waits for the others while it saves.
+        may_commit: called on the first rank right before the checkpoint gets its name; what it raises prevents that.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        device: torch.device,
+        *,
+        background: bool,
+        timeout: float,
+        may_commit: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._background = background
+        self._may_commit = may_commit
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=GROUP)
+        on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=on_gpu,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+        self._staging: Any = None
+        self._thread: threading.Thread | None = None
+        self._outcome: Saved | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """On this rank; others may have finished, or not."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Begin a checkpoint, and in the foreground finish it. ``finish`` the one before it first."""
+        assert self._thread is None, "one at a time: finish() the last one first"
+        started = time.perf_counter()
+        if not self._background:
+            self._write(snapshot, lambda: snapshot.tensors, started)
+            return
+        staged = self._stager.stage(dict(snapshot.tensors))
+        self._staging = staged if hasattr(staged, "result") else None
+        tensors = staged.result if hasattr(staged, "result") else lambda: staged
+        blocked = time.perf_counter() - started
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, tensors, started, blocked), name="forge-checkpoint"
+        )
+        self._thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Call it before anything that is being saved changes: else the file would hold two steps' values."""
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+
+    def finish(self) -> Saved | None:
+        """Wait for the save that is under way. Returns how it ended, once; ``None`` if there was none."""
+        self.wait_until_copied()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def close(self) -> None:
+        """After the last ``finish``, or when the run has failed: waits for what is being written."""
+        self.finish()
+        self._stager.close()
+
+    def _write(
+        self,
+        snapshot: Snapshot,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        started: float,
+        blocked: float | None = None,
+    ) -> None:
+        path, error = self._store.folder(snapshot.step), None
+        try:
+            self._write_and_commit(snapshot, tensors())
+        except ForgeError as caught:
+            error = caught
+        except Exception as caught:  # noqa: BLE001 - whatever goes wrong is reported where training can hear it
+            error = SaveError(f"{type(caught).__name__}: {caught}")
+            error.__cause__ = caught
+        seconds = time.perf_counter() - started
+        self._outcome = Saved(snapshot.step, path, error, seconds, seconds if blocked is None else blocked)
+
+    def _write_and_commit(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> None:
+        folder = self._store.unfinished_folder(snapshot.step)
+        first = dist.get_rank() == 0
+        n_bytes = self._bytes_to_write(snapshot)
+        try:
+            self._together(lambda: self._begin(folder, n_bytes) if first else None, n_bytes)
+            try:
+                save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=self._group)
+            except CheckpointException as error:
+                rank, (cause, _) = min(error.failures.items())
+                raise SaveError(f"rank {rank} {_cannot_write(self._store.path, cause, n_bytes)}") from error
+            own = self._together(
+                lambda: describe_files(folder, sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))), n_bytes
+            )
+            written: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(written, own, group=self._group)
+            files = {name: entry for part in written for name, entry in part.items()}
+            self._together(lambda: self._commit(snapshot, folder, files) if first else None, n_bytes)
+        except BaseException:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)  # or the disk would be fuller with every attempt
+            raise
+
+    def _begin(self, folder: Path, n_bytes: int) -> None:
+        """On the first rank."""
+        self._store.path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        free = shutil.disk_usage(self._store.path).free
+        if free < n_bytes:
+            raise SaveError(
+                f"{self._store.path} has {_size(free)} free, and the checkpoint needs {_size(n_bytes)}; make room"
+            )
+        folder.mkdir()
+
+    def _commit(self, snapshot: Snapshot, folder: Path, files: dict[str, dict[str, Any]]) -> None:
+        """On the first rank: the rest of the files, the manifest, and the name. Everything is flushed before it is
+        relied on, so that a power cut finds a whole checkpoint or none."""
+        more = snapshot.write_more(folder)
+        write_durably(folder / "state.json", json.dumps({**snapshot.state, **more}, indent=1))
+        others = [file for file in folder.rglob("*") if file.is_file() and file.name not in files]
+        manifest = Manifest(
+            step=snapshot.step,
+            tokens=snapshot.tokens,
+            mesh=dict(snapshot.mesh),
+            versions=dict(snapshot.versions),
+            files=dict(sorted({**files, **describe_files(folder, others)}.items())),
+            written=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+            metrics=dict(snapshot.metrics),
+        )
+        flush_tree(folder)
+        write_manifest(folder, manifest)
+        flush(folder)
+        self._may_commit()
+        self._store.commit(folder, snapshot.step)
+
+    def _bytes_to_write(self, snapshot: Snapshot) -> int:
+        """Each tensor once, of all pipeline stages: a ``DTensor`` counts whole, whoever holds its parts."""
+        ranks_a_stage = dist.get_world_size() // snapshot.mesh.get("pp", 1)
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors.values())
+        share = torch.tensor(whole / ranks_a_stage, dtype=torch.float64)
+        dist.all_reduce(share, group=self._group)
+        return int(share)
+
+    def _together(self, work: Callable[[], Any], n_bytes: int) -> Any:
+        def explained() -> Any:
+            try:
+                return work()
+            except OSError as error:
+                raise SaveError(_cannot_write(self._store.path, error, n_bytes)) from error
+
+        return on_all_ranks(explained, self._group)
+
+
+def _cannot_write(path: Path, cause: BaseException, n_bytes: int) -> str:
+    """What went wrong where, what is needed and how full the disk is: neither torch nor the system names all of it."""
+    why = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
+    try:
+        free = f", and {_size(shutil.disk_usage(path).free)} are free"
+    except OSError:
+        free = ""
+    return f"cannot write to {path}: {why}; the checkpoint needs {_size(n_bytes)}{free}"
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"

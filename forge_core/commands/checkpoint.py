@@ -1,0 +1,264 @@
+"""``forge checkpoint``: which checkpoints a run has, what is in them, whether they are whole; and removing some."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from forge_core.catalog import Catalog
+from forge_core.checkpoint.manifest import DamagedError, Manifest, read_manifest, visible_damage
+from forge_core.checkpoint.schedule import reasons_to_keep, superfluous
+from forge_core.config.converter import structure
+from forge_core.config.diff import differences
+from forge_core.config.problems import InvalidError
+from forge_core.config.sections import CheckpointSection
+from forge_core.errors import ConfigError, ExitCode
+from forge_core.lease import Lease
+
+if TYPE_CHECKING:
+    from forge_core.checkpoint.store import CheckpointStore
+
+_PATH = click.argument("path", type=click.Path(path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at the checkpoints of a run, and remove those that are not needed."""
+
+
+@checkpoint.command("list")
+@_PATH
+@_JSON
+def list_checkpoints(path: Path, as_json: bool) -> None:
+    """List the checkpoints of the run in PATH, from the oldest.
+
+    A checkpoint is whole as far as the names and sizes of its files tell; `forge checkpoint verify` reads them.
+    """
+    run = _Run(path)
+    found = [_look(run.store.folder(step)) for step in run.store.steps()]
+    whole = [(one.step, one.metrics) for one in found if isinstance(one, Manifest)]
+    reasons = reasons_to_keep(whole, run.section)
+    rows = []
+    for step, one in zip(run.store.steps(), found, strict=True):
+        row: dict[str, Any] = {"step": step, "path": str(run.store.folder(step))}
+        if isinstance(one, Manifest):
+            row |= {"written": one.written, "bytes": one.n_bytes, "tokens": one.tokens, "mesh": dict(one.mesh)}
+            row |= {"metrics": dict(one.metrics), "damage": None, "kept_by": reasons[step]}
+        else:
+            row["damage"] = one
+        rows.append(row)
+    click.echo(_as_json(rows) if as_json else _table(rows) if rows else f"{run.path} has no checkpoints")
+
+
+@checkpoint.command()
+@_PATH
+@_JSON
+def show(path: Path, as_json: bool) -> None:
+    """Show what is in the checkpoint in PATH, or in the newest whole one of the run in PATH."""
+    from forge_core.checkpoint.store import find_checkpoint
+
+    found = find_checkpoint(path, lambda line: click.echo(line, err=True))
+    tensors = _tensors_by_namespace(found.saved_tensors())
+    facts = {
+        "path": str(found.path),
+        "step": found.step,
+        "tokens": found.manifest.tokens,
+        "written": found.manifest.written,
+        "bytes": found.manifest.n_bytes,
+        "files": len(found.manifest.files),
+        "mesh": dict(found.manifest.mesh),
+        "metrics": dict(found.manifest.metrics),
+        "tensors": tensors,
+        "state": _state_by_namespace(found.state()),
+        "versions": {name: {"then": then, "now": _installed(name)} for name, then in found.manifest.versions.items()},
+        "changed_since": _changed_since(found.path),
+    }
+    click.echo(_as_json(facts) if as_json else "\n".join(_described(facts)))
+
+
+@checkpoint.command()
+@_PATH
+@click.pass_context
+def verify(ctx: click.Context, path: Path) -> None:
+    """Read every bit of the checkpoint in PATH, or of all those of the run in PATH.
+
+    Exit codes: 0 all are whole, 2 one is damaged; what is wrong with it names the file.
+    """
+    from forge_core.checkpoint.store import whole_problem
+
+    if _is_checkpoint(path):
+        folders = [path.resolve()]
+    else:
+        run = _Run(path)
+        folders = [run.store.folder(step) for step in run.store.steps()]
+        if not folders:
+            raise ConfigError(f"{run.path} has no checkpoints")
+    problems = []
+    for folder in folders:
+        problem = whole_problem(folder)
+        click.echo(f"{folder}: {problem or 'whole'}")
+        problems += [problem] if problem else []
+    ctx.exit(ExitCode.INVALID if problems else ExitCode.COMPLETED)
+
+
+@checkpoint.command()
+@_PATH
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Instead of the run's checkpoint.keep_last.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+def prune(path: Path, keep_last: int | None, dry_run: bool) -> None:
+    """Remove the checkpoints of the run in PATH that its [checkpoint] section does not keep.
+
+    The newest one always stays, and damaged ones are not touched. Nothing is removed while the run trains.
+    """
+    run = _Run(path)
+    section = run.section if keep_last is None else attrs.evolve(run.section, keep_last=keep_last)
+    if section.keep_last is None:
+        raise ConfigError(f"{run.path / 'job.toml'} has no checkpoint.keep_last, so all are kept; give --keep-last N")
+    if dry_run:
+        _prune(run.store, section, dry_run=True)
+        return
+    lease = Lease(run.path, click.echo)  # no trainer can start, and none is running
+    try:
+        _prune(run.store, section, dry_run=False)
+    finally:
+        lease.give_back()
+
+
+def _prune(store: CheckpointStore, section: CheckpointSection, *, dry_run: bool) -> None:
+    manifests = {step: _look(store.folder(step)) for step in store.steps()}
+    whole = {step: one for step, one in manifests.items() if isinstance(one, Manifest)}
+    steps = superfluous([(step, one.metrics) for step, one in whole.items()], section)
+    if not dry_run:
+        store.remove(steps)
+    for step in steps:
+        click.echo(f"{'would remove' if dry_run else 'removed'} {store.folder(step).name}")
+    for step in manifests.keys() - whole.keys():
+        click.echo(f"left {store.folder(step).name}, which is damaged: {manifests[step]}")
+    freed = _size(sum(whole[step].n_bytes for step in steps))
+    click.echo(f"{len(steps)} of {len(manifests)} checkpoints, {freed}")
+
+
+class _Run:
+    """The run that a path means: its directory, or the folder of its checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        from forge_core.checkpoint.store import CheckpointStore
+
+        if _is_checkpoint(path):
+            raise ConfigError(f"{path} is one checkpoint; give the directory of its run")
+        self.path = path.parent if path.name == "checkpoints" else path
+        self.store = CheckpointStore(self.path / "checkpoints")
+        if not self.store.path.is_dir():
+            missing = "does not exist" if not path.exists() else "is not the directory of a run: it has no checkpoints/"
+            raise ConfigError(f"{path} {missing}")
+
+    @property
+    def section(self) -> CheckpointSection:
+        """What the run was last started with; the defaults if it cannot be read, by which all are kept."""
+        try:
+            table = tomllib.loads((self.path / "job.toml").read_text()).get("checkpoint", {})
+            return structure(table, CheckpointSection, Catalog([]))
+        except OSError:
+            return CheckpointSection()
+        except (ValueError, InvalidError) as error:
+            raise ConfigError(f"{self.path / 'job.toml'} is not what Forge wrote: {error}") from error
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.resolve().name.startswith("step_") or (path / "manifest.json").exists()
+
+
+def _look(folder: Path) -> Manifest | str:
+    """The manifest, or what is visibly wrong with the checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedError as error:
+        return str(error)
+    return visible_damage(folder, manifest.files) or manifest
+
+
+def _tensors_by_namespace(tensors: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for key, entry in tensors.items():
+        namespace = found.setdefault(key.partition(".")[0], {"tensors": 0, "bytes": 0})
+        namespace["tensors"] += 1
+        namespace["bytes"] += entry.size.numel() * entry.properties.dtype.itemsize
+    return found
+
+
+def _state_by_namespace(state: Mapping[str, Any]) -> dict[str, int]:
+    """Versions of the state of callbacks and trackers."""
+    entries = {**state.get("callbacks", {}), **state.get("trackers", {})}
+    return {namespace: entry["version"] for namespace, entry in entries.items()}
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _changed_since(folder: Path) -> list[dict[str, Any]]:
+    """Keys in which the run's job differs now; nothing for a checkpoint without its run."""
+    job = folder.parent.parent / "job.toml"
+    if folder.parent.name != "checkpoints" or not job.is_file():
+        return []
+    then, now = (tomllib.loads(file.read_text()) for file in (folder / "job.toml", job))
+    return [attrs.asdict(difference) for difference in differences(then, now)]
+
+
+def _described(facts: Mapping[str, Any]) -> Iterable[str]:
+    yield facts["path"]
+    yield f"step {facts['step']}, {facts['tokens']:,} tokens, written {facts['written']}"
+    yield f"{_size(facts['bytes'])} in {facts['files']} files; mesh {_mesh(facts['mesh'])}"
+    for name, value in facts["metrics"].items():
+        yield f"{name} {value:g}"
+    for namespace, amount in facts["tensors"].items():
+        yield f"{namespace}: {amount['tensors']} tensors, {_size(amount['bytes'])}"
+    for namespace, number in facts["state"].items():
+        yield f"{namespace}: state of version {number}"
+    for name, versions in facts["versions"].items():
+        then, now = versions["then"], versions["now"]
+        yield f"{name} {then}" + ("" if now == then else f" (now {now})" if now else " (not installed)")
+    for change in facts["changed_since"]:
+        yield f"the run's job has changed since: {change['key']}: {change['old']} -> {change['new']}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = ("STEP", "WRITTEN", "SIZE", "TOKENS", "MESH", "STATE", "KEPT BY")
+    lines = [header]
+    for row in rows:
+        if row["damage"] is not None:
+            lines.append((str(row["step"]), "-", "-", "-", "-", f"damaged: {row['damage']}", "-"))
+            continue
+        kept = ", ".join(row["kept_by"]) or "nothing: prune removes it"
+        size, tokens = _size(row["bytes"]), f"{row['tokens']:,}"
+        lines.append((str(row["step"]), row["written"], size, tokens, _mesh(row["mesh"]), "whole", kept))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _mesh(degrees: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
+
+
+def _size(n_bytes: int) -> str:
+    size, unit = float(n_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

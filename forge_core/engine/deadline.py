@@ -1,0 +1,82 @@
+"""The end of this start of a run, by the clock: the run saves and stops before it comes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from forge_core.config.sections import RunSection
+from forge_core.config.time_limit import DEFAULT_LEAD, seconds_of
+from forge_core.contracts.callback import TIME_LIMIT, Requests
+from forge_core.errors import ConfigError
+
+SLURM_END = "SLURM_JOB_END_TIME"
+"""Environment variable: when Slurm will end the job, in seconds since 1970. Older Slurms do not set it."""
+
+
+class Deadline:
+    """The earlier of ``run.time_limit`` and the end of the Slurm job; there may be none.
+
+    Args:
+        started: when this start of the run began, by ``time.monotonic()``.
+
+    Raises:
+        ConfigError: it is too near for anything to be trained.
+    """
+
+    def __init__(self, run: RunSection, started: float, environment: Mapping[str, str] = os.environ) -> None:
+        self._lead = DEFAULT_LEAD if run.stop_before_end is None else run.stop_before_end
+        ends: dict[str, float] = {}
+        if run.time_limit is not None:
+            ends[f"run.time_limit = {run.time_limit!r}"] = started + seconds_of(run.time_limit)
+        if environment.get(SLURM_END, "").isdecimal():
+            ends["the end of the Slurm job"] = time.monotonic() + int(environment[SLURM_END]) - time.time()
+        self._what = min(ends, key=lambda what: ends[what], default="")
+        self._end = ends.get(self._what)
+        if self._end is not None and self._seconds_left() <= 0:
+            raise ConfigError(
+                f"{self._what} is {max(0.0, self._end - time.monotonic()):.0f} s away, and the run stops "
+                f"run.stop_before_end = {self._lead:g} s before it: nothing would be trained. Ask for more time, or "
+                "lower run.stop_before_end."
+            )
+
+    @contextmanager
+    def watched(self, requests: Requests, say: Callable[[str], None]) -> Iterator[None]:
+        """Ask the run to stop when the time comes, whatever it is doing then. One rank is enough."""
+        if self._end is None:
+            yield
+            return
+        over = threading.Event()
+
+        def watch() -> None:
+            while (left := self._seconds_left()) > 0:
+                if over.wait(min(left, 1.0)):
+                    return
+            if not requests.stop:
+                requests.stop = TIME_LIMIT
+                say(f"{self._what} comes in {self._lead:g} s: will save and stop after this step")
+
+        thread = threading.Thread(target=watch, name="forge-deadline", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def must_hold(self, seconds: float, say: Callable[[str], None]) -> None:
+        """Stop earlier from now on, if a save has taken too long for the time that was meant for it and a step."""
+        if self._end is not None and 2 * seconds > self._lead:
+            say(
+                f"saving took {seconds:.0f} s, for which run.stop_before_end = {self._lead:g} s leaves too little: the "
+                f"run will stop {2 * seconds:.0f} s before {self._what}"
+            )
+            self._lead = 2 * seconds
+
+    def _seconds_left(self) -> float:
+        """Until the run is asked to stop."""
+        assert self._end is not None
+        return self._end - self._lead - time.monotonic()

@@ -1,0 +1,156 @@
+"""Where a run starts: from which checkpoint, and what has to be as it was."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from forge_core.checkpoint.compatibility import changed_keys
+from forge_core.checkpoint.reading import refuse_misfits
+from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
+from forge_core.checkpoint.tensors import empty_optimizer_state
+from forge_core.config.diff import differences
+from forge_core.config.job import job_table
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import Callback
+from forge_core.contracts.data_source import DataSource
+from forge_core.engine.build import BuiltModel
+from forge_core.engine.kept_state import load_states
+from forge_core.engine.mesh import Mesh
+from forge_core.engine.ranks import on_all_ranks
+from forge_core.errors import ConfigError
+
+
+@attrs.frozen
+class Start:
+    """Afresh, or from a checkpoint."""
+
+    checkpoint: Checkpoint | None
+    seen: Sequence[int]
+    """Steps of the run's checkpoints when this was decided."""
+    keeps_until: int | None = None
+    """Checkpoints of later steps are put aside when the run begins to write."""
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def passed_over(self) -> Sequence[int]:
+        """Steps of the run's later checkpoints, which are damaged."""
+        return [] if self.keeps_until is not None else [step for step in self.seen if step > self.step]
+
+
+def resume_asked_for(job: Job, last_job: Path, report: Callable[[str], None]) -> str:
+    """``checkpoint.resume``, except that ``never`` and a step are done once: when the very same job is started again,
+    as a scheduler does that puts it back into its queue, that means ``auto``, or it would lose its work each time.
+
+    Args:
+        last_job: the ``job.toml`` of the run's directory, which says what the run was last started with. It is written
+            after checkpoints have been put aside.
+    """
+    resume = job.checkpoint.resume
+    if resume != "never" and not resume.isdecimal():
+        return resume
+    try:
+        last = tomllib.loads(last_job.read_text())
+    except (OSError, ValueError):
+        return resume
+    # a job that is put back into the queue may get another machine, and more or fewer ranks
+    elsewhere = ("run.dir", "run.device", "parallel.", "train.global_batch_size")
+    if any(not change.key.startswith(elsewhere) for change in differences(last, job_table(job))):
+        return resume
+    report(
+        f"checkpoint.resume = {resume!r} was done when this job was last started; now it goes on from its newest "
+        "checkpoint. To do it once more, move the later checkpoints away, or choose another run.name."
+    )
+    return "auto"
+
+
+def choose_start(resume: str, store: CheckpointStore, report: Callable[[str], None]) -> Start:
+    """What ``resume``, a value of ``checkpoint.resume``, means here. All ranks come to the same conclusion.
+
+    Raises:
+        ConfigError: it names a checkpoint that is not there or is damaged; or there are checkpoints, and none is whole.
+    """
+    seen = store.steps()
+    if resume == "never":
+        return Start(None, seen, keeps_until=-1)
+    if resume.isdecimal():
+        return Start(store.at(int(resume)), seen, keeps_until=int(resume))
+    newest = store.newest(report)
+    if resume == "auto" or newest is not None:
+        if resume != "auto" and newest is not None:
+            report(
+                f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own {newest.path.name}"
+            )
+        return Start(newest, seen)
+    if not Path(resume).expanduser().exists():
+        raise ConfigError(
+            f"checkpoint.resume = {resume!r}: expected auto, never, the step of one of this run's checkpoints, or the "
+            "path of a checkpoint or of a run, and there is nothing of that name"
+        )
+    return Start(find_checkpoint(Path(resume).expanduser(), report), seen)
+
+
+def refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+    """Report what differs from the job that wrote ``checkpoint``.
+
+    Raises:
+        ConfigError: something does that cannot, each with both values.
+    """
+    saved_job = tomllib.loads((checkpoint.path / "job.toml").read_text())
+    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
+    if checkpoint.state()["data_fingerprint"] != source.fingerprint:
+        keys = [change.key for change in changes if change.key.startswith("data.")]
+        why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"
+        raise ConfigError(
+            f"{checkpoint.path} was trained on other data ({why}); choose another run.name to start afresh"
+        )
+    if checkpoint.step > job.train.steps:
+        raise ConfigError(
+            f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
+        )
+    for change in changes:
+        if not change.key.startswith(("run.", "metrics.", "checkpoint.")) and (change.old or change.new):
+            report(f"resuming with another {change.key}: {change.old} -> {change.new}")
+
+
+def restore(
+    checkpoint: Checkpoint,
+    model: BuiltModel,
+    optimizer: torch.optim.Optimizer,
+    callbacks: Sequence[tuple[str, Callback]],
+    mesh: Mesh,
+    report: Callable[[str], None],
+) -> None:
+    """Fill model, optimizer and callbacks from a checkpoint.
+
+    Raises:
+        ConfigError: it has tensors that these have not, or lacks some that they have.
+    """
+    state, saved = checkpoint.state(), checkpoint.saved_tensors()
+    names, tensors = model.parameters, model.tensors()
+    in_all_stages = {name for stage in mesh.gather_over("pp", [*names]) for name in stage}
+    elsewhere = in_all_stages - names.keys()
+
+    def match() -> None:
+        tensors.update(empty_optimizer_state(optimizer, names, saved, state["optimizer"], elsewhere))
+        refuse_misfits(checkpoint.path, tensors)
+
+    on_all_ranks(match)  # before they read together
+    read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
+    on_all_ranks(lambda: _refuse_unread(saved.keys() - read, checkpoint))
+    checkpoint.load(tensors)
+    for namespace in load_states(callbacks, state["callbacks"]):
+        report(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+
+
+def _refuse_unread(keys: Collection[str], checkpoint: Checkpoint) -> None:
+    if keys:
+        more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
+        raise ConfigError(f"{checkpoint.path} has tensors this model does not: {', '.join(sorted(keys)[:10])}{more}")

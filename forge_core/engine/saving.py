@@ -1,0 +1,188 @@
+"""What a run puts into its checkpoints, when they are done, and which of them stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from forge_core.checkpoint.manifest import DamagedError, read_manifest
+from forge_core.checkpoint.saver import Saved, Saver, Snapshot
+from forge_core.checkpoint.schedule import superfluous
+from forge_core.checkpoint.store import CheckpointStore
+from forge_core.checkpoint.tensors import optimizer_state
+from forge_core.config.job import dump_job
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import Callback
+from forge_core.contracts.data_source import DataSource
+from forge_core.engine.build import BuiltModel
+from forge_core.engine.kept_state import states_of
+from forge_core.engine.mesh import Mesh
+from forge_core.engine.peers import Peers
+from forge_core.errors import LeaseLostError
+
+
+@attrs.frozen
+class Contents:
+    """Where everything that affects the future is found."""
+
+    job: Job
+    mesh: Mesh
+    model: BuiltModel
+    optimizer: torch.optim.Optimizer
+    source: DataSource
+    vocab_size: int
+    callbacks: tuple[tuple[str, Callback], ...]
+    tracker_states: Callable[[], Mapping[str, Any]]
+    versions: Mapping[str, str]
+
+    def snapshot(self, step: int, tokens: int, progress: Mapping[str, Any], metrics: Mapping[str, float]) -> Snapshot:
+        """Of now. Its tensors are the ones that are trained; everything else has been copied."""
+        tensors, own_facts = optimizer_state(self.optimizer, self.model.parameters)
+        facts = self.mesh.gather_over("pp", own_facts)
+        job_toml, tokenizer = dump_job(self.job), self.source.tokenizer
+
+        def write_more(folder: Path) -> Mapping[str, Any]:
+            (folder / "job.toml").write_text(job_toml)
+            if tokenizer is None:
+                return {}
+            (folder / "tokenizer").mkdir()
+            return {"tokenizer": dict(tokenizer.save(folder / "tokenizer"))}
+
+        return Snapshot(
+            step=step,
+            tokens=tokens,
+            tensors={**self.model.tensors(), **tensors},
+            state={
+                "step": step,
+                "tokens": tokens,
+                **progress,
+                "data_fingerprint": self.source.fingerprint,
+                "vocab_size": self.vocab_size,
+                "optimizer": {
+                    "values": {name: value for stage in facts for name, value in stage["values"].items()},
+                    "on_host": sorted({slot for stage in facts for slot in stage["on_host"]}),
+                },
+                "callbacks": states_of(self.callbacks),
+                "trackers": self.tracker_states(),
+            },
+            mesh=self.mesh.degrees,
+            versions=self.versions,
+            metrics=metrics,
+            write_more=write_more,
+        )
+
+
+class Saving:
+    """One checkpoint at a time. All ranks call the same methods at the same steps.
+
+    Args:
+        report: prints a line on the first rank.
+        ended: told how every save has ended.
+        committed: told of every checkpoint that is there, on all ranks; not after the run has failed.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        saver: Saver,
+        peers: Peers,
+        store: CheckpointStore,
+        report: Callable[[str], None],
+        ended: Callable[[Saved], None],
+        committed: Callable[[Saved], None],
+    ) -> None:
+        self._contents = contents
+        self._saver = saver
+        self._peers = peers
+        self._store = store
+        self._report = report
+        self._ended = ended
+        self._committed = committed
+        self._begun_at: int | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """On this rank."""
+        return self._saver.is_writing
+
+    def begin(self, step: int, tokens: int, progress: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Save what is there now, after the save before it has ended.
+
+        Args:
+            progress: more that decides the future, as JSON values: where in the data, and what went wrong.
+        """
+        self.finish()
+        self._begun_at = step
+        with self._waiting():
+            self._saver.save(self._contents.snapshot(step, tokens, progress, metrics))
+        if not self._contents.job.checkpoint.background:
+            self.finish()
+
+    def wait_until_copied(self) -> None:
+        """Before anything that is being saved changes."""
+        self._saver.wait_until_copied()
+
+    def look(self, step: int, *, is_written: bool) -> None:
+        """Take note of a save that has ended.
+
+        Args:
+            is_written: whether all ranks have said so; they say it two steps late at most.
+        """
+        if is_written and self._begun_at is not None and step >= self._begun_at + 2:
+            self.finish()
+
+    def finish(self, *, must_succeed: bool = False) -> None:
+        """Wait for the save that is under way, if there is one.
+
+        Raises:
+            ForgeError: it has failed, and the run cannot go on without it.
+        """
+        with self._waiting():
+            saved = self._saver.finish()
+        self._begun_at = None
+        if saved is None:
+            return
+        self._ended(saved)
+        if saved.error is None:
+            self._report(f"saved {saved.path.name}")
+            self._committed(saved)
+            self._prune()
+            return
+        if (
+            must_succeed
+            or self._contents.job.checkpoint.on_failure == "stop"
+            or isinstance(saved.error, LeaseLostError)
+        ):
+            raise saved.error
+        self._report(f"saving step {saved.step} failed, training goes on: {saved.error}")
+
+    def close(self) -> None:
+        """After a failure, too: what is being written is not cut off."""
+        saved = self._saver.finish()
+        if saved is not None:
+            self._ended(saved)
+        self._saver.close()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """For files to be written, which may take longer than a step."""
+        return self._peers.patient(self._contents.job.checkpoint.timeout)
+
+    def _prune(self) -> None:
+        if self._contents.mesh.rank > 0:
+            return
+        there = []
+        for step in self._store.steps():
+            try:
+                there.append((step, read_manifest(self._store.folder(step)).metrics))
+            except DamagedError:
+                continue  # not ours to judge by, nor to remove
+        steps = superfluous(there, self._contents.job.checkpoint)
+        try:
+            self._store.remove(steps)
+        except OSError as error:
+            self._report(f"could not remove checkpoints that are no longer kept: {error}")

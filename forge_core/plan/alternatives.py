@@ -1,0 +1,72 @@
+"""Other ways to spend memory or time on a job: what the installed passes offer for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
+from forge_core.component import PassComponent, Use
+from forge_core.config.describe import literal
+from forge_core.config.sections import Job
+from forge_core.errors import ConfigError
+from forge_core.passes import sort_passes
+
+PHASE = "checkpointing"
+"""Its passes decide what is kept from forward to backward."""
+
+
+@attrs.frozen
+class Alternative:
+    """A job with other passes of the phase."""
+
+    what: str
+    """The passes and their keys, or ``nothing``."""
+    job: Job
+    is_the_jobs: bool
+    """Whether it is the job as it was given."""
+
+
+def alternatives(job: Job, catalog: Catalog, world_size: int, build: ComponentBuilder) -> Iterator[Alternative]:
+    """The job without passes of the phase, with each that is offered (``PassComponent.compared``), and as it is.
+
+    What cannot be: with the rest of the job, or as a module is missing that the pass needs, is left out.
+    """
+    own = [use for use in job.parallel.passes.values() if use is not None and _is_of_phase(use, catalog)]
+    told = False
+    for what, tables in _offered(catalog):
+        try:
+            uses = [build.resolve("parallel_pass", table) for table in tables]
+            other = _with(job, catalog, uses)
+            sort_passes(other, catalog, world_size)
+        except ConfigError:
+            continue
+        told |= uses == own
+        yield Alternative(what, job if uses == own else other, uses == own)
+    if not told:
+        yield Alternative(", ".join(use.name for use in own), job, is_the_jobs=True)
+
+
+def _offered(catalog: Catalog) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    yield "nothing", []
+    for provided in catalog.components("parallel_pass"):
+        component = provided.component
+        if isinstance(component, PassComponent) and component.phase == PHASE:
+            for settings in component.compared:
+                words = ", ".join(f"{key} = {literal(value)}" for key, value in settings.items())
+                yield f"{component.name}: {words}", [{"name": provided.qualified_name, **settings}]
+
+
+def _with(job: Job, catalog: Catalog, uses: list[Use]) -> Job:
+    """The job with ``uses`` as its passes of the phase."""
+    kept = {key: use for key, use in job.parallel.passes.items() if use is not None and not _is_of_phase(use, catalog)}
+    passes = kept | {use.qualified_name: use for use in uses}
+    return attrs.evolve(job, parallel=attrs.evolve(job.parallel, passes=passes))
+
+
+def _is_of_phase(use: Use, catalog: Catalog) -> bool:
+    component = catalog.find("parallel_pass", use.qualified_name).component
+    return isinstance(component, PassComponent) and component.phase == PHASE

@@ -1,0 +1,1 @@
+"""Health checks of a run's machines: see the README."""

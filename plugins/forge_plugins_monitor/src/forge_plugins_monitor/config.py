@@ -1,0 +1,24 @@
+"""The configuration of this distribution's components."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+from attrs.validators import ge, gt, lt
+
+
+@attrs.frozen(kw_only=True)
+class HealthConfig:
+    """When ``health`` looks, and what it takes for unhealthy."""
+
+    interval: int = attrs.field(default=200, validator=gt(0))
+    """Steps between looks. At each, all ranks wait for their device and for each other."""
+    collective_timeout: float = attrs.field(default=60.0, validator=gt(0))
+    """Seconds for what the device still has to do and a small all-reduce. Below ``run.step_timeout``, which ends a rank
+    that waits as well."""
+    least_free: float = attrs.field(default=0.02, validator=[ge(0), lt(1)])
+    """Say so when less than this part of a GPU's or the host's memory is free; 0 does not look."""
+    on_memory_errors: Literal["stop", "warn"] = "stop"
+    """What to do when a GPU has had memory errors that could not be corrected: save and stop with exit code 3, so that
+    the run can go on elsewhere, or only say so."""

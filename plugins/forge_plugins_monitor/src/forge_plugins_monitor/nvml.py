@@ -1,0 +1,78 @@
+"""What NVIDIA's driver says about the GPU of this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+_HARDWARE_SLOWDOWNS = {
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "its heat",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "its heat",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "its power supply",
+}
+
+
+@attrs.frozen
+class GpuState:
+    """One look at one GPU."""
+
+    name: str
+    """Such as ``GPU 3 (NVIDIA H100)``, by its number on the host."""
+    memory_errors: int | None
+    """Uncorrected ones since the driver was loaded or the GPU reset; ``None`` where it does not count them."""
+    waits_for_reset: bool
+    """Whether broken memory is taken out of use at the next reset."""
+    slowed_down_by: tuple[str, ...]
+    """Why its hardware has lowered its clocks, if it has."""
+    free: float
+    """The part of its memory that nobody uses, this process included."""
+
+
+class Nvml:
+    """Opened for as long as the run.
+
+    Raises:
+        RuntimeError: from the constructor; the driver gives no answer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            # not by its number: CUDA_VISIBLE_DEVICES changes that
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except pynvml.NVMLError as error:
+            raise RuntimeError(f"NVML: {error}") from error
+
+    def look(self) -> GpuState:
+        """Ask the driver; takes well below a millisecond."""
+        nvml, handle = self._nvml, self._handle
+        reasons = self._supported(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        rows = self._supported(nvml.nvmlDeviceGetRemappedRows)  # corrected, uncorrected, pending, failure
+        return GpuState(
+            name=f"GPU {nvml.nvmlDeviceGetIndex(handle)} ({nvml.nvmlDeviceGetName(handle)})",
+            memory_errors=self._supported(
+                nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            waits_for_reset=bool(rows and (rows[2] or rows[3])),
+            slowed_down_by=tuple(
+                dict.fromkeys(why for name, why in _HARDWARE_SLOWDOWNS.items() if reasons & getattr(nvml, name))
+            ),
+            free=memory.free / memory.total,
+        )
+
+    def close(self) -> None:
+        self._nvml.nvmlShutdown()
+
+    def _supported(self, ask: Any, *arguments: Any) -> Any:
+        """``None`` where this GPU does not know."""
+        try:
+            return ask(self._handle, *arguments)
+        except self._nvml.NVMLError_NotSupported:
+            return None

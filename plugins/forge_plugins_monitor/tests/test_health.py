@@ -1,0 +1,98 @@
+"""What ``health`` says, and when it ends a run."""
+
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+
+from forge_core.contracts.callback import StepContext
+from forge_core.testing.callback import SmallRun
+from forge_plugins_monitor import health
+from forge_plugins_monitor.config import HealthConfig
+from forge_plugins_monitor.health import Health
+from forge_plugins_monitor.nvml import GpuState, Nvml
+
+WELL = GpuState("GPU 3 (H100)", memory_errors=0, waits_for_reset=False, slowed_down_by=(), free=0.5)
+
+
+class Driver:
+    """Stands in for NVML, of which there is none without a GPU."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+        self.closed = False
+
+    def look(self):
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def close(self):
+        self.closed = True
+
+
+def run_with(tmp_path, *states, steps=3, **config):
+    """A run whose GPU is found in these states, one after the other."""
+    callback, driver = Health(HealthConfig(interval=1, **config)), Driver(*states)
+    small = SmallRun(callback, tmp_path, steps)
+    run = attrs.evolve(small.run, device=torch.device("cuda"))
+    with mock.patch.object(health, "Nvml", return_value=driver):
+        callback.run_start(run)
+    for step in range(1, steps + 1):
+        callback.step_end(run, StepContext(step, 0, {}, logged=False))
+    callback.run_end(run)
+    assert driver.closed
+    return run.requests.stop, small.lines
+
+
+def test_a_healthy_run_hears_nothing(tmp_path):
+    assert run_with(tmp_path, WELL) == ("", [])
+
+
+def test_memory_errors_that_come_up_stop_the_run_and_older_ones_do_not(tmp_path):
+    old = attrs.evolve(WELL, memory_errors=4)
+    new = attrs.evolve(WELL, memory_errors=6)
+
+    assert run_with(tmp_path, old) == ("", [])
+    stop, lines = run_with(tmp_path, old, old, new)
+    assert stop == lines[0] == "health: GPU 3 (H100) has had 2 uncorrected memory errors since the run began"
+    assert len(lines) == 1
+    assert run_with(tmp_path, old, new, on_memory_errors="warn")[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"slowed_down_by": ("its heat", "its power supply")}, "is slowed down by its heat and its power supply"),
+        ({"waits_for_reset": True}, "has broken memory that a reset would take out of use"),
+        ({"free": 0.01}, "has less than 2% of its memory free"),
+    ],
+)
+def test_what_is_found_is_told_once_until_it_changes(tmp_path, change, said):
+    ill = attrs.evolve(WELL, **change)
+
+    stop, lines = run_with(tmp_path, WELL, ill, ill, WELL, ill, steps=4)
+
+    assert stop == ""
+    assert lines == [f"health: GPU 3 (H100) {said}"] * 2
+
+
+def test_the_memory_of_the_host_is_looked_at(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 15 kB\n")
+
+    assert 0 < health.host_memory_free() <= 1
+    monkeypatch.setattr(health, "_MEMINFO", meminfo)
+    assert health.host_memory_free() == pytest.approx(0.015)
+    assert run_with(tmp_path, WELL)[1] == ["health: less than 2% of the host's memory is free"]
+    assert run_with(tmp_path, WELL, least_free=0.01)[1] == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_real_gpu_answers():
+    nvml = Nvml(torch.device("cuda", 0))
+
+    state = nvml.look()
+
+    assert torch.cuda.get_device_name(0) in state.name
+    assert 0 < state.free <= 1
+    nvml.close()

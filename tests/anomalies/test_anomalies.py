@@ -1,0 +1,146 @@
+"""What is one, and what the host learns of it."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_core.config.sections import AXES, AnomaliesSection
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
+from forge_core.engine.anomalies import Anomalies
+from forge_core.engine.gradients import global_norm, squared_norms
+from forge_core.engine.mesh import Mesh, join_process_group
+from saboteur.config import NumberedConfig
+from saboteur.numbered import numbered
+
+CPU = torch.device("cpu")
+
+
+class Run:
+    """As much of one as ``Anomalies`` needs: four samples a step."""
+
+    def __init__(self, mesh, saved=None, **keys):
+        stream = SampleStream(numbered(NumberedConfig(), seq_len=8, split="train", build=None), seed=0, shuffle=False)
+        cut = {"batch_size": 2, "grad_accumulation": 2, "dp_rank": 0, "dp_size": 1}
+        self._loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
+        self.mesh, self.said, self.events, self.step = mesh, [], [], 0
+        self.anomalies = Anomalies(
+            AnomaliesSection(**keys),
+            mesh,
+            CPU,
+            self._loader,
+            self.said.append,
+            lambda event, **facts: self.events.append({"event": event, **facts}),
+            saved,
+        )
+
+    def train(self, loss=1.0, gradient=1.0, **inputs):
+        """One step; returns whether its update is left out."""
+        next(self._loader)
+        self.step += 1
+        squares = squared_norms([torch.ones(3), torch.tensor([0.0, gradient])])
+        norm = global_norm(squares, self.mesh, CPU)
+        batch = {"tokens": torch.zeros(2, 8, dtype=torch.int64), **inputs}
+        return self.anomalies.judge(self.step, torch.tensor(loss), norm, ["first", "second"], squares, [batch, batch])
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    join_process_group(CPU)
+    yield Mesh(init_device_mesh("cpu", (1,) * len(AXES), mesh_dim_names=AXES), dict.fromkeys(AXES, 1))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["loss", "gradient", "pixels"])
+def test_one_value_that_is_not_finite_is_enough(mesh, where, value):
+    run = Run(mesh)
+    pixels = torch.tensor([0.5, value if where == "pixels" else 0.5])
+    values = {where: value} if where != "pixels" else {}
+
+    assert run.train(pixels=torch.ones(2)) == 0
+    assert run.train(**values, pixels=pixels) == 1
+    assert run.train() == 0
+    run.anomalies.look()
+
+    (event,) = run.events
+    (found,) = event["found"]
+    assert (event["step"], event["reason"], event["samples"]) == (2, "not finite", [[4, 7]])
+    assert found["loss"] is (where == "loss")
+    assert found["inputs"] == (["pixels"] if where == "pixels" else [])
+    assert found["gradients"] == (["second"] if where == "gradient" else [])
+    assert "step 2: " in run.said[0]
+
+
+def test_large_finite_values_of_an_input_are_none(mesh):
+    assert Run(mesh).train(pixels=torch.full((4,), 3e38)) == 0
+
+
+def test_a_row_is_counted_across_looks_and_ended_by_a_good_step(mesh):
+    run = Run(mesh, roll_back_after=3)
+    for losses in ([1.0, float("nan")], [float("nan"), 1.0, float("nan")], [float("nan")]):
+        for loss in losses:
+            run.train(loss)
+        run.anomalies.look()
+        assert run.anomalies.to_leave_out is None
+    assert run.anomalies.in_a_row == 2
+
+    run.train(float("nan"))
+    run.anomalies.look()
+
+    stretch = run.anomalies.to_leave_out
+    assert (stretch.first_step, stretch.steps, stretch.start, stretch.stop) == (5, 3, 16, 28)
+    assert run.anomalies.skipped == 5
+
+
+def test_metrics_that_tell_of_nothing_end_a_row_without_a_look(mesh):
+    run = Run(mesh)
+    run.train(float("nan"))
+    run.anomalies.look()
+    run.train()
+
+    run.anomalies.learn(1.0, step=2)
+
+    assert run.anomalies.in_a_row == 0
+    assert len(run.events) == 1
+
+
+def test_what_was_known_is_known_after_a_resume(mesh):
+    keys = {"roll_back_after": 3, "spike_factor": 3.0, "spike_window": 2}
+    run = Run(mesh, **keys)
+    for gradient in (1.0, 2.0, float("nan"), float("inf")):
+        run.train(gradient=gradient)
+    run.anomalies.look()
+
+    resumed = Run(mesh, run.anomalies.state(), **keys)
+
+    assert resumed.anomalies.state() == run.anomalies.state()
+    assert resumed.train(gradient=30.0) == 1, "a spike, by the mean from before"
+    resumed.anomalies.look()
+    assert resumed.anomalies.to_leave_out.first_step == 3
+
+
+def test_a_spike_does_not_move_the_mean(mesh):
+    run = Run(mesh, spike_factor=2.0, spike_window=3)
+
+    found = [bool(run.train(gradient=gradient)) for gradient in (50.0, 1.0, 1.0, 100.0, 1.0, 100.0, 30.0, 20.0)]
+
+    assert found == [False, False, False, True, False, True, True, False]
+
+
+def test_judging_does_not_wait_for_the_device(mesh):
+    waited = []
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
+                waited.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    run = Run(mesh, spike_factor=2.0)
+    with Waits():
+        run.train(pixels=torch.ones(2))
+        run.train(float("nan"))
+
+    assert waited == []

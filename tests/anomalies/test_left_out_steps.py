@@ -1,0 +1,159 @@
+"""A step that would do harm is left out on all ranks, and nothing else changes: whole runs, in one launch."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from forge_core.checkpoint.store import open_checkpoint
+from parity_matrix.launch import Launcher, Work
+
+DATA = [
+    'data={name="numbered"}',
+    "train.steps=8",
+    "eval.interval=0",
+    "checkpoint.interval=0",
+    "scheduler.decay_steps=20",
+]
+TWO = [*DATA, "train.batch_size=2"]
+PIPELINE = [*DATA, "train.batch_size=1", "train.grad_accumulation=4", "parallel.pp=2"]
+FIRST_MIDDLE_LAST = "steps=[1, 4, 8]"
+PLAIN = ['optimizer={name="plain_adamw", lr=3e-3}']
+SPIKES = ["anomalies.spike_factor=5", "anomalies.spike_window=3"]
+RARELY = "metrics.interval=100"
+
+
+def poison(what, *keys):
+    return f'callbacks=[{{name="poison", what="{what}", {", ".join(keys)}}}]'
+
+
+def leave_out(steps=FIRST_MIDDLE_LAST):
+    return f'callbacks=[{{name="leave_out", {steps}}}]'
+
+
+def marked(first, stop):
+    return [f'data={{name="numbered", marked=[{first}, {stop}]}}', poison("loss", "nan=true", "marked=true")]
+
+
+BACK = ["train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=2"]
+WITHOUT = 'data={name="numbered", without=[16, 24]}'
+POISONED = {  # name: the reference that leaves out the same steps, the number of ranks, settings
+    "gradient-nan": ("one", 1, [*DATA, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
+    "loss-inf": ("one", 1, [*DATA, poison("loss", "inf=true", FIRST_MIDDLE_LAST), RARELY]),
+    "host": ("host-reference", 1, [*DATA, *PLAIN, poison("gradient", "inf=true", FIRST_MIDDLE_LAST)]),
+    "spike": ("spike-reference", 1, [*DATA, *SPIKES, poison("gradient", "value=1e4", "steps=[6]")]),
+    "gradient-inf-of-one": ("two", 2, [*TWO, poison("gradient", "inf=true", "rank=1", FIRST_MIDDLE_LAST)]),
+    "loss-nan-of-one": ("two", 2, [*TWO, poison("loss", "nan=true", "rank=1", FIRST_MIDDLE_LAST), RARELY]),
+    "stage": ("stages", 2, [*PIPELINE, poison("gradient", "nan=true", "rank=0", FIRST_MIDDLE_LAST)]),
+}
+REFERENCES = {
+    "one": (1, [*DATA, leave_out()]),
+    "host-reference": (1, [*DATA, *PLAIN, leave_out()]),
+    "spike-reference": (1, [*DATA, *SPIKES, leave_out("steps=[6]")]),
+    "two": (2, [*TWO, leave_out()]),
+    "stages": (2, [*PIPELINE, leave_out()]),
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory, saboteur_site):
+    launcher = Launcher(tmp_path_factory.mktemp("anomalies"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(saboteur_site))
+        launcher.launch(
+            [
+                *(Work(name, ranks, settings) for name, (ranks, settings) in REFERENCES.items()),
+                *(Work(name, ranks, settings) for name, (_, ranks, settings) in POISONED.items()),
+                Work("spike-halved", 1, [*POISONED["spike"][2], "train.steps=5"]),
+                Work("spike-halved", 1, POISONED["spike"][2]),
+                Work("back", 1, [*DATA, *BACK, *marked(16, 24)]),
+                Work("back", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=13"]),
+                Work("back-halved", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=5"]),
+                Work("back-halved", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=13"]),
+                Work("back-reference", 1, [*DATA, *BACK, WITHOUT, "train.steps=13"]),
+                Work("back-of-two", 2, [*TWO, *BACK, *marked(18, 24), "metrics.interval=4"]),
+                Work("back-of-two-reference", 2, [*TWO, *BACK, WITHOUT]),
+            ]
+        )
+    return launcher
+
+
+def events(launcher, name, kind):
+    lines = (launcher.run_dir(name) / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    assert [key for key in tensors if not torch.equal(tensors[key], expected[key])] == []
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_the_run_ends_with_the_weights_of_one_that_leaves_the_step_out(launcher, name):
+    assert_equal(launcher.saved(name), launcher.saved(POISONED[name][0]))
+
+
+@pytest.mark.parametrize("name", sorted(POISONED.keys() - {"spike"}))
+def test_every_step_is_told_of_once(launcher, name):
+    assert [event["step"] for event in events(launcher, name, "skipped")] == [1, 4, 8]
+    assert launcher.metrics(name)[-1]["skipped"] == 3
+
+
+def test_an_event_names_ranks_tensors_and_samples(launcher):
+    _, event, _ = events(launcher, "loss-nan-of-one", "skipped")
+
+    assert event["reason"] == "not finite"
+    assert event["samples"] == [[14, 15]], "those of the second rank"
+    assert [(found["rank"], found["loss"], found["n_gradients"]) for found in event["found"]] == [(1, True, 0)]
+
+    _, event, _ = events(launcher, "gradient-nan", "skipped")
+
+    assert event["samples"] == [[12, 15]]
+    (found,) = event["found"]
+    assert not found["loss"]
+    assert "embed.weight" in found["gradients"]
+    assert not any(name.startswith("blocks.1.") for name in found["gradients"]), "it is after the poisoned one"
+
+    _, event, _ = events(launcher, "stage", "skipped")
+    assert [found["rank"] for found in event["found"]] == [0], "the other stage has finite gradients"
+
+
+def test_a_spike_is_judged_by_the_steps_before_it_also_after_a_resume(launcher):
+    assert [(e["step"], e["reason"]) for e in events(launcher, "spike", "skipped")] == [(6, "spike")]
+    assert_equal(launcher.saved("spike-halved"), launcher.saved("spike"))
+
+
+@pytest.mark.parametrize("name", ["back", "back-of-two"])
+def test_too_many_in_a_row_take_the_run_back_and_their_samples_out(launcher, name):
+    reference = {line["step"]: line for line in launcher.metrics(f"{name}-reference")}
+
+    assert [(e["step"], e["reason"]) for e in events(launcher, name, "skipped")] == [
+        (5, "not finite"),
+        (6, "not finite"),
+    ]
+    (event,) = events(launcher, name, "rolled_back")
+    assert (event["to_step"], event["attempt"], event["samples"]) == (3, 1, [[16, 23]])
+    assert_equal(launcher.saved(name), launcher.saved(f"{name}-reference"))
+    lines = launcher.metrics(name)
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "one history"
+    for line in lines:
+        keys = ("loss", "grad_norm", "lr", "tokens", "skipped")
+        assert [line[key] for key in keys] == [reference[line["step"]][key] for key in keys]
+
+
+def test_a_row_of_which_a_part_was_saved_takes_the_run_back_to_before_it(launcher):
+    (event,) = events(launcher, "back-halved", "rolled_back")
+
+    assert (event["step"], event["to_step"]) == (6, 3)
+    assert [event["step"] for event in events(launcher, "back-halved", "resumed")] == [5]
+    assert_equal(launcher.saved("back-halved"), launcher.saved("back"))
+
+
+def test_the_samples_stay_out_in_later_checkpoints(launcher):
+    checkpoints = launcher.run_dir("back") / "checkpoints"
+
+    states = {step: open_checkpoint(checkpoints / f"step_{step:08d}").state() for step in (3, 6, 13)}
+
+    assert {step: state["left_out"] for step, state in states.items()} == {3: [], 6: [[16, 24]], 13: [[16, 24]]}
+    assert states[13]["position"] == 52

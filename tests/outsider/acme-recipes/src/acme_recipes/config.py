@@ -1,0 +1,28 @@
+import attrs
+from attrs.validators import ge, gt
+
+
+@attrs.frozen(kw_only=True)
+class SignumConfig:
+    """Keys of ``signum``."""
+
+    lr: float = attrs.field(validator=gt(0))
+    """Base learning rate."""
+    momentum: float = attrs.field(default=0.9, validator=ge(0))
+    """Decay of the momentum a step."""
+
+
+@attrs.frozen(kw_only=True)
+class InverseSqrtConfig:
+    """Keys of ``inverse_sqrt``."""
+
+    warmup_steps: int = attrs.field(default=2, validator=gt(0))
+    """Steps of linear warm-up."""
+
+
+@attrs.frozen(kw_only=True)
+class ZLossConfig:
+    """Keys of ``z_loss``."""
+
+    coefficient: float = attrs.field(default=1e-4, validator=ge(0))
+    """Of the squared logarithm of the normaliser."""

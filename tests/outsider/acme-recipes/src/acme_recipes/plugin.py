@@ -1,0 +1,33 @@
+"""Free of torch."""
+
+from forge_core.api import Component, hookimpl
+
+
+@hookimpl
+def forge_optimizers():
+    yield Component(
+        name="signum",
+        summary="the sign of the momentum",
+        factory="acme_recipes.signum:Signum",
+        config="acme_recipes.config:SignumConfig",
+    )
+
+
+@hookimpl
+def forge_schedulers():
+    yield Component(
+        name="inverse_sqrt",
+        summary="linear warm-up, then one over the square root of the step",
+        factory="acme_recipes.inverse_sqrt:inverse_sqrt",
+        config="acme_recipes.config:InverseSqrtConfig",
+    )
+
+
+@hookimpl
+def forge_losses():
+    yield Component(
+        name="z_loss",
+        summary="cross-entropy that also keeps the normaliser near one",
+        factory="acme_recipes.z_loss:ZLoss",
+        config="acme_recipes.config:ZLossConfig",
+    )

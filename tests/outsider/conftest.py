@@ -1,0 +1,93 @@
+"""Packages from outside the tree (the folders ``acme-*``), installed beside ours from wheels alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attrs
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+OURS = [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
+
+collect_ignore_glob = ["acme-*"]  # their tests run where they are installed
+
+
+@attrs.frozen
+class Installation:
+    """An environment that has wheels of ours and of the outsiders, and no source tree."""
+
+    folder: Path
+    """The packages of the outsiders are in it, each under its name."""
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+    @property
+    def ours(self) -> set[str]:
+        """The distributions of our plugins."""
+        return {path.name.replace("_", "-") for path in OURS[1:]}
+
+    def forge(self, *arguments: str | Path, cwd: Path) -> str:
+        """A ``forge`` command that must succeed; returns what it printed."""
+        return succeed(self.python.with_name("forge"), *arguments, cwd=cwd)
+
+    def refused(self, *arguments: str | Path, cwd: Path) -> str:
+        """A ``forge`` command that must end with exit code 2; returns what it said."""
+        done = run(self.python.with_name("forge"), *arguments, cwd=cwd)
+        assert done.returncode == 2, done.stdout + done.stderr
+        return " ".join(done.stderr.split())
+
+    def succeed(self, *arguments: str | Path, cwd: Path) -> str:
+        """Python in it."""
+        return succeed(self.python, *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    folder = tmp_path_factory.mktemp("outsiders")
+    wheels = folder / "wheels"
+    outsiders = [shutil.copytree(path, folder / path.name) for path in sorted(HERE.glob("acme-*"))]
+    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda source: succeed(*build, source, cwd=folder), [*outsiders, *OURS]))
+    succeed(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    see_third_parties(folder / "venv", folder / "third_parties")
+    installation = Installation(folder)
+    pip = (sys.executable, "-m", "pip", "--python", installation.python)
+    succeed(*pip, "install", "-q", "--no-deps", "--no-index", *sorted(wheels.glob("*.whl")), cwd=folder)
+    return installation
+
+
+def see_third_parties(environment: Path, links: Path) -> None:
+    """Let the environment import what is installed here, torch above all, without Forge and what points at its tree."""
+    links.mkdir()
+    for site in {Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))}:
+        for entry in site.iterdir():
+            ours = entry.name.startswith(("forge", "_editable_impl_forge", "__editable__"))
+            if not ours and not (links / entry.name).exists():
+                (links / entry.name).symlink_to(entry)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "third_parties.pth").write_text(str(links))
+
+
+def succeed(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must succeed, and return what it printed."""
+    done = run(*command, cwd=cwd)
+    assert done.returncode == 0, f"{command} exits with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command away from the source tree."""
+    hidden = ("PYTHONPATH", "PYTEST_ADDOPTS", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(command, cwd=cwd, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

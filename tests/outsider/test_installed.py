@@ -1,0 +1,102 @@
+"""Plugins are equal: a package from outside the tree works as ours do, from wheels alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+[train]
+steps = 4
+seq_len = 32
+batch_size = 4
+precision = "fp32"
+
+[model]
+name = "transformer"
+dim = 32
+n_layers = 2
+n_heads = 2
+
+[data]
+name = "text_files"
+path = "corpus"
+
+[optimizer]
+name = "signum"
+lr = 1e-3
+
+[scheduler]
+name = "inverse_sqrt"
+
+[loss]
+name = "acme-recipes:z_loss"
+
+[metrics]
+interval = 1
+"""
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")} for line in lines]
+
+
+def test_they_run_from_wheels_and_not_from_the_tree(installed) -> None:
+    program = "import forge_core, forge_plugins_dense, acme_jay; print(*forge_core.__path__, acme_jay.__file__)"
+
+    printed = installed.succeed("-c", program, cwd=installed.folder)
+
+    assert all(path.startswith(str(installed.folder / "venv")) for path in printed.split())
+
+
+def test_they_are_listed_beside_ours(installed) -> None:
+    listed = json.loads(installed.forge("plugins", "--json", cwd=installed.folder))
+    table = installed.forge("plugins", cwd=installed.folder)
+
+    plugins = {plugin["distribution"]: plugin for plugin in listed["plugins"]}
+    outsiders = {path.name for path in installed.folder.glob("acme-*")}
+    assert set(plugins) == outsiders | installed.ours
+    assert {plugin["status"] for plugin in plugins.values()} == {"ok"}
+    assert plugins["acme-recipes"]["version"] == "2.1.0"
+    (line,) = [line for line in table.splitlines() if line.startswith("acme-recipes")]
+    assert "optimizer:signum" in line
+
+
+def test_another_package_can_be_started(installed, tmp_path: Path) -> None:
+    """The wheel of the core holds the templates of ``forge new``."""
+    installed.forge("new", "router", "noisy-gate", cwd=tmp_path)
+
+    assert (tmp_path / "noisy-gate" / "src" / "noisy_gate" / "router.py").exists()
+
+
+@pytest.mark.parametrize("package", ["acme-jay", "acme-passes", "acme-recipes"])
+def test_they_pass_the_kit(installed, package: str) -> None:
+    installed.succeed(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "tests", cwd=installed.folder / package
+    )
+
+
+def test_a_recipe_trains_by_name_and_resumes_exactly(installed, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    (tmp_path / "config.toml").write_text(CONFIG)
+
+    installed.forge("validate", "config.toml", cwd=tmp_path)
+    installed.forge("run", "config.toml", cwd=tmp_path)
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "config")] == [1, 2, 3, 4]
+    installed.forge("run", "config.toml", "--train.steps=8", cwd=tmp_path)
+    installed.forge("run", "config.toml", "--train.steps=8", "--run.name=straight", cwd=tmp_path)
+
+    resumed, straight = metrics(tmp_path / "runs" / "config"), metrics(tmp_path / "runs" / "straight")
+    assert resumed == straight
+    assert [line["step"] for line in straight] == list(range(1, 9))
+    assert straight[-1]["loss"] < straight[0]["loss"] - 0.05
+    resolved = (tmp_path / "runs" / "config" / "job.toml").read_text()
+    assert 'name = "acme-recipes:signum"' in resolved
+    environment = json.loads((tmp_path / "runs" / "config" / "environment.json").read_text())
+    assert "acme-recipes" in json.dumps(environment)

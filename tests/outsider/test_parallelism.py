@@ -1,0 +1,153 @@
+"""A model that our passes have never seen gets every layout from what it declares: the curve of one process.
+
+``acme-jay`` is built and named differently in everything that the contract leaves open; see its ``model.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parity_matrix.launch import Launcher, Work
+
+pytestmark = pytest.mark.slow
+
+JAY = ['model={name="acme-jay:jay",width=32,depth=4,looks=4}', "train.batch_size=2", "train.grad_accumulation=4"]
+TRAININGS = {
+    "plain": JAY,
+    "packed": [*JAY, "data.path=short", "data.document_mask=true"],
+    "tied": [*JAY, "model.tied=true"],
+}
+
+HALF = "train.batch_size=1"  # on two ranks with samples of their own
+FULL = "parallel.passes.activation_checkpointing=true"
+SELECTIVE = "parallel.passes.activation_checkpointing.mode=selective"
+COMPILE = "parallel.passes.compile=true"
+WHOLE_STREAM = "parallel.passes.tensor_parallel.sequence_parallel=false"
+ZERO_BUBBLE = "parallel.passes.pipeline.schedule=ZBVZeroBubble"
+TP2, PP2, CP2 = "parallel.tp=2", "parallel.pp=2", "parallel.cp=2"
+
+CELLS = {  # the ranks, the training that is to be reproduced, and the layout
+    "full": (1, "plain", [FULL]),
+    "selective": (1, "plain", [SELECTIVE]),
+    "compile": (1, "plain", [COMPILE]),
+    "compile-selective": (1, "plain", [COMPILE, SELECTIVE]),
+    "fsdp2": (2, "packed", [HALF]),
+    "fsdp2-full": (2, "plain", [HALF, FULL]),
+    "fsdp2-tied": (2, "tied", [HALF]),
+    "tp2": (2, "packed", [TP2]),
+    "tp2-whole-stream": (2, "plain", [TP2, WHOLE_STREAM]),
+    "tp2-selective": (2, "plain", [TP2, SELECTIVE]),
+    "tp2-compile": (2, "plain", [TP2, COMPILE]),
+    "tp2-tied": (2, "tied", [TP2]),
+    "pp2": (2, "packed", [PP2]),
+    "pp2-zero-bubble": (2, "plain", [PP2, ZERO_BUBBLE]),
+    "cp2": (2, "packed", [CP2]),
+    "pp2-tp2-zero-bubble": (4, "packed", [PP2, TP2, ZERO_BUBBLE]),
+    "pp2-fsdp2": (4, "plain", [PP2, HALF]),
+    "tp2-fsdp2": (4, "plain", [TP2, HALF]),
+    "cp2-tp2": (4, "packed", [CP2, TP2]),
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """All runs share one launch of four ranks, of the environment that has nothing but wheels."""
+    launcher = Launcher(tmp_path_factory.mktemp("jay"), python=installed.python)
+    alone = [Work(f"alone-{name}", 1, settings) for name, settings in TRAININGS.items()]
+    cells = [Work(name, ranks, [*TRAININGS[training], *layout]) for name, (ranks, training, layout) in CELLS.items()]
+    launcher.launch([*alone, *cells])
+    return launcher
+
+
+@pytest.mark.timeout(1500)  # of which the launch is nearly all
+@pytest.mark.parametrize("cell", CELLS)
+def test_ten_steps_have_the_losses_and_gradient_norms_of_one_process(launcher: Launcher, cell: str) -> None:
+    ranks, training, _ = CELLS[cell]
+
+    lines, references = launcher.metrics(cell), launcher.metrics(f"alone-{training}")
+
+    assert [line["step"] for line in references] == [*range(1, 11), 10]  # ten steps and an evaluation
+    for line, reference in zip(lines, references, strict=True):
+        for key in reference.keys() & {"loss", "grad_norm", "eval/loss", "tokens"}:
+            assert line[key] == pytest.approx(reference[key], rel=1e-5), (line["step"], key)
+    norms = [seen.gradient_norms for seen in launcher.seen(cell)]
+    assert norms == [norms[0]] * ranks
+
+
+def test_the_trainings_differ_from_each_other(launcher: Launcher) -> None:
+    """Else a cell could not tell that documents or the tie had been lost."""
+    first = [launcher.metrics(f"alone-{training}")[0]["loss"] for training in TRAININGS]
+
+    assert min(abs(one / other - 1) for one in first for other in first if one is not other) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("neighbours")
+    (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    path = folder / "jay.toml"
+    path.write_text(
+        """
+[model]
+name = "jay"
+width = 32
+depth = 12
+looks = 4
+
+[data]
+name = "text_files"
+path = "text.txt"
+
+[train]
+steps = 4
+seq_len = 32
+precision = "fp32"
+
+[optimizer]
+name = "adamw"
+lr = 1e-3
+"""
+    )
+    return path
+
+
+def table(said: str) -> list[list[str]]:
+    """The lines of a dry run's table of passes, in words."""
+    lines = [line.split() for line in said.splitlines()]
+    start = next(i for i, words in enumerate(lines) if words[:2] == ["pass", "phase"])
+    return [words for words in lines[start + 1 :] if ":" in words[0]]
+
+
+def test_a_pass_stands_where_its_neighbours_tell_it_to(installed, job) -> None:
+    """By name alone, and by the order of the configuration, they would stand the other way round."""
+    chosen = ["parallel.passes.acme_offload.every=3", "parallel.passes.fsdp=true", "parallel.passes.label_blocks=true"]
+
+    said = installed.forge("run", "--dry-run", job, *chosen, cwd=job.parent)
+
+    assert table(said) == [
+        ["acme-passes:label_blocks", "checkpointing", "12", "blocks.0–11"],
+        ["forge-plugins-parallel:activation_checkpointing", "checkpointing", "12", "blocks.0–11"],
+        ["acme-passes:acme_offload", "checkpointing", "4", "blocks.0,3,6,9"],
+        ["forge-plugins-parallel:fsdp", "fsdp", "13", "blocks.0–11,", "the", "model"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("passes", "sentence"),
+    [
+        (
+            ["against_the_phases", "fsdp"],
+            "it says that it comes after 'fsdp', but its phase 'shard' comes before 'fsdp'. This is a bug in one of",
+        ),
+        (
+            ["in_a_circle", "label_blocks", "activation_checkpointing"],
+            "says that it comes before the next; leave one out",
+        ),
+        (["without_its_neighbour"], "it needs the pass 'adapters'"),
+        (["label_blocks", "compile"], "a compiled block is one kernel after the other, and has no place for a label"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_by_validation(installed, job, passes: list[str], sentence: str) -> None:
+    said = installed.refused("validate", job, *(f"parallel.passes.{name}=true" for name in passes), cwd=job.parent)
+
+    assert sentence in said

@@ -1,0 +1,150 @@
+"""The cells of the matrix, as data: what is trained, and in which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+EXACT = 1e-5
+"""Relative. In fp32 only the order of sums differs; 4e-7 was measured."""
+BF16 = 2e-2
+"""bf16 rounds to 2⁻⁹ relative, and products here are averages over 32 features and more. Measured against fp32: 4e-3
+for the gradient norm, 4e-4 for the loss."""
+FP8 = 6e-2
+"""float8 rounds to 2⁻⁴ (e4m3) or 2⁻³ (e5m2) relative, 16 to 32 times as coarse as bf16; errors of a sum of 32
+independent terms are about 1/√32 of that. Measured against bf16: 1e-2 for the gradient norm, 1e-3 for the loss."""
+
+TRAININGS: Mapping[str, Sequence[str]] = {
+    # What one process is trained with; each is a run that its cells are compared with.
+    "plain": [],
+    "tied": ["model.tie_embeddings=true"],
+    "even vocabulary": ["model.vocab_size=264"],  # the 257 bytes and separator are divided by no number of ranks here
+    "layernorm": ["model.norm=layernorm"],
+    "packed": ["data.path=short", "data.document_mask=true"],
+    "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
+    "bf16": ["train.precision=bf16"],
+}
+
+
+@attrs.frozen
+class Cell:
+    """A layout, and the training that it must not change."""
+
+    ranks: int
+    layout: Sequence[str]
+    training: str = "plain"
+    """Which of ``TRAININGS``."""
+    tolerance: float = EXACT
+    """Largest relative difference of gradient norms."""
+
+    @property
+    def loss_tolerance(self) -> float:
+        """Largest relative difference of losses: means over tokens, in which what is rounded off evens out."""
+        return max(EXACT, self.tolerance / 10)
+
+
+# A step has four sequences: microbatches × sequences in one × ranks that see different ones.
+HALF, QUARTER = "train.batch_size=2", "train.batch_size=1"
+TWO_MICROBATCHES = [HALF, "train.grad_accumulation=2"]
+FOUR_MICROBATCHES = [QUARTER, "train.grad_accumulation=4"]
+TWO_SMALL_MICROBATCHES = [QUARTER, "train.grad_accumulation=2"]
+
+FSDP = "parallel.passes.fsdp"
+AC = "parallel.passes.activation_checkpointing"
+COMPILE = "parallel.passes.compile"
+FP8_PASS = "parallel.passes.fp8"
+EMULATED = [f"{FP8_PASS}.emulate=true", f"{FP8_PASS}.min_dim=16"]
+CHUNKED = ["loss.name=chunked_cross_entropy", "loss.chunk_size=48"]
+TP2, CP2, COPIES = "parallel.tp=2", "parallel.cp=2", "parallel.dp_replicate=2"
+
+
+def pp2(schedule: str, *microbatches: str) -> list[str]:
+    return ["parallel.pp=2", f"parallel.passes.pipeline.schedule={schedule}", *(microbatches or FOUR_MICROBATCHES)]
+
+
+CELLS: Mapping[str, Cell] = {
+    "microbatches2": Cell(1, TWO_MICROBATCHES),
+    "accumulation4": Cell(1, FOUR_MICROBATCHES),
+    "global-batch": Cell(1, [QUARTER, "train.global_batch_size=4"]),
+    "chunked": Cell(1, CHUNKED),
+    "fsdp1": Cell(1, [f"{FSDP}=true"]),
+    "ac-none": Cell(1, [f"{AC}.mode=none"]),
+    "ac-full": Cell(1, [f"{AC}=true"]),
+    "ac-every-second": Cell(1, [f"{AC}.every=2"]),
+    "ac-selective": Cell(1, [f"{AC}.mode=selective"]),
+    "ac-auto": Cell(1, [f"{AC}.mode=auto", f"{AC}.memory_gib=0.006"]),  # for two of four blocks
+    "ac-budget": Cell(1, [f"{AC}.mode=budget", f"{AC}.budget=0.5", f"{COMPILE}=true"]),
+    "compiled": Cell(1, [f"{COMPILE}=true"]),
+    "bf16": Cell(1, TRAININGS["bf16"], tolerance=BF16),
+    "bf16-ac-full": Cell(1, [f"{AC}=true"], "bf16"),
+    "fp8-tensorwise": Cell(1, EMULATED, "bf16", FP8),
+    "fp8-rowwise-ac-selective": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=rowwise", f"{AC}.mode=selective"], "bf16", FP8),
+    "fp8-rowwise-exact-gradients": Cell(1, [*EMULATED, f"{FP8_PASS}.recipe=rowwise_with_gw_hp"], "bf16", FP8),
+    # data parallelism
+    "fsdp2": Cell(2, [HALF]),
+    "fsdp2-microbatches2": Cell(2, TWO_SMALL_MICROBATCHES),
+    "fsdp2-never-reshard": Cell(2, [HALF, f"{FSDP}.reshard_after_forward=never"]),
+    "fsdp2-keep-gathered-ac-full": Cell(2, [*TWO_SMALL_MICROBATCHES, f"{FSDP}.keep_gathered=true", f"{AC}=true"]),
+    "fsdp2-tied": Cell(2, [HALF], "tied"),
+    "fsdp2-packed": Cell(2, [HALF], "packed"),
+    "fsdp2-auxiliary": Cell(2, [HALF], "auxiliary"),
+    "fsdp2-compiled-ac-selective": Cell(2, [HALF, f"{COMPILE}=true", f"{AC}.mode=selective"]),
+    "fsdp2-fp8-gathered-ac-full": Cell(2, [HALF, *EMULATED, f"{FP8_PASS}.all_gather=true", f"{AC}=true"], "bf16", FP8),
+    "copies2": Cell(2, [HALF, COPIES]),
+    "fsdp4": Cell(4, [QUARTER]),
+    "hsdp2x2": Cell(4, [QUARTER, COPIES]),
+    "hsdp2x2-ac-every-second": Cell(4, [QUARTER, COPIES, f"{AC}.every=2"]),
+    # tensor parallelism
+    "tp2": Cell(2, [TP2]),
+    "tp2-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"]),
+    "tp2-tied": Cell(2, [TP2], "tied"),
+    "tp2-chunked": Cell(2, [TP2, *CHUNKED], "layernorm"),
+    "tp2-packed": Cell(2, [TP2], "packed"),
+    "tp2-auxiliary": Cell(2, [TP2], "auxiliary"),
+    "tp2-fsdp1-microbatches2": Cell(2, [TP2, *TWO_MICROBATCHES, f"{FSDP}=true"]),
+    "tp2-ac-selective": Cell(2, [TP2, f"{AC}.mode=selective"]),
+    "tp2-compiled": Cell(2, [TP2, f"{COMPILE}=true"]),
+    "tp2-bf16": Cell(2, [TP2], "bf16", BF16),
+    "tp2-fp8": Cell(2, [TP2, *EMULATED], "bf16", FP8),
+    "tp4": Cell(4, ["parallel.tp=4"]),
+    "tp2-fsdp2": Cell(4, [TP2, HALF]),
+    "tp2-fsdp2-even-vocabulary": Cell(4, [TP2, HALF], "even vocabulary"),
+    "tp2-fsdp2-tied": Cell(4, [TP2, HALF], "tied"),
+    "tp2-copies2": Cell(4, [TP2, HALF, COPIES]),
+    # pipelines
+    "pp2-gpipe": Cell(2, pp2("GPipe")),
+    "pp2-1f1b": Cell(2, pp2("1F1B")),
+    "pp2-interleaved": Cell(2, pp2("Interleaved1F1B")),
+    "pp2-interleaved-zero-bubble": Cell(2, pp2("InterleavedZeroBubble")),
+    "pp2-zero-bubble-v": Cell(2, pp2("ZBVZeroBubble")),
+    "pp2-dualpipe-v": Cell(2, pp2("DualPipeV")),
+    "pp2-1f1b-packed": Cell(2, pp2("1F1B"), "packed"),
+    "pp2-dualpipe-v-packed": Cell(2, pp2("DualPipeV"), "packed"),
+    "pp2-interleaved-zero-bubble-packed": Cell(2, pp2("InterleavedZeroBubble"), "packed"),
+    "pp2-1f1b-auxiliary": Cell(2, pp2("1F1B"), "auxiliary"),
+    "pp2-zero-bubble-v-auxiliary": Cell(2, pp2("ZBVZeroBubble"), "auxiliary"),
+    "pp2-zero-bubble-v-chunked": Cell(2, [*pp2("ZBVZeroBubble"), *CHUNKED]),
+    "pp2-interleaved-bf16": Cell(2, pp2("Interleaved1F1B"), "bf16", BF16),
+    "pp4": Cell(4, ["parallel.pp=4", *FOUR_MICROBATCHES]),
+    "pp2-fsdp2": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES)),
+    "pp2-copies2-zero-bubble-v": Cell(4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), COPIES]),
+    "pp2-tp2": Cell(4, [*pp2("1F1B"), TP2]),
+    "pp2-tp2-dualpipe-v-packed": Cell(4, [*pp2("DualPipeV"), TP2], "packed"),
+    "pp2-fsdp2-tp2": Cell(8, [*pp2("Interleaved1F1B", *TWO_SMALL_MICROBATCHES), TP2]),
+    # context parallelism
+    "cp2": Cell(2, [CP2]),
+    "cp2-microbatches2-packed": Cell(2, [CP2, *TWO_MICROBATCHES], "packed"),
+    "cp4-packed": Cell(4, ["parallel.cp=4"], "packed"),
+    "cp2-fsdp2": Cell(4, [CP2, HALF]),
+    "cp2-fsdp2-packed": Cell(4, [CP2, HALF], "packed"),
+    "cp2-copies2": Cell(4, [CP2, HALF, COPIES]),
+    "cp2-tp2": Cell(4, [CP2, TP2]),
+    "cp2-tp2-packed": Cell(4, [CP2, TP2], "packed"),
+    "cp2-pp2-ac-full-packed": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES), f"{AC}=true"], "packed"),
+    "pp2-cp2-tp2": Cell(8, [CP2, *pp2("ZBVZeroBubble"), TP2]),
+    "hsdp2x2-tp2": Cell(8, [QUARTER, COPIES, TP2]),
+}
+
+FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")
+"""Cells whose checkpoints are resumed in each other's layouts; ``one process`` is the plain training itself."""

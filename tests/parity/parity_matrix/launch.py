@@ -1,0 +1,199 @@
+"""Many runs of one small job, one after the other in one launch: starting processes costs more than a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import torch
+from torch.distributed import TCPStore
+
+from forge_core.checkpoint.store import open_checkpoint
+from parity_matrix.probe import Seen, seen_by
+
+JOB = Path(__file__).with_name("job.toml")
+"""What is trained, unless a work says otherwise."""
+
+
+@attrs.frozen
+class Work:
+    """One run, or one more leg of it."""
+
+    name: str
+    """The run's."""
+    ranks: int
+    settings: Sequence[str] = ()
+    """Overrides of ``job.toml``."""
+    resumes: str | None = attrs.field(default=None, kw_only=True)
+    """Another run, whose checkpoints this one begins with."""
+    dry_run: bool = attrs.field(default=False, kw_only=True)
+    refused: bool = attrs.field(default=False, kw_only=True)
+    """It must end with exit code 2."""
+
+
+class Launcher:
+    """A folder with text to train on, and the runs of ``job.toml`` in it."""
+
+    def __init__(self, folder: Path, python: str | Path = sys.executable) -> None:
+        """``python``: the interpreter of the ranks, of another environment maybe."""
+        self._folder = folder
+        self._python = python
+        _write_texts(folder)
+        _write_distribution(folder / "site")
+        self.failures: dict[str, str] = {}
+        """What became of works that did not end as they should, by name."""
+
+    def launch(self, works: Sequence[Work], *, timeout: float = 3000) -> str:
+        """Do the works in their order, over gloo; ranks that a work does not need sit it out.
+
+        A work that fails takes its processes along; the rest is done by a new launch.
+
+        Args:
+            timeout: seconds for all of them.
+
+        Returns:
+            What the first rank printed.
+        """
+        deadline = time.monotonic() + timeout
+        left, said = [*works], ""
+        while left:
+            if failed := self.failures.keys() & {left[0].name, left[0].resumes}:
+                self.failures.setdefault(left[0].name, f"{', '.join(failed)} failed, which it should have resumed")
+                left = left[1:]
+                continue
+            error = self._launch_once(left, deadline)
+            said += self._log(0).read_text()
+            if error is None:
+                break
+            unfinished = self._first_unfinished(left)
+            left = left[unfinished:]
+            lost = left if time.monotonic() > deadline else left[:1]
+            self.failures.update((work.name, error) for work in lost)
+            left = left[len(lost) :]
+        return said
+
+    def metrics(self, name: str) -> list[dict[str, float]]:
+        """Lines of steps and of evaluations.
+
+        Raises:
+            AssertionError: the run failed; with what its rank said.
+        """
+        assert name not in self.failures, self.failures[name]
+        return [json.loads(line) for line in (self.run_dir(name) / "metrics.jsonl").read_text().splitlines()]
+
+    def seen(self, name: str) -> list[Seen]:
+        """What its ranks recorded, in their order."""
+        assert name not in self.failures, self.failures[name]
+        files = (self.run_dir(name) / "seen").glob("*.json")
+        return [seen_by(self.run_dir(name), rank) for rank in range(len(list(files)))]
+
+    def saved(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of its newest checkpoint, by key."""
+        assert name not in self.failures, self.failures[name]
+        checkpoint = open_checkpoint(self.run_dir(name) / "checkpoints" / "latest")
+        entries = checkpoint.saved_tensors()
+        tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+        checkpoint.load(tensors)
+        return tensors
+
+    def run_dir(self, name: str) -> Path:
+        return self._folder / "runs" / name
+
+    def _launch_once(self, works: Sequence[Work], deadline: float) -> str | None:
+        """Returns what the first rank to fail said last, or ``None``."""
+        for done in self._folder.glob("done.*"):
+            done.unlink()
+        # A store of its own for every group. They are here and not on the first ranks, so that no port is chosen
+        # before somebody listens on it.
+        stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in works]
+        plan = self._folder / "plan.json"
+        plan.write_text(
+            json.dumps(
+                [
+                    {
+                        **attrs.asdict(work),
+                        "settings": [*work.settings, f"run.name={work.name}"],
+                        "port": store.port,
+                    }
+                    for work, store in zip(works, stores, strict=True)
+                ]
+            )
+        )
+        with self._processes(max(work.ranks for work in works), plan) as processes:
+            while not any(codes := [process.poll() for process in processes]) and None in codes:
+                if time.monotonic() > deadline:
+                    for process in processes:
+                        process.send_signal(signal.SIGABRT)  # each leaves a traceback of where it was
+                time.sleep(0.05)
+            time.sleep(1)  # if one failed, the others may have something to say
+            failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        return "\n".join(f"rank {rank}: {self._log(rank).read_text()[-4000:]}" for rank in failed) or None
+
+    @contextmanager
+    def _processes(self, ranks: int, plan: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+        here = Path(__file__).parent.parent
+        path = [str(self._folder / "site"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+        common = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "MASTER_ADDR": "localhost",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        processes = []
+        try:
+            for rank in range(ranks):
+                with self._log(rank).open("wb") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            [self._python, "-m", "parity_matrix.rank", str(JOB), str(plan)],
+                            cwd=self._folder,
+                            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    def _first_unfinished(self, works: Sequence[Work]) -> int:
+        """Ranks may be at different works: none is done before the last of its ranks has done it."""
+        done = [_lines(self._folder / f"done.{rank}") for rank in range(max(work.ranks for work in works))]
+        return next(i for i, work in enumerate(works) if any(str(i) not in done[rank] for rank in range(work.ranks)))
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _write_texts(folder: Path) -> None:
+    """``long``: documents longer than a sample. ``short``: of 5 to 45 tokens, of which a sample of 32 has several."""
+    lines = [[f"line {j} of file {i}: {(i * 7919 + j * 104729) % 9973}" for j in range(32)] for i in range(12)]
+    words = [[str(j * 7919 % 97 + i) for j in range(2 + i * 31 % 13)] for i in range(240)]
+    for name, texts in {"long": ["\n".join(one) for one in lines], "short": [" ".join(one) for one in words]}.items():
+        (folder / name).mkdir()
+        for i, text in enumerate(texts):
+            (folder / name / f"{i}.txt").write_text(text)
+
+
+def _write_distribution(site: Path) -> None:
+    """Makes a plugin of this package for those who have ``site`` on their path."""
+    information = site / "parity_matrix-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: parity-matrix\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[forge.v1]\nparity-matrix = parity_matrix.plugin\n")

@@ -1,0 +1,39 @@
+"""The callback ``logits_probe``: a model asked for logits, and not for its loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from forge_core.checkpoint.tensors import named_parameters
+from forge_core.contracts.callback import Callback, RunContext
+from parity_matrix.config import NothingToChoose
+from parity_matrix.probe import whole
+
+FILE = "logits.pt"
+
+
+class LogitsProbe(Callback):
+    """Runs the model on tokens of its own before the first step, forward and backward."""
+
+    def __init__(self, config: NothingToChoose) -> None:
+        pass
+
+    def run_start(self, run: RunContext) -> None:
+        (model,) = run.parts
+        parameters = named_parameters(run.parts)
+        tokens = torch.arange(2 * 32).view(2, 32) % 250
+        logits = model(tokens)
+        copies = run.world_size // run.job.parallel.tp  # whose gradients are summed, and who have the same tokens here
+        logits.float().logsumexp(-1).square().sum().div(copies).backward()
+        seen = {"logits": whole(logits), **{name: whole(parameter.grad) for name, parameter in parameters.items()}}
+        run.optimizer.zero_grad()
+        if run.rank == 0:
+            torch.save(seen, run.run_dir / FILE)
+
+
+def logits_and_gradients(run_dir: Path) -> dict[str, torch.Tensor]:
+    """``logits`` (B, S, V), and the gradients of its function, by parameter."""
+    seen: dict[str, torch.Tensor] = torch.load(run_dir / FILE)
+    return seen

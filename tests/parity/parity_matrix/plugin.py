@@ -1,0 +1,29 @@
+"""What a launch brings along to look inside of its runs."""
+
+from forge_core.api import Component, hookimpl
+
+
+@hookimpl
+def forge_callbacks():
+    yield Component(
+        name="parity_probe",
+        summary="records on every rank what must be equal on all of them and in all layouts",
+        factory="parity_matrix.probe:Probe",
+        config="parity_matrix.config:NothingToChoose",
+    )
+    yield Component(
+        name="logits_probe",
+        summary="records what the model gives without a loss, and the gradients of a loss that knows no layout",
+        factory="parity_matrix.logits:LogitsProbe",
+        config="parity_matrix.config:NothingToChoose",
+    )
+
+
+@hookimpl
+def forge_feed_forwards():
+    yield Component(
+        name="sized_mlp",
+        summary="an MLP whose output should be small, in layers 0 and 3: auxiliary losses in different stages",
+        factory="parity_matrix.sized_mlp:SizedMLP",
+        config="forge_plugins_dense.config:MLPConfig",
+    )

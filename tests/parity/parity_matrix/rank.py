@@ -1,0 +1,58 @@
+"""One rank of a launch; ``launch.py`` starts it as ``python -m parity_matrix.rank JOB PLAN``, in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+
+from forge_core.catalog import Catalog
+from forge_core.config.job import load_job
+from forge_core.discovery import discover
+from forge_core.engine.run import run_job
+from forge_core.errors import ExitCode, ForgeError
+
+
+def main(job_toml: Path, plan: Path) -> None:
+    """Take part in the works that have that many ranks, and leave the numbers of those that are done.
+
+    A process of its own has one job, and what torch.compile keeps for it may stay; here it must not reach the next one.
+    """
+    rank, catalog = int(os.environ["RANK"]), discover()
+    for number, work in enumerate(json.loads(plan.read_text())):
+        if rank < work["ranks"]:
+            print(f"== {work['name']}", flush=True)
+            os.environ.update(WORLD_SIZE=str(work["ranks"]), MASTER_PORT=str(work["port"]))
+            if rank == 0 and work["resumes"] is not None:
+                _copy_checkpoints(work["resumes"], work["name"])
+            with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
+                _take_part(job_toml, work, catalog)
+            torch.compiler.reset()
+            with Path(f"done.{rank}").open("a") as done:
+                done.write(f"{number}\n")
+
+
+def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:
+    try:
+        job = load_job(job_toml, work["settings"], catalog=catalog, world_size=work["ranks"])
+        run_job(job, catalog, dry_run=work["dry_run"])
+    except ForgeError as error:  # all ranks refuse together, and may go on to the next work
+        if not work["refused"] or error.exit_code is not ExitCode.INVALID:
+            raise
+        print(error, flush=True)
+    else:
+        assert not work["refused"], f"{work['name']} was to be refused"
+
+
+def _copy_checkpoints(source: str, target: str) -> None:
+    shutil.copytree(f"runs/{source}/checkpoints", f"runs/{target}/checkpoints", symlinks=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

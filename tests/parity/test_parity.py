@@ -1,0 +1,57 @@
+"""Promises 1 to 4 for every layout: one process is the judge, and all cells are real runs over gloo, in one launch."""
+
+import pytest
+
+from parity_matrix.cells import CELLS, TRAININGS
+from parity_matrix.matrix import EXCHANGES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+every_cell = pytest.mark.parametrize("cell", CELLS)
+
+
+@every_cell
+def test_ten_steps_and_their_evaluation_equal_one_process(matrix, cell):
+    assert list(matrix.curve_problems(cell)) == []
+
+
+@every_cell
+def test_the_first_loss_is_not_that_of_a_model_that_knows_nothing(matrix, cell):
+    assert list(matrix.first_loss_problems(cell)) == []
+
+
+@every_cell
+def test_all_ranks_have_one_gradient_norm_and_one_copy_of_what_they_share(matrix, cell):
+    assert list(matrix.rank_problems(cell)) == []
+
+
+@every_cell
+def test_the_initial_weights_are_those_of_one_process_bit_for_bit(matrix, cell):
+    assert list(matrix.initial_problems(cell)) == []
+
+
+@every_cell
+def test_each_gradient_is_that_of_one_process(matrix, cell):
+    assert list(matrix.gradient_problems(cell)) == []
+
+
+@every_cell
+def test_a_checkpoint_has_what_the_ranks_held_bit_for_bit(matrix, cell):
+    assert list(matrix.saved_problems(cell)) == []
+
+
+@pytest.mark.parametrize(("writer", "reader"), EXCHANGES)
+def test_a_checkpoint_of_one_layout_is_held_by_another_bit_for_bit_and_goes_on(matrix, writer, reader):
+    assert list(matrix.exchange_problems(writer, reader)) == []
+
+
+@pytest.mark.parametrize("training", [name for name in TRAININGS if name != "plain"])
+def test_what_is_trained_makes_a_difference(matrix, training):
+    """Its cells would also equal one process if the setting had been lost on the way."""
+    assert matrix.distance(training) > 1e-4
+
+
+@pytest.mark.parametrize("cell", [name for name in CELLS if "fp8" in name])
+def test_float8_is_not_bf16(matrix, cell):
+    """Its cells are compared with bf16, and would also be near it if no layer had been converted."""
+    assert matrix.difference(cell, "loss") > 1e-4

@@ -1,0 +1,1 @@
+"""Real faults and what judges them: processes killed, disks cut off, bits flipped."""

@@ -1,0 +1,148 @@
+"""``events.jsonl``: what happened to a run, for people and programs, as the documentation has it."""
+
+import json
+import os
+import re
+import signal
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from forge_core.checkpoint.store import CheckpointStore
+from forge_core.cli import main
+from forge_core.engine.trainer import Trainer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/running.md"
+
+
+def documented():
+    """The fields of each event in the table of the page, besides those that all have."""
+    section = PAGE.read_text(encoding="utf-8").split("\n## Events\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", section, re.MULTILINE)
+    return {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
+
+
+@pytest.fixture
+def run(tiny):
+    """Runs the tiny job in this process; gives back its exit code and the events that this start has added."""
+
+    def start(*arguments, at_step=None, happens=None):
+        path = tiny.path() / "events.jsonl"
+        before = len(path.read_text().splitlines()) if path.exists() else 0
+        train_step = Trainer._train_step
+
+        def step(self, microbatches):
+            if self.step == at_step:
+                happens()
+            train_step(self, microbatches)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_train_step", step)
+            try:
+                code = main(["run", str(tiny.config), *arguments])
+            except SystemExit as left:
+                code = left.code
+        events = [json.loads(line) for line in path.read_text().splitlines()[before:]]
+        for event in events:
+            assert datetime.fromisoformat(event["time"]).utcoffset().total_seconds() == 0
+            assert event.keys() - {"time", "event", "step"} == documented()[event["event"]], event
+        return code, events
+
+    start.store = CheckpointStore(tiny.path() / "checkpoints")
+    return start
+
+
+def told(events):
+    return [(event["event"], event["step"]) for event in events]
+
+
+def fail():
+    raise RuntimeError("the power is gone")
+
+
+def test_the_story_of_a_run_that_is_stopped_fails_and_comes_back(run, capsys):
+    code, events = run("checkpoint.interval=4", at_step=5, happens=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert code == 3
+    assert told(events) == [("started", 0), ("saved", 4), ("saved", 5), ("preempted", 5)]
+    assert events[-1]["reason"] == "SIGTERM"
+    first = events[0]["attempt"]
+
+    code, events = run("checkpoint.interval=4", at_step=7, happens=lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert code == 3
+    assert told(events) == [("resumed", 5), ("saved", 7), ("stopped", 7)]
+    assert events[-1]["reason"] == "SIGINT"
+    assert events[0]["attempt"] != first
+    assert events[0]["checkpoint"].endswith("step_00000005")
+
+    code, events = run("checkpoint.interval=4", at_step=9, happens=fail)
+    assert code == 1
+    assert told(events) == [("resumed", 7), ("saved", 8), ("failed", 9)]
+    assert (events[-1]["error"], events[-1]["exit_code"]) == ("RuntimeError: the power is gone", 1)
+
+    (run.store.folder(8) / "state.json").unlink()
+    capsys.readouterr()
+    code, events = run()
+    assert code == 0
+    assert told(events) == [("resumed", 7), ("saved", 10), ("completed", 10)]
+    assert events[0]["passed_over"] == [8]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny: ")]
+    assert re.fullmatch(
+        r"tiny: resumed from step_00000007, as those of steps 8 are damaged; [\d,]+ parameters, fp32 on cpu, "
+        r"one process; 10 steps; files in .*",
+        line,
+    )
+
+
+def test_a_second_ctrl_c_leaves_at_once(run):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    code, events = run(at_step=3, happens=twice)
+
+    assert code == 130
+    assert (events[-1]["event"], events[-1]["exit_code"]) == ("failed", 130)
+    assert run.store.steps() == []
+
+
+def test_the_clock_stops_a_run_as_a_signal_does(run):
+    limit = ['run.time_limit="1"', "run.stop_before_end=52", "train.steps=1000000", "checkpoint.interval=0"]
+
+    code, events = run(*limit)
+
+    assert code == 3
+    assert (events[-1]["event"], events[-1]["reason"]) == ("preempted", "the time limit")
+    assert run.store.steps() == [events[-1]["step"]]
+
+
+def test_a_save_that_fails_is_told(run, monkeypatch):
+    commit = CheckpointStore.commit
+
+    def full(self, unfinished, step):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        commit(self, unfinished, step)
+
+    monkeypatch.setattr(CheckpointStore, "commit", full)
+
+    code, events = run("checkpoint.interval=4", "train.steps=9")
+
+    assert code == 0
+    assert told(events) == [("started", 0), ("save_failed", 4), ("saved", 8), ("saved", 9), ("completed", 9)]
+    assert "No space left" in events[1]["error"]
+
+
+def test_updates_that_are_left_out_and_going_back_are_told(run):
+    code, events = run("optimizer.lr=1e30", "train.clip_norm=0", "checkpoint.interval=1", "train.steps=40")
+
+    assert code == 4
+    assert {"skipped", "rolled_back"} <= {event["event"] for event in events}
+    assert (events[-1]["event"], events[-1]["exit_code"]) == ("failed", 4)
+
+
+def test_the_page_has_every_event_and_no_other():
+    assert documented().keys() == {
+        "started", "resumed", "saved", "save_failed", "skipped", "rolled_back", "completed", "preempted", "stopped",
+        "failed",
+    }  # fmt: skip

@@ -1,0 +1,407 @@
+"""A rank that dies or hangs is named by the others, and nothing is left of the run: no rank, no launcher.
+
+Times are those of reliability goal G11 (timeout + 2 s, timeout + 35 s) with room for a machine that is busy.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.run.test_many_ranks import two_hosts  # noqa: F401 - a fixture
+
+TIMEOUT = 6
+SETTINGS = [
+    *(f"run.step_timeout={TIMEOUT}", "run.first_step_timeout=60", "train.steps=100000", "train.batch_size=1"),
+    *("checkpoint.interval=0", "data.workers=0"),
+]
+
+LOST = r"rank {} on \S+ has lost another rank in step \d+: rank {} on \S+ "
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="/proc is looked at")]
+
+
+@pytest.fixture
+def start(tiny):
+    """Start a command of its own session; nothing of it is left after the test."""
+    started = []
+
+    def start(command, **environment):
+        process = subprocess.Popen(
+            command,
+            env={**tiny.environment(), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+    for number in processes_of(tiny):
+        os.kill(number, signal.SIGKILL)
+    for process in started:
+        process.communicate(timeout=30)
+
+
+@pytest.fixture
+def start_ranks(tiny, start):
+    def start_ranks(n, *overrides, **environment):
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = str(probe.getsockname()[1])
+        group = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
+        return [
+            start(tiny.command(*SETTINGS, *overrides), RANK=str(rank), LOCAL_RANK=str(rank), **group)
+            for rank in range(n)
+        ]
+
+    return start_ranks
+
+
+def processes_of(tiny):
+    """All that have this test's folder in their environment or arguments: ranks, launchers, watchdogs."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if f"FORGE_TEST={tiny.folder}".encode() in text and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def marked(tiny, monkeypatch):
+    monkeypatch.setenv("FORGE_TEST", str(tiny.folder))
+    environment = tiny.environment
+    tiny.environment = lambda: {**environment(), "FORGE_TEST": str(tiny.folder)}
+    monkeypatch.delenv("FORGE_TEST")
+
+
+def ranks_among(processes):
+    """By rank, those that are no watchdogs."""
+    found = {}
+    for process in processes:
+        try:
+            environment = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
+            command = Path(f"/proc/{process}/cmdline").read_bytes().decode()
+        except OSError:
+            continue
+        rank = next((e[5:] for e in environment if e.startswith("RANK=")), None)
+        if rank is not None and "watchdog.py" not in command:
+            found[int(rank)] = process
+    return found
+
+
+def wait_until(condition, seconds, *processes):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_training(tiny):
+    try:
+        return len(tiny.metrics()) >= 5
+    except (OSError, ValueError):
+        return False
+
+
+def test_a_rank_that_is_stopped_is_named_by_all_others_and_ended(tiny, start_ranks):
+    ranks = start_ranks(3)
+    wait_until(lambda: is_training(tiny), 120, *ranks)
+
+    ranks[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    said = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+    named = time.monotonic() - stopped
+    ranks[1].wait(timeout=60)
+    wait_until(lambda: not processes_of(tiny), 30)
+
+    assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
+    assert named < TIMEOUT + 2 + 10
+    assert time.monotonic() - stopped < TIMEOUT + 35
+    for rank, one in zip((0, 2), said, strict=True):
+        assert re.search(LOST.format(rank, 1) + "has given no sign of life", one)
+    assert "its process is stopped" in ranks[1].communicate()[1]
+    stacks = (tiny.path() / "stacks" / "rank_1.txt").read_text()
+    assert "in _train_step" in stacks or "in exchange" in stacks or "in run" in stacks
+
+
+def test_a_rank_that_is_killed_is_named_by_all_others(tiny, start_ranks):
+    ranks = start_ranks(3)
+    wait_until(lambda: is_training(tiny), 120, *ranks)
+
+    ranks[1].kill()
+    said = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+
+    assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
+    for rank, one in zip((0, 2), said, strict=True):
+        assert re.search(LOST.format(rank, 1) + "has given no sign of life", one)
+    wait_until(lambda: not processes_of(tiny), 30)
+    assert "lost another rank" in (tiny.path() / "log.txt").read_text()
+    assert not (tiny.path() / "stacks").exists()
+
+
+STUCK = """
+import ctypes, os, time
+from forge_core.contracts.callback import Callback
+
+class Stuck(Callback):
+    def __init__(self, config):
+        self.how = config.how
+
+    def step_end(self, run, context):
+        if context.step == 5 and run.rank == 1:
+            if self.how == "fails":
+                raise KeyError("a bug")
+            if self.how == "dies once":
+                if not (run.run_dir / "died").exists():
+                    (run.run_dir / "died").touch()
+                    os.kill(os.getpid(), 9)
+                return
+            # a PyDLL's functions are called with the interpreter locked: no thread of Python moves any more
+            (time.sleep if self.how == "sleeps" else ctypes.PyDLL(None).sleep)(1000)
+"""
+PLUGIN = """
+from forge_core.api import Component, hookimpl
+FORGE_API = "1.0"
+
+@hookimpl
+def forge_callbacks():
+    yield Component(name="stuck", summary="-", factory="acme_stuck.stuck:Stuck", config="acme_stuck.config:Config")
+"""
+CONFIG = """
+import attrs
+
+@attrs.frozen(kw_only=True)
+class Config:
+    how: str = "sleeps"
+"""
+
+
+@pytest.fixture
+def stuck(make_distribution):
+    """A folder of packages: a callback that brings rank 1 down in step 5."""
+    files = {"acme_stuck/plugin.py": PLUGIN, "acme_stuck/stuck.py": STUCK, "acme_stuck/config.py": CONFIG}
+    return make_distribution("acme-stuck", files=files)
+
+
+def callback(how):
+    return f'callbacks=[{{name="stuck", how="{how}"}}]'
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("sleeps", "is alive and does not come: it is in step 5, at stuck.py"),
+        ("locks", "has given no sign of life"),
+        ("fails", "has ended: KeyError: 'a bug'"),
+    ],
+)
+def test_what_holds_a_rank_up_is_found_and_the_launcher_ends_with_its_code(tiny, start, stuck, how, said):
+    run = start(tiny.command("--nproc", "2", *SETTINGS, callback(how)), PYTHONPATH=str(stuck))
+    _, errors = run.communicate(timeout=120)
+
+    assert re.search(LOST.format(0, 1) + said, errors), errors
+    assert run.returncode == (1 if how == "fails" else 5), errors
+    wait_until(lambda: not processes_of(tiny), 30)
+    if how != "fails":
+        assert "stuck.py" in (tiny.path() / "stacks" / "rank_1.txt").read_text()
+        assert not (tiny.path() / "stacks" / "rank_0.txt").exists()
+
+
+def test_the_all_reduce_of_the_health_callback_has_a_deadline_of_its_own(tiny, start, stuck):
+    both = 'callbacks=[{name="stuck"}, {name="health", interval=5, collective_timeout=3.0}]'
+
+    run = start(tiny.command("--nproc", "2", *SETTINGS, both, "run.step_timeout=600"), PYTHONPATH=str(stuck))
+    _, errors = run.communicate(timeout=240)
+
+    assert run.returncode == 5
+    assert re.search(LOST.format(0, 1) + "is alive and does not come: it is in step 5, at stuck.py", errors), errors
+
+
+def test_a_crash_is_followed_by_a_restart_that_goes_on_from_the_newest_checkpoint(tiny, start, stuck):
+    single = tiny.completed("run.name=single")
+    settings = ["train.batch_size=2", "checkpoint.interval=2", "checkpoint.background=false", callback("dies once")]
+
+    run = start(tiny.command("--nproc", "2", "--max-restarts", "1", *settings), PYTHONPATH=str(stuck))
+    _, said = run.communicate(timeout=240)
+
+    assert run.returncode == 0, said
+    assert "started again from step_00000004" in said
+    assert starts(tiny) == [("started", 0), ("resumed", 4)]
+    assert [line["loss"] for line in tiny.metrics()] == pytest.approx([line["loss"] for line in single], rel=1e-5)
+
+
+def test_restarts_that_get_no_further_are_counted_and_given_up(tiny, start, stuck):
+    settings = ["train.batch_size=2", "checkpoint.interval=2", "checkpoint.background=false", callback("fails")]
+
+    run = start(tiny.command("--nproc", "2", "--max-restarts", "1", *settings), PYTHONPATH=str(stuck))
+    _, said = run.communicate(timeout=240)
+
+    assert run.returncode == 1
+    assert starts(tiny) == [("started", 0), ("resumed", 4), ("resumed", 4)]
+    assert "given up after 1 restarts in a row without a new checkpoint" in said
+
+
+def starts(tiny):
+    events = map(json.loads, (tiny.path() / "events.jsonl").read_text().splitlines())
+    return [(event["event"], event["step"]) for event in events if event["event"] in ("started", "resumed")]
+
+
+@pytest.mark.parametrize("launcher", ["--nproc", "torchrun"])
+def test_no_rank_outlives_a_launcher_that_is_killed(tiny, start, launcher):
+    command = tiny.command(*SETTINGS)
+    if launcher == "--nproc":
+        command += ["--nproc", "2"]
+    else:
+        torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command[2:3] = [*torchrun, "--local-addr=localhost", "-m", "forge_core"]
+    run = start(command)
+    wait_until(lambda: is_training(tiny), 120, run)
+    assert set(ranks_among(processes_of(tiny))) == {0, 1}
+
+    run.kill()
+    killed = time.monotonic()
+    wait_until(lambda: not ranks_among(processes_of(tiny)), 10)
+
+    assert time.monotonic() - killed < 2 + 3
+    wait_until(lambda: not processes_of(tiny), 10)
+
+
+def test_a_rank_whose_launcher_has_died_before_it_starts_does_not_start(tiny, start_ranks):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+
+    (rank,) = start_ranks(1, FORGE_LAUNCHER=str(gone.pid), TORCHELASTIC_RUN_ID=str(gone.pid))
+
+    _, said = rank.communicate(timeout=60)
+    assert rank.returncode == 5
+    assert "rank 0 has lost its launcher before it could start" in said
+    assert not tiny.path().exists()
+
+
+def test_a_second_trainer_of_a_run_is_refused_and_told_who_has_it(tiny, start):
+    first = start(tiny.command(*SETTINGS))
+    wait_until(lambda: is_training(tiny), 60, first)
+    before = (tiny.path() / "job.toml").stat()
+
+    second = start(tiny.command(*SETTINGS, "optimizer.lr=1e-3"))
+    _, said = second.communicate(timeout=60)
+
+    assert second.returncode == 2
+    assert f"another process is training in {tiny.path()}: process {first.pid} on {socket.gethostname()}" in said
+    assert (tiny.path() / "job.toml").stat() == before
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+    assert first.returncode == 3
+
+
+def start_on_two_hosts(tiny, start, hosts, *overrides):
+    torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.207.0.1", "--master-port=29519"]
+    return [
+        start(
+            [
+                *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *torchrun],
+                *[f"--node-rank={i}", f"--local-addr={address}", "-m", "forge_core"],
+                *["run", str(tiny.config), *SETTINGS, *overrides],
+            ],
+            GLOO_SOCKET_IFNAME=cable,
+        )
+        for i, (name, address, cable) in enumerate(hosts)
+    ]
+
+
+def link(host, state):
+    name, _, cable = host
+    subprocess.run(["ip", "-n", name, "link", "set", cable, state], check=True)
+
+
+def test_a_cut_link_is_noticed_on_both_sides_and_no_launcher_is_left(tiny, start, two_hosts):  # noqa: F811
+    hosts = start_on_two_hosts(tiny, start, two_hosts)
+    wait_until(lambda: is_training(tiny), 120, *hosts)
+
+    link(two_hosts[1], "down")
+    cut = time.monotonic()
+    said = [host.communicate(timeout=100)[1] for host in hosts]
+    wait_until(lambda: not processes_of(tiny), 30)
+
+    assert time.monotonic() - cut < TIMEOUT + 35 + 5
+    assert all(host.returncode for host in hosts)
+    assert re.search(LOST.format(0, 1) + "has given no sign of life", said[0])
+    assert re.search(r"rank 1 on \S+ has lost another rank in step \d+: rank 0 does not answer: .* 10.207.0.1", said[1])
+
+
+@pytest.mark.nightly
+def test_a_link_that_is_away_for_five_seconds_costs_nothing_else(tiny, start, two_hosts):  # noqa: F811
+    hosts = start_on_two_hosts(tiny, start, two_hosts, "run.step_timeout=60", "train.steps=2000")
+    wait_until(lambda: is_training(tiny), 120, *hosts)
+
+    link(two_hosts[1], "down")
+    time.sleep(5)
+    link(two_hosts[1], "up")
+    said = [host.communicate(timeout=250)[1] for host in hosts]
+
+    assert [host.returncode for host in hosts] == [0, 0], said
+    events = [json.loads(line)["event"] for line in (tiny.path() / "events.jsonl").read_text().splitlines()]
+    assert events.count("started") == 1
+    assert "resumed" not in events
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_host_that_is_replaced_joins_again_and_there_are_never_two_worlds(tiny, start, two_hosts):  # noqa: F811
+    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=x"]
+    conf = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,read_timeout=10,is_host="
+
+    def start_host(i):
+        name, address, cable = two_hosts[i]
+        return start(
+            [
+                *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *elastic],
+                *["--rdzv-endpoint=10.207.0.1:29521", f"--rdzv-conf={conf}{1 - i}", f"--local-addr={address}"],
+                *["-m", "forge_core", "run", str(tiny.config), *SETTINGS, "run.step_timeout=20"],
+                *["train.batch_size=2", "train.global_batch_size=4", "checkpoint.interval=20"],
+            ],
+            GLOO_SOCKET_IFNAME=cable,
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )
+
+    def worlds():
+        events = map(json.loads, (tiny.path() / "events.jsonl").read_text().splitlines())
+        return [event["mesh"]["dp_shard"] for event in events if event["event"] in ("started", "resumed")]
+
+    def is_further_than(step):
+        return is_training(tiny) and tiny.metrics()[-1]["step"] > step
+
+    first, second = start_host(0), start_host(1)
+    wait_until(lambda: is_further_than(30), 120, first, second)
+    numbers = subprocess.run(["ip", "netns", "pids", two_hosts[1][0]], capture_output=True, text=True).stdout.split()
+    for number in numbers:
+        os.kill(int(number), signal.SIGKILL)
+    wait_until(lambda: worlds()[-1] == 1, 120, first)
+    alone_since = tiny.metrics()[-1]["step"]
+    wait_until(lambda: is_further_than(alone_since + 30), 120, first)
+
+    third = start_host(1)
+    wait_until(lambda: worlds()[-1] == 2, 120, first, third)
+    wait_until(lambda: is_further_than(alone_since + 60), 120, first, third)
+
+    assert worlds() == [2, 1, 2]

@@ -1,0 +1,148 @@
+"""``[checkpoint.load]``: beginning with tensors of another run."""
+
+import json
+import shutil
+
+import attrs
+import pytest
+import torch
+
+from forge_core.checkpoint.manifest import describe_file, read_manifest, write_manifest
+from forge_core.checkpoint.store import open_checkpoint
+from forge_core.cli import main
+
+
+def _tensors(path):
+    checkpoint = open_checkpoint(path)
+    entries = checkpoint.saved_tensors()
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    checkpoint.load(tensors)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def source(shared_tiny):
+    shared_tiny.completed("run.name=source")
+    return shared_tiny.path("source") / "checkpoints" / "step_00000010"
+
+
+@pytest.fixture
+def start(shared_tiny, source, request):
+    """A run that saves what it begins with, and then does one step; returns the tensors of step 0 by key."""
+    name = f"warm-{abs(hash(request.node.name))}"
+    path = shared_tiny.path(name)
+
+    def begin(*arguments):
+        settings = ["train.steps=1", "checkpoint.powers_of_two_until=1", f"checkpoint.load.path={source}"]
+        constant = ['scheduler={name="constant"}']  # with which one step is enough
+        code = main(["run", str(shared_tiny.config), f"run.name={name}", *settings, *constant, *arguments])
+        return _tensors(path / "checkpoints" / "step_00000000") if code == 0 else code
+
+    begin.path = path
+    return begin
+
+
+def _accounts(start):
+    return json.loads((start.path / "loaded.json").read_text())
+
+
+def test_weights_alone_begin_a_run_at_step_0(start, source, capsys):
+    begun, saved = start(), _tensors(source)
+
+    assert begun
+    assert all(key.startswith("model.") and torch.equal(tensor, saved[key]) for key, tensor in begun.items())
+    accounts = _accounts(start)
+    assert accounts["loaded"] == sorted(begun)
+    assert accounts["left_out"] == sorted(key for key in saved if key.startswith("optimizer."))
+    assert accounts["without_a_place"] == accounts["fresh"] == []
+    said = capsys.readouterr().out
+    assert f"fresh start with tensors of {source}" in said
+    assert "left out by checkpoint.load: 75 tensors (optimizer." in said
+
+
+def test_the_other_half_is_the_optimizer_s_state(start, source, shared_tiny):
+    begun, saved = start('checkpoint.load.include=["optimizer.*"]'), _tensors(source)
+
+    state = {key for key in saved if key.startswith("optimizer.")}
+    assert all(torch.equal(begun[key], saved[key]) for key in state)
+    assert not any(torch.equal(begun[key], saved[key]) for key in begun if key.endswith("q.weight"))
+    assert _accounts(start)["fresh"] == sorted(key for key in begun if key.startswith("model."))
+
+
+def test_a_part_of_the_model_is_loaded_into_a_larger_one_and_the_rest_is_listed(start, source, capsys):
+    begun = start("model.n_layers=3", 'checkpoint.load.exclude=["model.head.*", "model.blocks.1.*"]')
+    saved = _tensors(source)
+
+    loaded = set(_accounts(start)["loaded"])
+    assert {key for key in begun if key in saved and torch.equal(begun[key], saved[key])} >= loaded
+    assert {key.split(".")[2] for key in loaded if ".blocks." in key} == {"0"}
+    assert "model.head.weight" in _accounts(start)["fresh"]
+    assert any(key.startswith("model.blocks.2.") for key in _accounts(start)["fresh"])
+    assert "not loaded, with their first values:" in capsys.readouterr().out
+
+
+def test_tensors_without_a_place_are_listed(start):
+    start("model.n_layers=1")
+
+    assert {key.split(".")[2] for key in _accounts(start)["without_a_place"]} == {"1"}
+
+
+def test_it_is_done_once(start, capsys):
+    start()
+    begun = json.loads((start.path / "events.jsonl").read_text().splitlines()[0])
+    assert begun["loaded"].endswith("step_00000010")
+
+    start("train.steps=2")
+
+    assert "resumed from step_00000001" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.dim=64"], "model.embed.weight has shape (257, 64), in the checkpoint (257, 32)"),
+        (["train.precision=bf16_pure"], "has dtype torch.bfloat16, in the checkpoint torch.float32"),
+        (['checkpoint.load.include=["model.bloks.*"]'], "'model.bloks.*' means nothing in"),
+        (['checkpoint.load.exclude=["optimiser.*"]'], "checkpoint.load.exclude: 'optimiser.*' means nothing"),
+        (['checkpoint.load.exclude=["model.*"]'], "leaves nothing of include = ['model.*']"),
+        (['checkpoint.load.include=["*"]', 'checkpoint.load.exclude=["*.exp_avg"]'], "needs all of it or none"),
+        (["checkpoint.load.path=nowhere"], "nowhere does not exist"),
+        (["--resume", "0"], "checkpoint.load: has no effect"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_name_and_nothing_is_written(start, capfd, settings, said):
+    assert start(*settings) == 2
+
+    assert said in capfd.readouterr().err
+    assert not start.path.exists()
+
+
+def _rewritten(source, folder, old, new, **versions):
+    """A copy whose job says something else."""
+    copy = shutil.copytree(source, folder / "foreign")
+    job = copy / "job.toml"
+    assert old in job.read_text()
+    job.write_text(job.read_text().replace(old, new))
+    manifest = read_manifest(copy)
+    files = {**manifest.files, "job.toml": describe_file(job)}
+    write_manifest(copy, attrs.evolve(manifest, files=files, versions={**manifest.versions, **versions}))
+    return copy
+
+
+def test_state_of_another_optimizer_is_refused(start, source, tmp_path, capfd):
+    foreign = _rewritten(source, tmp_path, "forge-plugins-optim:adamw", "acme-optim:jay")
+
+    assert start(f"checkpoint.load.path={foreign}", 'checkpoint.load.include=["*"]') == 2
+
+    said = capfd.readouterr().err
+    assert "has state of the optimizer acme-optim:jay, and this job has forge-plugins-optim:adamw" in said
+
+
+def test_tensors_are_loaded_without_the_code_of_the_plugins_that_made_them(start, source, tmp_path, capfd):
+    foreign = _rewritten(source, tmp_path, "forge-plugins-dense:transformer", "acme:jay", acme="0.3")
+
+    start(f"checkpoint.load.path={foreign}")
+
+    assert len(_accounts(start)["loaded"]) == 25
+    assert main(["generate", str(foreign)]) == 2
+    assert "was written with acme 0.3, which is not installed" in capfd.readouterr().err

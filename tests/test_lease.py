@@ -1,0 +1,119 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import attrs
+import pytest
+
+import forge_core.lease
+from forge_core.errors import ConfigError, LeaseLostError
+from forge_core.lease import FILE_NAME, Lease, refuse_if_held
+
+
+def _quiet(_):
+    raise AssertionError("nothing to report")
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Writes the lease of an attempt on another host."""
+    beats = iter(range(1000))
+
+    def write():
+        sign = {"attempt": "b" * 32, "host": "node7", "machine": "elsewhere", "process": 9, "started": "1", "job": "42"}
+        (tmp_path / FILE_NAME).write_text(json.dumps({**sign, "beat": next(beats)}))
+
+    return write
+
+
+def test_nothing_is_left_of_one_that_was_given_back(tmp_path):
+    Lease(tmp_path, _quiet).give_back()
+
+    assert list(tmp_path.iterdir()) == []
+    Lease(tmp_path, _quiet).give_back()
+
+
+def test_a_second_process_is_refused_and_told_who_is_training(tmp_path):
+    lease = Lease(tmp_path, _quiet)
+    code = "import sys, pathlib; from forge_core.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
+
+    second = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+
+    assert f"process {os.getpid()} on" in second.stderr
+    assert second.returncode != 0
+    lease.refuse_if_lost()
+    lease.give_back()
+
+
+def test_one_that_a_killed_process_left_is_taken_over_at_once(tmp_path):
+    take = "from forge_core.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
+    code = f"import os, sys, pathlib; {take}; os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60)
+    said = []
+
+    lease = Lease(tmp_path, said.append)
+
+    assert "taking over from process" in said[0]
+    lease.refuse_if_lost()
+    lease.give_back()
+
+
+def test_one_on_another_host_that_gives_signs_of_life_is_respected(tmp_path, foreign):
+    foreign()
+    done = threading.Event()
+
+    def beat():
+        while not done.wait(0.2):
+            foreign()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    with pytest.raises(ConfigError, match=r"process 9 on node7, job 42"):
+        refuse_if_held(tmp_path)
+    done.set()
+    beating.join()
+
+
+def test_one_on_another_host_that_is_silent_is_taken_over(tmp_path, foreign, monkeypatch):
+    monkeypatch.setattr(forge_core.lease, "SILENCE", 0.6)
+    foreign()
+
+    ended = refuse_if_held(tmp_path)
+    lease = Lease(tmp_path, lambda line: None, ended)
+
+    lease.refuse_if_lost()
+    lease.give_back()
+
+
+def test_one_that_was_taken_over_meanwhile_may_not_commit(tmp_path, foreign):
+    lease = Lease(tmp_path, _quiet)
+
+    foreign()
+
+    with pytest.raises(LeaseLostError, match="node7"):
+        lease.refuse_if_lost()
+    lease.give_back()
+    assert (tmp_path / FILE_NAME).exists(), "it is the other's now"
+
+
+def test_the_heartbeat_does_not_write_over_another_ones(tmp_path, foreign):
+    lease = Lease(tmp_path, _quiet)
+    foreign()
+    before = (tmp_path / FILE_NAME).read_text()
+
+    time.sleep(2.5)
+
+    assert (tmp_path / FILE_NAME).read_text() == before
+    lease.give_back()
+
+
+def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
+    lease = Lease(tmp_path, _quiet)
+    holder = lease._own
+    lease.give_back()
+
+    assert holder.is_running
+    assert not attrs.evolve(holder, started="1").is_running
