@@ -32,8 +32,9 @@ class Deadline:
         ends: dict[str, float] = {}
         if run.time_limit is not None:
             ends[f"run.time_limit = {run.time_limit!r}"] = started + seconds_of(run.time_limit)
-        if environment.get(SLURM_END, "").isdecimal():
-            ends["the end of the Slurm job"] = time.monotonic() + int(environment[SLURM_END]) - time.time()
+        slurm_end = environment.get(SLURM_END, "")
+        if slurm_end.isdecimal() and int(slurm_end) > time.time():  # else a shell has kept it from a job that is over
+            ends["the end of the Slurm job"] = time.monotonic() + int(slurm_end) - time.time()
         self._what = min(ends, key=lambda what: ends[what], default="")
         self._end = ends.get(self._what)
         if self._end is not None and self._seconds_left() <= 0:

@@ -60,7 +60,7 @@ REFERENCES = {
 def launcher(tmp_path_factory, saboteur_site):
     launcher = Launcher(tmp_path_factory.mktemp("anomalies"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(saboteur_site))
+        patch.setenv("PYTHONPATH", os.pathsep.join(saboteur_site), prepend=os.pathsep)
         launcher.launch(
             [
                 *(Work(name, ranks, settings) for name, (ranks, settings) in REFERENCES.items()),

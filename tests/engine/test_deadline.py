@@ -43,6 +43,12 @@ def test_without_an_end_nothing_is_asked_and_no_thread_is_started():
     assert wait_for_stop(Deadline(RunSection(), time.monotonic(), {}), 0.05) == ("", [])
 
 
+def test_the_end_of_a_slurm_job_that_is_over_means_nothing():
+    over = {SLURM_END: str(int(time.time()) - 10)}
+
+    assert wait_for_stop(Deadline(RunSection(), time.monotonic(), over), 0.05) == ("", [])
+
+
 def test_what_was_asked_before_stays():
     requests = Requests(stop="SIGTERM")
     with Deadline(RunSection(time_limit="1", stop_before_end=59.99), time.monotonic(), {}).watched(requests, str):

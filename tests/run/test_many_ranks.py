@@ -45,7 +45,7 @@ def free_port():
 def test_ranks_with_unequal_jobs_are_all_refused_with_the_keys_that_differ(tiny, start_ranks):
     ranks = start_ranks([["optimizer.lr=1e-3"], ["optimizer.lr=2e-3", "train.seed=7", "run.dir=elsewhere"]])
 
-    said = [rank.communicate(timeout=60) for rank in ranks]
+    said = [rank.communicate(timeout=180) for rank in ranks]
 
     assert [rank.returncode for rank in ranks] == [2, 2], said
     assert "optimizer.lr: 0.001 on rank 0; 0.002 on rank 1" in said[0][1]
@@ -82,7 +82,7 @@ def test_a_rank_that_finds_nobody_says_which_host_and_port_and_why(tiny):
 
 def run_rank(tiny, environment, *overrides):
     return subprocess.run(
-        tiny.command(*overrides), env={**tiny.environment(), **environment}, capture_output=True, text=True, timeout=60
+        tiny.command(*overrides), env={**tiny.environment(), **environment}, capture_output=True, text=True, timeout=180
     )
 
 
@@ -99,7 +99,7 @@ def test_slurm_says_who_is_which_rank(tiny):
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    said = [rank.communicate(timeout=180)[1] for rank in ranks]
 
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert losses(tiny.metrics("slurm")) == pytest.approx(losses(single), rel=1e-5)
