@@ -183,6 +183,8 @@ class Peers(Callback):
         """Ask until it is clear who is missing, for a few seconds at most; tell the others."""
         self._asks = True
         self._wake.set()
+        self._signed, self._allowed = time.monotonic(), SILENCE + 3 * BEAT  # this rank hangs no longer
+        self._watchdog.tell(self._step, self._allowed)
         watched = 0.0 if self._watching_since is None else time.monotonic() - self._watching_since
         deadline = time.monotonic() + max(1.5, SILENCE + 1.5 * BEAT - watched)
         while not (found := self._missing()) and time.monotonic() < deadline:

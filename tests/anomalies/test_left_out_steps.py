@@ -9,6 +9,8 @@ import torch
 from forge_core.checkpoint.store import open_checkpoint
 from parity_matrix.launch import Launcher, Work
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 DATA = [
     'data={name="numbered"}',
     "train.steps=8",
@@ -74,7 +76,8 @@ def launcher(tmp_path_factory, saboteur_site):
                 Work("back-reference", 1, [*DATA, *BACK, WITHOUT, "train.steps=13"]),
                 Work("back-of-two", 2, [*TWO, *BACK, *marked(18, 24), "metrics.interval=4"]),
                 Work("back-of-two-reference", 2, [*TWO, *BACK, WITHOUT]),
-            ]
+            ],
+            timeout=800,
         )
     return launcher
 
