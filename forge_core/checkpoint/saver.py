@@ -182,6 +182,8 @@ class Saver:
     def _begin(self, folder: Path, n_bytes: int) -> None:
         """On the first rank."""
         self._store.path.mkdir(parents=True, exist_ok=True)
+        for parent in self._store.path.parents[:2]:  # the run's and the runs' folder, which may be as new
+            flush(parent)
         shutil.rmtree(folder, ignore_errors=True)
         free = shutil.disk_usage(self._store.path).free
         if free < n_bytes:
