@@ -4,6 +4,8 @@ set -euo pipefail
 packages="slurmctld slurmd slurm-client slurm-wlm-basic-plugins libmunge2 libhwloc15 liblua5.1-0"
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
+exec 9>"$folder/.lock" && flock 9 # two test processes may want it at the same time
+[ ! -x "$folder/usr/sbin/slurmctld" ] || exit 0
 work=$(mktemp -d "$folder/.unpacking-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 cd "$work"
