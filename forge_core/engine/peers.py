@@ -246,14 +246,16 @@ class Peers(Callback):
             try:
                 self._say_where()
                 self._exchange_verdict()
-                if self._asks or time.monotonic() - self._signed > self._allowed / 2:
+                if self._asks or time.monotonic() - self._signed > self._allowed / 3:
                     self._look_around()
                 else:
                     self._watching_since = None
                 self._answered = time.monotonic()
-            except RuntimeError:  # of the store; `_missing` says so
+            except dist.DistNetworkError:  # the store's process has ended; `_missing` says so
+                return
+            except RuntimeError:  # it does not answer for now
                 pass
-            if self._ended.is_set():
+            if self._ended.is_set() or self._sentence:
                 return
             self._wake.wait(BEAT)
             self._wake.clear()

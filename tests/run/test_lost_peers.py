@@ -176,8 +176,12 @@ class Stuck(Callback):
                     (run.run_dir / "died").touch()
                     os.kill(os.getpid(), 9)
                 return
+            if self.how == "sleeps":
+                time.sleep(1000)
             # a PyDLL's functions are called with the interpreter locked: no thread of Python moves any more
-            (time.sleep if self.how == "sleeps" else ctypes.PyDLL(None).sleep)(1000)
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 """
 PLUGIN = """
 from forge_core.api import Component, hookimpl

@@ -44,6 +44,13 @@ COMMANDS = """
     def forge_commands():
         yield Command(name="flatten", summary="flatten", run="acme.flat:flat")
 """
+DOCTOR = """
+    from forge_core.api import Check, hookimpl
+
+    @hookimpl
+    def forge_checks():
+        yield Check(name="flat", summary="flat", run="acme.flat:flat")
+"""
 METADATA = "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nRequires-Dist: forge-core>=0.1\n"
 
 
@@ -77,6 +84,7 @@ def acme(make_distribution):
 
 CHECKS = sorted(name for name in vars(PluginConformance) if name.startswith("test_"))
 FAULTS = [
+    ({"plugin": DOCTOR, "flat": "flat = 3"}, "test_checks_are_functions", "acme.flat:flat must be a function, got 3"),
     ({"plugin": "import nowhere"}, "test_loads", "acme 1.0 is broken: ModuleNotFoundError"),
     ({"plugin": "import forge_core.api"}, "test_loads", "acme 1.0 registers nothing"),
     (
