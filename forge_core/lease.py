@@ -57,11 +57,11 @@ Sign = tuple[Holder, int]
 
 
 class Lease:
-    """Held by the first rank from before the first checkpoint is read until the run ends.
+    """Held by the first rank from before the run's directory is first written to until the run ends.
 
-    A lease is a file that its holder writes to every second; a holder that a file system or a debugger has stopped for
-    longer than that may lose it, and must look before it commits. Clocks of different hosts are not compared: a second
-    attempt watches whether the sign of life changes.
+    A lease is a file that its holder writes to every second. A holder that a file system or a debugger has stopped may
+    lose it, and must look before it commits; once lost it does not come back, also not when the one who took it has
+    ended. Clocks of different hosts are not compared: a second attempt watches whether the sign of life changes.
 
     Args:
         report: told whose lease has been taken over.
@@ -77,7 +77,7 @@ class Lease:
             uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), _scheduler_job()
         )
         self._ended = threading.Event()
-        self._taken_by: Holder | None = None
+        self._is_lost = False
         self._take(report, ended)
         self._thread = threading.Thread(target=self._beat, name="forge-lease", daemon=True)
         self._thread.start()
@@ -92,20 +92,19 @@ class Lease:
         Raises:
             LeaseLostError: another attempt has taken the run over.
         """
-        holder = _read(self._path)
-        if self._taken_by is not None or (holder is not None and holder[0] != self._own):
-            taken_by = self._taken_by or (holder[0] if holder else None)
+        if not self._is_held():
+            found = _read(self._path)
+            who = f"another attempt ({found[0]})" if found else "another attempt, which has ended since,"
             raise LeaseLostError(
-                f"another attempt ({taken_by}) has taken over {self._path.parent}, as this one had not given a sign of "
-                f"life for {SILENCE:.0f} s; nothing more is written here"
+                f"{who} has taken over {self._path.parent}, as this one had not given a sign of life for "
+                f"{SILENCE:.0f} s; nothing more is written here"
             )
 
     def give_back(self) -> None:
         """Called when the run ends; what a killed process leaves is found out by the next one."""
         self._ended.set()
         self._thread.join()
-        holder = _read(self._path)
-        if holder is not None and holder[0] == self._own:
+        if self._is_held():
             self._path.unlink(missing_ok=True)
 
     def _take(self, report: Callable[[str], None], ended: Sign | None) -> None:
@@ -130,13 +129,17 @@ class Lease:
         while not self._ended.wait(BEAT):
             count += 1
             try:
-                holder = _read(self._path)
-                if holder is not None and holder[0] != self._own:
-                    self._taken_by = holder[0]
+                if not self._is_held():
                     return
                 _write(self._path, self._sign(count))
             except OSError:
                 continue  # a full or absent disk is the saver's to report; the next beat may succeed
+
+    def _is_held(self) -> bool:
+        """A file that is gone has been taken, and given back by whoever took it."""
+        found = _read(self._path)
+        self._is_lost |= found is None or found[0] != self._own
+        return not self._is_lost
 
     def _sign(self, count: int) -> str:
         return json.dumps({**attrs.asdict(self._own), "beat": count})
@@ -149,10 +152,13 @@ def refuse_if_held(run_directory: Path) -> Sign | None:
         The last sign of life of a holder that has ended, if there is one.
 
     Raises:
-        ConfigError: somebody is.
+        ConfigError: somebody is, or there is no telling.
     """
     path = run_directory / FILE_NAME
-    found = _read(path)
+    try:
+        found = _read(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read, which says who trains there: {error.strerror}") from error
     if found is not None:
         _refuse_if_alive(path, found)
     return found

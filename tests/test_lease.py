@@ -99,6 +99,26 @@ def test_one_that_was_taken_over_meanwhile_may_not_commit(tmp_path, foreign):
     assert (tmp_path / FILE_NAME).exists(), "it is the other's now"
 
 
+def test_one_that_another_attempt_has_taken_over_and_given_back_is_lost_all_the_same(tmp_path):
+    """A process that was stopped for hours: the run has long been finished by another one."""
+    lease = Lease(tmp_path, _quiet)
+
+    (tmp_path / FILE_NAME).unlink()
+
+    with pytest.raises(LeaseLostError, match="which has ended since, has taken over"):
+        lease.refuse_if_lost()
+    time.sleep(2.5)
+    assert not (tmp_path / FILE_NAME).exists(), "its heartbeat must not take the run back"
+    lease.give_back()
+
+
+def test_one_that_cannot_be_read_is_refused_with_a_sentence(tmp_path):
+    (tmp_path / FILE_NAME).mkdir()
+
+    with pytest.raises(ConfigError, match=r"lease\.json cannot be read"):
+        refuse_if_held(tmp_path)
+
+
 def test_the_heartbeat_does_not_write_over_another_ones(tmp_path, foreign):
     lease = Lease(tmp_path, _quiet)
     foreign()
