@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from forge_core import errors
 from forge_core.errors import ExitCode, ForgeError
 
 T = TypeVar("T")
@@ -19,7 +20,8 @@ def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
         group: over which they tell each other; it has all ranks.
 
     Raises:
-        ForgeError: on the first rank, with what each rank had to say; on the others with an empty message.
+        ForgeError: on the first rank, with what each rank had to say; on the others with an empty message. If it is one
+            of the core's errors, it is of the same class on all ranks: what follows from it is decided alike.
     """
     error: ForgeError | None = None
     done: list[T] = []
@@ -33,12 +35,15 @@ def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
         error = ForgeError(f"{type(caught).__name__}: {caught}")
         error.__cause__ = caught
     if dist.get_world_size() > 1:
-        said: list[tuple[str, ExitCode] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else (str(error), error.exit_code), group=group)
+        said: list[tuple[str, ExitCode, str] | None] = [None] * dist.get_world_size()
+        own = None if error is None else (str(error), error.exit_code, type(error).__name__)
+        dist.all_gather_object(said, own, group=group)
         failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
         if failed:
-            joined = ForgeError("" if dist.get_rank() else _joined([(rank, message) for rank, message, _ in failed]))
-            joined.exit_code = failed[0][2]
+            _, _, code, name = failed[0]
+            kind: type[ForgeError] = getattr(errors, name, ForgeError)
+            joined = kind("" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed]))
+            joined.exit_code = code
             raise joined from error
     if error is not None:
         raise error
