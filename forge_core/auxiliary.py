@@ -6,21 +6,26 @@ checkpointing, and they are reported apart from the task loss.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
 
-Place = Literal["stream", "read"]
-"""Where a value is computed from: the residual stream (what blocks, embeddings and ``row`` layers give), or what layers
-cut by output read (what a norm gives). Under tensor parallelism each rank has its share of the positions of the first,
-or a copy; of the second it has a copy, whose gradient is the sum over ranks."""
+from forge_core.accumulation import unchanged
+
+Place = Literal["stream", "read", "head"]
+"""Where a value is computed from: the residual stream (what blocks, embeddings and ``row`` layers give), what layers
+cut by output read (what a norm gives), or what the head gives. Under tensor parallelism each rank has its share of the
+positions of the first, or a copy; of the second it has a copy, whose gradient is the sum over ranks; of the third too,
+but it goes on with the gradient of its own part of the vocabulary, as after the task loss."""
 
 
 class AuxiliaryLedger:
-    """What the engine owns: the factor by which all losses of a step are multiplied, and the sums so far."""
+    """What the engine owns: the factors by which all losses of a step are multiplied, and the sums so far."""
 
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
+        self._own_scales: Mapping[str, torch.Tensor] = {}
         self._readers = 1
         self._sums: dict[tuple[str, Place], torch.Tensor] = {}
         self._stream_is_shared_out = False
@@ -33,30 +38,39 @@ class AuxiliaryLedger:
         """Said by the pass that gives each rank along ``tp`` its share of the positions of the residual stream."""
         self._stream_is_shared_out = True
 
-    def start_step(self, scale: torch.Tensor, readers: int = 1) -> None:
+    def start_step(
+        self, scale: torch.Tensor, readers: int = 1, own_scales: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Forget the last step.
 
         Args:
             scale: scalar on the device, 1 / valid tokens of the step over all ranks.
             readers: ranks along ``tp``, which all compute what is computed from the place ``"read"``.
+            own_scales: the same for losses, by name, that are means over other tokens.
         """
         self._scale = scale
+        self._own_scales = own_scales or {}
         self._readers = readers
         self._sums.clear()
 
-    def scale_for(self, activation: torch.Tensor) -> torch.Tensor:
+    def scale_for(self, name: str, value: torch.Tensor) -> torch.Tensor:
         if self._scale is None:
-            return torch.ones((), device=activation.device)
-        return self._scale
+            return torch.ones((), device=value.device)
+        return self._own_scales.get(name, self._scale)
 
-    def gradient_for(self, value: torch.Tensor, place: Place) -> torch.Tensor:
+    def gradient_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
         """What backward begins with at ``value``, in its dtype; a tensor of its own."""
-        return (self.scale_for(value) / (self._readers if place == "read" else 1)).to(value.dtype)
+        return (self.scale_for(name, value) / (self._readers if place == "read" else 1)).to(value.dtype)
 
     def add(self, name: str, place: Place, value: torch.Tensor) -> None:
         """Backward runs once for each forward that counts, also where activations are computed twice."""
         key = (name, place)
         self._sums[key] = self._sums[key] + value if key in self._sums else value
+
+    def sums(self) -> list[torch.Tensor]:
+        """What this rank has added up in this step, in the same order on all that have this part of the model, to be
+        summed further in place."""
+        return [self._sums[key] for key in sorted(self._sums)]
 
     def means(self) -> dict[str, torch.Tensor]:
         """This rank's part of each auxiliary loss a valid token, detached device scalars; their sum over all ranks is
@@ -64,7 +78,7 @@ class AuxiliaryLedger:
         means: dict[str, torch.Tensor] = {}
         for (name, place), value in self._sums.items():
             copies = 1 if place == "stream" and self._stream_is_shared_out else self._readers
-            share = value * self.scale_for(value) / copies
+            share = value * self.scale_for(name, value) / copies
             means[name] = means[name] + share if name in means else share
         return means
 
@@ -80,10 +94,11 @@ def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: s
         activation: any tensor on the way to the task loss.
         value: scalar fp32, already multiplied by its coefficient, **summed** over the tokens it covers, as a loss'
             total is: the engine divides both by the step's number of valid tokens, so that the gradient does not depend
-            on how the step is cut into microbatches and ranks.
+            on how the step is cut into microbatches and ranks. A model may have it divided by another number
+            (``MultiTokenModel.count_targets``).
         name: under which the mean is reported, such as ``"load_balance"``.
         place: where ``value`` was computed from. ``"read"``: from what a norm gives, as a router's are. ``"stream"``:
-            from the residual stream, as a penalty on what a layer gives back is.
+            from the residual stream, as a penalty on what a layer gives back is. ``"head"``: by a loss from the head.
     """
     if not (activation.requires_grad and value.requires_grad and torch.is_grad_enabled()):
         return activation
@@ -96,7 +111,7 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, activation: torch.Tensor, value: torch.Tensor, name: str, place: str) -> torch.Tensor:
         ctx.save_for_backward(value)
         ctx.name, ctx.place = name, place
-        return activation.view_as(activation)
+        return unchanged(activation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -109,7 +124,7 @@ class _Attach(torch.autograd.Function):
 @torch.library.custom_op("forge::record_auxiliary_loss", mutates_args=())
 def _record(value: torch.Tensor, name: str, place: str) -> torch.Tensor:
     LEDGER.add(name, cast("Place", place), value.detach().clone())
-    return LEDGER.gradient_for(value, cast("Place", place))
+    return LEDGER.gradient_for(name, value, cast("Place", place))
 
 
 @_record.register_fake

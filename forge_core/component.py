@@ -231,6 +231,9 @@ class Use:
     factory: str
     config: Any
     """An instance of the component's config class."""
+    written: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
+    """Keys of the config that were written otherwise, with what was written: ``{"feed_forward.n_experts":
+    "num_experts"}``. From the config class's ``expand``; messages are about what was written."""
 
     @property
     def qualified_name(self) -> str:

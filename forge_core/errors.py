@@ -61,3 +61,7 @@ class LeaseLostError(ForgeError):
 
 class SaveError(ForgeError):
     """A checkpoint could not be written; those before it are as they were."""
+
+
+class MirrorError(ForgeError):
+    """The mirror of a run's checkpoints cannot be reached, read or written. Starting again later may help."""

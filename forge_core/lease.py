@@ -21,6 +21,8 @@ BEAT = 1.0
 """Seconds between signs of life."""
 SILENCE = 10.0
 """Seconds without one after which the holder is taken for dead, if its process cannot be looked at."""
+SHOWS_AFTER = 60.0
+"""Seconds after which a new file is seen on every host: on NFS, what a folder holds may be remembered for a minute."""
 
 
 @attrs.frozen
@@ -143,6 +145,24 @@ class Lease:
 
     def _sign(self, count: int) -> str:
         return json.dumps({**attrs.asdict(self._own), "beat": count})
+
+
+def refuse_unless_shared(run_directory: Path, attempt: str) -> None:
+    """Called on every rank once the first one holds the lease.
+
+    Raises:
+        ConfigError: this rank does not see the directory that the first one writes to.
+    """
+    deadline = time.monotonic() + SHOWS_AFTER
+    path = run_directory / FILE_NAME
+    while (found := _read(path)) is None or found[0].attempt != attempt:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"run.dir: {socket.gethostname()} does not see {path}, which the first rank has written. All ranks "
+                "write to the run's directory, so it has to be on a file system that all nodes share; disks of their "
+                "own will do for a single node, with checkpoint.mirror."
+            )
+        time.sleep(0.2)
 
 
 def refuse_if_held(run_directory: Path) -> Sign | None:

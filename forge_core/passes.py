@@ -110,11 +110,11 @@ def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int
             f"({spelled}); start such a number of processes or change a degree"
         )
     degrees = {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
-    lenders = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    lenders = degrees["dp_shard"] * degrees["cp"]
     if lenders % parallel.ep:
         raise ConfigError(
             f"parallel.ep = {parallel.ep} must divide the {lenders} ranks that it borrows "
-            f"(dp_shard {degrees['dp_shard']} × cp {degrees['cp']} × tp {degrees['tp']})"
+            f"(dp_shard {degrees['dp_shard']} × cp {degrees['cp']})"
         )
     return degrees
 

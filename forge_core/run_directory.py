@@ -38,6 +38,13 @@ class RunDirectory:
         self._said_before: list[str] = []
         self._complained = False
 
+    def last_job(self) -> str | None:
+        """The text of ``job_file``, if there is one."""
+        try:
+            return self.job_file.read_text()
+        except (OSError, ValueError):
+            return None
+
     def refuse_if_unwritable(self) -> None:
         """Check without writing anything.
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -36,6 +39,7 @@ PAGES = [
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted(ROOT.glob("plugins/*/README.md")),
+    *sorted(ROOT.glob("forge_plugins_*/README.md")),
 ]
 
 BASE = """
@@ -208,7 +212,7 @@ def run_python(packages_of_pages):
         path = os.pathsep.join([*sources, str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
         )
 
     return run
@@ -242,6 +246,38 @@ def test_the_afternoon_ends_with_a_run(run_python, packages_of_pages, page):
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = (folder / "runs" / "example" / "metrics.jsonl").read_text().splitlines()
     assert metrics[-1].startswith('{"step": 30,')
+
+
+def layouts(page: Path) -> list[str]:
+    """The runs that the page shows as the same training on several ranks."""
+    return re.findall(r"^\$ forge (run example.toml .*--run.name=.*)$", page.read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_router_of_the_afternoon_trains_the_same_in_every_layout(run_python, packages_of_pages):
+    page = DOCS / "write-a-router.md"
+    folder = packages_of_pages / "biased-topk"
+    alone = "run example.toml --run.name=alone"
+    without_others = 'plugins.disable=["two-passes"]'  # which another page makes, and has a pipeline too
+
+    curves = {}
+    for command in (alone, *layouts(page)):
+        words = [*shlex.split(command, comments=True), without_others]
+        done = run_python("-m", "forge_core", *words, folder=folder)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        (name,) = (word.removeprefix("--run.name=") for word in words if word.startswith("--run.name="))
+        curves[command] = losses(folder / "runs" / name)
+
+    assert len(curves) == 7
+    assert len(curves[alone]) == 30
+    for command, curve in curves.items():
+        assert curve == pytest.approx(curves[alone], rel=1e-4), command
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +344,28 @@ def test_the_page_on_architecture_has_the_phases_in_their_order():
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
 
     assert re.findall(r"^\| \*\*(\w+)\*\*", page, re.M) == list(PHASES)
+
+
+@pytest.mark.parametrize("notebook", sorted(DOCS.glob("notebooks/*.ipynb")), ids=lambda path: path.name)
+def test_notebooks_run(tmp_path, notebook):
+    """In a copy; the outputs that a notebook is kept with are of the same kinds."""
+    folder = Path(shutil.copytree(notebook.parent, tmp_path / "notebooks"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    done = subprocess.run(
+        [sys.executable, "execute.py", notebook.name], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+    kept, executed = (shown(path) for path in (notebook, folder / notebook.name))
+    assert any("image/svg+xml" in kinds for kinds in executed)
+    assert kept == executed
+
+
+def shown(notebook: Path) -> list[list[str]]:
+    """What each cell shows, in kinds."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return [[kind for output in cell.get("outputs", []) for kind in output.get("data", ["text"])] for cell in cells]
 
 
 # -- links and paths

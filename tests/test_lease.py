@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 import forge_core.lease
 from forge_core.errors import ConfigError, LeaseLostError
-from forge_core.lease import FILE_NAME, Lease, refuse_if_held
+from forge_core.lease import FILE_NAME, Lease, refuse_if_held, refuse_unless_shared
 
 
 def _quiet(_):
@@ -137,3 +138,25 @@ def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
 
     assert holder.is_running
     assert not attrs.evolve(holder, started="1").is_running
+
+
+def test_a_rank_that_does_not_see_the_directory_of_the_first_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("forge_core.lease.SHOWS_AFTER", 0.3)
+    lease = Lease(tmp_path / "shared", _quiet)
+
+    refuse_unless_shared(tmp_path / "shared", lease.attempt)
+    for elsewhere in (tmp_path / "own", tmp_path / "shared"):
+        with pytest.raises(ConfigError, match=r"run\.dir: .* does not see .* a file system that all nodes share"):
+            refuse_unless_shared(elsewhere, lease.attempt if elsewhere.name == "own" else "of an earlier start")
+    lease.give_back()
+
+
+def test_a_rank_that_sees_it_late_waits(tmp_path):
+    """As over NFS."""
+    lease = Lease(tmp_path / "far", _quiet)
+    late = threading.Timer(0.5, lambda: shutil.copytree(tmp_path / "far", tmp_path / "near"))
+    late.start()
+
+    refuse_unless_shared(tmp_path / "near", lease.attempt)
+    late.join()
+    lease.give_back()

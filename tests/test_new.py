@@ -16,7 +16,7 @@ from forge_core.hookspecs import CORE_KINDS
 from forge_core.scaffold.package import HOOKS, write_package
 
 KINDS = [*(kind.name for kind in CORE_KINDS), "command"]
-WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("feed_forward", "router", "data_source", "tokenizer", "command")]
+WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("feed_forward", "data_source", "tokenizer", "command")]
 
 
 def name_of(kind: str) -> str:

@@ -236,7 +236,7 @@ def test_a_pass_named_twice_is_refused():
         ({}, 8, [1, 1, 8, 1, 1]),
         ({"tp": 2, "pp": 2}, 8, [2, 1, 2, 1, 2]),
         ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, 8, [1, 2, 2, 2, 1]),
-        ({"ep": 8, "tp": 2}, 8, [1, 1, 4, 1, 2]),
+        ({"ep": 4, "tp": 2}, 8, [1, 1, 4, 1, 2]),
     ],
 )
 def test_degrees_fill_the_world(degrees, world_size, expected):
@@ -253,7 +253,7 @@ def test_degrees_fill_the_world(degrees, world_size, expected):
         ({"tp": 2}, 1, "1 ranks cannot be divided"),
         ({"dp_shard": 2, "tp": 2}, 8, "the degrees ask for 4 ranks (dp_shard 2 × tp 2), and there are 8; start 4"),
         ({"dp_shard": 1}, 2, "the degrees ask for 1 ranks (all axes 1), and there are 2"),
-        ({"ep": 3}, 4, "parallel.ep = 3 must divide the 4 ranks that it borrows (dp_shard 4 × cp 1 × tp 1)"),
+        ({"ep": 3}, 4, "parallel.ep = 3 must divide the 4 ranks that it borrows (dp_shard 4 × cp 1)"),
     ],
 )
 def test_degrees_that_do_not_fit_are_explained(degrees, world_size, sentence):

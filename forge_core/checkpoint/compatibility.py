@@ -36,13 +36,15 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
 
 def plugins_missing(versions: Mapping[str, str]) -> list[str]:
     """Of those that a manifest names, the distributions that are not installed here, with the version it was."""
-    missing = []
-    for name, number in versions.items():
-        try:
-            version(name)
-        except PackageNotFoundError:
-            missing.append(f"{name} {number}")
-    return missing
+    return [f"{name} {number}" for name, number in versions.items() if installed(name) is None]
+
+
+def installed(distribution: str) -> str | None:
+    """Its version here."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _is_within(key: str, section: str) -> bool:

@@ -84,9 +84,16 @@ def read_manifest(folder: Path) -> Manifest:
     if file.is_symlink():
         raise DamagedError(f"{FILE_NAME} is not a file of its own")
     try:
-        body = json.loads(file.read_text())
+        text = file.read_bytes()
     except OSError as error:
         raise DamagedError(f"{FILE_NAME} cannot be read ({error.strerror})") from error
+    return parse_manifest(text)
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """What ``write_manifest`` has written. Raises as ``read_manifest`` does."""
+    try:
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{FILE_NAME} is not a manifest") from error
     if not isinstance(body, dict) or "format" not in body:
@@ -150,6 +157,16 @@ def describe_file(file: Path) -> dict[str, Any]:
             digest.update(block)
             size += len(block)
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def as_size(n_bytes: int) -> str:
+    """Bytes as people write them, ``"1.5 GiB"``."""
+    size, unit = float(n_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _own_digest(body: Mapping[str, Any]) -> str:

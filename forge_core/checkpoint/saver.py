@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.durable import flush, flush_tree, write_durably
-from forge_core.checkpoint.manifest import Manifest, describe_files, write_manifest
+from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.engine.ranks import on_all_ranks
 from forge_core.errors import ForgeError, SaveError
@@ -84,6 +85,9 @@ class Saver:
         self._background = background
         self._may_commit = may_commit
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=GROUP)
+        attempt = [uuid.uuid4().hex[:12]]
+        dist.broadcast_object_list(attempt, src=0, group=self._group)
+        self._attempt = attempt[0]
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -157,7 +161,7 @@ class Saver:
         self._outcome = Saved(snapshot.step, path, error, seconds, seconds if blocked is None else blocked)
 
     def _write_and_commit(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> None:
-        folder = self._store.unfinished_folder(snapshot.step)
+        folder = self._store.unfinished_folder(snapshot.step, self._attempt)
         first = dist.get_rank() == 0
         n_bytes = self._bytes_to_write(snapshot)
         try:
@@ -188,7 +192,7 @@ class Saver:
         free = shutil.disk_usage(self._store.path).free
         if free < n_bytes:
             raise SaveError(
-                f"{self._store.path} has {_size(free)} free, and the checkpoint needs {_size(n_bytes)}; make room"
+                f"{self._store.path} has {as_size(free)} free, and the checkpoint needs {as_size(n_bytes)}; make room"
             )
         folder.mkdir()
 
@@ -235,11 +239,7 @@ def _cannot_write(path: Path, cause: BaseException, n_bytes: int) -> str:
     """What went wrong where, what is needed and how full the disk is: neither torch nor the system names all of it."""
     why = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
     try:
-        free = f", and {_size(shutil.disk_usage(path).free)} are free"
+        free = f", and {as_size(shutil.disk_usage(path).free)} are free"
     except OSError:
         free = ""
-    return f"cannot write to {path}: {why}; the checkpoint needs {_size(n_bytes)}{free}"
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:,.1f} MiB"
+    return f"cannot write to {path}: {why}; the checkpoint needs {as_size(n_bytes)}{free}"

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -24,6 +24,9 @@ from forge_core.checkpoint.manifest import (
 )
 from forge_core.checkpoint.reading import read_tensors, saved_tensors
 from forge_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_core.checkpoint.fetching import Fetching
 
 
 @attrs.frozen
@@ -79,18 +82,24 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The folder ``checkpoints/`` of a run. Which one is the newest is found by looking, never noted down."""
+    """The folder ``checkpoints/`` of a run. Which one is the newest is found by looking, never noted down.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        fetching: brings those that are not here, or are damaged here, from a mirror when they are asked for.
+    """
+
+    def __init__(self, path: Path, fetching: Fetching | None = None) -> None:
         self.path = path
+        self._fetching = fetching
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step lies once it is committed."""
         return self.path / f"step_{step:08d}"
 
-    def unfinished_folder(self, step: int) -> Path:
-        """Where it is written."""
-        return self.path / f".{self.folder(step).name}.partial"
+    def unfinished_folder(self, step: int, attempt: str) -> Path:
+        """Where it is written, by one attempt at the run: another one that had been stopped and goes on does not get
+        in its way."""
+        return self.path / f".{self.folder(step).name}.{attempt}.partial"
 
     def steps(self) -> list[int]:
         """Of all committed checkpoints, damaged or not, in ascending order."""
@@ -109,11 +118,14 @@ class CheckpointStore:
                 version of Forge has written one: what it has done since would be done again.
         """
         problems = []
-        for step in reversed([step for step in _of_first_rank(self.steps()) if before is None or step < before]):
-            problem = whole_problem(self.folder(step))
+        here = _of_first_rank(self.steps())
+        far = self._fetching.steps(here, report) if self._fetching else []
+        for step in sorted({*here, *far}, reverse=True):
+            if before is not None and step >= before:
+                continue
+            problem = self._problem(step, here, far, report)
             if problem is None:
                 return Checkpoint(self.folder(step), read_manifest(self.folder(step)))
-            _refuse_newer(self.folder(step))
             problems.append(f"checkpoint {self.folder(step).name} cannot be used: {problem}")
             report(f"{problems[-1]}; trying the one before it")
         if problems:
@@ -124,21 +136,48 @@ class CheckpointStore:
             )
         return None
 
-    def at(self, step: int) -> Checkpoint:
+    def at(self, step: int, report: Callable[[str], None]) -> Checkpoint:
         """The checkpoint of a step.
 
         Raises:
             ConfigError: there is none, or it is damaged.
         """
-        steps = _of_first_rank(self.steps())
-        if step not in steps:
-            raise ConfigError(f"{self.path} has no checkpoint of step {step}; there are {_listed(steps)}")
-        return open_checkpoint(self.folder(step))
+        here = _of_first_rank(self.steps())
+        far = self._fetching.steps(here, report) if self._fetching else []
+        if step not in here and step not in far:
+            there = _listed(sorted({*here, *far}))
+            raise ConfigError(f"{self.path} has no checkpoint of step {step}; there are {there}")
+        if problem := self._problem(step, here, far, report):
+            raise ConfigError(f"checkpoint {self.folder(step)} cannot be used: {problem}")
+        return Checkpoint(self.folder(step).resolve(), read_manifest(self.folder(step)))
+
+    def _problem(self, step: int, here: Sequence[int], far: Sequence[int], report: Callable[[str], None]) -> str | None:
+        """What is wrong with a checkpoint, having been fetched if it is not here and whole; or ``None``."""
+        folder = self.folder(step)
+        problem = None
+        if step in here:
+            problem = whole_problem(folder)
+            if problem is None:
+                return None
+            _refuse_newer(folder)
+            if step not in far:
+                return problem
+            problem += "; "
+        assert self._fetching is not None, "steps that are far are known from it"
+        source = self._fetching.mirror.url
+        report(f"{folder.name}: {problem or 'not here; '}fetching it from {source}")
+        wrong_there = self._fetching.fetch(
+            step, lambda own: self.unfinished_folder(step, own), lambda fetched: self.commit(fetched, step)
+        )
+        if wrong_there is not None:
+            return f"{problem or ''}at {source}, {wrong_there}"
+        return whole_problem(folder)
 
     def commit(self, unfinished: Path, step: int) -> None:
         """Give a written checkpoint its name. Called on the first rank, with everything flushed; once this returns, a
         power cut cannot take it back."""
         final = self.folder(step)
+        unfinished.stat()  # gone if another attempt has taken over since the lease was looked at; then `final` is its
         if final.exists():  # damaged, or it would have been resumed from
             self._put_aside(final)
         unfinished.rename(final)

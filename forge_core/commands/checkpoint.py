@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +12,23 @@ import attrs
 import click
 
 from forge_core.catalog import Catalog
-from forge_core.checkpoint.manifest import DamagedError, Manifest, read_manifest, visible_damage
+from forge_core.checkpoint.compatibility import installed
+from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
 from forge_core.checkpoint.schedule import reasons_to_keep, superfluous
 from forge_core.config.converter import structure
 from forge_core.config.diff import differences
+from forge_core.config.mirror_url import mirror_problem, url_of_run
 from forge_core.config.problems import InvalidError
 from forge_core.config.sections import CheckpointSection
-from forge_core.errors import ConfigError, ExitCode
+from forge_core.errors import ConfigError, ExitCode, MirrorError
 from forge_core.lease import Lease
 
 if TYPE_CHECKING:
+    from forge_core.checkpoint.mirror import Mirror
     from forge_core.checkpoint.store import CheckpointStore
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
+_PATH_OR_URL = click.argument("path")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -35,27 +38,39 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@_PATH
+@_PATH_OR_URL
 @_JSON
-def list_checkpoints(path: Path, as_json: bool) -> None:
-    """List the checkpoints of the run in PATH, from the oldest.
+def list_checkpoints(path: str, as_json: bool) -> None:
+    """List the checkpoints of the run in PATH, from the oldest, and those at its checkpoint.mirror; or of the run in a
+    mirror's URL.
 
     A checkpoint is whole as far as the names and sizes of its files tell; `forge checkpoint verify` reads them.
     """
-    run = _Run(path)
-    found = [_look(run.store.folder(step)) for step in run.store.steps()]
-    whole = [(one.step, one.metrics) for one in found if isinstance(one, Manifest)]
-    reasons = reasons_to_keep(whole, run.section)
+    here: dict[int, Manifest | str] = {}
+    folders: dict[int, str] = {}
+    if _is_url(path):
+        mirror: Mirror | None = _mirror(path)
+        section = CheckpointSection()
+    else:
+        run = _Run(Path(path), may_be_elsewhere=True)
+        mirror, section = run.mirror, run.section
+        for step in run.store.steps():
+            here[step], folders[step] = _look(run.store.folder(step)), str(run.store.folder(step))
+    there = _look_there(mirror, must_answer=_is_url(path)) if mirror else {}
+    reasons = reasons_to_keep([(step, one.metrics) for step, one in here.items() if isinstance(one, Manifest)], section)
     rows = []
-    for step, one in zip(run.store.steps(), found, strict=True):
-        row: dict[str, Any] = {"step": step, "path": str(run.store.folder(step))}
+    for step in sorted({*here, *there}):
+        one = here.get(step, there.get(step))
+        row: dict[str, Any] = {"step": step, "path": folders.get(step)}
         if isinstance(one, Manifest):
             row |= {"written": one.written, "bytes": one.n_bytes, "tokens": one.tokens, "mesh": dict(one.mesh)}
-            row |= {"metrics": dict(one.metrics), "damage": None, "kept_by": reasons[step]}
+            row |= {"metrics": dict(one.metrics), "damage": None, "kept_by": reasons.get(step)}
         else:
             row["damage"] = one
+        if mirror is not None:
+            row["mirror"] = "whole" if isinstance(there.get(step), Manifest) else there.get(step)
         rows.append(row)
-    click.echo(_as_json(rows) if as_json else _table(rows) if rows else f"{run.path} has no checkpoints")
+    click.echo(_as_json(rows) if as_json else _table(rows) if rows else f"{path} has no checkpoints")
 
 
 @checkpoint.command()
@@ -78,35 +93,50 @@ def show(path: Path, as_json: bool) -> None:
         "metrics": dict(found.manifest.metrics),
         "tensors": tensors,
         "state": _state_by_namespace(found.state()),
-        "versions": {name: {"then": then, "now": _installed(name)} for name, then in found.manifest.versions.items()},
+        "versions": {name: {"then": then, "now": installed(name)} for name, then in found.manifest.versions.items()},
         "changed_since": _changed_since(found.path),
     }
     click.echo(_as_json(facts) if as_json else "\n".join(_described(facts)))
 
 
 @checkpoint.command()
-@_PATH
+@_PATH_OR_URL
+@click.option("--mirror", "with_mirror", is_flag=True, help="Read those at the run's checkpoint.mirror, too.")
 @click.pass_context
-def verify(ctx: click.Context, path: Path) -> None:
-    """Read every bit of the checkpoint in PATH, or of all those of the run in PATH.
+def verify(ctx: click.Context, path: str, with_mirror: bool) -> None:
+    """Read every bit of the checkpoint in PATH, or of all those of the run in PATH, or in a mirror's URL.
 
     Exit codes: 0 all are whole, 2 one is damaged; what is wrong with it names the file.
     """
+    are_whole = []
+    for name, problem in _problems(path, with_mirror):
+        click.echo(f"{name}: {problem or 'whole'}")
+        are_whole.append(problem is None)
+    if not are_whole:
+        raise ConfigError(f"{path} has no checkpoints")
+    ctx.exit(ExitCode.COMPLETED if all(are_whole) else ExitCode.INVALID)
+
+
+def _problems(path: str, with_mirror: bool) -> Iterator[tuple[str, str | None]]:
     from forge_core.checkpoint.store import whole_problem
 
-    if _is_checkpoint(path):
-        folders = [path.resolve()]
+    mirror: Mirror | None = None
+    if _is_url(path):
+        mirror = _mirror(path)
+    elif _is_checkpoint(Path(path)):
+        if with_mirror:
+            raise ConfigError(f"--mirror: {path} is one checkpoint; give the directory of its run")
+        yield str(Path(path).resolve()), whole_problem(Path(path).resolve())
     else:
-        run = _Run(path)
-        folders = [run.store.folder(step) for step in run.store.steps()]
-        if not folders:
-            raise ConfigError(f"{run.path} has no checkpoints")
-    problems = []
-    for folder in folders:
-        problem = whole_problem(folder)
-        click.echo(f"{folder}: {problem or 'whole'}")
-        problems += [problem] if problem else []
-    ctx.exit(ExitCode.INVALID if problems else ExitCode.COMPLETED)
+        run = _Run(Path(path), may_be_elsewhere=with_mirror)
+        if with_mirror and run.mirror is None:
+            raise ConfigError(f"--mirror: {run.path / 'job.toml'} has no checkpoint.mirror")
+        mirror = run.mirror if with_mirror else None
+        for step in run.store.steps():
+            yield str(run.store.folder(step)), whole_problem(run.store.folder(step))
+    for step in mirror.checkpoints() if mirror else ():
+        assert mirror is not None
+        yield f"{mirror.url}: step {step}", mirror.problem(step)
 
 
 @checkpoint.command()
@@ -119,6 +149,8 @@ def prune(path: Path, keep_last: int | None, dry_run: bool) -> None:
     The newest one always stays, and damaged ones are not touched. Nothing is removed while the run trains.
     """
     run = _Run(path)
+    if run.is_mirror:
+        raise ConfigError(f"{path} is the mirror of a run, which prunes it as checkpoint.mirror_keep_last says")
     section = run.section if keep_last is None else attrs.evolve(run.section, keep_last=keep_last)
     if section.keep_last is None:
         raise ConfigError(f"{run.path / 'job.toml'} has no checkpoint.keep_last, so all are kept; give --keep-last N")
@@ -142,21 +174,27 @@ def _prune(store: CheckpointStore, section: CheckpointSection, *, dry_run: bool)
         click.echo(f"{'would remove' if dry_run else 'removed'} {store.folder(step).name}")
     for step in manifests.keys() - whole.keys():
         click.echo(f"left {store.folder(step).name}, which is damaged: {manifests[step]}")
-    freed = _size(sum(whole[step].n_bytes for step in steps))
+    freed = as_size(sum(whole[step].n_bytes for step in steps))
     click.echo(f"{len(steps)} of {len(manifests)} checkpoints, {freed}")
 
 
 class _Run:
-    """The run that a path means: its directory, or the folder of its checkpoints."""
+    """The run that a path means: its directory, or the folder of its checkpoints.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        may_be_elsewhere: all its checkpoints may be at its mirror.
+    """
+
+    def __init__(self, path: Path, *, may_be_elsewhere: bool = False) -> None:
+        from forge_core.checkpoint.mirror import WRITER
         from forge_core.checkpoint.store import CheckpointStore
 
         if _is_checkpoint(path):
             raise ConfigError(f"{path} is one checkpoint; give the directory of its run")
         self.path = path.parent if path.name == "checkpoints" else path
+        self.is_mirror = (self.path / WRITER).exists()
         self.store = CheckpointStore(self.path / "checkpoints")
-        if not self.store.path.is_dir():
+        if not self.store.path.is_dir() and not (may_be_elsewhere and self.mirror):
             missing = "does not exist" if not path.exists() else "is not the directory of a run: it has no checkpoints/"
             raise ConfigError(f"{path} {missing}")
 
@@ -164,12 +202,38 @@ class _Run:
     def section(self) -> CheckpointSection:
         """What the run was last started with; the defaults if it cannot be read, by which all are kept."""
         try:
-            table = tomllib.loads((self.path / "job.toml").read_text()).get("checkpoint", {})
-            return structure(table, CheckpointSection, Catalog([]))
-        except OSError:
-            return CheckpointSection()
-        except (ValueError, InvalidError) as error:
+            section = structure(self._job().get("checkpoint", {}), CheckpointSection, Catalog([]))
+        except InvalidError as error:
             raise ConfigError(f"{self.path / 'job.toml'} is not what Forge wrote: {error}") from error
+        return section.at_mirror() if self.is_mirror else section
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """Of the run, if it has one; nothing has been asked of it."""
+        mirror, run = self.section.mirror, self._job().get("run", {})
+        return (
+            None if mirror is None or self.is_mirror else _mirror(url_of_run(mirror, run.get("name", self.path.name)))
+        )
+
+    def _job(self) -> Mapping[str, Any]:
+        try:
+            return tomllib.loads((self.path / "job.toml").read_text())
+        except OSError:
+            return {}
+        except ValueError as error:
+            raise ConfigError(f"{self.path / 'job.toml'} is not what Forge wrote: {error}") from error
+
+
+def _mirror(url: str) -> Mirror:
+    from forge_core.checkpoint.mirror import open_mirror
+
+    if problem := mirror_problem(url):
+        raise ConfigError(problem)
+    return open_mirror(url)
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -183,6 +247,20 @@ def _look(folder: Path) -> Manifest | str:
     except DamagedError as error:
         return str(error)
     return visible_damage(folder, manifest.files) or manifest
+
+
+def _look_there(mirror: Mirror, *, must_answer: bool) -> dict[int, Manifest | str]:
+    """As ``_look``, of all those at a mirror; without an answer, what is here is shown all the same."""
+    try:
+        return {
+            step: str(found) if isinstance(found, DamagedError) else mirror.visible_problem(step) or found
+            for step, found in mirror.checkpoints().items()
+        }
+    except MirrorError as error:
+        if must_answer:
+            raise
+        click.echo(f"warning: {error}", err=True)
+        return {}
 
 
 def _tensors_by_namespace(tensors: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -200,13 +278,6 @@ def _state_by_namespace(state: Mapping[str, Any]) -> dict[str, int]:
     return {namespace: entry["version"] for namespace, entry in entries.items()}
 
 
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def _changed_since(folder: Path) -> list[dict[str, Any]]:
     """Keys in which the run's job differs now; nothing for a checkpoint without its run."""
     job = folder.parent.parent / "job.toml"
@@ -219,11 +290,11 @@ def _changed_since(folder: Path) -> list[dict[str, Any]]:
 def _described(facts: Mapping[str, Any]) -> Iterable[str]:
     yield facts["path"]
     yield f"step {facts['step']}, {facts['tokens']:,} tokens, written {facts['written']}"
-    yield f"{_size(facts['bytes'])} in {facts['files']} files; mesh {_mesh(facts['mesh'])}"
+    yield f"{as_size(facts['bytes'])} in {facts['files']} files; mesh {_mesh(facts['mesh'])}"
     for name, value in facts["metrics"].items():
         yield f"{name} {value:g}"
     for namespace, amount in facts["tensors"].items():
-        yield f"{namespace}: {amount['tensors']} tensors, {_size(amount['bytes'])}"
+        yield f"{namespace}: {amount['tensors']} tensors, {as_size(amount['bytes'])}"
     for namespace, number in facts["state"].items():
         yield f"{namespace}: state of version {number}"
     for name, versions in facts["versions"].items():
@@ -234,30 +305,27 @@ def _described(facts: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ("STEP", "WRITTEN", "SIZE", "TOKENS", "MESH", "STATE", "KEPT BY")
-    lines = [header]
+    has_mirror = "mirror" in rows[0]
+    lines = [["STEP", "WRITTEN", "SIZE", "TOKENS", "MESH", "STATE", *(["MIRROR"] if has_mirror else []), "KEPT BY"]]
     for row in rows:
+        there = [_state(row["mirror"])] if has_mirror else []
         if row["damage"] is not None:
-            lines.append((str(row["step"]), "-", "-", "-", "-", f"damaged: {row['damage']}", "-"))
+            lines.append([str(row["step"]), *"----", f"damaged: {row['damage']}", *there, "-"])
             continue
-        kept = ", ".join(row["kept_by"]) or "nothing: prune removes it"
-        size, tokens = _size(row["bytes"]), f"{row['tokens']:,}"
-        lines.append((str(row["step"]), row["written"], size, tokens, _mesh(row["mesh"]), "whole", kept))
+        kept = "-" if row["kept_by"] is None else ", ".join(row["kept_by"]) or "nothing: prune removes it"
+        amounts = [as_size(row["bytes"]), f"{row['tokens']:,}", _mesh(row["mesh"])]
+        state = "whole" if row["path"] else "not here"
+        lines.append([str(row["step"]), row["written"], *amounts, state, *there, kept])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
+def _state(at_mirror: str | None) -> str:
+    return {None: "-", "whole": "whole"}.get(at_mirror) or f"damaged: {at_mirror}"
+
+
 def _mesh(degrees: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
-
-
-def _size(n_bytes: int) -> str:
-    size, unit = float(n_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _as_json(value: Any) -> str:

@@ -17,6 +17,9 @@ from forge_core.errors import ConfigError
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="Ranks of the run.")
+@click.option(
+    "--ranks-per-node", type=click.IntRange(min=1), metavar="N", default=8, show_default=True, help="GPUs of one."
+)
 @click.option("--gpu", metavar="NAME", help="Say whether it fits: a100-40, a100-80, h100, h200, b200.")
 @click.option("--vocab-size", type=click.IntRange(min=1), metavar="V", help="The data's, if the job does not say.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; sizes in bytes.")
@@ -26,6 +29,7 @@ def plan(
     config: Path,
     overrides: tuple[str, ...],
     world_size: int,
+    ranks_per_node: int,
     gpu: str | None,
     vocab_size: int | None,
     as_json: bool,
@@ -44,7 +48,12 @@ def plan(
     from forge_core.plan.report import as_text, make_plan
 
     planned = make_plan(
-        job, obj.catalog(job.plugins.disable), world_size, vocab_size, gpu_named(gpu) if gpu is not None else None
+        job,
+        obj.catalog(job.plugins.disable),
+        world_size,
+        vocab_size,
+        gpu_named(gpu) if gpu is not None else None,
+        ranks_per_node,
     )
     if as_json:
         click.echo(json.dumps(planned.as_json(), indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from forge_core.config.mirror_url import mirror_problem, path_of
 from forge_core.config.problems import Problem
 from forge_core.config.sections import Job
 
@@ -23,10 +24,17 @@ def _found(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:
     elif start > job.train.steps:
         yield ("powers_of_two_from",), f"{start} is after the last step, train.steps = {job.train.steps}"
     for key in ("keep_every", "keep_best"):
-        if getattr(section, key) and section.keep_last is None:
+        if getattr(section, key) and section.keep_last is None and section.mirror_keep_last is None:
             yield (key,), "has no effect without keep_last, since all are kept; set how many of the newest to keep"
     if section.keep_best:
         yield from _best_problems(job)
+    if section.mirror is None:
+        if section.mirror_keep_last is not None:
+            yield ("mirror_keep_last",), "has no effect without mirror"
+    elif problem := mirror_problem(section.mirror):
+        yield ("mirror",), problem
+    elif path_of(section.mirror) == job.run.dir.expanduser().absolute():
+        yield ("mirror",), f"{section.mirror!r} is run.dir, where the checkpoints are already; name another place"
     if section.load is not None and section.resume not in ("auto", "never"):
         yield ("load",), f"has no effect: checkpoint.resume = {section.resume!r} starts from a whole checkpoint"
 

@@ -21,6 +21,7 @@ from forge_core.component import Slot, Use
 from forge_core.config.describe import describe, one_of
 from forge_core.config.limits import violations
 from forge_core.config.problems import InvalidError, Problem, nearest
+from forge_core.config.shorthands import as_written, expanded
 from forge_core.errors import ConfigError, PluginError
 from forge_core.imports import load_reference
 
@@ -330,12 +331,14 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
         except (ConfigError, PluginError) as error:
             raise InvalidError([Problem((), str(error), at=("name",))]) from error
         keys = {key: item for key, item in value.items() if key != "name"}
+        config, written = _configure(keys, cls, provided, converter)
         return Use(
             kind=slot.kind,
             name=provided.component.name,
             provider=provided.plugin.distribution,
             factory=provided.component.factory,
-            config=_configure(keys, cls, provided, converter),
+            config=config,
+            written=written,
         )
 
     return hook
@@ -357,11 +360,15 @@ def config_class(provided: Provided, kind: str) -> type:
     return cls
 
 
-def _configure(keys: Mapping[str, Any], cls: type, provided: Provided, converter: Converter) -> Any:
+def _configure(
+    keys: Mapping[str, Any], cls: type, provided: Provided, converter: Converter
+) -> tuple[Any, Mapping[str, str]]:
+    written: Mapping[str, str] = {}
     try:
-        return _structure(keys, cls, converter)
-    except InvalidError:
-        raise
+        keys, written = expanded(cls, keys)
+        return _structure(keys, cls, converter), written
+    except InvalidError as error:
+        raise InvalidError([one.moved(lambda path: as_written(path, written)) for one in error.problems]) from error
     except Exception as error:
         plugin = provided.plugin
         raise InvalidError.because(

@@ -18,8 +18,9 @@ from forge_core.config.checkpoint_rules import checkpoint_problems
 from forge_core.config.converter import EXPECTED_STRING, structure
 from forge_core.config.overrides import with_overrides
 from forge_core.config.plain import plain
-from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_text, nearest
+from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text, nearest
 from forge_core.config.sections import Job, PluginsSection, RunSection, TrainSection
+from forge_core.config.shorthands import as_written
 from forge_core.config.time_limit import lead_problem
 from forge_core.config.toml_file import Document, read_document
 from forge_core.contracts.data_source import DataSourceConfig
@@ -61,7 +62,8 @@ def load_job(
         problems += error.problems
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path)) from error
     job, found = _completed(job, path.stem, installed, world_size)
-    problems += [*found, *_ineffective(job, document.table)]
+    problems += [*(problem.moved(lambda path: _written(path, job)) for problem in found)]
+    problems += _ineffective(job, document.table)
     if problems:
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
     return job
@@ -95,8 +97,16 @@ def deprecations(job: Job, catalog: Catalog) -> list[str]:
     for path, use in components(job):
         sentence = catalog.find(use.kind, use.qualified_name).deprecation
         if sentence:
-            lines.append(f"{key_text(path)}: {sentence}")
+            lines.append(f"{key_text(_written(path, job))}: {sentence}")
     return lines
+
+
+def _written(path: KeyPath, job: Job) -> KeyPath:
+    """The way to what the user wrote, from the root of a file."""
+    for at, use in reversed([*components(job)]):  # the innermost first, as the ways of others lead through it
+        if use.written and path[: len(at)] == at:
+            path = (*at, *as_written(path[len(at) :], use.written))
+    return path
 
 
 def _plugins_section(table: Mapping[str, Any]) -> PluginsSection:
@@ -277,7 +287,7 @@ def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
     if check is None:
         return []
     try:
-        return [Problem((*path, *_key_path(key)), sentence) for key, sentence in check(job)]
+        return [Problem((*path, *key_path(key)), sentence) for key, sentence in check(job)]
     except ConfigError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001  # a plugin's mistake is that plugin's, and the rest is still reported
@@ -288,11 +298,6 @@ def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
                 f"({type(error).__name__}: {error}). This is a bug in {use.provider}.",
             )
         ]
-
-
-def _key_path(key: str) -> KeyPath:
-    """``"groups[1].lr"`` as ``("groups", 1, "lr")``."""
-    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key))
 
 
 def _paragraphs(error: ConfigError) -> list[Problem]:
@@ -306,7 +311,7 @@ def _paragraphs(error: ConfigError) -> list[Problem]:
     problems = []
     for paragraph in paragraphs:
         match = re.match(r"([a-z_]+(?:\.[\w:-]*\w)*)(: )?", paragraph)
-        key = _key_path(match[1]) if match and match[1].partition(".")[0] in SECTIONS else ()
+        key = key_path(match[1]) if match and match[1].partition(".")[0] in SECTIONS else ()
         if match and key and match[2]:
             problems.append(Problem(key, paragraph[match.end() :]))
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -40,7 +41,11 @@ class Problem:
 
     def under(self, key: str | int) -> Problem:
         """The same problem, seen from one table further out."""
-        return attrs.evolve(self, path=(key, *self.path), at=None if self.at is None else (key, *self.at))
+        return self.moved(lambda path: (key, *path))
+
+    def moved(self, way: Callable[[KeyPath], KeyPath]) -> Problem:
+        """The same problem, about the keys to which ``way`` leads."""
+        return attrs.evolve(self, path=way(self.path), at=None if self.at is None else way(self.at))
 
     def __str__(self) -> str:
         return ": ".join(str(part) for part in (self.location, key_text(self.path), self.sentence) if part)
@@ -82,6 +87,11 @@ def key_text(path: KeyPath) -> str:
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
     return text
+
+
+def key_path(text: str) -> KeyPath:
+    """``"groups[1].lr"`` as ``("groups", 1, "lr")``."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:

@@ -151,13 +151,23 @@ class CheckpointSection:
     """What to do when a checkpoint cannot be written (a full disk): say so and train on, or end the run. The one at the
     end of a run has to be written in any case."""
     timeout: float = attrs.field(default=1800.0, validator=gt(0))
-    """Seconds that a rank waits for the others while a checkpoint is written."""
+    """Seconds that a rank waits for the others while a checkpoint is written, and the end of the run for the mirror."""
+    mirror: str | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.min_len(1)))
+    """A second place for checkpoints, a path or a URL (``s3://bucket/runs``), to which each is copied in the background
+    once it is committed: ``<mirror>/<run.name>/checkpoints/``. A run that finds a newer one there fetches it first."""
+    mirror_keep_last: int | None = attrs.field(default=None, validator=attrs.validators.optional(ge(1)))
+    """Keep so many of the newest there, and what ``keep_every``, ``powers_of_two_*`` and ``keep_best`` keep; by default
+    as many as ``keep_last`` says."""
     resume: str = attrs.field(default="auto", validator=attrs.validators.min_len(1))
     """``auto``: from the run's newest whole checkpoint, or afresh if it has none. ``never``: afresh; checkpoints that
     are there are put aside. A step: from the run's checkpoint of that step; later ones are put aside. A path: from that
     checkpoint, or the newest of that run, unless this run has one of its own."""
     load: LoadSection | None = None
     """What a fresh start takes from another run: weights without the position in the data, for instance."""
+
+    def at_mirror(self) -> CheckpointSection:
+        """As it applies there: which are kept."""
+        return self if self.mirror_keep_last is None else attrs.evolve(self, keep_last=self.mirror_keep_last)
 
 
 @attrs.frozen(kw_only=True)

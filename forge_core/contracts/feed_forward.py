@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 class FeedForward(Protocol):
-    """An ``nn.Module`` that maps ``(B, S, D)`` to ``(B, S, D)``, each position on its own."""
+    """An ``nn.Module`` that maps ``(B, S, D)`` to ``(B, S, D)``, each position on its own.
+
+    It may have an attribute ``needs``, names of ``TOKEN_FACTS`` (``forge_core.contracts.router``), which ``forward`` is
+    then given as keyword arguments, ``(B, S)`` each; a method ``generate``, called in place of ``forward`` when text is
+    generated, where that is another thing; and ``recompute_plan``, as ``Model.recompute_plan``, for operations
+    that other layers do not have.
+    """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """What the layer adds to the residual stream, ``(B, S, D)`` in the dtype of ``hidden``.
@@ -51,5 +57,8 @@ class FeedForwardFactory(Protocol):
     """The signature of the factory that a description names."""
 
     def __call__(self, config: Any, /, *, dim: int, layer: int, n_layers: int, build: Builder) -> nn.Module:
-        """Build the layer of block ``layer`` (0 to ``n_layers − 1``) for hidden states of width ``dim``."""
+        """Build the layer of block ``layer`` (0 to ``n_layers − 1``) for hidden states of width ``dim``.
+
+        Blocks that predict further tokens (``MultiTokenModel``) go on counting, from ``n_layers``.
+        """
         ...

@@ -12,17 +12,24 @@ if TYPE_CHECKING:
     from forge_core.contracts.builder import Builder
     from forge_core.contracts.loss import Loss, LossSum
 
-ShardRole = Literal["column", "row", "vocab", "embedding", "expert", "sequence", "residual", "replicate"]
+ShardRole = Literal[
+    "column", "row", "vocab", "embedding", "expert", "router", "whole", "sequence", "residual", "replicate"
+]
 """How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the
-head by vocabulary, ``embedding`` the table by vocabulary, ``expert`` by expert, ``sequence`` its input by position.
+head by vocabulary, ``embedding`` the table by vocabulary, ``sequence`` its input by position. ``expert`` is a stack of
+experts (``StackedExperts``), each cut by its hidden features; over the axis ``ep``, it is the stack that is cut.
+``router`` reads what they read, and steers what they do: it is whole on every rank, and sees the gradient of the rank's
+features only.
 
 What ``column`` and ``vocab`` modules read is whole, and what ``row`` and ``embedding`` modules give is summed. Between
 them lies the residual stream. If there are ``sequence`` modules, they stand wherever it is read: each rank has some of
 its positions, they work on those, and their output is whole. ``residual`` is for a module that reads the residual
 stream and writes to it, position by position: a norm right after the embedding, or of what a layer gives. An
 ``embedding`` may also look up positions. ``replicate`` is for a module between ``column`` and ``row`` that is not cut
-but works on what its rank has of features, so that its gradients must be summed. Without ``sequence`` modules, those
-that are not named work on whole activations; with them, every module that has parameters must be named."""
+but works on what its rank has of features, so that its gradients must be summed. ``whole`` is for a module that reads
+what ``column`` modules read and gives what ``row`` modules give, and is not cut: each rank does all of its work.
+Without ``sequence`` modules, those that are not named work on whole activations; with them, every module that has parameters
+must be named."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """What a parameter is to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
@@ -44,6 +51,28 @@ class Initializer(Protocol):
             tensor: the parameter or buffer to write, possibly a ``DTensor``.
             fill: given a plain tensor of the global shape and of ``tensor``'s dtype, and a generator on its device.
         """
+        ...
+
+    def fill_each(
+        self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]
+    ) -> None:
+        """As ``fill``, for a stack of tensors along the first dimension (experts), each with a generator of its own.
+
+        No rank draws more than the ones it holds, and one of them at a time.
+
+        Args:
+            fill: given one of the stack.
+        """
+        ...
+
+
+class StackedExperts(Protocol):
+    """A module of the role ``expert``: it reads ``(B, S, D)`` as its first argument and gives ``(B, S, D)``, and all of
+    its own parameters are stacks ``(E, …)`` with one entry an expert."""
+
+    def feature_dims(self) -> Mapping[str, int]:
+        """The dimension of each parameter along which it has the experts' hidden features. Given equal parts of all of
+        them, the module gives a part of its sum."""
         ...
 
 
@@ -81,7 +110,8 @@ class Model(Protocol):
                 builds the full logits and the head's weights are gathered once.
             inputs: other entries of the batch: ``positions`` ``(B, S)`` int64 (position inside its document) and
                 ``document`` ``(B, S)`` int64 (equal ids attend to each other); ``cache`` when generating; ``mask``
-                under context parallelism.
+                under context parallelism; ``token_ids`` ``(B, S)`` int64 on a stage without ``embed``, if the model has
+                an attribute ``needs`` with that name in it.
 
         Returns:
             With ``loss``, its ``LossSum``. Without, the logits ``(B, S, V)``, or hidden states ``(B, S, D)`` on a stage
@@ -138,7 +168,26 @@ class ContextParallelModel(Model, Protocol):
         ``Model.forward`` then is given ``positions``, and ``mask``, which each of these modules has to obey in place of
         causality and documents, without looking at what it is: true where a query sees a key, ``(B or 1, 1, S, T)``
         bool, or a FlexAttention ``BlockMask`` of that shape on CUDA.
+
+        A pass may as well leave ``k`` and ``v`` and give no ``mask``. These modules then have to call
+        ``torch.nn.functional.scaled_dot_product_attention`` with ``is_causal``, which the pass takes for itself.
         """
+        ...
+
+
+class MultiTokenModel(Model, Protocol):
+    """A model that also predicts tokens further ahead than the next, each with an auxiliary loss of its own."""
+
+    n_predictors: int
+    """So many of the last ``blocks`` of the whole model do that, and belong to the stage that has the head, which each
+    of them uses once. Such a block may give further tensors beside the hidden states, after them."""
+    stage_width: int
+    """Features of what lies between pipeline stages, in place of D: a stage without ``embed`` is given
+    ``(B, S, stage_width)``, and one without ``head`` gives that."""
+
+    def count_targets(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
+        """Tokens of a batch in the host's memory that auxiliary losses are means over, by their names; losses without a
+        number of their own are divided by that of valid targets. The names are the same for all batches."""
         ...
 
 

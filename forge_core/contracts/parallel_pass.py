@@ -33,6 +33,9 @@ class PassContext:
 class ParallelPass(Protocol):
     """Where a pass stands among others is declared in its ``PassComponent``, not here.
 
+    A module that a pass makes impossible to compile as a part of one graph (what it exchanges depends on data) gets an
+    attribute ``breaks_graph = True``.
+
     A pass is driven by what the model declares (``forge_core.contracts.model``): its blocks, plans and roles. It may
     not ask for the class of a block nor look for attribute names of its own.
     """
@@ -57,6 +60,32 @@ class OffloadingPass(ParallelPass, Protocol):
     parameters_on_host: bool
     """Whether it does so. The engine then gives parameters their memory on the CPU (buffers on the device), and the
     optimizer, whose state follows them, runs there; gradients are to be on the CPU after backward."""
+
+
+@attrs.frozen
+class Traffic:
+    """What a rank sends in a step, on average."""
+
+    what: str
+    """For what; names with ``*`` for numbers."""
+    within_node: float | None
+    """Bytes to other ranks of its node; ``None``: it cannot be told."""
+    between_nodes: float | None
+    """Bytes to ranks of other nodes."""
+    reason: str
+    """How it comes about."""
+
+
+class TravellingPass(ParallelPass, Protocol):
+    """A pass that can tell ``forge plan`` what ranks send each other for it."""
+
+    def traffic(self, model: nn.Module, context: PassContext) -> Sequence[Traffic]:
+        """Of one part of the model, to which all passes have been applied.
+
+        Tensors of the model have no values. The process group is a simulated one, and ``LOCAL_WORLD_SIZE`` in the
+        environment says how many ranks a node has.
+        """
+        ...
 
 
 class SplitPass(Protocol):

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Initializer
 
 
+TOKEN_FACTS = ("token_ids", "sequence")
+"""What can be known of each token besides its hidden state. ``token_ids``: int64 ids. ``sequence``: int64, equal for
+tokens of one sequence, or, in packed samples, of one document, and below the number of tokens on all ranks that share
+the sequences (``forge_core.sequences``)."""
+
+
 class Routing(NamedTuple):
     """A flat list of assignments, so that token-choice, expert-choice and hash routers all fit.
 
@@ -21,21 +27,31 @@ class Routing(NamedTuple):
     token: torch.Tensor
     """``(A,)`` int64, indices into the router's input, each at most once together with the same expert."""
     expert: torch.Tensor
-    """``(A,)`` int64, 0 to ``n_experts − 1``."""
+    """``(A,)`` int64, 0 to ``n_experts − 1``; or ``n_experts``, for an assignment to none. To leave such assignments
+    out would make the number of assignments depend on data, for which the host has to wait."""
     weight: torch.Tensor
-    """``(A,)`` in the dtype of the hidden states, what the expert's output is multiplied by."""
+    """``(A,)`` fp32, what the expert's output is multiplied by; zero where the expert is none."""
     auxiliary: Mapping[str, torch.Tensor]
     """Named auxiliary losses: fp32 scalars, already multiplied by their coefficient and **summed** over the valid
     tokens (a mean must be multiplied by their number), as a loss' total is. The layer attaches each to the graph with
     ``forge_core.auxiliary.attach_auxiliary_loss``."""
     metrics: Mapping[str, torch.Tensor]
     """Detached tensors to look at, never host values."""
+    top_k: int | None = None
+    """If given, every token has so many assignments, one after the other: ``A = T · top_k``, and ``token`` is
+    0, …, 0, 1, …, 1, …. Layers are faster then."""
 
 
 class Router(Protocol):
     """An ``nn.Module``. It never changes its own state in ``forward``, only in ``before_optimizer_step``.
 
-    ``forward`` may add to non-persistent buffers (counts of tokens), which ``accumulators`` then names.
+    ``forward`` may add to non-persistent buffers (counts of tokens), which ``accumulators`` then names; with
+    ``forge_core.accumulation.accumulate`` each token is counted once, also where activations are computed twice.
+
+    A router may have three more attributes. ``needs``: names of what ``forward`` is to be given besides, as keyword
+    arguments (``TOKEN_FACTS``). ``causal = False``: a token's experts depend on later tokens, so that it cannot
+    generate text; ``inference_router()`` may then return one that can. ``experts_per_token``: the mean number of experts a
+    token visits, for counting FLOPs; without it, all of them.
     """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> Routing:
@@ -43,7 +59,8 @@ class Router(Protocol):
 
         Args:
             hidden: ``(T, D)``.
-            valid: ``(T,)`` bool; tokens where it is false are neither routed nor counted. ``None``: all are valid.
+            valid: ``(T,)`` bool; tokens where it is false are neither routed nor counted. ``None``: all are valid, and
+                a router with ``top_k`` then assigns no token to none.
         """
         ...
 
@@ -63,8 +80,26 @@ class StepContributor(Protocol):
         """Non-persistent buffers that ``forward`` adds to. The engine zeroes them after each step."""
         ...
 
-    def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Update parameters or persistent buffers from the accumulators, summed over all ranks and microbatches."""
+    def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
+        """Update buffers from the accumulators, summed over all ranks and microbatches.
+
+        It may change buffers only: parameters are sharded, and are the optimizer's. A step that is left out, as its
+        gradient is not finite, takes the change back.
+
+        Args:
+            progress: the step over the run's last one, in (0, 1].
+        """
+        ...
+
+
+class MeasuredContributor(StepContributor, Protocol):
+    """One with something to report."""
+
+    def step_metrics(self) -> Mapping[str, torch.Tensor]:
+        """fp32 scalars on the device about the last step, after ``before_optimizer_step``; asked for on logged steps.
+
+        They are reported as ``<key>/<qualified name of the module>``.
+        """
         ...
 
 

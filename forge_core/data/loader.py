@@ -63,19 +63,11 @@ class BatchLoader:
     ) -> None:
         self.position = position
         self.seconds_waiting = 0.0
-        self.samples_per_step = batch_size * grad_accumulation * dp_size
-        if len(stream.source) < self.samples_per_step:
-            raise ConfigError(
-                f"the training data have {len(stream.source)} samples, fewer than the {self.samples_per_step} of one "
-                f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
-                f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
-            )
         self.stream = stream
         self._pin_memory = pin_memory
+        self._batch_size = batch_size
         self._grad_accumulation = grad_accumulation
-        # The microbatches of a rank are equally spaced, also from one step to the next.
-        self._spacing = dp_size * batch_size
-        self._rows = dp_rank * batch_size + np.arange(batch_size)
+        self._cut(dp_rank, dp_size)
         self._next_start = position
         self._prefetch = prefetch
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
@@ -103,6 +95,16 @@ class BatchLoader:
         self.position += self.samples_per_step
         self.seconds_waiting += time.perf_counter() - started
         return step
+
+    def deal(self, dp_rank: int, dp_size: int) -> None:
+        """From the next step on, be this one of so many ranks. The next step starts where it would have, and has the
+        samples that ``dp_size`` ranks need: none is left out, and none comes twice.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        self._cut(dp_rank, dp_size)
+        self.restart(self.stream, self.position)
 
     def restart(self, stream: SampleStream, position: int) -> None:
         """Go on at ``position`` of ``stream``. What has been read ahead is forgotten."""
@@ -132,6 +134,19 @@ class BatchLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _cut(self, dp_rank: int, dp_size: int) -> None:
+        batch_size, grad_accumulation, samples = self._batch_size, self._grad_accumulation, len(self.stream.source)
+        self.samples_per_step = batch_size * grad_accumulation * dp_size
+        if samples < self.samples_per_step:
+            raise ConfigError(
+                f"the training data have {samples} samples, fewer than the {self.samples_per_step} of one "
+                f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
+                f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
+            )
+        # The microbatches of a rank are equally spaced, also from one step to the next.
+        self._spacing = dp_size * batch_size
+        self._rows = dp_rank * batch_size + np.arange(batch_size)
 
     def _next_microbatch(self) -> Batch:
         if self._pool is None:

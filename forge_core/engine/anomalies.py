@@ -47,7 +47,10 @@ class _Judged:
     start: int
     stop: int
     verdict: torch.Tensor
+    is_own: torch.Tensor
+    """The verdict of this replica, if there are others."""
     loss: torch.Tensor
+    norm: torch.Tensor
     names: Sequence[str]
     squares: Iterable[Squares]
     inputs: Mapping[str, torch.Tensor]
@@ -72,6 +75,7 @@ class Anomalies:
         say: prints a line on the first rank.
         write_event: adds a line to ``events.jsonl``, on the first rank.
         saved: what ``state`` returned when a checkpoint was written.
+        any_replica: makes a flag on the device that of all replicas.
     """
 
     to_leave_out: Stretch | None
@@ -86,6 +90,7 @@ class Anomalies:
         say: Callable[[str], None],
         write_event: Callable[..., None],
         saved: Mapping[str, Any] | None = None,
+        any_replica: Callable[[torch.Tensor], torch.Tensor] = lambda flag: flag,
     ) -> None:
         self._section = section
         self._mesh = mesh
@@ -93,6 +98,7 @@ class Anomalies:
         self._loader = loader
         self._say = say
         self._write_event = write_event
+        self._any_replica = any_replica
         self.restart(saved)
 
     def restart(self, saved: Mapping[str, Any] | None) -> None:
@@ -131,7 +137,7 @@ class Anomalies:
         squares: Mapping[Layout, Squares],
         batches: Iterable[Mapping[str, torch.Tensor]],
     ) -> torch.Tensor:
-        """Whether to leave out the update of this step. The host does not wait.
+        """Whether to leave out the update of this step. The host does not wait. ``take_note`` makes it count.
 
         Args:
             loss: this rank's, a scalar.
@@ -141,7 +147,7 @@ class Anomalies:
             batches: this rank's microbatches; their entries that are floating point have to be finite.
 
         Returns:
-            1 or 0, fp32 on the device, the same on all ranks.
+            1 or 0, fp32 on the device, the same on all ranks of all replicas.
         """
         inputs = _finite_inputs(batches)
         health = norm.mul(0).add_(loss, alpha=0)  # 0, or NaN if one of them is not finite
@@ -154,13 +160,18 @@ class Anomalies:
         verdict = verdict.float()
         if self._mesh.world_size > 1:
             dist.all_reduce(verdict, dist.ReduceOp.MAX)
-        self.skipped.add_(verdict)
-        if self._section.spike_factor > 0:
-            self._follow(norm, verdict)
+        own, verdict = verdict, self._any_replica(verdict)
         start = self._loader.position - self._loader.samples_per_step
         stop = self._loader.position
-        self._judged.append(_Judged(step, start, stop, verdict, loss, names, squares.values(), inputs))
+        self._latest = _Judged(step, start, stop, verdict, own, loss, norm, names, squares.values(), inputs)
         return verdict
+
+    def take_note(self) -> None:
+        """The step that was judged last counts, with or without its update."""
+        self.skipped.add_(self._latest.verdict)
+        if self._section.spike_factor > 0:
+            self._follow(self._latest.norm, self._latest.verdict)
+        self._judged.append(self._latest)
 
     def learn(self, skipped: float, step: int) -> None:
         """Take note of what has come with the metrics of a step.
@@ -226,8 +237,11 @@ class Anomalies:
         if not places:  # a gradient is the sum over all of them
             places = self._loader.stream.places(np.arange(judged.start, judged.stop)).tolist()
         stretches = _stretches(places)
-        reason = "not finite" if found else "spike"
-        what = f"{_described(found)} not finite" if found else "the norm of the gradient is a spike"
+        reason, what = "not finite", f"{_described(found)} not finite" if found else ""
+        if not found and judged.is_own.item():
+            reason, what = "spike", "the norm of the gradient is a spike"
+        elif not found:
+            what = "an input of another replica is not finite"
         self._say(f"step {judged.step}: {what}; its update is left out (samples {_listed(_spans(stretches))})")
         self._write_event(
             "skipped",

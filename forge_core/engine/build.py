@@ -25,6 +25,7 @@ from forge_core.engine.initialisation import initialise
 from forge_core.engine.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_core.hardware import Gpu
+from forge_core.sequences import share_out_positions
 
 
 @attrs.frozen
@@ -81,6 +82,7 @@ def build_model(
         PluginError: the model leaves a tensor uninitialised, or declares less than the contract asks.
     """
     LEDGER.start_run()
+    share_out_positions(None)
     model: Any = build_on_meta(job, vocab_size, build)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from forge_core.engine.initialisation import canonical_name
 from forge_core.engine.mesh import DATA_AXES, Mesh
 
 
@@ -16,42 +17,71 @@ class Contributors:
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self._mesh = mesh
-        self._modules: list[Any] = [  # each an nn.Module and a StepContributor
-            module
+        self._modules: dict[str, Any] = {  # each an nn.Module and a StepContributor
+            canonical_name(name): module
             for part in parts
-            for module in part.modules()
+            for name, module in part.named_modules()
             if hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
-        ]
-
-    @property
-    def are_none(self) -> bool:
-        return not self._modules
+        }
+        self._metric_names: Sequence[str] | None = None
 
     @torch.no_grad()
     def forget(self) -> None:
         """Throw away what a step has accumulated that is not to count."""
-        for module in self._modules:
-            for tensor in module.accumulators().values():
-                tensor.zero_()
+        for _, _, tensor in self._accumulators():
+            tensor.zero_()
+
+    def accumulators(self) -> list[torch.Tensor]:
+        """What this rank has accumulated in this step, to be summed further in place."""
+        return [tensor for _, _, tensor in self._accumulators()]
 
     @torch.no_grad()
-    def before_optimizer_step(self) -> None:
-        """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out."""
-        if not self._modules:
-            return
-        named = [(module, name, tensor) for module in self._modules for name, tensor in module.accumulators().items()]
-        if not named:
-            for module in self._modules:
-                module.before_optimizer_step({})
-            return
-        # counts of tokens pass 2**24, where fp32 stops counting; MPS has nothing wider
-        wide = torch.float32 if named[0][2].device.type == "mps" else torch.float64
-        flat = torch.cat([tensor.reshape(-1).to(wide) for _, _, tensor in named])
-        self._mesh.sum_over(flat, (*DATA_AXES, "cp"))
-        parts = torch.split(flat, [tensor.numel() for _, _, tensor in named])
-        reduced: dict[Any, dict[str, torch.Tensor]] = {module: {} for module in self._modules}
-        for (module, name, tensor), part in zip(named, parts, strict=True):
-            reduced[module][name] = part.view(tensor.shape).to(tensor.dtype)
-            tensor.zero_()
-        for module, values in reduced.items():
-            module.before_optimizer_step(values)
+    def before_optimizer_step(self, progress: float, left_out: torch.Tensor | None = None) -> None:
+        """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out.
+
+        Args:
+            progress: as ``StepContributor.before_optimizer_step``.
+            left_out: scalar on the device, equal on all ranks; if it is not 0, modules keep the state they have.
+        """
+        reduced: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._modules}
+        named = [*self._accumulators()]
+        if named:
+            # counts of tokens pass 2**24, where fp32 stops counting; MPS has nothing wider
+            wide = torch.float32 if named[0][2].device.type == "mps" else torch.float64
+            flat = torch.cat([tensor.reshape(-1).to(wide) for _, _, tensor in named])
+            self._mesh.sum_over(flat, (*DATA_AXES, "cp"))
+            parts = torch.split(flat, [tensor.numel() for _, _, tensor in named])
+            for (module, name, tensor), part in zip(named, parts, strict=True):
+                reduced[module][name] = part.view(tensor.shape).to(tensor.dtype)
+                tensor.zero_()
+        for name, module in self._modules.items():
+            kept = [] if left_out is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
+            module.before_optimizer_step(reduced[name], progress)
+            for buffer, before in kept:
+                buffer.copy_(torch.where(left_out != 0, before, buffer))  # type: ignore[arg-type]  # None has none kept
+
+    @torch.no_grad()
+    def metrics(self, device: torch.device) -> Mapping[str, torch.Tensor]:
+        """What modules report of the last step (``MeasuredContributor``): fp32 scalars, equal on all ranks, those of
+        all pipeline stages."""
+        own = {
+            f"{key}/{name}": value
+            for name, module in self._modules.items()
+            if hasattr(module, "step_metrics")
+            for key, value in module.step_metrics().items()
+        }
+        if self._mesh.degrees["pp"] == 1:
+            return own
+        if self._metric_names is None:
+            stages = self._mesh.gather_over("pp", [*own])
+            self._metric_names = [name for stage in stages for name in stage]
+        if not self._metric_names:
+            return {}
+        nothing = torch.zeros((), device=device)
+        values = torch.stack([own.get(name, nothing) for name in self._metric_names])
+        return dict(zip(self._metric_names, self._mesh.sum_over(values, ("pp",)).unbind(), strict=True))
+
+    def _accumulators(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for module, contributor in self._modules.items():
+            for name, tensor in contributor.accumulators().items():
+                yield module, name, tensor

@@ -56,9 +56,8 @@ class SeededInitializer:
     def fill(self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]) -> None:
         name = canonical_name(name)
         self.filled.add(name)
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         device = self._device or tensor.device
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+        generator = self._generator(name, device)
         with torch.no_grad():
             if not isinstance(tensor, DTensor) and tensor.device == device:
                 fill(tensor, generator)
@@ -70,14 +69,37 @@ class SeededInitializer:
             else:
                 tensor.copy_(full)
 
+    def fill_each(
+        self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]
+    ) -> None:
+        name = canonical_name(name)
+        self.filled.add(name)
+        device = self._device or tensor.device
+        (first, *rest), local = _local_slices(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        with torch.no_grad():
+            for index in range(first.start, first.stop):
+                full = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=device)
+                fill(full, self._generator(f"{name}.{index}", device))
+                local[index - first.start].copy_(full[tuple(rest)])
+
+    def _generator(self, name: str, device: torch.device) -> torch.Generator:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+
 
 def _local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of ``full``, without communication: every rank has computed the same ``full``."""
+    return full[tuple(_local_slices(like))]
+
+
+def _local_slices(like: torch.Tensor) -> list[slice]:
+    """Where this rank's part is in the whole tensor."""
+    if not isinstance(like, DTensor):
+        return [slice(0, size) for size in like.shape]
     for placement in like.placements:
         # FSDP marks with _StridedShard that it cuts what another axis to its right has cut before
         if not isinstance(placement, (Shard, _StridedShard, Replicate)):
             raise PluginError(f"a parameter cannot be initialised with the placement {placement}")
-    shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        full = full.narrow(dim, min(start, full.shape[dim]), length)
-    return full
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    starts = [min(start, size) for start, size in zip(offset, like.shape, strict=True)]
+    return [slice(start, start + length) for start, length in zip(starts, shape, strict=True)]

@@ -32,6 +32,9 @@ class Mesh:
 
     device_mesh: DeviceMesh
     degrees: Mapping[str, int]
+    experts: DeviceMesh | None = None
+    """The ranks of ``dp_shard`` and ``cp`` once more, for experts, which borrow them: ``expert_dp`` and, within it,
+    ``ep``. Ranks along ``ep`` have other experts and see other tokens. ``None`` without expert parallelism."""
 
     @property
     def rank(self) -> int:
@@ -85,7 +88,25 @@ def build_mesh(job: Job, device: torch.device) -> Mesh:
         tuple(degrees[axis] for axis in AXES),
         mesh_dim_names=AXES,
     )
-    return Mesh(device_mesh, {axis: degrees[axis] for axis in AXES})
+    return Mesh(device_mesh, {axis: degrees[axis] for axis in AXES}, _experts(device_mesh, job.parallel.ep))
+
+
+def _experts(device_mesh: DeviceMesh, ep: int) -> DeviceMesh | None:
+    if ep == 1:
+        return None
+    lenders = sharding_mesh(device_mesh)
+    return lenders._unflatten(0, (lenders.size() // ep, ep), ("expert_dp", "ep"))
+
+
+def sharding_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The one dimension over which parameters are sharded.
+
+    Ranks that share a sequence (``cp``) have gradients of the same parameters from other positions, just as ranks with
+    other samples have, and so shard them with those.
+    """
+    if device_mesh["cp"].size() == 1:
+        return device_mesh["dp_shard"]
+    return device_mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
 
 
 def choose_device(wanted: str) -> torch.device:

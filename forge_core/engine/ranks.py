@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -72,6 +74,27 @@ def from_first_rank(work: Callable[[], T]) -> T:
         refusal.exit_code = code
         raise refusal
     return cast("T", value)
+
+
+def slowly_from_first_rank(work: Callable[[], T], sign: Callable[[], None]) -> T:
+    """As ``from_first_rank``, for work that takes longer than ranks wait for each other in a collective.
+
+    Args:
+        sign: called about once a second while they wait.
+    """
+    outcome: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            outcome.set_exception(error)
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=do, name="forge-slowly", daemon=True).start()
+    while not from_first_rank(lambda: bool(wait([outcome], timeout=1.0).done)):
+        sign()
+    return from_first_rank(outcome.result)
 
 
 def _joined(said: Sequence[tuple[int, str]]) -> str:

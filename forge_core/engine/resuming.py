@@ -45,20 +45,20 @@ class Start:
         return [] if self.keeps_until is not None else [step for step in self.seen if step > self.step]
 
 
-def resume_asked_for(job: Job, last_job: Path, report: Callable[[str], None]) -> str:
+def resume_asked_for(job: Job, last_job: str | None, report: Callable[[str], None]) -> str:
     """``checkpoint.resume``, except that ``never`` and a step are done once: when the very same job is started again,
     as a scheduler does that puts it back into its queue, that means ``auto``, or it would lose its work each time.
 
     Args:
-        last_job: the ``job.toml`` of the run's directory, which says what the run was last started with. It is written
+        last_job: the ``job.toml`` of the run, which says what it was last started with, if there is one. It is written
             after checkpoints have been put aside.
     """
     resume = job.checkpoint.resume
     if resume != "never" and not resume.isdecimal():
         return resume
     try:
-        last = tomllib.loads(last_job.read_text())
-    except (OSError, ValueError):
+        last = tomllib.loads(last_job or "")
+    except ValueError:
         return resume
     # a job that is put back into the queue may get another machine, and more or fewer ranks
     elsewhere = ("run.dir", "run.device", "parallel.", "train.global_batch_size")
@@ -77,12 +77,13 @@ def choose_start(resume: str, store: CheckpointStore, report: Callable[[str], No
     Raises:
         ConfigError: it names a checkpoint that is not there or is damaged; or there are checkpoints, and none is whole.
     """
-    seen = store.steps()
     if resume == "never":
-        return Start(None, seen, keeps_until=-1)
+        return Start(None, store.steps(), keeps_until=-1)
     if resume.isdecimal():
-        return Start(store.at(int(resume)), seen, keeps_until=int(resume))
+        chosen = store.at(int(resume), report)
+        return Start(chosen, store.steps(), keeps_until=int(resume))
     newest = store.newest(report)
+    seen = store.steps()
     if resume == "auto" or newest is not None:
         if resume != "auto" and newest is not None:
             report(

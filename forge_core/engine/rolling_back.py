@@ -12,6 +12,7 @@ from forge_core.config.sections import AnomaliesSection
 from forge_core.data.loader import BatchLoader
 from forge_core.engine.anomalies import Anomalies, Stretch
 from forge_core.engine.mesh import Mesh
+from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.ranks import on_all_ranks
 from forge_core.errors import ConfigError, NonFiniteError
 from forge_core.run_directory import RunDirectory
@@ -30,6 +31,7 @@ class RollingBack:
     say: Callable[[str], None]
     load: Callable[[Checkpoint], None]
     """Fills model, optimizer and callbacks."""
+    mirroring: Mirroring | None = None
     attempts: int = 0
     """How often the run has gone back to the checkpoint of ``to_step``."""
     to_step: int = -1
@@ -65,6 +67,8 @@ class RollingBack:
         self.loader.restart(self.loader.stream.without(stretch.start, stretch.stop), state["position"])
         self.anomalies.restart(state.get("anomalies"))
         on_all_ranks(lambda: self._take_back_files(checkpoint.step))
+        if self.mirroring is not None:
+            self.mirroring.put_aside(checkpoint.step)
         self.say(
             f"rolled back from step {step} to {checkpoint.path.name}, {self.attempts} of at most "
             f"{self.section.give_up_after} times; from now on without the samples {first} to {last}"

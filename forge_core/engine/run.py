@@ -14,13 +14,18 @@ import torch.distributed as dist
 import forge_core
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
+from forge_core.checkpoint.copier import Copier
+from forge_core.checkpoint.fetching import Fetching
+from forge_core.checkpoint.mirror import Mirror, open_mirror
 from forge_core.checkpoint.saver import Saved, Saver
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.component import PassComponent, Use
-from forge_core.config.job import check_device
+from forge_core.config.job import check_device, dump_job
+from forge_core.config.mirror_url import url_of_run
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import PREEMPTIONS, Callback, Requests, RunContext
 from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.replication import Replication
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader, evaluation_batches
 from forge_core.data.stream import SampleStream
@@ -30,11 +35,14 @@ from forge_core.engine.console import Console
 from forge_core.engine.deadline import Deadline
 from forge_core.engine.fingerprint import refuse_unequal_ranks
 from forge_core.engine.lifecycle import Lifecycle
+from forge_core.engine.live_state import LiveParts
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import Mesh, build_mesh, choose_device, join_process_group
+from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.pass_table import PassRow, pass_table
 from forge_core.engine.peers import Peers
-from forge_core.engine.ranks import from_first_rank, on_all_ranks
+from forge_core.engine.ranks import from_first_rank, on_all_ranks, slowly_from_first_rank
+from forge_core.engine.replicas import JoinedReplicas, Replicas, refuse_several_replications
 from forge_core.engine.resuming import Start, choose_start, refuse_if_incompatible, restore, resume_asked_for
 from forge_core.engine.rolling_back import RollingBack
 from forge_core.engine.saving import Contents, Saving
@@ -43,9 +51,9 @@ from forge_core.engine.timeouts import Timeouts
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
 from forge_core.engine.warm_start import WarmStart, choose_warm_start, load_warm_start
-from forge_core.errors import ConfigError, ExitCode, exit_code_of
+from forge_core.errors import ConfigError, ExitCode, MirrorError, exit_code_of
 from forge_core.hardware import peak_flops
-from forge_core.lease import Lease, Sign, refuse_if_held
+from forge_core.lease import Lease, Sign, refuse_if_held, refuse_unless_shared
 from forge_core.passes import sort_passes
 from forge_core.run_directory import RunDirectory, describe_environment
 
@@ -57,7 +65,8 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
         COMPLETED or STOPPED.
 
     Raises:
-        ForgeError: its ``exit_code`` says how the process should end. Nothing has been written if it is INVALID.
+        ForgeError: its ``exit_code`` says how the process should end. Nothing has been written if it is INVALID, but
+            for a checkpoint that was fetched from the mirror.
     """
     started = time.monotonic()
     device = choose_device(job.run.device)
@@ -73,10 +82,12 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
 
 def _run(job: Job, catalog: Catalog, device: torch.device, peers: Peers, started: float, dry_run: bool) -> ExitCode:
     on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
-    prepared = on_all_ranks(lambda: _prepare(job, catalog, device, peers))
+    prepared = on_all_ranks(lambda: _prepare(job, catalog, device, peers, dry_run))
     peers.sign()
     if prepared.is_complete:
         prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
+        if not dry_run:
+            _complete_mirror(prepared)
         return ExitCode.COMPLETED
     deadline = on_all_ranks(lambda: Deadline(job.run, started))
     built = on_all_ranks(lambda: _build(prepared))
@@ -127,15 +138,21 @@ class _Built:
     optimizer: torch.optim.Optimizer
 
 
-def _prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers) -> _Prepared:
+def _prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, dry_run: bool) -> _Prepared:
     mesh = build_mesh(job, device)
     directory = RunDirectory(job, writes=mesh.rank == 0)
     console = Console(speaks=mesh.rank == 0, record=directory.write_log)
     store = CheckpointStore(directory.checkpoints)
     # ranks talk to each other here, so it comes before anything that may fail on one of them alone
     ended = from_first_rank(lambda: refuse_if_held(directory.path))
-    resume = from_first_rank(lambda: resume_asked_for(job, directory.job_file, console.line))
-    start = choose_start(resume, store, console.line)
+    fetching = None
+    if job.checkpoint.mirror is not None and dry_run:
+        console.line("dry run: goes by the checkpoints that are here; those at checkpoint.mirror are not fetched")
+    elif (mirror := _mirror(job)) is not None:
+        fetching = Fetching(mirror, job.checkpoint.on_failure == "stop", peers.sign)
+    last_job = (fetching.last_job() if fetching else None) or directory.last_job()
+    resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
+    start = choose_start(resume, CheckpointStore(store.path, fetching), console.line)
     checkpoint = start.checkpoint
     warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
     # what a component refuses on one device and not on another is known now that `auto` is
@@ -146,6 +163,7 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers) -> 
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, console.line)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
+    refuse_several_replications(callbacks)
     return _Prepared(
         job=job,
         catalog=catalog,
@@ -175,6 +193,11 @@ def _prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers) -> 
         ended=ended,
         console=console,
     )
+
+
+def _mirror(job: Job) -> Mirror | None:
+    mirror = job.checkpoint.mirror
+    return None if mirror is None else open_mirror(url_of_run(mirror, str(job.run.name)))
 
 
 def _loader(
@@ -248,8 +271,17 @@ def _train(prepared: _Prepared, built: _Built, deadline: Deadline) -> ExitCode:
         loaded = load_warm_start(prepared.warm_start, built.model, built.optimizer, mesh, prepared.console.line)
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
-    lease = on_all_ranks(lambda: _take_over(prepared, environment))
-    _announce(prepared, built, lease)
+    lease = on_all_ranks(lambda: _lease(prepared))
+    try:
+        attempt = from_first_rank(lambda: lease.attempt if lease else "")
+        on_all_ranks(lambda: refuse_unless_shared(prepared.directory.path, attempt))
+        on_all_ranks(lambda: _open_directory(prepared, environment))
+        mirroring = _mirroring(prepared, lease, deadline)
+    except BaseException:
+        if lease is not None:
+            lease.give_back()
+        raise
+    _announce(prepared, built, attempt)
     if loaded is not None:
         prepared.directory.write_facts("loaded.json", attrs.asdict(loaded))
 
@@ -282,8 +314,9 @@ def _train(prepared: _Prepared, built: _Built, deadline: Deadline) -> ExitCode:
             prepared.directory.write_metrics(values)
             trackers.log(values)
 
-    saving = _saving(prepared, built, versions, lease, context, trackers, deadline)
-    rolling_back = _rolling_back(prepared, built)
+    saving = _saving(prepared, built, versions, lease, context, trackers, deadline, mirroring)
+    replicas = _replicas(prepared)
+    rolling_back = _rolling_back(prepared, built, replicas, mirroring)
     trainer = Trainer(
         job=job,
         mesh=mesh,
@@ -307,6 +340,12 @@ def _train(prepared: _Prepared, built: _Built, deadline: Deadline) -> ExitCode:
         rolling_back=rolling_back,
         record=record,
         step=checkpoint.step if checkpoint else 0,
+        replicas=replicas,
+        live_parts=LiveParts(
+            built.model,
+            built.optimizer,
+            [(name, one) for name, one in prepared.callbacks if not isinstance(one, Replication)],
+        ),
     )
     outcome: str = "failed"
     why: dict[str, Any] = {}
@@ -347,6 +386,7 @@ def _saving(
     context: RunContext,
     trackers: Trackers,
     deadline: Deadline,
+    mirroring: Mirroring | None,
 ) -> Saving:
     job, directory = prepared.job, prepared.directory
     own = {"forge-core": forge_core.__version__, "torch": torch.__version__}
@@ -383,13 +423,31 @@ def _saving(
         ),
         prepared.peers,
         prepared.store,
+        mirroring,
         prepared.console.line,
         ended,
         committed,
     )
 
 
-def _rolling_back(prepared: _Prepared, built: _Built) -> RollingBack:
+def _replicas(prepared: _Prepared) -> Replicas:
+    replications = [callback for _, callback in prepared.callbacks if isinstance(callback, Replication)]
+    if not replications:
+        return Replicas()
+    return JoinedReplicas(
+        replications[0],
+        prepared.job,
+        prepared.catalog,
+        prepared.mesh,
+        prepared.device,
+        prepared.loader,
+        prepared.peers.patient,
+        prepared.console.line,
+        prepared.directory.write_event,
+    )
+
+
+def _rolling_back(prepared: _Prepared, built: _Built, replicas: Replicas, mirroring: Mirroring | None) -> RollingBack:
     job, mesh, loader, console, directory = (
         prepared.job,
         prepared.mesh,
@@ -417,37 +475,100 @@ def _rolling_back(prepared: _Prepared, built: _Built) -> RollingBack:
             console.line,
             directory.write_event,
             state.get("anomalies"),
+            replicas.any_replica,
         ),
         directory,
         console.line,
         load,
+        mirroring,
         **state.get("rolling_back", {}),
     )
 
 
-def _take_over(prepared: _Prepared, environment: Mapping[str, Any]) -> Lease | None:
+def _lease(prepared: _Prepared) -> Lease | None:
     """On the first rank: from here on, this run's directory is written to."""
     if prepared.mesh.rank > 0:
         return None
-    start, store, console = prepared.start, prepared.store, prepared.console
     try:
-        lease = Lease(prepared.directory.path, console.line, prepared.ended)
+        return Lease(prepared.directory.path, prepared.console.line, prepared.ended)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write to {prepared.directory.path}: {error.strerror}") from error
+
+
+def _open_directory(prepared: _Prepared, environment: Mapping[str, Any]) -> None:
+    """On the first rank."""
+    if prepared.mesh.rank > 0:
+        return
+    start, store = prepared.start, prepared.store
+    if store.steps() != list(start.seen):
+        raise ConfigError(f"{store.path} has changed while this run was being prepared; start it again")
+    store.remove_unfinished()
+    if start.keeps_until is not None and (aside := store.put_aside(start.keeps_until)):
+        prepared.console.line(f"later checkpoints are now in {aside}")
+    prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
+
+
+def _mirroring(prepared: _Prepared, lease: Lease | None, deadline: Deadline | None) -> Mirroring | None:
+    """After the run's own directory: the mirror's ``job.toml`` says that both are done.
+
+    Raises:
+        MirrorError: it cannot be written to, and the run is not to go on without it, or begins only now.
+    """
+    mirror = _mirror(prepared.job)
+    if mirror is None:
+        return None
+    section, start, say = prepared.job.checkpoint, prepared.start, prepared.console.line
+    copier = None
+    if lease is not None:
+        copier = Copier(
+            prepared.store,
+            mirror,
+            section,
+            attempt=lease.attempt,
+            job_toml=dump_job(prepared.job),
+            start=start.step if start.checkpoint else -1,
+            may_commit=lease.refuse_if_lost,
+        )
+
+    def take_over() -> None:
+        assert copier is not None, "it is there on the first rank"
+        try:
+            copier.start()
+        except MirrorError as error:
+            if section.on_failure == "stop" or start.checkpoint is None or start.keeps_until is not None:
+                copier.close()
+                raise
+            say(f"{error}; training goes on, and it is tried again after the next save")
+
+    slowly_from_first_rank(take_over, prepared.peers.sign)
+    return Mirroring(
+        copier,
+        section,
+        prepared.peers.sign,
+        say,
+        prepared.directory.write_event,
+        lambda seconds: deadline.must_hold(seconds, say) if deadline else None,
+    )
+
+
+def _complete_mirror(prepared: _Prepared) -> None:
+    """Copy what the run could not copy when it ended."""
+    if prepared.job.checkpoint.mirror is None:
+        return
+    lease = on_all_ranks(lambda: _lease(prepared))
     try:
-        if store.steps() != list(start.seen):
-            raise ConfigError(f"{store.path} has changed while this run was being prepared; start it again")
-        store.remove_unfinished()
-        if start.keeps_until is not None and (aside := store.put_aside(start.keeps_until)):
-            console.line(f"later checkpoints are now in {aside}")
-        prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
-    except BaseException:
-        lease.give_back()
-        raise
-    return lease
+        mirroring = _mirroring(prepared, lease, None)
+        assert mirroring is not None, "there is a mirror"
+        try:
+            mirroring.finish()
+        finally:
+            mirroring.close()
+    finally:
+        if lease is not None:
+            lease.give_back()
 
 
-def _announce(prepared: _Prepared, built: _Built, lease: Lease | None) -> None:
+def _announce(prepared: _Prepared, built: _Built, attempt: str) -> None:
     job, checkpoint = prepared.job, prepared.checkpoint
     prepared.directory.write_event(
         "resumed" if checkpoint else "started",
@@ -456,7 +577,7 @@ def _announce(prepared: _Prepared, built: _Built, lease: Lease | None) -> None:
         passed_over=prepared.start.passed_over,
         loaded=str(prepared.warm_start.checkpoint.path) if prepared.warm_start else None,
         mesh=dict(prepared.mesh.degrees),
-        attempt=lease.attempt if lease else None,
+        attempt=attempt,
     )
     axes = {axis: degree for axis, degree in prepared.mesh.degrees.items() if degree > 1}
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"

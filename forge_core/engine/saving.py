@@ -22,6 +22,7 @@ from forge_core.contracts.data_source import DataSource
 from forge_core.engine.build import BuiltModel
 from forge_core.engine.kept_state import states_of
 from forge_core.engine.mesh import Mesh
+from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.peers import Peers
 from forge_core.errors import LeaseLostError
 
@@ -81,6 +82,7 @@ class Saving:
     """One checkpoint at a time. All ranks call the same methods at the same steps.
 
     Args:
+        mirroring: copies what is committed on to a mirror, if there is one.
         report: prints a line on the first rank.
         ended: told how every save has ended.
         committed: told of every checkpoint that is there, on all ranks; not after the run has failed.
@@ -92,6 +94,7 @@ class Saving:
         saver: Saver,
         peers: Peers,
         store: CheckpointStore,
+        mirroring: Mirroring | None,
         report: Callable[[str], None],
         ended: Callable[[Saved], None],
         committed: Callable[[Saved], None],
@@ -100,6 +103,7 @@ class Saving:
         self._saver = saver
         self._peers = peers
         self._store = store
+        self._mirroring = mirroring
         self._report = report
         self._ended = ended
         self._committed = committed
@@ -117,6 +121,8 @@ class Saving:
             progress: more that decides the future, as JSON values: where in the data, and what went wrong.
         """
         self.finish()
+        if self._mirroring is not None:
+            self._mirroring.refuse_if_failed()
         self._begun_at = step
         with self._waiting():
             self._saver.save(self._contents.snapshot(step, tokens, progress, metrics))
@@ -133,15 +139,26 @@ class Saving:
         Args:
             is_written: whether all ranks have said so; they say it two steps late at most.
         """
+        if self._mirroring is not None:
+            self._mirroring.look()
         if is_written and self._begun_at is not None and step >= self._begun_at + 2:
             self.finish()
 
     def finish(self, *, must_succeed: bool = False) -> None:
         """Wait for the save that is under way, if there is one.
 
+        Args:
+            must_succeed: at the end of the run; the mirror is waited for, too.
+
         Raises:
             ForgeError: it has failed, and the run cannot go on without it.
         """
+        self._finish(must_succeed)
+        if must_succeed and self._mirroring is not None:
+            with self._waiting():
+                self._mirroring.finish()
+
+    def _finish(self, must_succeed: bool) -> None:
         with self._waiting():
             saved = self._saver.finish()
         self._begun_at = None
@@ -151,6 +168,8 @@ class Saving:
         if saved.error is None:
             self._report(f"saved {saved.path.name}")
             self._committed(saved)
+            if self._mirroring is not None:
+                self._mirroring.saved()
             self._prune()
             return
         if (
@@ -167,6 +186,8 @@ class Saving:
         if saved is not None:
             self._ended(saved)
         self._saver.close()
+        if self._mirroring is not None:
+            self._mirroring.close()
 
     def _waiting(self) -> AbstractContextManager[None]:
         """For files to be written, which may take longer than a step."""
@@ -175,13 +196,16 @@ class Saving:
     def _prune(self) -> None:
         if self._contents.mesh.rank > 0:
             return
-        there = []
+        there = {}
         for step in self._store.steps():
             try:
-                there.append((step, read_manifest(self._store.folder(step)).metrics))
+                there[step] = read_manifest(self._store.folder(step))
             except DamagedError:
                 continue  # not ours to judge by, nor to remove
-        steps = superfluous(there, self._contents.job.checkpoint)
+        steps = superfluous([(step, found.metrics) for step, found in there.items()], self._contents.job.checkpoint)
+        if self._mirroring is not None:
+            sizes = {step: found.n_bytes for step, found in there.items()}
+            steps = self._mirroring.removable(steps, sizes, self._store.path)
         try:
             self._store.remove(steps)
         except OSError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import numpy as np
@@ -19,16 +20,20 @@ from forge_core.config.sections import Job
 from forge_core.contracts.callback import RunContext, StepContext
 from forge_core.contracts.executor import Executor
 from forge_core.contracts.loss import IGNORED
+from forge_core.contracts.replication import LiveState
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
 from forge_core.engine.agreement import Agreement
 from forge_core.engine.anomalies import Anomalies, can_skip_on_device
 from forge_core.engine.contributors import Contributors
 from forge_core.engine.executor import Batch
 from forge_core.engine.gradients import Layout, Squares, clip_gradients, global_norm, norms_along, squared_norms
 from forge_core.engine.lifecycle import Lifecycle
+from forge_core.engine.live_state import LiveParts
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import DATA_AXES, LOSS_AXES, Mesh
+from forge_core.engine.replicas import Replicas
 from forge_core.engine.rolling_back import RollingBack
 from forge_core.engine.saving import Saving
 
@@ -55,13 +60,16 @@ class Trainer:
     record: Callable[[Mapping[str, float]], None]
     """Takes the values of a logged step or of an evaluation."""
     step: int = 0
+    replicas: Replicas = attrs.field(factory=Replicas)
+    live_parts: LiveParts | None = None
+    """What another replica is given; needed if there may be others."""
 
     def __attrs_post_init__(self) -> None:
         job = self.job
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._parameters = named_parameters(self.parts)
         self._contributors = Contributors(self.parts, self.mesh)
-        self._skips_on_device = self._contributors.are_none and can_skip_on_device(self.optimizer, self.device)
+        self._skips_on_device = can_skip_on_device(self.optimizer, self.device)
         self._agreement = Agreement()
         # of all pipeline stages, asked for once, at the first step that is logged
         self._auxiliary_names: list[str] | None = None
@@ -84,17 +92,21 @@ class Trainer:
         self.lifecycle.call("run_start", run=self.context)
         if self.step == 0 and is_due(0, job.checkpoint):
             self._save()
+        self.replicas.join(self.step, self._give_state, self._take_state)
         self.measurement.restart(self.loader.seconds_waiting)
-        for microbatches in self.loader:
+        for microbatches in self._microbatches_of_steps():
+            before = self.step
             self.step += 1
             self._train_step(microbatches)
+            if self.step == before:
+                continue  # it did not count
             evaluated: Mapping[str, float] = {}
             if self._is_due(job.eval.interval) and self.evaluation is not None:
                 evaluated = self.evaluate()
             self._ask_for_timely_save()
             save, stop, is_writing = self._agreement.exchange(self.context.requests, is_writing=self.saving.is_writing)
             self.saving.look(self.step, is_written=not is_writing)
-            if save or stop or self.step == last or is_due(self.step, job.checkpoint) or self._put_off_save:
+            if save or stop or self.step == last or self._is_checkpoint_due() or self._put_off_save:
                 self._save(evaluated, can_wait=not stop and self.step < last)
             if self.anomalies.to_leave_out is not None:
                 self._roll_back()
@@ -130,21 +142,33 @@ class Trainer:
         self.measurement.restart(self.loader.seconds_waiting)
         return values
 
+    def _microbatches_of_steps(self) -> Iterator[Sequence[Mapping[str, torch.Tensor]]]:
+        while True:
+            if not self.replicas.is_alone:
+                self._log_pending()
+                self.anomalies.look()  # while everything still is as it was in that step; the host has waited for it
+                self.replicas.begin_step(self.step)
+            yield next(self.loader)
+
     def _train_step(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Does nothing, and takes ``step`` back, if other replicas say that it does not count."""
         step = self.step
         self.lifecycle.call("step_start", run=self.context, step=step)
-        self.measurement.count(self._tokens_a_step)
         self._seed_generators()
 
-        scale = self._one_over_valid_tokens(microbatches)
-        LEDGER.start_step(scale, readers=self.mesh.degrees["tp"])
+        scale, own_scales = self._scales(microbatches)
+        LEDGER.start_step(scale, self.mesh.degrees["tp"], own_scales)
         batches = [self._to_device(batch) for batch in microbatches]
         total = self.executor.run(batches, scale)
+        if not self.replicas.is_alone:
+            together = total.clone()
+            others = [*self._contributors.accumulators(), *LEDGER.sums(), together]
+            self.replicas.sum_step(self._parameters, others)
 
         logged = self._is_logged()
         metrics: dict[str, torch.Tensor] = {}
         if logged or self._listening:
-            metrics["loss"] = total * scale
+            metrics["loss"] = (total if self.replicas.is_alone else together) * scale
         context = StepContext(step, self._tokens_so_far, metrics, logged)
         named = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = [*named.values()]
@@ -156,12 +180,19 @@ class Trainer:
         self.lifecycle.call("before_optimizer_step", run=self.context, context=context)
         rate = self._set_learning_rates()
         self.saving.wait_until_copied()
-        if self._skip_asked(verdict):
+        skip = self._skip_asked(verdict)
+        if not self.replicas.commit(step):
+            self._take_back_step()
+            return
+        self.measurement.count(self._tokens_a_step)
+        self.anomalies.take_note()
+        if skip:
             self._contributors.forget()
         else:
-            self._contributors.before_optimizer_step()
+            left_out = verdict if self._skips_on_device else None
+            self._contributors.before_optimizer_step(step / self.job.train.steps, left_out)
             clip_gradients(gradients, norm, self.job.train.clip_norm)
-            self.optimizer.found_inf = verdict if self._skips_on_device else None  # type: ignore[attr-defined]  # torch's
+            self.optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -172,13 +203,19 @@ class Trainer:
             self._submit(metrics, rate)
         self.lifecycle.call("step_end", run=self.context, context=context)
 
+    def _take_back_step(self) -> None:
+        self._contributors.forget()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loader.restart(self.loader.stream, self.loader.position - self.loader.samples_per_step)
+        self.step -= 1
+
     def _set_training(self, training: bool) -> None:
         for part in self.parts:
             part.train(training)
 
     def _seed_generators(self) -> None:
         """Whatever draws random numbers in a step draws the same ones after a resume, with nothing to save."""
-        seed = (self.job.train.seed * 1_000_003 + self.step * 8_191 + self.mesh.dp_rank) % 2**63
+        seed = (self.job.train.seed * 1_000_003 + self.step * 8_191 + self._dp_rank) % 2**63
         torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is, for 80 µs
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
@@ -186,16 +223,35 @@ class Trainer:
             torch.mps.manual_seed(seed)
 
     @property
+    def _dp_rank(self) -> int:
+        """Among all ranks that see different samples, of all replicas."""
+        return self.replicas.share.index * self.mesh.dp_size + self.mesh.dp_rank
+
+    @property
     def _tokens_so_far(self) -> int:
         return self.loader.position * self.job.train.seq_len
 
-    def _one_over_valid_tokens(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """On the device; counted here, where the targets still are in the host's memory."""
-        valid = sum(int(np.count_nonzero(batch["targets"].numpy() != IGNORED)) for batch in microbatches)
-        if self.mesh.dp_size == 1:
-            return torch.full((), 1 / max(valid, 1), device=self.device)
-        count = torch.full((), float(valid), device=self.device)
-        return self.mesh.sum_over(count, DATA_AXES).clamp_(min=1).reciprocal_()
+    def _scales(
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """One over the step's valid tokens, and over what the model counts for losses of its own (``MultiTokenModel``).
+
+        On the device; counted here, where the targets still are in the host's memory.
+        """
+        counts = [sum(int(np.count_nonzero(batch["targets"].numpy() != IGNORED)) for batch in microbatches)]
+        names: list[str] = []
+        model: Any = self.parts[0]  # each part knows what the whole model counts
+        if hasattr(model, "count_targets"):
+            of_batches = [model.count_targets(batch) for batch in microbatches]
+            names = [*of_batches[0]]
+            counts += [sum(one[name] for one in of_batches) for name in names]
+        if self.mesh.dp_size == 1 and self.replicas.is_alone:
+            scale, *own = (torch.full((), 1 / max(count, 1), device=self.device) for count in counts)
+        else:
+            each = torch.stack([torch.full((), float(count), device=self.device) for count in counts])
+            self.mesh.sum_over(each, DATA_AXES)
+            scale, *own = self.replicas.sum(each).clamp_(min=1).reciprocal_().unbind()
+        return scale, dict(zip(names, own, strict=True))
 
     def _to_device(self, batch: Mapping[str, torch.Tensor]) -> Batch:
         if self.device.type == "cpu":
@@ -215,6 +271,8 @@ class Trainer:
             skip = True
         elif self._may_skip:
             skip = self._agreement.any_rank(self.context.requests.skip_step)
+            if not self.replicas.is_alone:
+                skip = bool(self.replicas.any_replica(torch.full((), float(skip), device=self.device)).item())
         else:
             skip = False
         self.context.requests.skip_step = False
@@ -227,6 +285,10 @@ class Trainer:
         """Every ``interval`` steps and at the last step; an interval of 0 is never due, except at the end if asked."""
         at_last = self.step == self.job.train.steps
         return (interval > 0 and (self.step % interval == 0 or at_last)) or (at_end and at_last)
+
+    def _is_checkpoint_due(self) -> bool:
+        """Of replicas, the first one writes what all of them have."""
+        return self.replicas.share.index == 0 and is_due(self.step, self.job.checkpoint)
 
     def _norms_along_axes(self, squares: Mapping[Layout, Squares]) -> Mapping[str, torch.Tensor]:
         """Those that ``metrics.grad_norm_per`` asks for."""
@@ -244,6 +306,7 @@ class Trainer:
         metrics["loss"] = loss
         norms = {name: value for name, value in metrics.items() if name.partition("/")[0] == "grad_norm"}
         tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
+        tensors.update(self._contributors.metrics(self.device))
         known = {"lr": rate, "tokens": self._tokens_so_far}
         tensors["skipped"] = self.anomalies.skipped
         self.measurement.submit(self.step, tensors, known, self.loader.seconds_waiting)
@@ -272,7 +335,12 @@ class Trainer:
     def _ask_for_timely_save(self) -> None:
         """By the first rank's clock."""
         minutes = self.job.checkpoint.minutes
-        if minutes > 0 and self.mesh.rank == 0 and time.monotonic() - self._last_save >= 60 * minutes:
+        if (
+            minutes > 0
+            and self.mesh.rank == 0
+            and self.replicas.share.index == 0
+            and time.monotonic() - self._last_save >= 60 * minutes
+        ):
             self.context.requests.save_now = True
 
     def _save(self, evaluated: Mapping[str, float] = MappingProxyType({}), *, can_wait: bool = False) -> None:
@@ -285,15 +353,33 @@ class Trainer:
             return
         if not self.anomalies.have_spared([*self._parameters.values()], self.step):
             return
-        progress = {
+        self.saving.begin(self.step, self._tokens_so_far, self._progress(), evaluated)
+        self._last_save = time.monotonic()
+        self.measurement.restart(self.loader.seconds_waiting)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
             "position": self.loader.position,
             "left_out": self.loader.stream.left_out,
             "anomalies": self.anomalies.state(),
             "rolling_back": self.rolling_back.state(),
         }
-        self.saving.begin(self.step, self._tokens_so_far, progress, evaluated)
-        self._last_save = time.monotonic()
-        self.measurement.restart(self.loader.seconds_waiting)
+
+    def _give_state(self) -> LiveState:
+        assert self.live_parts is not None, "others may come"
+        return self.live_parts.give({"step": self.step, **self._progress()})
+
+    def _take_state(self, state: LiveState) -> int:
+        assert self.live_parts is not None, "there are others"
+        self.saving.finish()  # what is being saved must not change
+        progress = self.live_parts.take(state)
+        self.step = progress["step"]
+        stream = self.loader.stream
+        left_out = [(start, stop) for start, stop in progress["left_out"]]
+        self.loader.restart(SampleStream(stream.source, stream.seed, stream.shuffle, left_out), progress["position"])
+        self.anomalies.restart(progress["anomalies"])
+        self._put_off_save = False
+        return self.step
 
     def _roll_back(self) -> None:
         """To the checkpoint from before the steps that are to be left out."""

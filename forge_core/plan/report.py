@@ -15,6 +15,7 @@ from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog, Provided
 from forge_core.component import PassComponent, Use
 from forge_core.config.sections import Job
+from forge_core.contracts.parallel_pass import Traffic
 from forge_core.engine.build import build_on_meta
 from forge_core.engine.mesh import DATA_AXES
 from forge_core.errors import ConfigError
@@ -50,6 +51,8 @@ class PlannedStage:
     largest: Mapping[str, int]
     reason: str
     """Why a step cannot be simulated; otherwise empty."""
+    traffic: Sequence[Traffic]
+    """What it sends in a step, as far as passes tell."""
 
 
 @attrs.frozen
@@ -76,6 +79,7 @@ class Plan:
     """Of all ranks."""
     flops_per_token: Mapping[str, float]
     mesh: Mapping[str, int]
+    ranks_per_node: int
     passes: Sequence[PlannedPass]
     stages: Sequence[PlannedStage]
     recomputation: Sequence[PlannedRecomputation]
@@ -94,7 +98,14 @@ class Plan:
         return table
 
 
-def make_plan(job: Job, catalog: Catalog, world_size: int, vocab_size: int | None, gpu: Gpu | None) -> Plan:
+def make_plan(
+    job: Job,
+    catalog: Catalog,
+    world_size: int,
+    vocab_size: int | None,
+    gpu: Gpu | None,
+    ranks_per_node: int = 8,
+) -> Plan:
     """Simulate the job among ``world_size`` ranks.
 
     Args:
@@ -106,7 +117,9 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, vocab_size: int | Non
     build = ComponentBuilder(catalog)
     rows = _vocabulary(job, build, vocab_size)
     degrees = resolve_degrees(job.parallel, world_size)
-    simulated = [simulate(job, catalog, rows, world_size, stage, gpu) for stage in range(job.parallel.pp)]
+    simulated = [
+        simulate(job, catalog, rows, world_size, stage, gpu, ranks_per_node) for stage in range(job.parallel.pp)
+    ]
     stages = [_stage(one) for one in simulated]
     plan = Plan(
         model=job.model.qualified_name,
@@ -119,6 +132,7 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, vocab_size: int | Non
         * job.train.seq_len,
         flops_per_token=flops_by_convention(job, rows, build),
         mesh=degrees,
+        ranks_per_node=ranks_per_node,
         passes=[
             _planned(one.use, one.touched, catalog.lookup("parallel_pass", one.use.qualified_name))
             for one in simulated[0].built.applied
@@ -180,6 +194,7 @@ def as_text(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _memory_lines(plan)
     yield from _fit_lines(plan)
+    yield from _traffic_lines(plan)
 
 
 _NAMES = 4
@@ -244,6 +259,21 @@ def _fit_lines(plan: Plan) -> Iterator[str]:
     )
 
 
+def _traffic_lines(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        if not stage.traffic:
+            continue
+        yield ""
+        sent = [size for one in stage.traffic for size in (one.within_node, one.between_nodes) if size is not None]
+        unit, scale = ("GiB", GIB) if max(sent, default=0) >= GIB else ("MiB", GIB / 1024)
+        title = f"Sent by rank {stage.rank} in a step, {unit}; {plan.ranks_per_node} ranks a node"
+        yield f"{title:<62}{'within':>10}{'between':>10}"
+        for one in stage.traffic:
+            sizes = ("?" if size is None else f"{size / scale:.3f}" for size in (one.within_node, one.between_nodes))
+            yield f"  {one.what:<60}" + "".join(f"{size:>10}" for size in sizes)
+            yield f"    {one.reason}"
+
+
 def _stage(simulated: SimulatedRank) -> PlannedStage:
     memory = simulated.memory
     return PlannedStage(
@@ -253,6 +283,7 @@ def _stage(simulated: SimulatedRank) -> PlannedStage:
         memory.at_peak if memory else {},
         memory.largest if memory else {},
         simulated.reason,
+        simulated.traffic,
     )
 
 
@@ -273,7 +304,8 @@ def _recomputation(
         if one.is_the_jobs:
             planned.append(_compared(one, plan.heaviest))
         else:
-            stage = _stage(simulate(one.job, catalog, vocab_size, world_size, number, plan.gpu))
+            simulated = simulate(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node)
+            stage = _stage(simulated)
             if stage.peak_bytes is not None:
                 planned.append(_compared(one, stage))
     return planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -22,6 +22,7 @@ from forge_core.auxiliary import LEDGER
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
 from forge_core.config.sections import Job
+from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.engine.build import BuiltModel, allocate, build_model, build_optimizer
 from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
 from forge_core.engine.mesh import Mesh, build_mesh
@@ -56,10 +57,17 @@ class SimulatedRank:
     """``None`` if the step cannot be simulated."""
     reason: str
     """Why it cannot; otherwise empty."""
+    traffic: Sequence[Traffic]
 
 
 def simulate(
-    job: Job, catalog: Catalog, vocab_size: int, world_size: int, stage: int, gpu: Gpu | None = None
+    job: Job,
+    catalog: Catalog,
+    vocab_size: int,
+    world_size: int,
+    stage: int,
+    gpu: Gpu | None = None,
+    ranks_per_node: int = 8,
 ) -> SimulatedRank:
     """Build ``job`` for the first rank of a pipeline stage among ``world_size`` ranks, and run a step of it.
 
@@ -68,6 +76,7 @@ def simulate(
 
     Args:
         gpu: what the job is to run on, for passes that decide by it.
+        ranks_per_node: what a launcher would say.
 
     Raises:
         ForgeError: whatever the build of a real run would say.
@@ -80,7 +89,7 @@ def simulate(
         with fake, ledger:
             allocate(part, device)
 
-    with _rank_of(world_size, rank):
+    with _rank_of(world_size, rank, ranks_per_node):
         mesh = build_mesh(job, _CPU)
         build = ComponentBuilder(catalog)
         passes = sort_passes(job, catalog, world_size)
@@ -88,9 +97,18 @@ def simulate(
         size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
         ledger.vocabulary = _vocabulary(built, vocab_size)
         memory, reason = None, ""
-        if any(getattr(build(use), "parameters_on_host", False) for use in passes):
+        appliers = [build(use) for use in passes]
+        context = PassContext(mesh, job, _CPU, gpu)
+        traffic = [
+            one
+            for applier in appliers
+            if hasattr(applier, "traffic")
+            for part in built.parts
+            for one in applier.traffic(part, context)
+        ]
+        if any(getattr(applier, "parameters_on_host", False) for applier in appliers):
             reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
-            return SimulatedRank(rank, stage, built, size, memory, reason)
+            return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
         try:
             with fake, ledger:
                 memory = _step(job, mesh, built, build, ledger)
@@ -98,7 +116,7 @@ def simulate(
             reason = str(error)
         except Exception as error:  # noqa: BLE001  # of torch or of a plugin; what is known without a step still is
             reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-        return SimulatedRank(rank, stage, built, size, memory, reason)
+        return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
 
 
 def _step(job: Job, mesh: Mesh, built: BuiltModel, build: ComponentBuilder, ledger: MemoryLedger) -> RankMemory:
@@ -157,23 +175,46 @@ def _multiplied_rows(weight: torch.Tensor) -> int:
 
 
 @contextmanager
-def _rank_of(world_size: int, rank: int) -> Iterator[None]:
+def _rank_of(world_size: int, rank: int, ranks_per_node: int) -> Iterator[None]:
     """Be ``rank`` of a group whose collectives do nothing."""
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)  # as a launcher would say it
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    schedule: Any = _PipelineSchedule
-    vote, schedule._warmup_p2p = schedule._warmup_p2p, _elect_static
     try:
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        with _stages_that_do_not_vote(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about what a real run would do: it will say them then
             yield
     finally:
-        schedule._warmup_p2p = vote
         # it knows meshes, and the next rank's is equal to this one's but has other groups
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch's
         dist.destroy_process_group()
+        LEDGER.start_step(torch.ones(()))  # it holds tensors of the simulation
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+@contextmanager
+def _stages_that_do_not_vote() -> Iterator[None]:
+    """Without torch's vote of all stages on whether they know their shapes, whose result has no value here.
+
+    Torch 2.11 has no such vote: a stage that is given its shapes, as ours are, takes them.
+    """
+    schedule: Any = _PipelineSchedule
+    vote = getattr(schedule, "_warmup_p2p", None)
+    if vote is None:
+        yield
+        return
+    schedule._warmup_p2p = _elect_static
+    try:
+        yield
+    finally:
+        schedule._warmup_p2p = vote
 
 
 def _elect_static(_: object, stages: Sequence[Any], *__: object) -> None:
-    """In place of torch's vote of all stages on whether they know their shapes, whose result has no value here."""
+    from torch.distributed.pipelining._utils import InferenceMode  # torch 2.11 has none
+
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

@@ -60,8 +60,8 @@ class FeedForwardConformance(ComponentCase):
     def test_residual_std_scales_the_output(self) -> None:
         hidden = _hidden(2, 8, self.dim)
 
-        usual = self.build_layer(residual_std=0.1)(hidden).abs().max().item()
-        small = self.build_layer(residual_std=1e-6)(hidden).abs().max().item()
+        usual = _run(self.build_layer(residual_std=0.1), hidden).abs().max().item()
+        small = _run(self.build_layer(residual_std=1e-6), hidden).abs().max().item()
 
         assert small < 1e-3 * usual, (
             f"with residual_std 100,000 times smaller the output is {small:.3g} instead of {usual:.3g}; the projection "
@@ -73,7 +73,7 @@ class FeedForwardConformance(ComponentCase):
     def test_keeps_shape_and_dtype(self, batch: int, positions: int, dtype: torch.dtype) -> None:
         hidden = _hidden(batch, positions, self.dim).to(dtype)
 
-        output = cast_parameters(self.build_layer(), dtype)(hidden)
+        output = _run(cast_parameters(self.build_layer(), dtype), hidden)
 
         assert output.shape == hidden.shape, (
             f"the output must have the shape of the hidden states {tuple(hidden.shape)}, got {tuple(output.shape)}"
@@ -89,7 +89,7 @@ class FeedForwardConformance(ComponentCase):
         other = hidden.clone()
         other[0, 3] += 1
 
-        difference = (layer(other) - layer(hidden)).abs().amax(dim=-1)
+        difference = (_run(layer, other) - _run(layer, hidden)).abs().amax(dim=-1)
 
         moved = [tuple(place) for place in (difference > 1e-5).nonzero().tolist()]
         assert moved == [(0, 3)], f"changing the hidden state at (0, 3) changes the output at {moved}"
@@ -101,7 +101,7 @@ class FeedForwardConformance(ComponentCase):
         valid[1, 5:] = False
         other = torch.where(valid[..., None], hidden, 100.0)
 
-        first, second = layer(hidden, valid)[valid], layer(other, valid)[valid]
+        first, second = _run(layer, hidden, valid)[valid], _run(layer, other, valid)[valid]
 
         assert torch.allclose(first, second, rtol=1e-4, atol=1e-5), (
             "what stands at positions that are not valid changes the output at valid ones"
@@ -111,7 +111,7 @@ class FeedForwardConformance(ComponentCase):
         layer = self.build_layer().train()
         hidden = _hidden(4, 16, self.dim).requires_grad_()
 
-        layer(hidden).square().sum().backward()
+        torch.autograd.backward(_run(layer, hidden).square().sum())
 
         assert hidden.grad is not None, "no gradient reaches the hidden states"
         assert_gradients_everywhere(layer)
@@ -120,7 +120,7 @@ class FeedForwardConformance(ComponentCase):
         layer = self.build_layer().train()
         before = snapshot(layer)
 
-        layer(_hidden(2, 8, self.dim).requires_grad_()).sum().backward()
+        torch.autograd.backward(_run(layer, _hidden(2, 8, self.dim).requires_grad_()).sum())
 
         assert_forward_is_pure(before, layer)
 
@@ -153,6 +153,14 @@ class FeedForwardConformance(ComponentCase):
         layer = build_on_meta(lambda: self.make(dim=self.dim, layer=self.layer, n_layers=self.n_layers))
         materialise(layer)
         return layer
+
+
+def _run(layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """With what else it needs to know of tokens."""
+    place = torch.arange(hidden.shape[0] * hidden.shape[1]).view(hidden.shape[:2])
+    facts = {"token_ids": place % 11, "sequence": place // hidden.shape[1] * hidden.shape[1]}
+    output: torch.Tensor = layer(hidden, valid, **{name: facts[name] for name in getattr(layer, "needs", ())})
+    return output
 
 
 def _hidden(batch: int, positions: int, dim: int) -> torch.Tensor:

@@ -42,7 +42,10 @@ class Run:
         squares = squared_norms([torch.ones(3), torch.tensor([0.0, gradient])])
         norm = global_norm(squares, self.mesh, CPU)
         batch = {"tokens": torch.zeros(2, 8, dtype=torch.int64), **inputs}
-        return self.anomalies.judge(self.step, torch.tensor(loss), norm, ["first", "second"], squares, [batch, batch])
+        names, batches = ["first", "second"], [batch, batch]
+        verdict = self.anomalies.judge(self.step, torch.tensor(loss), norm, names, squares, batches)
+        self.anomalies.take_note()
+        return verdict
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,12 @@ def test_nothing_but_committed_checkpoints_is_left_in_the_folder(store):
 
 def test_a_half_written_one_is_not_seen_and_is_removed(store):
     _save(store, 7)
-    (store.path / ".step_00000008.partial").mkdir()
+    for attempt in ("a", "b"):
+        store.unfinished_folder(8, attempt).mkdir()
 
     assert store.newest(_quiet).step == 7
     store.remove_unfinished()
-    assert not (store.path / ".step_00000008.partial").exists()
+    assert sorted(path.name for path in store.path.iterdir()) == ["latest", "step_00000007"]
 
 
 def _flip(file):
@@ -208,7 +209,7 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(store):
     _save(store, 7)
 
     with pytest.raises(ConfigError, match="no checkpoint of step 8; there are 7"):
-        store.at(8)
+        store.at(8, _quiet)
 
 
 def test_checkpoints_none_of_which_is_whole_are_not_taken_for_a_fresh_start(store):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from forge_core.config.job import job_table
@@ -23,6 +25,11 @@ from forge_core.config.job import job_table
         (['load.path="x"', "resume=x"], "checkpoint.load: has no effect: checkpoint.resume = 'x' starts from a whole"),
         (['load.path="x"', "load.include=[]"], "checkpoint.load.include"),
         (["load={}"], "checkpoint.load.path: is required"),
+        (["mirror_keep_last=2"], "checkpoint.mirror_keep_last: has no effect without mirror"),
+        (["mirror=runs"], "checkpoint.mirror: 'runs' is run.dir, where the checkpoints are already"),
+        (["mirror=file://"], "checkpoint.mirror: 'file://' names no folder"),
+        (["mirror=memry://x"], "fsspec knows no file system of the name 'memry'; did you mean 'memory'?"),
+        (["mirror=oss://bucket/x"], "needs a package that is not installed: Install ossfs"),
     ],
 )
 def test_what_would_do_nothing_is_refused(complaint, settings, said):
@@ -40,6 +47,24 @@ def test_the_best_are_told_by_evaluations_at_the_same_steps(complaint, interval,
     keep = ["checkpoint.keep_last=1", "checkpoint.keep_best=2"]
 
     assert said in complaint(*keep, f"checkpoint.interval={interval}", f"eval.interval={evaluated}")
+
+
+def test_a_mirror_without_fsspec_is_refused_with_what_to_install(complaint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.registry", None)
+
+    assert "needs the package fsspec, which is not installed: pip install fsspec" in complaint("checkpoint.mirror=x")
+
+
+def test_a_mirror_may_be_any_path_or_any_url_whose_package_is_there(load):
+    for mirror in (
+        "/scratch/runs",
+        "~/runs",
+        "far",
+        "file:///scratch/runs",
+        "memory://runs",
+        "simplecache::memory://x",
+    ):
+        assert load(f"checkpoint.mirror={mirror}").checkpoint.mirror == mirror
 
 
 def test_a_section_that_uses_everything_is_valid_and_comes_back_from_its_table(load):

@@ -277,3 +277,21 @@ def test_evaluation_stops_after_the_asked_number_of_global_batches():
 
 def data_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("forge-data")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_ranks_from_a_step_on_go_on_where_the_stream_is(workers):
+    source = NumberedSource(100)
+    with (
+        loader(source, workers=workers, shuffle=False) as first,
+        loader(source, workers=workers, shuffle=False) as second,
+    ):
+        read = []
+        for ranks in ([first], [first], [first, second], [first, second], [first]):
+            second.position = first.position
+            for rank, batches in enumerate(ranks):
+                batches.deal(rank, len(ranks))
+                (batch,) = next(batches)
+                read += (batch["tokens"][:, 0] // 10).tolist()
+
+    assert read == [*range(14)]

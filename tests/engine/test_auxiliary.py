@@ -81,6 +81,36 @@ def test_ranks_that_compute_the_same_value_share_its_gradient_and_its_report(wei
     torch.testing.assert_close(weights.grad, alone.grad)
 
 
+def test_what_the_head_gives_is_reported_once_and_each_rank_goes_on_with_its_gradient(weights):
+    """The ranks along tp compute one loss of it, each the gradient of its part of the vocabulary."""
+    hidden = torch.randn(6, 4, dtype=torch.float64)
+    LEDGER.start_run()
+    LEDGER.share_out_stream()
+    LEDGER.start_step(torch.tensor(1 / 6, dtype=torch.float64), readers=2)
+
+    out = hidden @ weights
+    attached = attach_auxiliary_loss(out, 0.01 * out.square().sum(), "size", place="head")
+    (0 * attached).sum().backward()
+    reported = LEDGER.means()["size"]
+    LEDGER.start_run()
+
+    torch.testing.assert_close(reported, 0.01 * (hidden @ weights.detach()).square().sum() / 6 / 2)
+    alone = weights.detach().clone().requires_grad_()
+    (0.01 * (hidden @ alone).square().sum() / 6).backward()
+    torch.testing.assert_close(weights.grad, alone.grad)
+
+
+def test_a_loss_may_be_a_mean_over_other_tokens_than_the_task_is(weights):
+    hidden = torch.randn(6, 4, dtype=torch.float64)
+    scales = {"size": torch.tensor(1 / 5, dtype=torch.float64)}
+    LEDGER.start_step(torch.tensor(1 / 6, dtype=torch.float64), own_scales=scales)
+
+    _layer(weights, hidden).sum().backward(torch.tensor(1 / 5, dtype=torch.float64))
+
+    torch.testing.assert_close(weights.grad, _expected(weights, hidden, 5))
+    torch.testing.assert_close(LEDGER.means()["size"], 0.01 * (hidden @ weights.detach()).square().sum() / 5)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own doing
 def test_compiled_blocks_report_and_follow_the_scale_of_each_step():
     weights = torch.randn(4, 4, requires_grad=True)

@@ -83,7 +83,7 @@ def test_show_tells_what_is_in_the_newest_whole_one(run, capsys):
 def test_show_names_a_plugin_that_is_not_installed(run, capsys, monkeypatch):
     from forge_core.commands import checkpoint
 
-    monkeypatch.setattr(checkpoint, "_installed", lambda name: None if "dense" in name else "0.1.0")
+    monkeypatch.setattr(checkpoint, "installed", lambda name: None if "dense" in name else "0.1.0")
 
     assert main(["checkpoint", "show", str(run / "checkpoints/step_00000004")]) == 0
 

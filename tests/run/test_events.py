@@ -141,8 +141,23 @@ def test_updates_that_are_left_out_and_going_back_are_told(run):
     assert (events[-1]["event"], events[-1]["exit_code"]) == ("failed", 4)
 
 
+def test_copies_to_a_mirror_are_told_and_so_are_those_that_fail(run, tmp_path):
+    mirror = tmp_path / "far"
+    keep = [f"checkpoint.mirror={mirror}", "checkpoint.interval=4", "checkpoint.keep_last=1"]
+
+    code, events = run(*keep, at_step=9, happens=lambda: mirror.rename(tmp_path / "gone") and mirror.touch())
+
+    assert code == 0
+    assert [event for event in told(events) if event[0] == "mirror_failed"][-1] == ("mirror_failed", 10)
+    mirror.unlink()
+    (tmp_path / "gone").rename(mirror)
+    code, events = run(*keep, "train.steps=12")
+    assert code == 0
+    assert [step for event, step in told(events) if event == "mirrored"][-1] == 12
+
+
 def test_the_page_has_every_event_and_no_other():
     assert documented().keys() == {
         "started", "resumed", "saved", "save_failed", "skipped", "rolled_back", "completed", "preempted", "stopped",
-        "failed",
+        "failed", "mirrored", "mirror_failed", "mirror_skipped",
     }  # fmt: skip

@@ -30,7 +30,7 @@ class BalancedRouter(nn.Module):
         if torch._C._current_graph_task_id() == -1:  # not while backward computes a checkpointed forward again
             self.counts += share
         mean_score = (scores * valid[:, None]).sum(0) / valid.sum().clamp(min=1)
-        weight = scores[token, expert].to(hidden.dtype)
+        weight = scores[token, expert]
         return Routing(token, expert, weight, {"balance": (share * mean_score).sum()}, {"share": share.detach()})
 
     def init_weights(self, rng, prefix, std):
@@ -41,7 +41,7 @@ class BalancedRouter(nn.Module):
     def accumulators(self):
         return {"counts": self.counts}
 
-    def before_optimizer_step(self, reduced):
+    def before_optimizer_step(self, reduced, progress):
         self.bias += 0.01 * (reduced["counts"].mean() - reduced["counts"]).sign()
 
 
@@ -121,12 +121,12 @@ class NoStep(BalancedRouter):
 
 
 class ResettingStep(BalancedRouter):
-    def before_optimizer_step(self, reduced):
+    def before_optimizer_step(self, reduced, progress):
         self.counts.zero_()
 
 
 class InfiniteStep(BalancedRouter):
-    def before_optimizer_step(self, reduced):
+    def before_optimizer_step(self, reduced, progress):
         self.bias /= 0
 
 
@@ -141,7 +141,7 @@ class UnsavedBias(BalancedRouter):
         super().__init__(**given)
         self.register_buffer("bias", torch.empty(self.n_experts), persistent=False)
 
-    def before_optimizer_step(self, reduced):
+    def before_optimizer_step(self, reduced, progress):
         self.bias += torch.arange(self.n_experts).float()
 
 
@@ -161,10 +161,10 @@ FAULTS = [
         r"Routing.weight must be flat, one entry an assignment \(14,\), got \(14, 1\)",
     ),
     (
-        replaced(expert=lambda routing: routing.expert + 1),
+        replaced(expert=lambda routing: routing.expert + 2),
         "test_routing_is_well_formed",
         (64, torch.float32),
-        "Routing.expert must lie between 0 and 7",
+        "Routing.expert must lie between 0 and 8",
     ),
     (
         replaced(token=lambda routing: routing.token.int()),
@@ -179,10 +179,28 @@ FAULTS = [
         "a token is assigned to the same expert twice",
     ),
     (
-        replaced(weight=lambda routing: routing.weight.float()),
+        replaced(weight=lambda routing: routing.weight.bfloat16()),
         "test_routing_is_well_formed",
         (7, torch.bfloat16),
-        "Routing.weight must keep the dtype of the hidden states torch.bfloat16, got torch.float32",
+        "Routing.weight must be fp32, got torch.bfloat16",
+    ),
+    (
+        replaced(top_k=lambda routing: 1),
+        "test_routing_is_well_formed",
+        (7, torch.float32),
+        "with top_k = 1 Routing.token must be 0, …, 0, 1, …",
+    ),
+    (
+        replaced(top_k=lambda routing: 2, expert=lambda routing: routing.expert + 1),
+        "test_routing_is_well_formed",
+        (64, torch.float32),
+        "with top_k and no padding, a token is assigned to none",
+    ),
+    (
+        replaced(expert=lambda routing: torch.full_like(routing.expert, 8)),
+        "test_invalid_tokens_are_not_routed",
+        (),
+        "an assignment to no expert has a weight",
     ),
     (
         replaced(weight=lambda routing: routing.weight / 0),

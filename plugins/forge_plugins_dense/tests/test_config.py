@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_plugins_dense.config import Llama3Scaling, MLPConfig
+from forge_plugins_dense.config import Llama3Scaling, MLPConfig, YarnScaling
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,11 @@ from forge_plugins_dense.config import Llama3Scaling, MLPConfig
         ({"n_layers": 0}, "n_layers"),
         ({"dim": -8}, "dim"),
         ({"norm_eps": 0.0}, "norm_eps"),
+        ({"qk_norm_over": "all"}, "no effect without qk_norm"),
+        (
+            {"rope_scaling": Llama3Scaling(), "yarn": YarnScaling(factor=2, original_max_seq_len=8)},
+            "same purpose as rope_scaling",
+        ),
         ({"attention": "efficient"}, "no grouped heads, and n_kv_heads = 2 is not n_heads = 4"),
     ],
 )
@@ -43,6 +48,18 @@ def test_settings_of_the_mlp_that_contradict_each_other_are_refused():
 def test_llama3_scaling_needs_a_range_of_frequencies():
     with pytest.raises(ValueError, match="must be greater than low_freq_factor"):
         Llama3Scaling(low_freq_factor=4.0, high_freq_factor=4.0)
+
+
+def test_yarn_needs_a_range_of_frequencies():
+    with pytest.raises(ValueError, match="must be greater than beta_slow"):
+        YarnScaling(factor=4.0, original_max_seq_len=64, beta_slow=2.0, beta_fast=2.0)
+
+
+def test_a_norm_over_all_heads_cannot_be_cut(tiny_config):
+    config = tiny_config(qk_norm=True, qk_norm_over="all")
+
+    assert [key for key, _ in config.check(job(tp=2))] == ["qk_norm_over"]
+    assert list(config.check(job())) == []
 
 
 def job(*, seq_len: int = 64, tp: int = 1, pp: int = 1, device: str = "auto") -> SimpleNamespace:

@@ -5,6 +5,7 @@ from typing import ClassVar
 from forge_core.testing.feed_forward import FeedForwardConformance
 from forge_core.testing.model import ModelConformance
 from forge_core.testing.plugin import PluginConformance
+from forge_plugins_dense.testing.predictor import PredictorConformance
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32, "feed_forward": {"name": "mlp", "hidden_dim": 48}}
 
@@ -23,6 +24,24 @@ class TestQwen3(ModelConformance):
     config = SHAPE | {"n_kv_heads": 1, "head_dim": 16, "qk_norm": True, "tie_embeddings": True}
 
 
+LATENT = {"kv_rank": 24, "plain_dim": 8, "rotary_dim": 4, "value_dim": 12}
+
+
+class TestLatentAttention(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = SHAPE | {"latent_attention": LATENT, "yarn": {"factor": 4.0, "original_max_seq_len": 16}}
+
+
+class TestLatentAttentionWithNarrowQueries(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = SHAPE | {"latent_attention": LATENT | {"q_rank": 16}}
+
+
+class TestNormOverAllHeads(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = SHAPE | {"qk_norm": True, "qk_norm_over": "all"}
+
+
 class TestLayerNorm(ModelConformance):
     component = "forge-plugins-dense:transformer"
     config = SHAPE | {"norm": "layernorm", "feed_forward": {"name": "mlp", "hidden_dim": 48, "activation": "gelu"}}
@@ -35,3 +54,7 @@ class TestSwiGLU(FeedForwardConformance):
 class TestTwoMatrices(FeedForwardConformance):
     component = "forge-plugins-dense:mlp"
     config: ClassVar = {"hidden_dim": 24, "activation": "relu"}
+
+
+class TestSequential(PredictorConformance):
+    component = "forge-plugins-dense:sequential"

@@ -6,8 +6,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from forge_core.errors import ConfigError
-from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
+from forge_plugins_dense.config import Llama3Scaling, TransformerConfig, YarnScaling
 from forge_plugins_dense.huggingface import config_from_hf, from_hf_state, hf_config, to_hf_state
+from forge_plugins_dense.latent_config import LatentAttentionConfig
 
 SHAPE = {
     "hidden_size": 32,
@@ -28,10 +29,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "llama 3.1 rope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
+    "llama yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=YARN)),
+    "llama yarn, other attention": lambda: LlamaForCausalLM(
+        LlamaConfig(**SHAPE, rope_parameters=YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.3})
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
     "qwen3 tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
 }
@@ -77,6 +83,7 @@ def test_configuration_survives_the_way_there_and_back(tiny_config, mlp):
     for keys in (
         {},
         {"rope_scaling": Llama3Scaling(factor=4.0)},
+        {"yarn": YarnScaling(factor=4.0, original_max_seq_len=16, logit_scale=2.25)},
         {"qk_norm": True, "head_dim": 16, "tie_embeddings": True, "norm_eps": 1e-6},
     ):
         config = tiny_config(**({"head_dim": 8, "vocab_size": 50} | keys))
@@ -98,7 +105,8 @@ def test_configurations_of_transformers_4_are_read(mlp):
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate = false"),
     ],
 )
 def test_what_the_transformer_has_not_is_refused(change, words):
@@ -111,6 +119,10 @@ def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
         hf_config(tiny_config(norm="layernorm"), vocab_size=50)
     with pytest.raises(ConfigError, match="silu"):
         hf_config(tiny_config(feed_forward=mlp(activation="gelu")), vocab_size=50)
+    with pytest.raises(ConfigError, match="qk_norm_over"):
+        hf_config(tiny_config(qk_norm=True, qk_norm_over="all"), vocab_size=50)
+    with pytest.raises(ConfigError, match="latent_attention"):
+        hf_config(tiny_config(n_kv_heads=None, latent_attention=LatentAttentionConfig()), vocab_size=50)
 
 
 def test_missing_and_unexpected_weights_are_named(tiny_model):
@@ -129,4 +141,6 @@ def structure(table: dict, mlp) -> TransformerConfig:
     keys["feed_forward"] = mlp(**{key: value for key, value in keys["feed_forward"].items() if key != "name"})
     if "rope_scaling" in keys:
         keys["rope_scaling"] = Llama3Scaling(**keys["rope_scaling"])
+    if "yarn" in keys:
+        keys["yarn"] = YarnScaling(**keys["yarn"])
     return TransformerConfig(**keys)

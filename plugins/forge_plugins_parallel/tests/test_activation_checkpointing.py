@@ -1,5 +1,7 @@
 """What is recomputed, what it saves, and what it must not change."""
 
+from unittest import mock
+
 import attrs
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from forge_core.config.sections import ParallelSection
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.build import materialise
 from forge_core.engine.initialisation import canonical_name
@@ -16,7 +19,9 @@ from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
 from forge_core.testing.component_case import builder
 from forge_core.testing.parallel_pass import ParallelPassConformance
+from forge_core.testing.several_ranks import on_ranks
 from forge_core.testing.small_model import SmallModel, small_job
+from forge_plugins_parallel import recompute_choice
 from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
 from forge_plugins_parallel.activations import measure_activations
 from forge_plugins_parallel.config import ActivationCheckpointingConfig
@@ -314,3 +319,30 @@ def test_a_budget_bounds_what_compiled_blocks_keep(context):
 
     assert touched == ["blocks.0", "blocks.1", "blocks.2"]
     assert held[1] < held[0]
+
+
+class UnequalVocabularies:
+    """Ranks of which the second one needs more memory, for words that the first one has not."""
+
+    def rank(self):
+        job = attrs.evolve(
+            small_job(),
+            loss=builder().resolve("loss", "cross_entropy"),
+            parallel=ParallelSection(dp_replicate=2, dp_shard=1),
+        )
+        context = PassContext(build_mesh(job, CPU), job, CPU)
+        with torch.device("meta"):
+            model = SmallModel(vocab_size=32 + 4 * torch.distributed.get_rank())
+        with mock.patch.object(recompute_choice, "_most", float):
+            alone = recompute_choice.choose(model, context, KEPT, MEMORY_OF_THE_FIRST)
+        return alone, recompute_choice.choose(model, context, KEPT, MEMORY_OF_THE_FIRST)
+
+
+MEMORY_OF_THE_FIRST = 212_000 / 2**30
+
+
+def test_ranks_that_need_different_amounts_recompute_the_same_blocks():
+    (alone, together), (alone_of_second, together_of_second) = on_ranks(UnequalVocabularies, "rank", 2)
+
+    assert len(alone) < len(alone_of_second), "or there is nothing to agree upon"
+    assert together == together_of_second == alone_of_second

@@ -93,7 +93,7 @@ def test_ranks_take_chunks_from_both_ends_and_together_all_of_it(ranks):
     seen, work = [], []
     for rank in range(ranks):
         model = Recorded()
-        model.register_forward_pre_hook(SequencePart(rank, ranks, 12).take, with_kwargs=True)
+        model.register_forward_pre_hook(SequencePart(rank, ranks).take, with_kwargs=True)
         taken = model(tokens, tokens + 100, loss="a loss")
 
         place = place_of(rank, ranks, 12)
@@ -113,7 +113,7 @@ def test_positions_and_documents_of_the_batch_are_cut_and_the_mask_knows_the_who
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0]])
     place = place_of(1, 2, 8)
     model = Recorded()
-    model.register_forward_pre_hook(SequencePart(1, 2, 8).take, with_kwargs=True)
+    model.register_forward_pre_hook(SequencePart(1, 2).take, with_kwargs=True)
 
     taken = model(torch.zeros(2, 8, dtype=torch.int64), document=document, positions=positions)
 
@@ -125,7 +125,7 @@ def test_positions_and_documents_of_the_batch_are_cut_and_the_mask_knows_the_who
 
 def test_a_later_pipeline_stage_is_given_its_part_of_the_hidden_states_and_cuts_the_rest():
     model = Recorded(embed=False)
-    model.register_forward_pre_hook(SequencePart(0, 2, 8).take, with_kwargs=True)
+    model.register_forward_pre_hook(SequencePart(0, 2).take, with_kwargs=True)
     hidden, targets = torch.randn(2, 4, 3), torch.arange(16).reshape(2, 8)
 
     taken = model(hidden, targets=targets)
@@ -137,7 +137,7 @@ def test_a_later_pipeline_stage_is_given_its_part_of_the_hidden_states_and_cuts_
 
 def test_a_sequence_of_another_length_is_refused():
     model = Recorded()
-    model.register_forward_pre_hook(SequencePart(0, 2, 8).take, with_kwargs=True)
+    model.register_forward_pre_hook(SequencePart(0, 2).take, with_kwargs=True)
 
     with pytest.raises(ConfigError, match="a sequence of 10 tokens cannot be cut into 4 chunks"):
         model(torch.zeros(1, 10, dtype=torch.int64))

@@ -36,6 +36,14 @@ def test_the_dearest_stage_is_as_cheap_as_it_can_be(n_blocks, n_stages, head, ex
     assert counts(n_blocks, n_stages, head) == expected
 
 
+def test_blocks_that_belong_to_the_head_are_in_its_stage():
+    names = [str(i) for i in range(8)]
+    assert [len(stage) for stage in cut_blocks(names, 4, 1.0, 10.0, at_head=3)] == [1, 2, 2, 3]
+    assert [len(stage) for stage in cut_blocks(names, 2, 1.0, 0.0, at_head=2)] == [4, 4]
+    with pytest.raises(ConfigError, match="has 4 layers, the last 3 of them in one stage, and each of 3 stages needs"):
+        cut_blocks(names[:4], 3, 1.0, 0.0, at_head=3)
+
+
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ConfigError, match=r"the model has 3 layers, and each of 4 stages needs at least one"):
         counts(3, 4, 0.0)

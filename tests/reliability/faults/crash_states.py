@@ -204,7 +204,7 @@ class Recording:
         elif call in ("symlink", "symlinkat"):
             self._change(_Change("add", path, entry=("link", _strings(arguments)[0].decode())))
         else:
-            raise NotImplementedError(f"{call}({arguments[:200]})")
+            raise ValueError(f"{call} was traced, and what a crash leaves of it is not modelled: {arguments[:200]}")
         return True
 
     def _opened(self, path: str, arguments: str) -> bool:

@@ -41,8 +41,9 @@ def _overwrite_in_place() -> None:
         if (folder / "tokenizer").exists():
             (folder / "tokenizer").rmdir()
 
-    CheckpointStore.folder = lambda self, step: self.path / "step_00000001"  # type: ignore[method-assign]
-    CheckpointStore.unfinished_folder = CheckpointStore.folder  # type: ignore[method-assign]
+    in_place = "step_00000001"
+    CheckpointStore.folder = lambda self, step: self.path / in_place  # type: ignore[method-assign]
+    CheckpointStore.unfinished_folder = lambda self, step, attempt: self.path / in_place  # type: ignore[method-assign]
     CheckpointStore.commit = lambda self, unfinished, step: flush(self.path)  # type: ignore[method-assign]
     Saver._begin = begin  # type: ignore[method-assign]
 

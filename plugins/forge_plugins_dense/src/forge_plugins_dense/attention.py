@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -42,6 +43,8 @@ class Surroundings:
     """Without a mask: whether each position sees only itself and earlier ones, or everything."""
     valid: torch.Tensor | None = None
     """``(B, S)`` bool, false at padding."""
+    facts: Mapping[str, torch.Tensor] = MappingProxyType({})  # nor can it trace a factory
+    """What feed-forward layers need to know of tokens, ``(B, S)`` each (``FeedForward``)."""
 
 
 class Attention(nn.Module):
@@ -55,8 +58,13 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
         self.core = AttentionCore(config.attention)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.logit_scale = config.logit_scale
+        self.qk_norm_over = config.qk_norm_over
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm:
+            heads = (config.n_heads, config.kv_heads) if config.qk_norm_over == "all" else (1, 1)
+            self.q_norm, self.k_norm = (nn.RMSNorm(n * self.head_dim, eps=config.norm_eps) for n in heads)
 
     def forward(
         self, hidden: torch.Tensor, surroundings: Surroundings, cache: LayerCache | None = None
@@ -64,10 +72,14 @@ class Attention(nn.Module):
         """``(B, S, D)`` to ``(B, S, D)``."""
         # The number of heads is left open: under tensor parallelism this rank has a part of them.
         split = (*hidden.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(hidden).view(split), self.k(hidden).view(split), self.v(hidden).view(split)
+        q, k, v = self.q(hidden), self.k(hidden), self.v(hidden).view(split)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            shape = split if self.qk_norm_over == "head" else (*hidden.shape[:2], -1)
+            q, k = self.q_norm(q.view(shape)), self.k_norm(k.view(shape))
+        q, k = q.view(split), k.view(split)
         q, k = rotate(q, surroundings.cos, surroundings.sin), rotate(k, surroundings.cos, surroundings.sin)
+        if self.logit_scale != 1:
+            q = q * self.logit_scale
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
         if cache is None:
@@ -86,7 +98,8 @@ class Attention(nn.Module):
             init_norm(norm, rng, f"{prefix}{name}.")
 
     def parallel_plan(self) -> dict[str, ShardRole]:
-        """Whole heads on each rank. The norms of heads work on whichever heads a rank has, with the same weights."""
+        """Whole heads on each rank. The norms of heads work on whichever heads a rank has, with the same weights; norms
+        over all heads are refused by the config."""
         plan: dict[str, ShardRole] = {"q": "column", "k": "column", "v": "column", "o": "row"}
         return plan | dict.fromkeys(self._norms(), "replicate")
 
@@ -131,11 +144,11 @@ def attend(
 
     Args:
         q: ``(B, H, S, head_dim)``.
-        k, v: ``(B, H_kv, T, head_dim)``, ``H`` a multiple of ``H_kv``.
+        k, v: ``(B, H_kv, T, head_dim)``, ``H`` a multiple of ``H_kv``; values may have their own ``head_dim``.
         mask, causal: as in ``Surroundings``.
 
     Returns:
-        ``(B, H, S, head_dim)``.
+        ``(B, H, S, head_dim of v)``.
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):

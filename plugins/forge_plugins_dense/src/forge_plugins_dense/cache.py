@@ -58,10 +58,10 @@ class LayerCache:
         self.v: torch.Tensor | None = None
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``(B, H, S, head_dim)`` and return everything so far, ``(B, H, length, head_dim)``; keys are rotated."""
+        """Add ``(B, H, S, head_dim)`` and return everything so far, ``(B, H, length, head_dim)``; keys are rotated.
+        Values may have another ``head_dim``."""
         if self.k is None or self.v is None:
-            shape = (*k.shape[:2], self.max_len, k.shape[3])
-            self.k, self.v = k.new_empty(shape), v.new_empty(shape)
+            self.k, self.v = (new.new_empty(*new.shape[:2], self.max_len, new.shape[3]) for new in (k, v))
         start, self.length = self.length, self.length + k.shape[2]
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v

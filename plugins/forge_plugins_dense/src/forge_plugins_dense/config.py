@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, optional
 
 from forge_core.api import Slot, Use
+from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.multi_token_config import MultiTokenConfig
+from forge_plugins_dense.sparse_shorthand import with_feed_forward
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -19,6 +22,7 @@ CUDA_KERNELS = ("efficient", "cudnn", "flex")
 """Those that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
 NormName = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "relu"]
+QKNormOver = Literal["head", "all"]
 
 
 def _above_low_freq_factor(scaling: Llama3Scaling, _: attrs.Attribute[float], value: float) -> None:
@@ -41,8 +45,31 @@ class Llama3Scaling:
     """The sequence length, in tokens, that the model was first trained on."""
 
 
+def _above_beta_slow(scaling: YarnScaling, _: attrs.Attribute[float], value: float) -> None:
+    if value <= scaling.beta_slow:
+        raise ValueError(f"must be greater than beta_slow = {scaling.beta_slow}, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class YarnScaling:
+    """YaRN's way to lengthen the context (Peng et al. 2023, arXiv 2309.00071): slow rotations become slower, and
+    attention sharper."""
+
+    factor: float = attrs.field(validator=ge(1))
+    """What the frequency of a slow rotation is divided by."""
+    original_max_seq_len: int = attrs.field(validator=gt(0))
+    """The sequence length, in tokens, that the model was first trained on."""
+    beta_slow: float = attrs.field(default=1.0, validator=gt(0))
+    """Rotations that turn less often than this within ``original_max_seq_len`` are slow."""
+    beta_fast: float = attrs.field(default=32.0, validator=[gt(0), _above_beta_slow])
+    """Rotations that turn more often than this within ``original_max_seq_len`` are fast; between the two, the frequency
+    is interpolated."""
+    logit_scale: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    """What the logits of attention are multiplied by; by default ``(0.1 · ln(factor) + 1)²``."""
+
+
 def _divides_dim(config: TransformerConfig, _: attrs.Attribute[int], value: int) -> None:
-    if config.head_dim is not None:
+    if config.head_dim is not None or config.latent_attention is not None:
         return
     if config.dim % value:
         raise ValueError(f"must divide dim = {config.dim}, got {value}; or say how wide a head is with head_dim")
@@ -64,9 +91,48 @@ def _has_a_kernel(config: TransformerConfig, _: attrs.Attribute[str], value: str
         )
 
 
+def _is_alone(config: TransformerConfig, _: attrs.Attribute[YarnScaling | None], value: YarnScaling | None) -> None:
+    if value is not None and config.rope_scaling is not None:
+        raise ValueError("has the same purpose as rope_scaling; give one of the two")
+
+
+def _takes_the_place_of_heads(
+    config: TransformerConfig, _: attrs.Attribute[Any], value: LatentAttentionConfig | None
+) -> None:
+    if value is None:
+        return
+    if config.kv_heads != config.n_heads:
+        raise ValueError(f"has keys and values for each head, and n_kv_heads = {config.kv_heads}; leave that out")
+    for key, default in (("head_dim", None), ("qk_norm", False)):
+        if getattr(config, key) != default:
+            raise ValueError(
+                f"says what heads are made of, so that {key} has no effect beside it; remove one of the two"
+            )
+    if config.attention == "flash" and value.plain_dim + value.rotary_dim != value.value_dim:
+        raise ValueError(
+            f"has keys of {value.plain_dim + value.rotary_dim} features and values of {value.value_dim}, which "
+            'attention = "flash" does not take; choose another kernel'
+        )
+
+
+def _has_qk_norm(config: TransformerConfig, attribute: attrs.Attribute[str], value: str) -> None:
+    if value != attribute.default and not config.qk_norm:
+        raise ValueError("has no effect without qk_norm")
+
+
 def _is_even(_: TransformerConfig, __: attrs.Attribute[int | None], value: int | None) -> None:
     if value is not None and value % 2:
         raise ValueError(f"must be even, because rotary embeddings turn pairs of features; got {value}")
+
+
+def _is_written_out(config: TransformerConfig, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Files have shorthands; what is left of one here contradicts ``feed_forward``, or would have no effect."""
+    if attribute.name == "moe" and value and "dense" in value:
+        raise ValueError("has dense, and feed_forward is that layer too; give one of the two")
+    if value:
+        raise ValueError(
+            f"feed_forward is {config.feed_forward.name!r} already, a layer of its own; set its keys there"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -89,6 +155,12 @@ class TransformerConfig:
     """The longest sequence, in tokens, in training and in generation. It costs no memory by itself."""
     feed_forward: Annotated[Use, Slot("feed_forward", default="mlp")]
     """The position-wise half of each block."""
+    num_experts: int | None = attrs.field(default=None, validator=[optional(ge(0)), _is_written_out])
+    """Makes the model sparse: short for a ``feed_forward`` named ``moe`` with so many ``n_experts``, whose ``dense``
+    layer is the ``feed_forward`` that is given. 0: dense, whatever ``moe`` says."""
+    moe: Mapping[str, Any] | None = attrs.field(default=None, validator=_is_written_out)
+    """Further keys of that layer, such as ``router``; with ``n_experts`` among them, it is sparse without
+    ``num_experts``, which wins over it. ``forge plugins show feed_forward moe`` lists them."""
     norm: NormName = "rmsnorm"
     """``layernorm`` has a bias, ``rmsnorm`` has none."""
     norm_eps: float = attrs.field(default=1e-5, validator=gt(0))
@@ -97,10 +169,16 @@ class TransformerConfig:
     """Base of the rotary frequencies: the slowest rotation has a wavelength of about 2π times this many tokens."""
     rope_scaling: Llama3Scaling | None = None
     """Stretches the rotary frequencies for sequences longer than those first trained on."""
+    yarn: YarnScaling | None = attrs.field(default=None, validator=_is_alone)
+    """The same, another way."""
     qk_norm: bool = False
-    """RMSNorm on each query and key head before the rotation (Qwen3)."""
+    """RMSNorm on queries and keys before the rotation (Qwen3)."""
+    qk_norm_over: QKNormOver = attrs.field(default="head", validator=_has_qk_norm)
+    """What ``qk_norm`` is taken over: each ``head`` by itself, or ``all`` heads of a position together (OLMoE)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
+    multi_token: MultiTokenConfig | None = None
+    """In training, also predict tokens further ahead; by default the next one only."""
     init_std: float = attrs.field(default=0.02, validator=gt(0))
     """Standard deviation of initial weights; for projections into the residual stream, divided by √(2 · n_layers)."""
     attention: AttentionBackend = attrs.field(default="auto", validator=_has_a_kernel)
@@ -108,20 +186,54 @@ class TransformerConfig:
     takes FlexAttention for packed documents on CUDA, where ``flash`` cannot keep them apart. ``efficient``, ``cudnn``
     and ``flex`` need CUDA; ``efficient`` needs as many key-value heads as query heads."""
 
+    latent_attention: LatentAttentionConfig | None = attrs.field(default=None, validator=_takes_the_place_of_heads)
+    """Multi-head latent attention (DeepSeek); by default there is none, and heads have keys and values of their own."""
+
     @property
     def kv_heads(self) -> int:
         """Key and value heads, the default filled in."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
+    def rotary_size(self) -> int:
+        """Features a head that are rotated."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.rotary_dim
+
+    @property
+    def mean_head_size(self) -> float:
+        """The mean of a head's features of keys and of values."""
+        latent = self.latent_attention
+        return self.head_size if latent is None else (latent.plain_dim + latent.rotary_dim + latent.value_dim) / 2
+
+    @property
+    def logit_scale(self) -> float:
+        """What the logits of attention are multiplied by, beside ``1 / √head_dim``."""
+        if self.yarn is None:
+            return 1.0
+        return (0.1 * math.log(self.yarn.factor) + 1) ** 2 if self.yarn.logit_scale is None else self.yarn.logit_scale
+
+    @property
+    def n_predictors(self) -> int:
+        """Blocks after the ``n_layers``, which predict further tokens."""
+        return 0 if self.multi_token is None else self.multi_token.depths
+
+    @property
     def head_size(self) -> int:
         """Features a head, the default filled in."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    @classmethod
+    def expand(cls, table: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        """``num_experts`` and ``moe`` as the ``feed_forward`` that they stand for, and which keys of it they were."""
+        return with_feed_forward(table) if {"num_experts", "moe"} & table.keys() else (table, {})
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this model in this job."""
         if job.train.seq_len > self.max_seq_len:
             yield "max_seq_len", f"{self.max_seq_len} is shorter than train.seq_len = {job.train.seq_len}"
+        if self.n_predictors >= job.train.seq_len:
+            reach = f"no token is {self.n_predictors} ahead of another in train.seq_len = {job.train.seq_len}"
+            yield "multi_token.depths", reach
         tp = job.parallel.tp
         if self.n_heads % tp:
             yield "n_heads", f"{self.n_heads} heads cannot be shared out evenly to parallel.tp = {tp} ranks"
@@ -129,6 +241,11 @@ class TransformerConfig:
             yield (
                 "n_kv_heads",
                 f"{self.kv_heads} key-value heads cannot be shared out evenly to parallel.tp = {tp} ranks",
+            )
+        if self.qk_norm_over == "all" and tp > 1:
+            yield (
+                "qk_norm_over",
+                f'"all" needs all heads of a position, and parallel.tp = {tp} puts them on several ranks',
             )
         if self.tie_embeddings and job.parallel.pp > 1:
             yield (

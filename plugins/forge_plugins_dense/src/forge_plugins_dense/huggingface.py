@@ -5,6 +5,7 @@ Weights are only renamed: Hugging Face has the same half-split rotary layout and
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -21,33 +22,46 @@ _OUTSIDE = {
 }
 _INSIDE = {
     "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
     "feed_forward_norm": "post_attention_layernorm",
     "feed_forward.gate": "mlp.gate_proj",
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
+_ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+_QK_NORM = {"q_norm": "q_norm", "k_norm": "k_norm"}
+_LATENT = {
+    "q": "q_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+    "o": "o_proj",
+}
+_LATENT_Q = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q": "q_b_proj"}
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Old checkpoints hold the rotary frequencies, which follow from the configuration."""
 
 
 def weight_names(config: TransformerConfig) -> dict[str, str]:
-    """Our name of every weight of the model to Hugging Face's name.
+    """Our name of every weight of the model to Hugging Face's name; predictors of further tokens have no place there.
 
     Raises:
         ConfigError: no Hugging Face architecture is equal to this model.
     """
     _check_representable(config)
+    return decoder_names(config)
+
+
+def decoder_names(config: TransformerConfig) -> dict[str, str]:
+    """As ``weight_names``, as if the feed-forward layers were dense and some architecture were equal to this model."""
+    if config.latent_attention is not None:
+        attention = _LATENT | (_LATENT_Q if config.latent_attention.q_rank else {})
+    else:
+        attention = _ATTENTION | (_QK_NORM if config.qk_norm else {})
+    inside = _INSIDE | {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in attention.items()}
     names = {
         f"blocks.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
         for layer in range(config.n_layers)
-        for ours, theirs in _INSIDE.items()
-        if config.qk_norm or ours not in ("attention.q_norm", "attention.k_norm")
+        for ours, theirs in inside.items()
     }
     outside = {ours: theirs for ours, theirs in _OUTSIDE.items() if ours != "head.weight" or not config.tie_embeddings}
     return outside | names
@@ -60,22 +74,26 @@ def from_hf_state(state: Mapping[str, T], config: TransformerConfig) -> dict[str
         ConfigError: weights are missing or left over; or as ``weight_names``.
     """
     names = weight_names(config)
-    spare = {name for name in state if _DERIVED.search(name)}
+    spare = {name for name in state if is_derived(name)}
     if config.tie_embeddings:
         spare.add("lm_head.weight")
-    _check_complete(state.keys() - spare, names.values())
+    check_complete(state.keys() - spare, names.values())
     return {ours: state[theirs] for ours, theirs in names.items()}
 
 
 def to_hf_state(state: Mapping[str, T], config: TransformerConfig) -> dict[str, T]:
-    """Our weights under Hugging Face's names; the values are passed through. A tied head is left out, as they do.
+    """Our weights under Hugging Face's names; the values are passed through. A tied head is left out, as they do, and
+    so are predictors of further tokens, which generation does without.
 
     Raises:
         ConfigError: weights are missing or left over; or as ``weight_names``.
     """
     names = weight_names(config)
-    spare = {"head.weight"} if config.tie_embeddings else set()
-    _check_complete(state.keys() - spare, names)
+    predictors = tuple(f"blocks.{config.n_layers + depth}." for depth in range(config.n_predictors))
+    spare = {name for name in state if name.startswith(predictors)}
+    if config.tie_embeddings:
+        spare.add("head.weight")
+    check_complete(state.keys() - spare, names)
     return {theirs: state[ours] for ours, theirs in names.items()}
 
 
@@ -85,7 +103,15 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the architecture is another one, or uses something that the transformer has not.
     """
-    architecture = _architecture(hf)
+    return decoder_from_hf(hf, _architecture(hf))
+
+
+def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """As ``config_from_hf``, of the parts of any architecture that are alike in the decoders of Hugging Face.
+
+    Raises:
+        ConfigError: it uses something that the transformer has not.
+    """
     for key, supported in _SUPPORTED.items():
         if hf.get(key, supported) != supported:
             raise ConfigError(f"{architecture} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
@@ -118,9 +144,36 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             "high_freq_factor": float(rope["high_freq_factor"]),
             "original_max_seq_len": rope["original_max_position_embeddings"],
         }
+    elif kind == "yarn":
+        table["yarn"] = _yarn_from_hf(rope, hf)
     elif kind != "default":
-        raise ConfigError(f'{architecture} with rope_type = "{kind}" is not supported; "default" and "llama3" are')
+        raise ConfigError(
+            f'{architecture} with rope_type = "{kind}" is not supported; "default", "llama3" and "yarn" are'
+        )
     return table
+
+
+def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """There, cosines and sines are multiplied by ``attention_factor``, and logits so by its square."""
+    if not rope.get("truncate", True):
+        raise ConfigError("yarn with truncate = false is not supported")
+    original = rope.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+    factor = float(rope.get("factor") or hf["max_position_embeddings"] / original)
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor)
+    return {
+        "factor": factor,
+        "original_max_seq_len": original,
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "logit_scale": attention_factor**2,
+    }
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
@@ -131,6 +184,15 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
     """
     feed_forward = _check_representable(config)
     rope: dict[str, Any] = {"rope_type": "default"}
+    if config.yarn is not None:
+        rope = {
+            "rope_type": "yarn",
+            "factor": config.yarn.factor,
+            "original_max_position_embeddings": config.yarn.original_max_seq_len,
+            "beta_slow": config.yarn.beta_slow,
+            "beta_fast": config.yarn.beta_fast,
+            "attention_factor": math.sqrt(config.logit_scale),
+        }
     if config.rope_scaling is not None:
         rope = {
             "rope_type": "llama3",
@@ -152,7 +214,7 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "rope_scaling": rope if rope["rope_type"] != "default" else None,
         "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
@@ -185,10 +247,23 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
         )
     if config.norm != "rmsnorm":
         raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm}"')
+    if config.latent_attention is not None:
+        raise ConfigError("latent_attention has no Hugging Face form in a dense model")
+    if config.qk_norm_over != "head":
+        raise ConfigError(f'qk_norm_over = "{config.qk_norm_over}" has no Hugging Face form in a dense model')
     return feed_forward
 
 
-def _check_complete(found: Iterable[str], expected: Iterable[str]) -> None:
+def is_derived(name: str) -> bool:
+    """Whether a weight of this name follows from the configuration; old checkpoints have some."""
+    return _DERIVED.search(name) is not None
+
+
+def check_complete(found: Iterable[str], expected: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigError: names of weights are missing, or left over.
+    """
     found, expected = set(found), set(expected)
     wrong = [
         f"{what}: {', '.join(sorted(names)[:5])}{' …' if len(names) > 5 else ''}"

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forge_core.api import Component, hookimpl
+from forge_core.api import Component, Kind, hookimpl
 
 FORGE_API = "1.0"
+
+
+@hookimpl
+def forge_kinds() -> Iterator[Kind]:
+    yield Kind(
+        name="predictor",
+        hook="forge_predictors",
+        summary="a further block of a decoder, which predicts a token beyond the next",
+        contract="forge_plugins_dense.predictor:Predictor",
+    )
 
 
 @hookimpl
@@ -26,4 +36,14 @@ def forge_feed_forwards() -> Iterator[Component]:
         summary="SwiGLU (activation silu) or a two-matrix MLP (gelu, relu), without biases",
         factory="forge_plugins_dense.feed_forward:MLP",
         config="forge_plugins_dense.config:MLPConfig",
+    )
+
+
+@hookimpl
+def forge_predictors() -> Iterator[Component]:
+    yield Component(
+        name="sequential",
+        summary="DeepSeek-V3's module: a projection of hidden states and the token ahead, then a block",
+        factory="forge_plugins_dense.predictor:SequentialPredictor",
+        config="forge_plugins_dense.multi_token_config:SequentialConfig",
     )

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from forge_plugins_dense.config import Llama3Scaling
+from forge_plugins_dense.config import Llama3Scaling, YarnScaling
 
 
 def rotary_tables(
-    positions: torch.Tensor, head_dim: int, theta: float, scaling: Llama3Scaling | None = None
+    positions: torch.Tensor, head_dim: int, theta: float, scaling: Llama3Scaling | YarnScaling | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the angle ``position · theta^(−2i / head_dim)`` of each pair of features ``i``.
 
@@ -40,14 +40,31 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def _frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None, device: torch.device) -> torch.Tensor:
+def _frequencies(
+    head_dim: int, theta: float, scaling: Llama3Scaling | YarnScaling | None, device: torch.device
+) -> torch.Tensor:
     """``(head_dim / 2,)`` fp32, radians a token, from constants on the device (a copy from the host would wait)."""
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (pairs / head_dim)
     if scaling is None:
         return frequencies
+    if isinstance(scaling, YarnScaling):
+        fast = _fast_in_yarn(pairs / 2, head_dim, theta, scaling)
+        return frequencies * (fast + (1.0 - fast) / scaling.factor)
 
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     fast = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (fast + (1.0 - fast) / scaling.factor)
+
+
+def _fast_in_yarn(pair: torch.Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> torch.Tensor:
+    """1 for pairs that stay as they are, 0 for those that become slower, a straight line between: arXiv 2309.00071,
+    section 3.2, with the ends of the line rounded to whole pairs as in the authors' code."""
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(scaling.original_max_seq_len / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    return 1.0 - ((pair - first) / max(last - first, 0.001)).clamp(0.0, 1.0)

@@ -5,7 +5,10 @@ Shapes: B = batch, S = sequence, D = width of the residual stream, V = vocabular
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +18,15 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.errors import ConfigError
+from forge_core.sequences import number_sequences
 from forge_plugins_dense.attention import Attention, Surroundings
 from forge_plugins_dense.cache import KeyValueCache, LayerCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
 from forge_plugins_dense.initial_values import normal
+from forge_plugins_dense.latent_attention import LatentAttention
 from forge_plugins_dense.mask import cache_mask, document_block_mask, document_mask
+from forge_plugins_dense.multi_token import LookingAhead, attach_predictions, count_further_targets
+from forge_plugins_dense.multi_token_config import MultiTokenConfig
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotary_tables
 
@@ -34,6 +41,9 @@ class Transformer(nn.Module):
         self.max_seq_len = config.max_seq_len
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer, build) for layer in range(config.n_layers)})
+        self.n_predictors = config.n_predictors
+        if config.multi_token is not None:
+            self._add_predictors(config, config.multi_token, build)
         self.norm: nn.Module | None = make_norm(config.norm, config.dim, config.norm_eps)
         self.head: nn.Linear | None = nn.Linear(config.dim, vocab_size, bias=False)
         if config.tie_embeddings:
@@ -47,28 +57,39 @@ class Transformer(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         document: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
         mask: torch.Tensor | BlockMask | None = None,
         cache: KeyValueCache | None = None,
+        further_tokens: torch.Tensor | None = None,
+        further_targets: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSum:
         """As ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
+
+        ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``.
 
         Raises:
             ConfigError: the sequence is longer than ``max_seq_len``, or the chosen attention kernel cannot do this.
             ValueError: a cache without room, or together with documents or a mask.
         """
         surroundings = self._surroundings(tokens, positions, document, mask, cache)
-        hidden = tokens if self.embed is None else self.embed(tokens)
-        for layer, block in self.blocks.items():
-            hidden = block(hidden, surroundings, None if cache is None else cache.layers[layer])
-        if self.norm is not None:
-            hidden = self.norm(hidden)
+        surroundings.facts = self._facts(tokens, document, token_ids)
+        predicts = self.training and loss is not None and further_targets is not None
+        hidden, embedded = self._enter(tokens, further_tokens, predicts=predicts)
+        for layer in self._layers():
+            hidden = self.blocks[layer](hidden, surroundings, None if cache is None else cache.layers[layer])
+        normed = hidden if self.norm is None else self.norm(hidden)
         if self.head is None:
-            return hidden
+            return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
         if loss is None:
-            return self.head(hidden)
+            return self.head(normed)
         if targets is None:
             raise ValueError("a loss needs targets")
-        return loss(hidden, self.head, targets)
+        summed = loss(normed, self.head, targets)
+        if embedded is None or not predicts:
+            return summed
+        each = self._surroundings_ahead(surroundings, further_tokens)
+        predictors, config = self._predictors(), self.config.multi_token
+        return attach_predictions(summed, hidden, embedded, predictors, each, loss, self.head, further_targets, config)
 
     def init_weights(self, rng: Initializer) -> None:
         std = self.config.init_std
@@ -91,13 +112,25 @@ class Transformer(nn.Module):
             plan["norm"] = "sequence"
         if self.head is not None:
             plan["head"] = "vocab"
+        if self.n_predictors and self.embed is None and self.head is not None:
+            plan["arrival"] = "whole"
+        if self.n_predictors and self.embed is not None and self.head is None:
+            plan["departure"] = "sequence"
         return plan
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its feed-forward layers need to know of tokens."""
+        return frozenset().union(*(block.needs for block in self.blocks.values()))
+
     def context_plan(self) -> list[str]:
-        return [f"blocks.{layer}.attention.core" for layer in self.blocks]
+        return [f"blocks.{layer}.{name}" for layer, block in self.blocks.items() for name in block.context_plan()]
 
     def recompute_plan(self) -> dict[str, Recompute]:
-        return dict.fromkeys(_DEAR, "keep")
+        plan: dict[str, Recompute] = dict.fromkeys(_DEAR, "keep")
+        for block in self.blocks.values():
+            plan |= block.recompute_plan()
+        return plan
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         roles: dict[str, ParameterRole] = {}
@@ -112,12 +145,12 @@ class Transformer(nn.Module):
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:
-        """As ``Model.flops_per_token``, of the parts that are present; with ``head_dim`` given, ``D`` is
-        ``n_heads · head_dim``, the width that attention works on."""
+        """As ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features of a
+        head, in latent attention the mean of those of keys and of values."""
         weights = sum(block.active_parameters() for block in self.blocks.values())
         if self.head is not None:
-            weights += self.head.weight.numel()
-        attention = len(self.blocks) * self.config.n_heads * self.config.head_size * seq_len
+            weights += self.head.weight.numel() * (1 + self.n_predictors)
+        attention = len(self.blocks) * self.config.n_heads * self.config.mean_head_size * seq_len
         return float(6 * weights + 12 * attention)
 
     def make_cache(self, batch_size: int, max_len: int) -> KeyValueCache:
@@ -127,7 +160,59 @@ class Transformer(nn.Module):
             ConfigError: ``max_len`` is more than ``max_seq_len``.
         """
         self._check_length(max_len)
-        return KeyValueCache(self.blocks.keys(), batch_size, max_len)
+        return KeyValueCache(self._layers(), batch_size, max_len)
+
+    @property
+    def stage_width(self) -> int:
+        """As ``MultiTokenModel.stage_width``: the stage that has the embedding sends those of further tokens along."""
+        return self.config.dim * (1 + self.n_predictors)
+
+    def count_targets(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """As ``MultiTokenModel.count_targets``."""
+        return {} if self.config.multi_token is None else count_further_targets(batch, self.config.multi_token)
+
+    def _add_predictors(self, config: TransformerConfig, multi_token: MultiTokenConfig, build: Builder) -> None:
+        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps)
+        for layer in range(config.n_layers, config.n_layers + multi_token.depths):
+            block = Block(config, layer, build)
+            self.blocks[str(layer)] = build(multi_token.predictor, dim=config.dim, block=block, make_norm=norm)
+        # where the embeddings of further tokens, which no block passes on, leave and reach a pipeline stage
+        self.departure, self.arrival = nn.Identity(), nn.Identity()
+        self.register_forward_pre_hook(LookingAhead(multi_token.depths), with_kwargs=True)
+
+    def _layers(self) -> list[str]:
+        """The keys of the blocks that lead to the next token."""
+        return [layer for layer in self.blocks if int(layer) < self.config.n_layers]
+
+    def _predictors(self) -> list[Any]:
+        return [block for layer, block in self.blocks.items() if int(layer) >= self.config.n_layers]
+
+    def _enter(
+        self, tokens: torch.Tensor, further_tokens: torch.Tensor | None, *, predicts: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states ``(B, S, D)``; and the embeddings of further tokens ``(B, S, K, D)``, where predictors, or
+        those of a later stage, are to read them."""
+        if self.n_predictors == 0:
+            return tokens if self.embed is None else self.embed(tokens), None
+        if self.embed is None:
+            hidden, along = tokens.split((self.config.dim, tokens.shape[-1] - self.config.dim), dim=-1)
+            along = along.unflatten(-1, (self.n_predictors, self.config.dim))
+            return hidden, along if self.head is None else self.arrival(along)
+        hidden = self.embed(tokens)
+        if self.head is None:
+            return hidden, self.departure(self.embed(further_tokens.clamp(min=0)))
+        return hidden, self.embed(further_tokens.clamp(min=0)) if predicts else None
+
+    def _surroundings_ahead(self, surroundings: Surroundings, further_tokens: torch.Tensor) -> list[Surroundings]:
+        """For each predictor: a position counts if it has the token ahead, which is then what it knows last."""
+        each = []
+        for ids in further_tokens.unbind(-1):
+            facts = dict(surroundings.facts)
+            if "token_ids" in facts:
+                facts["token_ids"] = ids.clamp(min=0)
+            cos, sin, mask, causal = surroundings.cos, surroundings.sin, surroundings.mask, surroundings.causal
+            each.append(Surroundings(cos, sin, mask, causal, valid=ids >= 0, facts=facts))
+        return each
 
     def _surroundings(
         self,
@@ -151,8 +236,24 @@ class Transformer(nn.Module):
         valid = None if positions is None else positions >= 0
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        cos, sin = rotary_tables(positions, self.config.head_size, self.config.rope_theta, self.config.rope_scaling)
+        cos, sin = rotary_tables(
+            positions, self.config.rotary_size, self.config.rope_theta, self.config.rope_scaling or self.config.yarn
+        )
         return Surroundings(cos, sin, mask, causal, valid)
+
+    def _facts(
+        self, tokens: torch.Tensor, document: torch.Tensor | None, token_ids: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """``Surroundings.facts``; those that no layer asks for cost nothing."""
+        needs = self.needs
+        facts: dict[str, torch.Tensor] = {}
+        if "sequence" in needs:
+            facts["sequence"] = number_sequences(document, tokens)
+        if "token_ids" in needs:
+            if self.embed is None and token_ids is None:
+                raise ValueError("a stage without the embedding must be given token_ids, as its layers need them")
+            facts["token_ids"] = tokens if token_ids is None else token_ids
+        return facts
 
     def _mask(
         self, tokens: torch.Tensor, document: torch.Tensor | None
@@ -208,7 +309,8 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, build: Builder) -> None:
         super().__init__()
         self.attention_norm = make_norm(config.norm, config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        latent = config.latent_attention
+        self.attention = Attention(config) if latent is None else LatentAttention(config, latent)
         self.feed_forward_norm = make_norm(config.norm, config.dim, config.norm_eps)
         self.feed_forward = build(config.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
 
@@ -217,7 +319,15 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
         hidden = hidden + self.attention(self.attention_norm(hidden), surroundings, cache)
-        return hidden + self.feed_forward(self.feed_forward_norm(hidden), surroundings.valid)
+        facts = {name: surroundings.facts[name] for name in self.needs}
+        layer: Any = self.feed_forward
+        work = layer.generate if cache is not None and hasattr(layer, "generate") else layer
+        return hidden + work(self.feed_forward_norm(hidden), surroundings.valid, **facts)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its feed-forward layer needs to know of tokens."""
+        return frozenset(getattr(self.feed_forward, "needs", ()))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         """As ``FeedForward.init_weights``."""
@@ -233,6 +343,15 @@ class Block(nn.Module):
         for name, role in self.feed_forward.parallel_plan().items():
             plan[f"feed_forward.{name}" if name else "feed_forward"] = role
         return plan
+
+    def context_plan(self) -> list[str]:
+        """As ``ContextParallelModel.context_plan``, names relative to this module."""
+        return ["attention.core"]
+
+    def recompute_plan(self) -> Mapping[str, Recompute]:
+        """As ``Model.recompute_plan``, for operations that other layers do not have."""
+        layer: Any = self.feed_forward
+        return layer.recompute_plan() if hasattr(layer, "recompute_plan") else {}
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """As ``FeedForward.parameter_roles``."""

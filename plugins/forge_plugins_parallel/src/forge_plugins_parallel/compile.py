@@ -28,7 +28,10 @@ class Compile:
         compiled = {"": model} if self._config.whole_model else blocks
         guard = _RecompileGuard(stops=self._config.on_recompile == "error")
         for name, module in compiled.items():
-            module.compile(mode=self._config.mode, fullgraph=self._config.fullgraph)
+            fullgraph = self._config.fullgraph
+            if fullgraph is None:
+                fullgraph = not any(getattr(part, "breaks_graph", False) for part in module.modules())
+            module.compile(mode=self._config.mode, fullgraph=fullgraph)
             if self._config.on_recompile != "ignore":
                 guard.watch(name, module)
         return model, list(compiled)

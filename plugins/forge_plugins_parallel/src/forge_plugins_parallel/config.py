@@ -20,8 +20,9 @@ class CompileConfig:
         ),
     )
     """torch.compile's mode: what to spend compile time on."""
-    fullgraph: bool = True
-    """Refuse graph breaks inside a block, with torch's explanation, instead of running slower."""
+    fullgraph: bool | None = None
+    """Refuse graph breaks inside a block, with torch's explanation, instead of running slower. By default, so it is in
+    all blocks but those with experts of which other ranks have some: the sizes of what is sent there depend on data."""
     whole_model: bool = False
     """One graph for the whole model, loss included, instead of one for all blocks: longer to compile with every block,
     and more to fuse. Not with ``fsdp``, which gathers and frees parameters between blocks."""
@@ -30,9 +31,21 @@ class CompileConfig:
     happens mostly because a shape changed: stop, or say so, with the guard that failed. Evaluation may compile."""
 
 
+RING_WITHOUT_DOCUMENTS = (
+    '"ring" cannot keep the documents of a packed sequence apart, since it sees one rank\'s keys at a time and only in '
+    'causal order; take "gather", or leave out data.document_mask'
+)
+
+
 @attrs.frozen(kw_only=True)
 class ContextParallelConfig:
-    """``[parallel.passes.context_parallel]``, which has no keys: ``parallel.cp`` says all there is to say."""
+    """``[parallel.passes.context_parallel]``."""
+
+    method: Literal["gather", "ring"] = "gather"
+    """How a rank's queries come to the keys and values of others. ``gather``: each layer gathers all of them, and keeps
+    them for backward. ``ring``: they go round from rank to rank, each part sent on while it is attended to, and a rank
+    keeps its own only; without packed documents, for models that call ``scaled_dot_product_attention``. It has not run
+    on a GPU yet."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with context parallelism in this job."""
@@ -47,6 +60,16 @@ class ContextParallelConfig:
                 f"{seq_len} does not divide into them; {nearest} does"
             )
             yield "", sentence
+        if self.method == "ring":
+            # other plugins may have no such keys: what is not found out here is refused at the first forward
+            kernel = getattr(job.model.config, "attention", None)
+            if getattr(job.data.config, "document_mask", False):
+                yield "method", RING_WITHOUT_DOCUMENTS
+            if kernel in ("flex", "math"):
+                sentence = (
+                    f'"ring" needs a kernel that gives the sums to merge by, and model.attention = "{kernel}" has'
+                )
+                yield "method", f'{sentence} none; "auto", "flash", "efficient" and "cudnn" have'
 
 
 @attrs.frozen(kw_only=True)

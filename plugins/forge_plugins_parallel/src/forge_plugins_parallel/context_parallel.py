@@ -1,22 +1,27 @@
-"""Context parallelism: each rank along the axis ``cp`` has a part of every sequence, and gathers keys and values.
+"""Context parallelism: each rank along the axis ``cp`` has a part of every sequence.
 
-So trained Llama 3 (arXiv 2407.21783, section 3.3.2). Shapes: B = batch, S = sequence, C = ranks along ``cp``.
+It gathers keys and values, as Llama 3 was trained (arXiv 2407.21783, section 3.3.2), or lets them go round in a ring.
+Shapes: B = batch, S = sequence, C = ranks along ``cp``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup, _functional_collectives
+from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_plugins_parallel.config import ContextParallelConfig
+from forge_core.sequences import share_out_positions
+from forge_plugins_parallel.config import RING_WITHOUT_DOCUMENTS, ContextParallelConfig
 from forge_plugins_parallel.context_mask import block_mask, dense_mask
+from forge_plugins_parallel.ring_attention import attending_in_a_ring
 
 # torch 2.13 calls it by a new name and warns of the old one, which is all that 2.11 has
 _all_gather = getattr(_functional_collectives, "all_gather_single_autograd", None) or (
@@ -39,7 +44,7 @@ class ContextParallel:
         """As ``ParallelPass.apply``.
 
         Raises:
-            ConfigError: the model does not say which of its modules compute attention.
+            ConfigError: the model does not say which of its modules compute attention; or there is no ring attention.
         """
         if not hasattr(model, "context_plan"):
             raise ConfigError(
@@ -47,47 +52,61 @@ class ContextParallel:
                 "attention (context_plan), so that its sequences cannot be split over ranks; set parallel.cp = 1"
             )
         mesh = context.mesh.device_mesh["cp"]
-        part = SequencePart(mesh.get_local_rank(), mesh.size(), context.job.train.seq_len)
+        share_out_positions(mesh.get_group())
+        part = SequencePart(mesh.get_local_rank(), mesh.size(), masks=self._config.method == "gather")
         model.register_forward_pre_hook(part.take, with_kwargs=True)
-        # One object for all layers: it is what the graphs of compiled blocks are told apart by.
-        gather = functools.partial(_with_whole_keys, group=mesh.get_group())
         touched = list(model.context_plan())  # type: ignore[operator]  # declared by the model
-        for name in touched:
-            model.get_submodule(name).register_forward_pre_hook(gather)
+        modules = [model.get_submodule(name) for name in touched]
+        # One object for all layers: it is what the graphs of compiled blocks are told apart by.
+        if self._config.method == "ring":
+            forward = attending_in_a_ring(mesh.get_group())
+            for module in modules:
+                module.forward = MethodType(forward, module)
+        else:
+            gather = functools.partial(_with_whole_keys, group=mesh.get_group())
+            for module in modules:
+                module.register_forward_pre_hook(gather)
         return model, ["", *touched]
 
 
 class SequencePart:
     """What one rank sees of a batch."""
 
-    def __init__(self, rank: int, ranks: int, seq_len: int) -> None:
-        """``seq_len`` is of the whole sequence, for pipeline stages that are given hidden states only."""
+    def __init__(self, rank: int, ranks: int, *, masks: bool = True) -> None:
+        """``masks``: whether the model is told what its queries see of a whole sequence; not if it never has one."""
+        self._masks = masks
         self._chunks = (rank, 2 * ranks - 1 - rank)
         self._n_chunks = 2 * ranks
-        self._seq_len = seq_len
 
     def take(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of ``Model.forward`` for this rank's positions, as a forward pre-hook: every entry of the batch
-        is cut, and ``positions`` and ``mask`` say where the rest is."""
+        is cut, and ``positions`` and ``mask`` say where the rest is.
+
+        Raises:
+            ConfigError: the sequence cannot be cut; or it has documents, and nothing would keep them apart.
+        """
         inputs = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         tokens = inputs["tokens"]
         has_tokens = model.embed is not None  # else hidden states, which an earlier stage has of its part only
-        seq_len = tokens.shape[1] if has_tokens else self._seq_len
+        seq_len = tokens.shape[1] if has_tokens else tokens.shape[1] * self._n_chunks // 2
         if seq_len % self._n_chunks:
             raise ConfigError(
                 f"parallel.cp: a sequence of {seq_len} tokens cannot be cut into {self._n_chunks} chunks of one length"
             )
-        place = self._cut(torch.arange(seq_len, device=tokens.device)[None])[0]
-        document = inputs.get("document")
-        make_mask = block_mask if tokens.is_cuda else dense_mask
-        mask = make_mask(place, seq_len, document)
+        masks = {"mask": self._mask(seq_len, inputs.get("document"), tokens.device)} if self._masks else {}
+        if not self._masks and inputs.get("document") is not None:
+            raise ConfigError(f"parallel.passes.context_parallel.method: {RING_WITHOUT_DOCUMENTS}")
         if inputs.get("positions") is None:
             inputs["positions"] = torch.arange(seq_len, device=tokens.device).expand(tokens.shape[0], -1)
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and (name != "tokens" or has_tokens):
                 inputs[name] = self._cut(value)
         first = inputs.pop("tokens")
-        return (first,), {**inputs, "mask": mask}
+        return (first,), {**inputs, **masks}
+
+    def _mask(self, seq_len: int, document: torch.Tensor | None, device: torch.device) -> torch.Tensor | BlockMask:
+        place = self._cut(torch.arange(seq_len, device=device)[None])[0]
+        return (block_mask if device.type == "cuda" else dense_mask)(place, seq_len, document)
 
     def _cut(self, entry: torch.Tensor) -> torch.Tensor:
         """``(B, S, …)`` to ``(B, S / C, …)``."""

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from forge_core.accumulation import unchanged
 from forge_core.contracts.loss import VocabularyPart
 
 POSITION = 1
@@ -159,12 +160,29 @@ class CutHead(CutLayer):
         return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}
 
 
-class WholeOnEachRank(CutLayer):
-    """A module whose parameters are whole on every rank, and which works on a part of the activations: gradients are
-    summed over ranks."""
+class CutExperts(CutLayer):
+    """Experts of each of which every rank has some hidden features; the input is whole, the output a part of a sum."""
 
-    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        return {name: None if p is None else sum_gradients(p, self.ranks) for name, p in parameters.items()}
+    def forward(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        return self.ranks.leave(super().forward(self.ranks.read(hidden), *args))
+
+
+class WholeOnEachRank(CutLayer):
+    """A module whose parameters, and those of all modules in it, are whole on every rank, and which works on a part of
+    the activations: gradients are summed over ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super(CutLayer, _with_summed_gradients(self, self.ranks)).forward(*args, **kwargs)
+
+
+def _with_summed_gradients(module: Any, ranks: Ranks) -> Any:
+    """A copy, as ``CutLayer`` makes one, of the module and all in it: any of them may use another one's parameters."""
+    seen = object.__new__(type(module))
+    seen.__dict__.update(module.__dict__)
+    parameters, modules = module._parameters.items(), module._modules.items()
+    seen.__dict__["_parameters"] = {name: None if p is None else sum_gradients(p, ranks) for name, p in parameters}
+    seen.__dict__["_modules"] = {name: None if m is None else _with_summed_gradients(m, ranks) for name, m in modules}
+    return seen
 
 
 def become(module: nn.Module, layer: type[CutLayer], ranks: Ranks) -> None:
@@ -212,6 +230,27 @@ def gather_copies(part: torch.Tensor, dim: int, sizes: Sequence[int], ranks: Ran
     return gathered
 
 
+def own_share(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """From a copy of what a layer gives ``(B, S, D)`` on every rank to the residual stream. Each rank's backward goes
+    on with a part of the gradient, which add up to the whole."""
+    if ranks.by_position:
+        length = whole.shape[POSITION] // ranks.size
+        return whole.narrow(POSITION, ranks.rank * length, length)
+    shared: torch.Tensor = _ShareGradient.apply(whole, ranks)  # type: ignore[no-untyped-call]  # torch's
+    return shared
+
+
+class _ShareGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return unchanged(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / ctx.ranks.size, None
+
+
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -248,7 +287,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
-        return whole.view_as(whole)
+        return unchanged(whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

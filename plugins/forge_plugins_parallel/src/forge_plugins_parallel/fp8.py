@@ -79,7 +79,7 @@ class Float8:
 
     def _chosen(self, model: Any) -> list[tuple[str, nn.Linear]]:
         roles, plan = model.parameter_roles(), model.parallel_plan()
-        replicated = [pattern for pattern, role in plan.items() if role == "replicate"]
+        kept = [pattern for pattern, role in plan.items() if role in ("replicate", "router")]
         return [
             (name, module)
             for name, module in model.named_modules()
@@ -87,7 +87,7 @@ class Float8:
             and isinstance(module, nn.Linear)
             and _is_plain(type(module))
             and roles.get(f"{name}.weight") == "matrix"
-            and not any(_matches(name, pattern) for pattern in replicated)
+            and not any(_is_within(name, pattern) for pattern in kept)
             and not any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
             and all(size >= self._config.min_dim and size % _MULTIPLE == 0 for size in _local_shape(module.weight))
         ]
@@ -116,10 +116,10 @@ def _float8_class(own: Any) -> Any:
     return type(f"Float8{own.__name__}", bases, {"__module__": __name__})
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """As a model's plan is written: ``*`` stands for one component of a name."""
+def _is_within(name: str, pattern: str) -> bool:
+    """Whether it is of a module that the pattern names, or in one; ``*`` stands for one component of a name."""
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True))
+    return len(parts) >= len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=False))
 
 
 def _local_shape(weight: torch.Tensor) -> torch.Size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.contracts.parallel_pass import PassContext
+from forge_core.engine.mesh import sharding_mesh
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import FullyShardConfig
 
@@ -39,14 +40,16 @@ class FullyShard:
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
         compute = torch.bfloat16 if context.job.train.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        mesh = _data_mesh(context.mesh.device_mesh)
+        whole = context.mesh.device_mesh
+        mesh = _with_copies(whole, sharding_mesh(whole))
         if self._config.prefetch and mesh.size(mesh.ndim - 1) == 1:
             raise ConfigError(
                 "parallel.passes.fsdp.prefetch: no rank shares its parameters, so that nothing is gathered"
             )
+        experts = context.mesh.experts
         options: dict[str, Any] = {
             "mesh": mesh,
-            "shard_placement_fn": lambda parameter: _placement(parameter, mesh.size(mesh.ndim - 1)),
+            "shard_placement_fn": _placements(mesh, experts and _with_copies(whole, experts["expert_dp"])),
             "mp_policy": policy,
             "offload_policy": self._offload_policy(context.device),
         }
@@ -102,35 +105,62 @@ def _free_after_last_microbatch(model: Any) -> None:
     model.set_requires_gradient_sync = set_requires_gradient_sync
 
 
-def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Along the first dimension; along the second where tensor parallelism has cut the first into parts that are not
-    even in their turn: a ``DTensor`` could not say where they belong.
+def _placements(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> Callable[[nn.Parameter], Any]:
+    """Where FSDP is to shard a parameter: over ``mesh``, or over ``expert_mesh`` if expert parallelism has shared out
+    its experts over the other ranks.
 
     Raises:
-        ConfigError: the second cannot be shared out evenly either.
+        ConfigError: torch is too old to shard parameters of one unit over several meshes.
     """
-    if not isinstance(parameter, DTensor) or not any(one.is_shard(0) for one in parameter.placements):
-        return None
-    rows, *others = parameter.shape
-    if rows % (ranks * parameter.device_mesh.size()) == 0:
-        return None
-    if not others or others[0] % ranks:
+    if expert_mesh is None:
+        return lambda parameter: _placement(parameter, mesh.size(mesh.ndim - 1))
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError as error:
         raise ConfigError(
-            f"parallel.tp = {parameter.device_mesh.size()} with parameters sharded over {ranks} ranks: a parameter of "
-            f"shape {tuple(parameter.shape)} can be shared out evenly neither by its first dimension nor by its second"
-        )
-    return Shard(1)
+            f"parallel.ep: torch {torch.__version__} cannot shard experts and the rest of a block over different "
+            "ranks; torch 2.13 can"
+        ) from error
+    is_hybrid = expert_mesh.ndim > 1
+    info = HSDPMeshInfo(expert_mesh, 1, 0) if is_hybrid else FSDPMeshInfo(expert_mesh, 0)
+
+    def placement(parameter: nn.Parameter) -> Any:
+        if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+            place = _placement(parameter, expert_mesh.size(expert_mesh.ndim - 1))
+            return ShardPlacementResult(place, info)
+        return _placement(parameter, mesh.size(mesh.ndim - 1))
+
+    return placement
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One dimension to shard over; with copies of the model (HSDP), one before it to replicate over.
+def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """Along the first dimension; along the next one where that has been cut into parts that are not even in their
+    turn, as a ``DTensor`` could not say where they belong, or is that of a stack with fewer layers than ranks.
 
-    Ranks that share a sequence (``cp``) have gradients of the same parameters from other positions, just as ranks with
-    other samples have, and so shard them with those.
+    Raises:
+        ConfigError: no dimension can be shared out evenly.
     """
-    shard = mesh["dp_shard"]
-    if mesh["cp"].size() > 1:
-        shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    parts = [1] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                parts[placement.dim] *= size
+    is_stack = parameter.ndim > 2 and parameter.shape[0] < ranks
+    if parts[0] == 1 and not is_stack:
+        return None
+    for dim, size in enumerate(parameter.shape):
+        if size % (ranks * parts[dim]) == 0:
+            return Shard(dim)
+    if parts[0] == 1:
+        return None
+    raise ConfigError(
+        f"a parameter of shape {tuple(parameter.shape)}, cut into {' × '.join(map(str, parts))} parts by "
+        f"tensor or expert parallelism, has no dimension that {ranks} ranks could share evenly; change parallel.tp, ep or dp_shard"
+    )
+
+
+def _with_copies(mesh: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+    """One dimension to shard over; with copies of the model (HSDP), one before it to replicate over."""
     if mesh["dp_replicate"].size() > 1:
         return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
     return shard

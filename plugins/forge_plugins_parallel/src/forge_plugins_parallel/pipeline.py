@@ -28,7 +28,8 @@ class Pipeline:
     """Cuts the model into stages, of which each rank along ``pp`` holds one or several.
 
     The cut balances floating-point operations: all blocks count the same, the head counts its matrix, and the embedding
-    nothing, since looking up multiplies nothing.
+    nothing, since looking up multiplies nothing. Blocks that predict further tokens stay with the head
+    (``MultiTokenModel``).
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -45,11 +46,12 @@ class Pipeline:
         if pp == 1:
             return [model], []
         n_stages = pp * self._config.stages_a_rank
-        head_cost = 6 * model.head.weight.numel()
+        at_head = getattr(model, "n_predictors", 0)
+        head_cost = 6 * model.head.weight.numel() * (1 + at_head)
         block_cost = (model.flops_per_token(context.job.train.seq_len) - head_cost) / len(model.blocks)
-        cut = cut_blocks(list(model.blocks), n_stages, block_cost, head_cost)
+        cut = cut_blocks(list(model.blocks), n_stages, block_cost, head_cost, at_head)
         _refuse_shared_tensors(model, cut)
-        self._width = model.head.weight.shape[1]
+        self._width = getattr(model, "stage_width", model.head.weight.shape[1])
 
         parts, touched = [], []
         for stage in self._stages_of(context.mesh.device_mesh):
@@ -83,26 +85,32 @@ def stages_of_rank(config: PipelineConfig, pp: int, rank: int) -> list[int]:
     return [rank + pp * lap for lap in range(config.stages_a_rank)]
 
 
-def cut_blocks(names: Sequence[str], n_stages: int, block_cost: float, head_cost: float) -> list[list[str]]:
+def cut_blocks(
+    names: Sequence[str], n_stages: int, block_cost: float, head_cost: float, at_head: int = 0
+) -> list[list[str]]:
     """The blocks of each stage, in order: the dearest stage is as cheap as can be, and each has at least one block.
 
     Of stages that would cost the same, the later one gets the block: the first ones hold the embedding, and the
     activations of the most microbatches.
 
+    Args:
+        at_head: so many of the last blocks must be in the last stage.
+
     Raises:
         ConfigError: there are fewer blocks than stages.
     """
-    if len(names) < n_stages:
+    counts = [1] * (n_stages - 1) + [max(1, at_head)]
+    if len(names) < sum(counts):
+        last = f", the last {at_head} of them in one stage" if at_head > 1 else ""
         raise ConfigError(
-            f"parallel.passes.pipeline: the model has {len(names)} layers, and each of {n_stages} stages needs "
+            f"parallel.passes.pipeline: the model has {len(names)} layers{last}, and each of {n_stages} stages needs "
             "at least one; lower parallel.pp or stages_per_rank"
         )
-    counts = [1] * n_stages
 
     def cost_with_one_more(stage: int) -> float:
         return (counts[stage] + 1) * block_cost + (head_cost if stage == n_stages - 1 else 0)
 
-    for _ in range(len(names) - n_stages):
+    for _ in range(len(names) - sum(counts)):
         counts[min(reversed(range(n_stages)), key=cost_with_one_more)] += 1
     rest = iter(names)
     return [[next(rest) for _ in range(count)] for count in counts]
@@ -151,9 +159,32 @@ def _held(blocks: Sequence[str], *, is_first: bool, is_last: bool) -> list[str]:
 
 
 class _Stage(PipelineStage):
-    """A part of the model; the last one gives the summed loss, as the model contract has it inside forward."""
+    """A part of the model; the last one gives the summed loss, as the model contract has it inside forward.
+
+    Torch would have all microbatches in the shape of one. Here each is taken as it is, by its number: what a rank
+    receives for it has a shape that follows from the batch, which every rank has read.
+    """
 
     loss: Loss
+    microbatches: Sequence[Batch] = ()
+    """Of this step."""
+    hidden_shapes: Sequence[tuple[int, int, int]] = ()
+    """Of what lies between stages, for each of them."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            self._fit(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_last:
+            self._fit(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **options: Any) -> Any:
+        inputs = dict(self.microbatches[fwd_chunk_id])
+        tokens = inputs.pop("tokens")
+        return super().forward_one_chunk(fwd_chunk_id, (tokens,), {**inputs, **_known(self.submod, tokens)}, **options)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_first:
@@ -164,12 +195,29 @@ class _Stage(PipelineStage):
         # the schedules that split the backward detach a stage's output in place, which cannot be done to a view
         return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
 
+    def _fit(self, received: Sequence[Any], microbatch: int) -> None:
+        shape = self.hidden_shapes[microbatch]
+        for one in received:
+            if one.buffer.shape != shape:
+                one.buffer = one.buffer.new_empty(shape, requires_grad=one.buffer.requires_grad)
+
+    def _validate_stage_tensors(self, *_: Any) -> None:
+        """Not here: torch, where TORCH_DISTRIBUTED_DEBUG asks for it, compares with the one shape that it knows."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """As ``_validate_stage_tensors``, in torch 2.11, which always compares."""
+
+
+def _known(part: nn.Module, tokens: torch.Tensor) -> Batch:
+    """What a stage needs to know of tokens, of which hidden states do not tell."""
+    return {"token_ids": tokens} if "token_ids" in getattr(part, "needs", ()) else {}
+
 
 class PipelineExecutor:
     """Runs a step's microbatches through the stages by one of torch's schedules.
 
-    Every rank reads the same batches, so that only hidden states ``(B, S, D)`` and their gradients travel: targets,
-    positions and documents are already where they are needed.
+    Every rank reads the same batches, so that only hidden states ``(B, S, D)`` and their gradients travel, with what a
+    ``MultiTokenModel`` sends along: targets, positions and documents are already where they are needed.
     """
 
     def __init__(
@@ -188,7 +236,7 @@ class PipelineExecutor:
         Args:
             parts: of this rank, by stage, in the order in which a batch passes them.
             group: the ranks of this pipeline.
-            width: D.
+            width: features of what lies between stages, D for most models.
             dtype: of hidden states between stages.
             sequence_parts: ranks that share a sequence (context parallelism); each has hidden states of its part only.
         """
@@ -204,23 +252,29 @@ class PipelineExecutor:
         ranks = range(group.size())
         self._rank_of = {stage: rank for rank in ranks for stage in stages_of_rank(config, group.size(), rank)}
         self._schedule: Any = None
-        self._schedule_is_for: tuple[int, torch.Size] | None = None
+        self._stages: list[_Stage] = []
+        self._n_microbatches = 0
         self._scale: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []
 
     def run(self, microbatches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
-        """As ``Executor.run``. All microbatches have the same shape, as the engine's do."""
+        """As ``Executor.run``. Microbatches may differ in their shapes, and in what they have entries for."""
         self._prepare(len(microbatches), microbatches[0]["tokens"].shape)
         self._scale = scale
         self._sums.clear()
-        whole = {name: torch.cat([batch[name] for batch in microbatches]) for name in microbatches[0]}
-        tokens, targets = whole.pop("tokens"), whole["targets"]
+        for stage in self._stages:
+            stage.microbatches = microbatches
+            stage.hidden_shapes = [self._hidden_shape(batch["tokens"].shape) for batch in microbatches]
         try:
-            self._schedule.step(*([tokens] if 0 in self._parts else []), target=targets, return_outputs=False, **whole)
+            # a target for each microbatch is what makes the schedule ask for its loss; stages have the batches
+            self._schedule.step(target=torch.empty(len(microbatches)), return_outputs=False)
         except RuntimeError as error:  # torch wraps whatever a stage raises
             if isinstance(error.__cause__, ForgeError):
                 raise error.__cause__ from None
             raise
+        finally:
+            for stage in self._stages:
+                stage.microbatches = ()
         return torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
 
     @torch.no_grad()
@@ -235,7 +289,7 @@ class PipelineExecutor:
             if stage > 0 and stage - 1 not in self._parts:
                 hidden = torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=self._device)
                 dist.recv(hidden, group=self._group, group_src=self._rank_of[stage - 1])
-            output = part(hidden, **inputs, loss=self._loss)
+            output = part(hidden, **inputs, **_known(part, tokens), loss=self._loss)
             if stage == self._n_stages - 1:
                 total, count = output
                 return total, count
@@ -246,18 +300,22 @@ class PipelineExecutor:
         return nothing, nothing.long()
 
     def _prepare(self, n_microbatches: int, shape: torch.Size) -> None:
-        """Build the schedule for steps of so many microbatches of token ids ``(B, S)``, unless it is there."""
-        if self._schedule_is_for == (n_microbatches, shape):
+        """Build the schedule for steps of so many microbatches, unless it is there.
+
+        Args:
+            shape: ``(B, S)`` of a microbatch, for which there will be room from the start.
+        """
+        if self._n_microbatches == n_microbatches:
             return
-        stages = [self._make_stage(stage, part, shape) for stage, part in self._parts.items()]
+        self._stages = [self._make_stage(stage, part, shape) for stage, part in self._parts.items()]
         schedule: Any = get_schedule_class(self._config.schedule)
         self._schedule = schedule(
-            stages if issubclass(schedule, PipelineScheduleMulti) else stages[0],
+            self._stages if issubclass(schedule, PipelineScheduleMulti) else self._stages[0],
             n_microbatches,
             loss_fn=self._take_loss,
             scale_grads=False,
         )
-        self._schedule_is_for = (n_microbatches, shape)
+        self._n_microbatches = n_microbatches
 
     def _make_stage(self, stage: int, part: nn.Module, shape: torch.Size) -> _Stage:
         """With the shapes at its ends given: to find them out, torch would run the model once more than we train."""
@@ -281,7 +339,7 @@ class PipelineExecutor:
         """Between stages, for a batch of token ids ``(B, S)``."""
         return tokens[0], tokens[1] // self._sequence_parts, self._width
 
-    def _take_loss(self, total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _take_loss(self, total: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         """What the last stage's backward starts from, once a microbatch; the targets have gone into forward."""
         assert self._scale is not None, "set at the start of each step"
         self._sums.append(total.detach())

@@ -44,11 +44,19 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
     )
     yield PassComponent(
         name="context_parallel",
-        summary="context parallelism: sequences shared out over ranks, keys and values gathered",
+        summary="context parallelism: sequences shared out over ranks, keys and values gathered or in a ring",
         factory="forge_plugins_parallel.context_parallel:ContextParallel",
         config="forge_plugins_parallel.config:ContextParallelConfig",
         phase="shard",
         needs=("fsdp",),
+        conflicts=(
+            Conflict(
+                "run.device",
+                "results are merged by sums that its attention kernels do not give",
+                when={"method": "ring"},
+                values=("mps",),
+            ),
+        ),
         serves=("cp",),
     )
     yield PassComponent(
@@ -105,6 +113,12 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         config="forge_plugins_parallel.config:PipelineConfig",
         phase="split",
         conflicts=(
+            Conflict(
+                "activation_checkpointing",
+                "the schedule runs a backward for inputs and one for weights, and what was kept is given out only once",
+                when={"schedule": _SPLIT_BACKWARD},
+                other_when={"mode": "selective"},
+            ),
             Conflict(
                 "compile",
                 "the schedule runs a backward for inputs and one for weights, and a compiled block has one for both",

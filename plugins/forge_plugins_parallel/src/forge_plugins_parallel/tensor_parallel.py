@@ -29,11 +29,13 @@ from forge_plugins_parallel.cut_layers import (
     CutByInput,
     CutByOutput,
     CutEmbedding,
+    CutExperts,
     CutHead,
     Ranks,
     WholeOnEachRank,
     become,
     gather_copies,
+    own_share,
 )
 
 _ASYNC = "parallel.passes.tensor_parallel.async_tp"
@@ -180,17 +182,33 @@ def _cut(
             if ranks.by_position:
                 _sum_gradients(module, ranks)
             module.register_forward_hook(lambda _, __, hidden: ranks.enter(hidden))
+        case "router":
+            _sum_gradients(module, ranks)
+            module.register_forward_pre_hook(lambda _, args: (ranks.read(args[0]), *args[1:]))
+        case "whole":
+            if not ranks.gradients_arrive_partial:  # else it is like any module that the plan does not name
+                _sum_gradients(module, ranks)
+                module.register_forward_hook(lambda _, __, hidden: own_share(hidden, ranks))
         case "expert":
-            raise ConfigError(
-                f"parallel.tp = {ranks.size}: {name} is cut by experts, which the pass 'tensor_parallel' cannot do; "
-                "set parallel.tp = 1"
-            )
+            _cut_experts(name, module, ranks, mesh, cut)
+
+
+def _cut_experts(name: str, module: Any, ranks: Ranks, mesh: DeviceMesh, cut: dict[int, nn.Parameter]) -> None:
+    if not hasattr(module, "feature_dims"):
+        raise PluginError(
+            f"the model's parallel_plan gives {name} the role 'expert', and it does not say by feature_dims how an "
+            "expert is cut; the role 'whole' leaves it whole on every rank"
+        )
+    dims = module.feature_dims()
+    for parameter, dim in dims.items():
+        _refuse_uneven(f"{name}.{parameter}", getattr(module, parameter).shape[dim], "hidden", ranks)
+    become(module, CutExperts, ranks)
+    _distribute(module, {parameter: Shard(dim) for parameter, dim in dims.items()}, mesh, cut)
 
 
 def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
-    for part in module.modules():
-        if next(part.parameters(recurse=False), None) is not None:
-            become(part, WholeOnEachRank, ranks)
+    if next(module.parameters(), None) is not None:
+        become(module, WholeOnEachRank, ranks)
 
 
 def _bias(module: nn.Linear, mesh: DeviceMesh, shards: int) -> dict[str, Placement]:
@@ -217,17 +235,15 @@ def _cut_stage_ends(model: Any, ranks: Ranks) -> None:
     """What travels between pipeline stages is whole: a stage may ask it for the number of positions."""
     within = [*model.blocks.values(), *([] if model.norm is None else [model.norm])]
     if model.embed is None:
-        within[0].register_forward_pre_hook(lambda _, args: (_own_positions(args[0], ranks), *args[1:]))
+        # a stage of nothing but predictors of further tokens: the norm too reads what arrives
+        only_predicts = model.head is not None and len(model.blocks) == getattr(model, "n_predictors", 0)
+        for reader in [within[0], within[-1]] if only_predicts and len(within) > 1 else within[:1]:
+            reader.register_forward_pre_hook(lambda _, args: (own_share(args[0], ranks), *args[1:]))
     if model.head is None and model.norm is None:
         last = within[-1] if within else model.embed
         last.register_forward_hook(
             lambda _, __, hidden: gather_copies(hidden, POSITION, [hidden.shape[POSITION]] * ranks.size, ranks)
         )
-
-
-def _own_positions(hidden: Any, ranks: Ranks) -> Any:
-    length = hidden.shape[POSITION] // ranks.size
-    return hidden.narrow(POSITION, ranks.rank * length, length)
 
 
 def _refuse_unplanned(model: nn.Module, plan: Mapping[str, ShardRole]) -> None:

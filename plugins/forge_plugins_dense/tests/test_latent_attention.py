@@ -1,0 +1,84 @@
+"""Latent attention; that its logits are those of DeepSeek-V3 is tested with the sparse layers that come with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge_plugins_dense.latent_config import LatentAttentionConfig
+
+LATENT = LatentAttentionConfig(kv_rank=24, q_rank=16, plain_dim=8, rotary_dim=4, value_dim=12)
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model(n_kv_heads=None, latent_attention=LATENT)
+
+
+@torch.no_grad()
+def test_it_is_attention_with_the_keys_and_values_that_the_latent_gives(model):
+    """One layer, written out in float64."""
+    attention = model.double().blocks["0"].attention
+    hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = dict(attention.named_parameters())
+
+    def norm(x, name):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight[name]
+
+    def turn(x):  # (S, 4): pairs (0, 2) and (1, 3)
+        angle = torch.arange(6)[:, None] * 10_000.0 ** (-torch.arange(2) / 2)
+        first, second = x[:, :2], x[:, 2:]
+        return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+    x = hidden[0]
+    q = (norm(x @ weight["q_down.weight"].T, "q_norm.weight") @ weight["q.weight"].T).view(6, 4, 12)
+    down = x @ weight["kv_down.weight"].T
+    kv = (norm(down[:, :24], "kv_norm.weight") @ weight["kv_up.weight"].T).view(6, 4, 20)
+    heads = []
+    for head in range(4):
+        queries = torch.cat([q[:, head, :8], turn(q[:, head, 8:])], -1)
+        keys = torch.cat([kv[:, head, :8], turn(down[:, 24:])], -1)
+        scores = queries @ keys.T / 12**0.5 + torch.full((6, 6), -torch.inf).triu(1)
+        heads.append(scores.softmax(-1) @ kv[:, head, 8:])
+    expected = torch.cat(heads, -1) @ weight["o.weight"].T
+
+    surroundings = model._surroundings(torch.zeros(1, 6, dtype=torch.int64), None, None, None, None)
+    # angles and their products are in fp32
+    torch.testing.assert_close(attention(hidden, surroundings)[0], expected, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_cache_keeps_the_latent_and_the_shared_keys(model, tokens):
+    cache = model.make_cache(2, 24)
+    model(tokens, cache=cache)
+
+    kept = cache.layers["0"]
+    assert (kept.k.shape, kept.v.shape) == ((2, 1, 24, 24), (2, 1, 24, 4))
+
+
+def test_what_is_computed_is_counted(model):
+    attention = sum(p.numel() for name, p in model.named_parameters() if ".attention." in name and "norm" not in name)
+    rest = (
+        sum(p.numel() for name, p in model.named_parameters() if ".feed_forward." in name) + model.head.weight.numel()
+    )
+    scores_and_sums = 2 * 4 * (12 + 12) / 2 * 24  # layers, heads, features of keys and of values, positions
+
+    assert model.flops_per_token(24) == 6 * (attention + rest) + 12 * scores_and_sums
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"n_kv_heads": 2}, "n_kv_heads = 2; leave that out"),
+        ({"head_dim": 16}, "head_dim has no effect"),
+        ({"qk_norm": True}, "qk_norm has no effect"),
+        ({"attention": "flash", "latent_attention": LatentAttentionConfig(value_dim=64)}, 'attention = "flash"'),
+    ],
+)
+def test_what_has_no_meaning_beside_it_is_refused(keys, words, tiny_config):
+    with pytest.raises(ValueError, match=words):
+        tiny_config(**({"n_kv_heads": None, "latent_attention": LATENT} | keys))
+
+
+def test_heads_need_not_divide_the_width(tiny_config):
+    assert tiny_config(n_kv_heads=None, n_heads=5, latent_attention=LATENT).rotary_size == 4

@@ -1,0 +1,1 @@
+"""Replicas of a run that outlive each other, with torchft."""

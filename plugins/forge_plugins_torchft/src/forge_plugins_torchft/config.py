@@ -1,0 +1,52 @@
+"""The configuration of this distribution's components."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs.validators import ge, gt, matches_re, optional
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""Environment variable, as torchft has it: the URL of the lighthouse."""
+HOST = "FORGE_REPLICA_HOST"
+"""Environment variable: the name or address under which other replicas reach this machine; by default its name."""
+NAME = "FORGE_REPLICA"
+"""Environment variable: what this replica is called. Replicas are numbered in the order of their names."""
+EXPECTED = "FORGE_REPLICAS_EXPECTED"
+"""Environment variable: with how many replicas to begin, set by ``forge replicas`` for those that start together."""
+
+
+@attrs.frozen(kw_only=True)
+class TorchftConfig:
+    """How a replica finds the others and how long it waits for them."""
+
+    lighthouse: str | None = attrs.field(default=None, validator=optional(matches_re(r"https?://[^/\s]+:\d+/?")))
+    """Where replicas report, such as ``"http://node0:29510"``; by default what the environment variable
+    ``TORCHFT_LIGHTHOUSE`` says, which ``forge replicas`` sets."""
+    min_replicas: int = attrs.field(default=1, validator=ge(1))
+    """Below so many, the others wait instead of training on."""
+    timeout: float = attrs.field(default=60.0, validator=gt(0))
+    """Seconds that a replica waits for another one within a step, for its state, and for those that are started with it
+    to come. One whose process has died is noticed at once."""
+    join_timeout: float = attrs.field(default=1800.0, validator=gt(0))
+    """Seconds that it waits for a step to begin: for ``min_replicas``, which end it with exit code 5 if they do not
+    come, and for others that evaluate or save, without which it then goes on."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What this job would have to do that replicas cannot do together."""
+        if job.anomalies.give_up_after > 0:
+            sentence = (
+                "replicas cannot go back to a checkpoint together, which not all of them have: set "
+                "anomalies.give_up_after = 0, with which the run ends (exit code 4) where it would go back"
+            )
+            yield "", sentence
+
+    @property
+    def lighthouse_url(self) -> str | None:
+        return self.lighthouse or os.environ.get(LIGHTHOUSE) or None

@@ -1,0 +1,240 @@
+"""The callback that joins a run to its replicas, by torchft's manager."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, TCPStore
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+from forge_core.contracts.callback import RunContext
+from forge_core.contracts.replication import Handover, LiveState, Replication, Share
+from forge_core.errors import ConfigError, ForgeError, LostPeerError
+from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, NAME, TorchftConfig
+from forge_plugins_torchft.state_transport import StateTransport
+
+_LOOK_EVERY = 2.0
+"""Seconds after which a replica that waits for others looks whether the lighthouse still answers."""
+_LOST_AFTER = 10.0
+"""Seconds without an answer."""
+_BUCKET = 16 * 2**20
+"""Elements that are sent at once: enough for the network, and little beside the gradients."""
+
+
+class _WatchfulManager(Manager):
+    """torchft's would wait for a lighthouse that is gone for as long as for other replicas."""
+
+    look: Callable[[], None]
+
+    def wait_quorum(self) -> None:
+        while not self._quorum_future.done():
+            try:
+                self._quorum_future.result(timeout=_LOOK_EVERY)
+            except TimeoutError:
+                if not self._quorum_future.done():
+                    self.look()
+        self._quorum_future.result()
+
+
+class TorchftReplication(Replication):
+    """Each rank of a replica talks to those of the same number in the others. The first one runs torchft's manager
+    server, through which ranks vote."""
+
+    def __init__(self, config: TorchftConfig, /) -> None:
+        self._config = config
+        self._manager: Manager | None = None
+        self._saved = {"step": 0, "batches_committed": 0}
+        if config.lighthouse_url is None:
+            raise ConfigError(
+                "callbacks: torchft has no lighthouse, at which replicas report: start them with forge replicas, or "
+                f"start torchft_lighthouse and set {LIGHTHOUSE} or the key lighthouse"
+            )
+        self._lighthouse = config.lighthouse_url
+
+    def run_start(self, run: RunContext) -> None:
+        self._run = run
+
+    def join(self, handover: Handover) -> None:
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # it reports what it is there for with tracebacks
+        self._wait_for_lighthouse(0 if urlsplit(self._lighthouse).hostname == "127.0.0.1" else self._config.timeout)
+        timeout = timedelta(seconds=self._config.timeout)
+        host = os.environ.get(HOST) or socket.gethostname()
+        self._store, port = _store_of_replica(host, self._run.rank)
+        self._transport = StateTransport(timeout, host)
+        self._group = (ProcessGroupNCCL if self._run.device.type == "cuda" else ProcessGroupGloo)(timeout)
+        self._manager = _WatchfulManager(
+            pg=self._group,
+            load_state_dict=handover.take,
+            state_dict=lambda: _settled(handover),
+            min_replica_size=self._config.min_replicas,
+            use_async_quorum=False,  # who takes part decides which samples are read
+            timeout=timeout,
+            quorum_timeout=timedelta(seconds=self._config.join_timeout),
+            connect_timeout=timeout,
+            rank=self._run.rank,
+            world_size=self._run.world_size,
+            store_addr=host,
+            store_port=port,
+            lighthouse_addr=self._lighthouse,
+            replica_id=os.environ.get(NAME) or socket.gethostname(),
+            hostname=host,
+            checkpoint_transport=self._transport,
+            init_sync=False,  # the same seed is the same model
+        )
+        self._manager.look = lambda: self._wait_for_lighthouse(_LOST_AFTER)
+        self._manager.load_state_dict({**self._saved, "step": handover.step})
+        self._expected = int(os.environ.get(EXPECTED) or 1)
+        self._begins_by = time.monotonic() + self._config.timeout
+        self._formation = -1
+
+    def begin_step(self) -> Share:
+        while True:
+            share = self._agree()
+            if share.formation == self._formation or self._may_begin(share.count):
+                self._formation = share.formation
+                return share
+
+    def _agree(self) -> Share:
+        """Settle with the others who is there."""
+        manager = self._joined
+        try:
+            manager.start_quorum()
+        except ForgeError:
+            raise
+        except Exception as error:
+            raise LostPeerError(
+                f"the lighthouse at {self._lighthouse} is gone, or {self._config.min_replicas} replicas have not come "
+                f"within {self._config.join_timeout:g} s: {_first_line(error)}"
+            ) from error
+        if self._transport.failure is not None:
+            why = _first_line(self._transport.failure)
+            raise LostPeerError(f"the state of another replica could not be had: {why}")
+        index = manager.participating_rank()
+        assert index is not None, "all that are there take part, once they have the state of the others"
+        return Share(index, manager.num_participants(), manager._quorum_id)
+
+    def _may_begin(self, count: int) -> bool:
+        """Asked of each new formation: whether one of them has begun already, or all have come that were started
+        together. Else the first to come would train by itself for a while, on other batches each time."""
+        has_begun = self._formation >= 0
+        ready = has_begun or count >= self._expected or time.monotonic() > self._begins_by
+        readiness = torch.tensor([float(ready)], device=self._run.device)
+        if self.sum([readiness]) and readiness.item() > 0:
+            return True
+        self._joined.report_error(TimeoutError("not all replicas have come"))
+        self.commit()  # it says no, so that another formation is asked for
+        time.sleep(0.1)
+        return False
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> bool:
+        under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self._run.device)
+            under_way.append((bucket, flat, self._joined.allreduce(flat, reduce_op=ReduceOp.SUM)))
+            if len(under_way) > 1:  # one on its way while the next is packed
+                _unpack(*under_way.pop(0))
+        for bucket, flat, work in under_way:
+            _unpack(bucket, flat, work)
+        return self._joined.errored() is None
+
+    def commit(self) -> bool:
+        try:
+            return bool(self._joined.should_commit())
+        except Exception as error:
+            raise LostPeerError(f"the ranks of this replica could not vote: {_first_line(error)}") from error
+
+    def run_end(self) -> None:
+        self._leave()
+
+    def run_failed(self) -> None:
+        self._leave()
+
+    def state(self) -> Mapping[str, Any]:
+        """Steps that were committed, and how many replicas' batches were in them, in all."""
+        return self._saved if self._manager is None else self._manager.state_dict()
+
+    def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        self._saved = dict(state)
+
+    @property
+    def _joined(self) -> Manager:
+        assert self._manager is not None, "join() comes first"
+        return self._manager
+
+    def _wait_for_lighthouse(self, seconds: float) -> None:
+        """It may be on a machine that starts later; one on this machine is there first, unless the run is over.
+
+        Raises:
+            LostPeerError: it does not answer for so long.
+        """
+        address = urlsplit(self._lighthouse)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection((address.hostname, address.port), timeout=5).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise LostPeerError(f"no lighthouse answers at {self._lighthouse}: {error}") from error
+                time.sleep(0.5)
+
+    def _leave(self) -> None:
+        if self._manager is not None:
+            self._saved = self._manager.state_dict()
+            self._manager.shutdown(wait=False)
+            self._group.shutdown()
+            self._manager = None
+
+
+def _store_of_replica(host: str, rank: int) -> tuple[TCPStore | None, int]:
+    """A store that other replicas can reach too, unlike that of ``--nproc``, and its port. Its master is the first
+    rank's, to be kept for as long as it is needed."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store else 0]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(port, src=0)
+    return store, port[0]
+
+
+def _settled(handover: Handover) -> LiveState:
+    """With the last update done: torchft reads it on another stream."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return handover.give()
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Of one dtype and device each, in the same order in all replicas."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in by_kind.values():
+        bucket, elements = [], 0
+        for tensor in alike:
+            bucket.append(tensor)
+            elements += tensor.numel()
+            if elements >= _BUCKET:
+                yield bucket
+                bucket, elements = [], 0
+        if bucket:
+            yield bucket
+
+
+def _unpack(bucket: Sequence[torch.Tensor], flat: torch.Tensor, work: Any) -> None:
+    work.wait()
+    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,13 @@
+"""What the distribution registers keeps to the contract."""
+
+from forge_core.testing.callback import CallbackConformance
+from forge_core.testing.plugin import PluginConformance
+
+
+class TestPlugin(PluginConformance):
+    dist = "forge-plugins-torchft"
+
+
+class TestTorchft(CallbackConformance):
+    component = "forge-plugins-torchft:torchft"
+    config = {"lighthouse": "http://127.0.0.1:1"}

@@ -1,0 +1,70 @@
+"""What replicas cannot do is said before anything is started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from forge_plugins_torchft.config import LIGHTHOUSE
+
+
+@pytest.fixture(autouse=True)
+def no_lighthouse(monkeypatch):
+    monkeypatch.delenv(LIGHTHOUSE, raising=False)
+
+
+def test_going_back_to_a_checkpoint_is_refused_at_validation(job):
+    code, said = job.run("validate", "anomalies.give_up_after=3")
+
+    assert code == 2
+    assert "callbacks[0]: replicas cannot go back to a checkpoint together" in said
+    assert "set anomalies.give_up_after = 0" in said
+
+
+def test_a_job_that_does_not_name_the_callback_is_told_what_to_add(job):
+    code, said = job.run("replicas", "--replicas", "2", "callbacks=[]")
+
+    assert code == 2
+    assert 'add\n\n[[callbacks]]\nname = "torchft"' in said
+
+
+def test_a_run_without_a_lighthouse_is_told_how_to_get_one(job):
+    code, said = job.run("run")
+
+    assert code == 2
+    assert "start them with forge replicas" in said
+    assert not (job.folder / "runs").exists()
+
+
+def test_a_lighthouse_whose_port_is_taken_is_said(job):
+    import socket
+
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, said = job.run("replicas", "--replicas", "1", "--port", port)
+
+    assert code == 2
+    assert f"no lighthouse can listen on [::]:{port}" in said
+
+
+@pytest.mark.parametrize("command", [["validate"], ["replicas", "--replicas", "2"]])
+def test_without_torchft_a_sentence_says_what_is_missing(job, command):
+    hidden = (
+        "import sys, importlib.machinery as m; find = m.PathFinder.find_spec;"
+        "m.PathFinder.find_spec = lambda name, *a: None if name == 'torchft' else find(name, *a);"
+        "from forge_core.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, command[0], str(job.config), *command[1:]],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 2, done.stderr
+    assert "callback 'torchft' of forge-plugins-torchft 0.1.0 needs 'torchft', which cannot be imported" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,122 @@
+"""Replicas train the model that one process would, and go on without those that are killed."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+
+from forge_plugins_torchft.config import HOST, LIGHTHOUSE, NAME, TorchftConfig
+from forge_plugins_torchft.lighthouse import lighthouse
+
+BOTH = ["--replicas", "2"]
+STATE = "plugin.forge-plugins-torchft.callback.torchft"
+
+pytestmark = pytest.mark.slow
+
+
+def training(lines):
+    return [(line["step"], line["loss"], line["grad_norm"], line["tokens"]) for line in lines]
+
+
+def nearly(expected):
+    return [pytest.approx(line, rel=1e-5) for line in expected]
+
+
+def manager_state(job, replica):
+    state, _ = job.saved(replica)
+    return state["callbacks"][STATE]["state"]
+
+
+def have_same_bits(job):
+    """Whether the newest checkpoints of both replicas hold the same model, optimizer and position."""
+    (state, tensors), (other_state, other_tensors) = job.saved(0), job.saved(1)
+    return (
+        (state["step"], state["position"]) == (other_state["step"], other_state["position"])
+        and tensors.keys() == other_tensors.keys()
+        and all(torch.equal(tensors[key], other_tensors[key]) for key in tensors)
+    )
+
+
+def test_two_replicas_train_as_one_process_does_and_resume(job):
+    single = ["train.batch_size=8", "callbacks=[]", "run.name=single"]
+    code, said = job.run("run", *single, "train.steps=16")
+    assert code == 0, said
+    reference = training(job.lines(job.folder / "runs" / "single", "metrics.jsonl"))
+
+    code, said = job.run("replicas", *BOTH)
+    assert code == 0, said
+    assert training(job.metrics(0)) == training(job.metrics(1)) == nearly(reference[:10])
+    assert have_same_bits(job)
+    assert manager_state(job, 0) == manager_state(job, 1) == {"step": 10, "batches_committed": 20}
+
+    shutil.rmtree(job.directory(1))  # a machine was lost; another one takes up the checkpoint of the first
+    code, said = job.run("replicas", *BOTH, "train.steps=16")
+    assert code == 0, said
+    assert training(job.metrics(0)) == nearly(reference)
+    assert training(job.metrics(1)) == nearly(reference[10:])
+    assert have_same_bits(job)
+    assert manager_state(job, 0) == manager_state(job, 1) == {"step": 16, "batches_committed": 32}
+
+
+@pytest.mark.nightly
+def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job):
+    run = job.start("replicas", "--replicas", "2", "--heartbeat-timeout", "3", "train.steps=1000000")
+    job.wait_until(lambda: len(job.metrics(1)) > 20, run)
+    job.kill(1)
+    job.wait_until(lambda: len(job.events(1, "started")) == 2 and len(job.metrics(1)) > 20, run)
+    run.send_signal(signal.SIGTERM)  # everyone saves
+    said = job.output(run)
+
+    assert run.returncode == 3, said
+    assert "ended by SIGKILL; started again" in said
+    lines = job.metrics(0)
+    assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
+    # a step has as many samples as its replicas need, following those before, also if it was tried twice
+    count_from = {one["step"] + 1: one["count"] for one in job.events(0, "replicas")}
+    count, tokens = 0, 0
+    for line in lines:
+        count = count_from.get(line["step"], count)
+        tokens += count * 4 * 32
+        assert line["tokens"] == tokens
+    alone = [one["step"] + 1 for one in job.events(0, "replicas") if one["count"] == 1]
+    back = job.events(1, "taken_over")[-1]["step"] + 1
+    assert 1 < alone[0] < back
+    stopped = min(len(lines), job.metrics(1)[-1]["step"])  # one may have been a step ahead of the other
+    assert training(job.metrics(1))[: stopped - back + 1] == training(lines)[back - 1 : stopped]
+
+    step = max(job.saved(replica)[0]["step"] for replica in (0, 1))
+    code, said = job.run("replicas", *BOTH, f"train.steps={step + 5}")
+    assert code == 0, said
+    assert have_same_bits(job)
+
+
+def test_a_replica_with_another_job_is_refused_and_the_others_go_on(job):
+    with lighthouse(None, TorchftConfig(), 1.0) as url:
+
+        def start(number, *overrides):
+            directory = [f"run.dir={job.folder}/runs/both", f"run.name=replica_{number}"]
+            return job.start(
+                "run", *directory, *overrides, **{LIGHTHOUSE: url, HOST: "127.0.0.1", NAME: f"replica_{number}"}
+            )
+
+        first = start(0, "train.steps=100000")
+        job.wait_until(lambda: len(job.metrics(0)) > 5, first)
+        other = start(1, "train.steps=100000", "optimizer.lr=2e-2")
+        said = job.output(other)
+        before = len(job.metrics(0))
+        job.wait_until(lambda: len(job.metrics(0)) > before + 20, first)
+
+        assert other.returncode == 2, said
+        assert "another job, mesh or packages than number 1 of the 2" in said
+        assert job.events(0, "replicas")[-1]["count"] == 1
+
+
+def test_a_replica_that_waits_for_others_notices_that_the_lighthouse_is_gone(job):
+    with lighthouse(None, TorchftConfig(min_replicas=2), 1.0) as url:
+        alone = job.start("run", "callbacks.0.min_replicas=2", **{LIGHTHOUSE: url, HOST: "127.0.0.1"})
+        job.wait_until(lambda: (job.folder / "runs" / "both" / "events.jsonl").exists(), alone)
+    said = job.output(alone)
+
+    assert alone.returncode == 5, said
+    assert f"no lighthouse answers at {url}" in said

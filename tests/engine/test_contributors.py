@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import nn
+
+from forge_core.engine.contributors import Contributors
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2), persistent=False)
+        self.register_buffer("bias", torch.zeros(2))
+
+    def accumulators(self):
+        return {"count": self.count}
+
+    def before_optimizer_step(self, reduced, progress):
+        self.bias += progress * reduced["count"]
+
+    def step_metrics(self):
+        return {"most": self.bias.max()}
+
+
+class OneRank:
+    degrees = {"pp": 1}
+
+    def sum_over(self, value, axes):
+        assert axes == ("dp_replicate", "dp_shard", "cp"), "the ranks that hold other tokens, and never other layers"
+        return value
+
+
+@pytest.fixture
+def parts():
+    return [nn.ModuleDict({"0": Counter()}), nn.ModuleDict({"1": nn.Sequential(Counter())})]
+
+
+def test_modules_are_found_given_their_sums_and_zeroed(parts):
+    first, second = parts[0]["0"], parts[1]["1"][0]
+    first.count += torch.tensor([1.0, 2])
+    second.count += torch.tensor([2.0**24 + 2, 5])
+
+    Contributors(parts, OneRank()).before_optimizer_step(0.5)
+
+    assert first.bias.tolist() == [0.5, 1]
+    assert second.bias.tolist() == [2.0**23 + 1, 2.5]
+    assert not torch.cat([first.count, second.count]).any()
+
+
+@pytest.mark.parametrize(("left_out", "bias"), [(0.0, [1.0, 2.0]), (1.0, [0.0, 0.0])])
+def test_a_step_that_is_left_out_changes_nothing_and_the_host_need_not_know(parts, left_out, bias):
+    parts[0]["0"].count += torch.tensor([1.0, 2])
+
+    Contributors(parts, OneRank()).before_optimizer_step(1.0, torch.tensor(left_out))
+
+    assert parts[0]["0"].bias.tolist() == bias
+    assert not parts[0]["0"].count.any()
+
+
+def test_what_a_forgotten_step_has_counted_is_thrown_away(parts):
+    parts[0]["0"].count += 1
+    contributors = Contributors(parts, OneRank())
+
+    contributors.forget()
+    contributors.before_optimizer_step(1.0)
+
+    assert not parts[0]["0"].bias.any()
+
+
+def test_metrics_have_the_names_of_their_modules(parts):
+    parts[1]["1"][0].count += 3
+    contributors = Contributors(parts, OneRank())
+    contributors.before_optimizer_step(1.0)
+
+    assert contributors.metrics(torch.device("cpu")) == {"most/0": 0.0, "most/1.0": 3.0}
