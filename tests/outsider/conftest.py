@@ -13,9 +13,18 @@ from pathlib import Path
 import attrs
 import pytest
 
+from forge_core.scaffold.package import write_package
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-OURS = [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
+OURS = [
+    ROOT,
+    *(
+        path.parent
+        for pattern in ("plugins/*", "forge_plugins_*")
+        for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
+    ),
+]
 
 collect_ignore_glob = ["acme-*"]  # their tests run where they are installed
 
@@ -56,6 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     folder = tmp_path_factory.mktemp("outsiders")
     wheels = folder / "wheels"
     outsiders = [shutil.copytree(path, folder / path.name) for path in sorted(HERE.glob("acme-*"))]
+    outsiders.append(write_package("router", "acme-gate", folder))
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda source: succeed(*build, source, cwd=folder), [*outsiders, *OURS]))

@@ -15,15 +15,51 @@ FP8 = 6e-2
 """float8 rounds to 2⁻⁴ (e4m3) or 2⁻³ (e5m2) relative, 16 to 32 times as coarse as bf16; errors of a sum of 32
 independent terms are about 1/√32 of that. Measured against bf16: 1e-2 for the gradient norm, 1e-3 for the loss."""
 
+_DEEPSEEK = 'router={name="sigmoid_topk", bias_rate=0.01, balance=0.01, z_loss=0.001}'
+_OLMOE = 'router={name="softmax_topk", order="softmax_topk", balance=0.01, bias_rate=0.01}'
+
+_PACKED = ["data.path=short", "data.document_mask=true"]
+
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
     "tied": ["model.tie_embeddings=true"],
     "even vocabulary": ["model.vocab_size=264"],  # the 257 bytes and separator are divided by no number of ranks here
     "layernorm": ["model.norm=layernorm"],
-    "packed": ["data.path=short", "data.document_mask=true"],
+    "packed": _PACKED,
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
+    "latent": [
+        "model.qk_norm=false",
+        "model.n_kv_heads=8",
+        "model.latent_attention={kv_rank=24, q_rank=16, plain_dim=4, rotary_dim=4, value_dim=6}",
+    ],
+    "moe": [f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}'],
+    "moe packed": [
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        *_PACKED,
+    ],
+    # a sample of every fourth position is the same one in parts of a sequence
+    "ahead": ["model.multi_token={depths=2, acceptance_every=4}"],
+    "ahead packed": ["model.multi_token={depths=2, acceptance_every=4, normalizer='paper'}", *_PACKED],
+    "ahead moe packed": [
+        "model.multi_token={depths=2, acceptance_every=4}",
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        *_PACKED,
+    ],
+    "moe hash": [
+        (
+            'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, scale_gradients=true, '
+            'router={name="hash", top_k=2, weights="gate"}}'
+        )
+    ],
+    # two of four layers; more experts than a microbatch fills; counts of the step before
+    "moe every second": [
+        (
+            'model.feed_forward={name="moe", n_experts=8, hidden_dim=16, every=2, shared_experts=2, shared_gate=true, '
+            f"{_OLMOE}}}"
+        )
+    ],
 }
 
 
@@ -56,7 +92,15 @@ COMPILE = "parallel.passes.compile"
 FP8_PASS = "parallel.passes.fp8"
 EMULATED = [f"{FP8_PASS}.emulate=true", f"{FP8_PASS}.min_dim=16"]
 CHUNKED = ["loss.name=chunked_cross_entropy", "loss.chunk_size=48"]
-TP2, CP2, COPIES = "parallel.tp=2", "parallel.cp=2", "parallel.dp_replicate=2"
+TP2, CP2, EP2, COPIES = "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2"
+RING = "parallel.passes.context_parallel.method=ring"
+EXPERTS = "parallel.passes.expert_parallel"
+OVERLAP = f"{EXPERTS}.overlap=true"
+TWO_NODES = f'{EXPERTS}.dispatcher={{name="hierarchical", ranks_per_node=2}}'
+
+
+def auto(memory_gib: float) -> list[str]:
+    return [f"{AC}.mode=auto", f"{AC}.memory_gib={memory_gib}"]
 
 
 def pp2(schedule: str, *microbatches: str) -> list[str]:
@@ -73,7 +117,7 @@ CELLS: Mapping[str, Cell] = {
     "ac-full": Cell(1, [f"{AC}=true"]),
     "ac-every-second": Cell(1, [f"{AC}.every=2"]),
     "ac-selective": Cell(1, [f"{AC}.mode=selective"]),
-    "ac-auto": Cell(1, [f"{AC}.mode=auto", f"{AC}.memory_gib=0.006"]),  # for two of four blocks
+    "ac-auto": Cell(1, auto(0.006)),  # for two of four blocks
     "ac-budget": Cell(1, [f"{AC}.mode=budget", f"{AC}.budget=0.5", f"{COMPILE}=true"]),
     "compiled": Cell(1, [f"{COMPILE}=true"]),
     "bf16": Cell(1, TRAININGS["bf16"], tolerance=BF16),
@@ -104,6 +148,8 @@ CELLS: Mapping[str, Cell] = {
     "tp2-auxiliary": Cell(2, [TP2], "auxiliary"),
     "tp2-fsdp1-microbatches2": Cell(2, [TP2, *TWO_MICROBATCHES, f"{FSDP}=true"]),
     "tp2-ac-selective": Cell(2, [TP2, f"{AC}.mode=selective"]),
+    # enough for the rank with 128 of 257 words to recompute a block less, which it must not
+    "tp2-ac-auto": Cell(2, [TP2, *auto(0.0030876)]),
     "tp2-compiled": Cell(2, [TP2, f"{COMPILE}=true"]),
     "tp2-bf16": Cell(2, [TP2], "bf16", BF16),
     "tp2-fp8": Cell(2, [TP2, *EMULATED], "bf16", FP8),
@@ -124,6 +170,7 @@ CELLS: Mapping[str, Cell] = {
     "pp2-interleaved-zero-bubble-packed": Cell(2, pp2("InterleavedZeroBubble"), "packed"),
     "pp2-1f1b-auxiliary": Cell(2, pp2("1F1B"), "auxiliary"),
     "pp2-zero-bubble-v-auxiliary": Cell(2, pp2("ZBVZeroBubble"), "auxiliary"),
+    "pp2-zero-bubble-v-ac-full": Cell(2, [*pp2("ZBVZeroBubble"), f"{AC}=true"]),
     "pp2-zero-bubble-v-chunked": Cell(2, [*pp2("ZBVZeroBubble"), *CHUNKED]),
     "pp2-interleaved-bf16": Cell(2, pp2("Interleaved1F1B"), "bf16", BF16),
     "pp4": Cell(4, ["parallel.pp=4", *FOUR_MICROBATCHES]),
@@ -136,14 +183,102 @@ CELLS: Mapping[str, Cell] = {
     "cp2": Cell(2, [CP2]),
     "cp2-microbatches2-packed": Cell(2, [CP2, *TWO_MICROBATCHES], "packed"),
     "cp4-packed": Cell(4, ["parallel.cp=4"], "packed"),
+    "cp2-ac-auto": Cell(2, [CP2, *auto(0.0027)]),
+    "cp2-ring": Cell(2, [CP2, RING]),
+    "cp2-ring-compiled": Cell(2, [CP2, RING, f"{COMPILE}=true"]),
+    "cp2-ring-ac-selective": Cell(2, [CP2, RING, f"{AC}.mode=selective"]),
+    # the second rank keeps more of what it attends to, so that the first would recompute a block less
+    "cp2-ring-ac-auto": Cell(2, [CP2, RING, *auto(0.00277)]),
+    "cp2-ring-bf16": Cell(2, [CP2, RING], "bf16", BF16),
+    "cp4-ring": Cell(4, ["parallel.cp=4", RING]),
     "cp2-fsdp2": Cell(4, [CP2, HALF]),
+    "cp2-ring-fsdp2": Cell(4, [CP2, RING, HALF]),
     "cp2-fsdp2-packed": Cell(4, [CP2, HALF], "packed"),
     "cp2-copies2": Cell(4, [CP2, HALF, COPIES]),
     "cp2-tp2": Cell(4, [CP2, TP2]),
+    "cp2-ring-tp2": Cell(4, [CP2, RING, TP2]),
     "cp2-tp2-packed": Cell(4, [CP2, TP2], "packed"),
     "cp2-pp2-ac-full-packed": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES), f"{AC}=true"], "packed"),
+    "cp2-ring-pp2-ac-full": Cell(4, [CP2, RING, *pp2("1F1B", *TWO_MICROBATCHES), f"{AC}=true"]),
+    "cp2-ring-pp2-zero-bubble-v": Cell(4, [CP2, RING, *pp2("ZBVZeroBubble")]),
     "pp2-cp2-tp2": Cell(8, [CP2, *pp2("ZBVZeroBubble"), TP2]),
+    # latent attention
+    "latent-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "latent"),
+    "tp2-latent": Cell(2, [TP2], "latent"),
+    "tp2-latent-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "latent"),
+    "cp2-latent": Cell(2, [CP2], "latent"),
+    "pp2-latent": Cell(2, pp2("1F1B"), "latent"),
+    "tp2-fsdp2-latent": Cell(4, [TP2, HALF], "latent"),
     "hsdp2x2-tp2": Cell(8, [QUARTER, COPIES, TP2]),
+    # mixture of experts
+    "moe-accumulation4": Cell(1, FOUR_MICROBATCHES, "moe"),
+    "moe-ac-full": Cell(1, [f"{AC}=true"], "moe"),
+    "moe-ac-selective-compiled": Cell(1, [f"{AC}.mode=selective", f"{COMPILE}=true"], "moe"),
+    "moe-fsdp2": Cell(2, [HALF], "moe every second"),
+    "moe-tp2": Cell(2, [TP2], "moe"),
+    "moe-tp2-whole-positions": Cell(
+        2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "moe every second"
+    ),
+    "moe-cp2-packed": Cell(2, [CP2], "moe packed"),
+    "moe-ep2": Cell(2, [HALF, EP2], "moe"),
+    "moe-ep2-every-second-ac-full": Cell(2, [*TWO_SMALL_MICROBATCHES, EP2, f"{AC}=true"], "moe every second"),
+    "moe-ep2-ac-selective-packed": Cell(2, [HALF, EP2, f"{AC}.mode=selective"], "moe packed"),
+    "moe-ep2-compiled": Cell(2, [HALF, EP2, f"{COMPILE}=true"], "moe"),
+    "moe-ep2-cp2-packed": Cell(2, [CP2, EP2], "moe packed"),
+    "moe-ep4": Cell(4, [QUARTER, "parallel.ep=4"], "moe every second"),
+    "moe-ep2-fsdp2": Cell(4, [QUARTER, EP2], "moe"),
+    "moe-ep2-fsdp2-ac-full-packed": Cell(4, [QUARTER, EP2, f"{AC}=true"], "moe packed"),
+    "moe-ep2-copies2": Cell(4, [QUARTER, EP2, COPIES], "moe"),
+    "moe-ep2-tp2": Cell(4, [HALF, EP2, TP2], "moe"),
+    "moe-ep2-cp2-fsdp2": Cell(4, [HALF, CP2, EP2], "moe packed"),
+    "moe-pp2": Cell(2, pp2("1F1B"), "moe every second"),
+    "moe-pp2-hash": Cell(2, pp2("ZBVZeroBubble"), "moe hash"),
+    "moe-ep2-hash": Cell(2, [HALF, EP2], "moe hash"),
+    "moe-pp2-ep2-gpipe": Cell(4, [*pp2("GPipe", *TWO_SMALL_MICROBATCHES), EP2], "moe"),
+    "moe-pp2-ep2": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "moe"),
+    "moe-pp2-ep2-interleaved": Cell(4, [*pp2("Interleaved1F1B", *TWO_SMALL_MICROBATCHES), EP2], "moe every second"),
+    "moe-pp2-ep2-interleaved-zero-bubble": Cell(
+        4, [*pp2("InterleavedZeroBubble", *TWO_SMALL_MICROBATCHES), EP2], "moe packed"
+    ),
+    "moe-pp2-ep2-zero-bubble-v": Cell(4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), EP2], "moe"),
+    "moe-pp2-ep2-dualpipe-v-packed": Cell(4, [*pp2("DualPipeV"), CP2, EP2], "moe packed"),
+    "moe-pp2-ep2-fsdp2": Cell(8, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), CP2, EP2], "moe packed"),
+    "moe-pp2-ep2-tp2": Cell(8, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2, TP2], "moe"),
+    "moe-ep4-hierarchical": Cell(4, [QUARTER, "parallel.ep=4", TWO_NODES], "moe every second"),
+    "moe-ep4-hierarchical-chunks2-ac-full-packed": Cell(
+        4, [QUARTER, "parallel.ep=4", TWO_NODES, OVERLAP, f"{EXPERTS}.chunks=2", f"{AC}=true"], "moe packed"
+    ),
+    "moe-ep2-overlap-compiled": Cell(2, [HALF, EP2, OVERLAP, f"{COMPILE}=true"], "moe"),
+    "moe-ep2-tp2-overlap-chunks3": Cell(4, [HALF, EP2, TP2, OVERLAP, f"{EXPERTS}.chunks=3"], "moe"),
+    "moe-pp2-ep2-zero-bubble-v-overlap": Cell(
+        4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), EP2, OVERLAP], "moe every second"
+    ),
+    # multi-token prediction
+    "ahead-accumulation4": Cell(1, FOUR_MICROBATCHES, "ahead"),
+    "ahead-microbatches2-moe-packed": Cell(1, TWO_MICROBATCHES, "ahead moe packed"),
+    "ahead-chunked": Cell(1, CHUNKED, "ahead"),
+    "ahead-ac-full": Cell(1, [f"{AC}=true"], "ahead"),
+    "ahead-ac-auto": Cell(1, auto(0.008), "ahead"),
+    "ahead-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "ahead packed"),
+    "ahead-compiled-whole-model": Cell(1, [f"{COMPILE}.whole_model=true"], "ahead"),
+    "ahead-fsdp2-microbatches2-packed": Cell(2, TWO_SMALL_MICROBATCHES, "ahead packed"),
+    "ahead-fsdp2-moe-packed": Cell(2, [HALF], "ahead moe packed"),
+    "ahead-tp2": Cell(2, [TP2], "ahead"),
+    "ahead-tp2-chunked-packed": Cell(2, [TP2, *CHUNKED], "ahead packed"),
+    "ahead-tp2-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "ahead"),
+    "ahead-cp2-moe-packed": Cell(2, [CP2], "ahead moe packed"),
+    "ahead-cp2-ring": Cell(2, [CP2, RING], "ahead"),
+    "ahead-pp2-1f1b": Cell(2, pp2("1F1B"), "ahead"),
+    "ahead-pp2-interleaved-zero-bubble-packed": Cell(2, pp2("InterleavedZeroBubble"), "ahead packed"),
+    "ahead-pp2-zero-bubble-v-chunked": Cell(2, [*pp2("ZBVZeroBubble"), *CHUNKED], "ahead"),
+    "ahead-pp2-dualpipe-v": Cell(2, pp2("DualPipeV"), "ahead"),
+    "ahead-pp2-fsdp2": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "ahead"),
+    "ahead-pp2-tp2-packed": Cell(4, [*pp2("Interleaved1F1B"), TP2], "ahead packed"),
+    "ahead-pp2-tp2-whole-positions": Cell(
+        4, [*pp2("1F1B"), TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "ahead"
+    ),
+    "ahead-pp2-cp2-moe-packed": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES)], "ahead moe packed"),
+    "ahead-pp2-ep2-moe-packed": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "ahead moe packed"),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")

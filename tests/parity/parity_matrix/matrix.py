@@ -14,6 +14,7 @@ VOCABULARIES = (257, 264)
 SUMMED = ("loss", "grad_norm", "eval/loss")
 """Values of a line that are sums of rounded numbers; and so are auxiliary losses."""
 COUNTED = ("step", "tokens", "eval/tokens", "lr")
+COUNTS_OF_EXPERTS = ("load_violation/", "load_entropy/", "experts_idle/", "dropped/")
 
 Exchange = tuple[str, str]
 """Which family has written a checkpoint, and which one reads it."""
@@ -61,6 +62,7 @@ class Matrix:
             *self.first_loss_problems(cell),
             *self.rank_problems(cell),
             *self.initial_problems(cell),
+            *self.buffer_problems(cell),
             *self.gradient_problems(cell),
             *self.saved_problems(cell),
         ]
@@ -68,7 +70,8 @@ class Matrix:
     def curve_problems(self, cell: str) -> Iterable[str]:
         """Losses, gradient norms, evaluations and counts of all steps against one process's."""
         for line, expected in self._lines(cell):
-            keys = {key for key in expected if key in (*SUMMED, *COUNTED) or key.startswith("auxiliary/")}
+            compared = ("auxiliary/", "multi_token_", *COUNTS_OF_EXPERTS)
+            keys = {key for key in expected if key in (*SUMMED, *COUNTED) or key.startswith(compared)}
             if missing := keys - line.keys():
                 yield f"step {line['step']} has no {', '.join(sorted(missing))}"
             for key in sorted(keys & line.keys()):
@@ -98,6 +101,19 @@ class Matrix:
     def initial_problems(self, cell: str) -> Iterable[str]:
         """The first weights are those of one process, bit for bit."""
         yield from _differences(self._held(cell, "start"), self._held(alone(CELLS[cell].training), "start"))
+
+    def buffer_problems(self, cell: str) -> Iterable[str]:
+        """What a model keeps beside its parameters (biases of routers) follows from counts, and so is at the end what
+        it is in one process, bit for bit."""
+        reference = alone(CELLS[cell].training)
+        parameters = {f"model.{name}" for name in self._launcher.seen(reference)[0].gradients}
+        held = [self._held(name, "end") for name in (cell, reference)]
+        yield from _differences(
+            *(
+                {key: bits for key, bits in one.items() if key.startswith("model.") and key not in parameters}
+                for one in held
+            )
+        )
 
     def gradient_problems(self, cell: str) -> Iterable[str]:
         """Each parameter's gradient at step 1, which the norm of them all says little about if it is a small one.
@@ -169,7 +185,7 @@ def _exchange(writer: str, reader: str) -> Work:
 
 
 def _tolerance(cell: Cell, key: str) -> float:
-    if key in COUNTED:
+    if key in COUNTED or key.startswith(COUNTS_OF_EXPERTS):
         return 0
     return cell.tolerance if key == "grad_norm" else cell.loss_tolerance
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from forge_core.catalog import Catalog
 from forge_core.config.job import load_job
@@ -34,6 +35,7 @@ def main(job_toml: Path, plan: Path) -> None:
             with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
                 _take_part(job_toml, work, catalog)
             torch.compiler.reset()
+            _clear_sharding_prop_cache()  # its meshes name groups that are gone, by names that new ones get
             with Path(f"done.{rank}").open("a") as done:
                 done.write(f"{number}\n")
 

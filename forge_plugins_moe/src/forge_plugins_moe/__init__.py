@@ -1,0 +1,1 @@
+"""Mixture of experts: routers, sparse feed-forward layers, expert parallelism."""

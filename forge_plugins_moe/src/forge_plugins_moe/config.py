@@ -1,0 +1,139 @@
+"""What can be set for the feed-forward layer ``moe`` and the pass ``expert_parallel``. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import attrs
+from attrs.validators import ge, gt, optional
+
+from forge_core.api import Slot, Use
+from forge_plugins_dense.config import Activation
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
+
+DropPolicy = Literal["weight", "position"]
+
+
+def _is_alone(config: MoEConfig, attribute: attrs.Attribute[int], value: int) -> None:
+    if config.layers is not None and value != attribute.default:
+        raise ValueError("has no effect beside layers, which lists the sparse layers; give one of the two")
+
+
+def _has_shared_experts(config: MoEConfig, _: attrs.Attribute[bool], value: bool) -> None:
+    if value and config.shared_experts == 0:
+        raise ValueError("has no effect without shared_experts")
+
+
+def _has_capacity(config: MoEConfig, attribute: attrs.Attribute[object], value: object) -> None:
+    if value != attribute.default and config.capacity_factor is None:
+        raise ValueError("has no effect without capacity_factor")
+
+
+def _is_the_only_width(config: MoEConfig, _: attrs.Attribute[float], value: float) -> None:
+    if config.hidden_dim is not None and value != 1.0:
+        raise ValueError("has no effect beside hidden_dim; give one of the two")
+
+
+def _with_overlap(config: ExpertParallelConfig, _: attrs.Attribute[int], value: int) -> None:
+    if value > 1 and not config.overlap:
+        raise ValueError("has no effect without overlap = true")
+
+
+@attrs.frozen(kw_only=True)
+class ExpertParallelConfig:
+    """Experts shared out over the axis ``ep``."""
+
+    dispatcher: Annotated[Use, Slot("dispatcher", default="all_to_all")]
+    """How rows travel to their experts and back."""
+    overlap: bool = False
+    """Compute shared experts while rows travel, in backward too."""
+    chunks: int = attrs.field(default=1, validator=[gt(0), _with_overlap])
+    """The rows of a microbatch travel in so many parts, and experts work on one while the next travels. Products become
+    smaller, and so slower."""
+
+
+@attrs.frozen(kw_only=True)
+class HierarchicalConfig:
+    """Each token crosses to a node once."""
+
+    ranks_per_node: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Ranks on one node, of all, not only those of ``ep``; by default what the launcher says (``LOCAL_WORLD_SIZE``)."""
+
+
+@attrs.frozen(kw_only=True)
+class NothingToChoose:
+    """No keys."""
+
+
+@attrs.frozen(kw_only=True)
+class MoEConfig:
+    """A sparse feed-forward layer: each token visits some of many experts (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+    n_experts: int = attrs.field(validator=gt(0))
+    """Routed experts a layer."""
+    router: Annotated[Use, Slot("router", default="softmax_topk")]
+    """Which experts see which token."""
+    hidden_dim: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Width of each expert; by default that of the ``dense`` layer, times ``width_factor``."""
+    width_factor: float = attrs.field(default=1.0, validator=[gt(0), _is_the_only_width])
+    """Scales the default ``hidden_dim``. With 1/m, m times as many experts and m times as many a token, as much is
+    computed, in finer grains (Dai et al. 2024, arXiv 2401.06066)."""
+    activation: Activation | None = None
+    """As that of ``mlp``; by default that of the ``dense`` layer."""
+    shared_experts: int = attrs.field(default=0, validator=ge(0))
+    """Experts that every token visits beside those that the router chooses. They are one layer of so many times the
+    width, which is the same."""
+    shared_hidden_dim: int | None = attrs.field(default=None, validator=[optional(gt(0)), _has_shared_experts])
+    """Width of one shared expert; by default ``hidden_dim``."""
+    shared_gate: bool = attrs.field(default=False, validator=_has_shared_experts)
+    """Multiply what the shared experts give with the sigmoid of a learned product (Qwen2-MoE)."""
+    layers: tuple[int, ...] | None = None
+    """The blocks that are sparse, from 0; by default those that ``every`` and ``first_dense`` leave."""
+    every: int = attrs.field(default=1, validator=[gt(0), _is_alone])
+    """Every n-th block is sparse, the n-th first: with 2, the blocks 1, 3, …"""
+    first_dense: int = attrs.field(default=0, validator=[ge(0), _is_alone])
+    """The first blocks, which stay dense (DeepSeek)."""
+    dense: Annotated[Use, Slot("feed_forward", default="mlp")]
+    """The layer of blocks that are not sparse, and the measure of experts."""
+    capacity_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    """An expert takes at most ``ceil(assignments / n_experts · capacity_factor)`` tokens of a microbatch, and the rest
+    of its tokens go without it. By default an expert takes all, whatever their number."""
+    drop: DropPolicy = attrs.field(default="weight", validator=_has_capacity)
+    """Which assignments an expert beyond its capacity leaves out: those of least ``weight``, or the last by
+    ``position``."""
+    renormalize: bool = attrs.field(default=False, validator=_has_capacity)
+    """Scale the weights that are left of a token to the sum that they had."""
+    scale_gradients: bool = False
+    """Multiply the gradient of each expert's weights with the mean load over its own, both of the step before, so that
+    an expert learns as much from few tokens as another from many. What is computed forward stays as it is."""
+    check_routing: bool = False
+    """Look in each forward whether the router keeps its contract, and name the router and the tensor if not. The host
+    waits for the device."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the block of this index is sparse."""
+        if self.layers is not None:
+            return layer in self.layers
+        return layer >= self.first_dense and (layer + 1) % self.every == 0
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this layer in this job."""
+        ep, tp = job.parallel.ep, job.parallel.tp
+        if self.n_experts % ep:
+            yield "n_experts", f"{self.n_experts} experts cannot be shared out evenly to parallel.ep = {ep} ranks"
+        if self.hidden_dim is not None and self.hidden_dim % tp:
+            yield "hidden_dim", f"{self.hidden_dim} features cannot be shared out evenly to parallel.tp = {tp} ranks"
+        if hasattr(self.router.config, "contradictions"):
+            for key, sentence in self.router.config.contradictions(self.n_experts):
+                yield f"router.{key}", sentence
+        n_layers = getattr(job.model.config, "n_layers", None)
+        n_layers = n_layers and n_layers + getattr(job.model.config, "n_predictors", 0)
+        sparse = [layer for layer in range(n_layers or 0) if self.is_sparse(layer)]
+        if n_layers is not None and not sparse:
+            yield "every" if self.layers is None else "layers", f"leaves none of the {n_layers} layers sparse"
+        beyond = [layer for layer in self.layers or () if n_layers is not None and not 0 <= layer < n_layers]
+        if beyond and sparse:
+            yield "layers", f"has {beyond[0]}, and the model's layers are 0 to {n_layers - 1}"

@@ -1,0 +1,228 @@
+"""Dispatchers: how rows come to the experts that work on them, and back to their tokens.
+
+Shapes: T = tokens of a microbatch on this rank, A = assignments of tokens to experts, R = rows that this rank's experts
+work on, E = experts in all, D = width of the residual stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from forge_plugins_moe.visits import MeanVisits
+
+
+@attrs.define(eq=False)  # an object, as FSDP would cast the weights of a tuple or dataclass to the compute dtype
+class Assignments:
+    """Which experts work on which token, and with what weight; as ``Routing``."""
+
+    token: torch.Tensor
+    """``(A,)`` int64."""
+    expert: torch.Tensor
+    """``(A,)`` int64; E stands for none."""
+    weight: torch.Tensor
+    """``(A,)`` fp32."""
+    top_k: int | None = None
+    """As ``Routing.top_k``."""
+    some_to_none: bool = False
+    """Whether ``expert`` may be E."""
+
+
+@attrs.define(eq=False)
+class Dispatched:
+    """Rows on their way."""
+
+    rows: torch.Tensor
+    """``(R, D)``, those of this rank's first expert first. Rows beyond the sum of ``counts`` belong to none."""
+    counts: torch.Tensor
+    """``(experts of this rank,)`` int64."""
+    way_back: Any
+    """What the dispatcher itself needs to combine."""
+
+
+class Dispatcher(Protocol):
+    """One a layer. Ranks that exchange rows call the same methods in the same order, however few rows they have."""
+
+    def dispatch(self, tokens: torch.Tensor, assignments: Assignments) -> Dispatched:
+        """Bring a copy of each token ``(T, D)`` to each of its experts."""
+        ...
+
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """The weighted sum of each token's rows, ``(T, D)`` in their dtype; multiplied and summed in fp32.
+
+        Args:
+            rows: ``(R, D)``, what the experts made of those that they were given.
+        """
+        ...
+
+
+class OverlappingDispatcher(Dispatcher, Protocol):
+    """One whose exchanges can begin, and go on while something else is computed (``expert_parallel.overlap``).
+
+    ``dispatch`` is ``arrive(depart(…))`` and ``combine`` is ``gather(send_back(…))``. There may be others of the same
+    dispatcher between the two.
+    """
+
+    def depart(self, tokens: torch.Tensor, assignments: Assignments) -> Any:
+        """Begin to ``dispatch``."""
+        ...
+
+    def arrive(self, departed: Any) -> Dispatched:
+        """Wait for what ``depart`` has begun."""
+        ...
+
+    def send_back(self, rows: torch.Tensor, dispatched: Dispatched) -> Any:
+        """Begin to ``combine``."""
+        ...
+
+    def gather(self, returning: Any) -> torch.Tensor:
+        """Wait for what ``send_back`` has begun, and give what ``combine`` gives."""
+        ...
+
+
+class CountedDispatcher(Dispatcher, Protocol):
+    """One that can tell ``forge plan`` what it sends."""
+
+    def sent_bytes(self, visits: MeanVisits, row_bytes: int) -> tuple[float, float]:
+        """Bytes a token that a rank sends to other ranks of its node, and to other nodes, on average over ranks; in
+        forward and backward together.
+
+        Args:
+            visits: where a token goes, which is any expert of any rank alike.
+            row_bytes: of one token.
+        """
+        ...
+
+
+class DispatcherFactory(Protocol):
+    """The signature of the factory that a description names."""
+
+    def __call__(self, config: Any, /, *, n_experts: int, mesh: DeviceMesh) -> Dispatcher:
+        """Build the dispatcher of one layer.
+
+        Args:
+            n_experts: E, of the layer as a whole; each rank of ``mesh`` has E / n neighbouring ones, the first rank the
+                first.
+            mesh: the n ranks of ``ep``, one dimension.
+        """
+        ...
+
+
+class LocalDispatcher:
+    """All experts are on this rank."""
+
+    def __init__(self, n_experts: int) -> None:
+        self._n_experts = n_experts
+
+    def dispatch(self, tokens: torch.Tensor, assignments: Assignments) -> Dispatched:
+        sorting = sort_by_expert(tokens, assignments, self._n_experts)
+        return Dispatched(sorting.rows, sorting.counts, sorting)
+
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        sorting: Sorting = dispatched.way_back
+        return sorting.combine(rows)
+
+
+@attrs.define(eq=False)
+class Sorting:
+    """A row for each assignment, in the order of experts, and what brings them back."""
+
+    rows: torch.Tensor
+    """``(A, D)``; those that go to no expert are last."""
+    counts: torch.Tensor
+    """``(E,)`` int64, rows of each expert."""
+    assignments: Assignments
+    order: torch.Tensor
+    """``(A,)`` int64: which assignment each row is of."""
+    n_tokens: int
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """As ``Dispatcher.combine``, for rows in this order."""
+        given = self.assignments
+        rows = self.without_none(rows)
+        if given.top_k is not None:
+            weighted = permute(rows, self.order, back=True).view(
+                self.n_tokens, given.top_k, rows.shape[1]
+            ) * given.weight.view(-1, given.top_k, 1)
+            return weighted.sum(1).to(rows.dtype)
+        weighted = rows * given.weight[self.order, None]
+        return sum_by_token(weighted, given.token[self.order], self.n_tokens).to(rows.dtype)
+
+    def without_none(self, rows: torch.Tensor) -> torch.Tensor:
+        """With zeros in the rows that go to no expert, in which a product leaves whatever was in memory."""
+        if not self.assignments.some_to_none:
+            return rows
+        some = torch.arange(len(rows), device=rows.device) < self.counts.sum()
+        return torch.where(some[:, None], rows, 0)
+
+
+def sort_by_expert(tokens: torch.Tensor, assignments: Assignments, n_experts: int) -> Sorting:
+    """Copies of tokens ``(T, D)`` in the order of their experts; the host does not wait."""
+    order = assignments.expert.argsort(stable=True)
+    counts = count_by_expert(assignments.expert, n_experts)
+    if assignments.top_k is not None:
+        rows = _CopyAndSort.apply(tokens, order, assignments.top_k)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        rows = tokens[assignments.token[order]]
+    sorting = Sorting(rows, counts, assignments, order, len(tokens))
+    sorting.rows = sorting.without_none(rows)  # for its backward: a product leaves anything in their gradients too
+    return sorting
+
+
+def count_by_expert(expert: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """Assignments to each expert ``(E,)`` int64, those to none left out. (For ``bincount`` the host would wait.)"""
+    counts = torch.zeros(n_experts + 1, dtype=torch.int64, device=expert.device)
+    return counts.scatter_add_(0, expert, torch.ones_like(expert))[:n_experts]
+
+
+def sum_by_token(rows: torch.Tensor, token: torch.Tensor, n_tokens: int) -> torch.Tensor:
+    """The sum of each token's rows, ``(N, D)`` to ``(T, D)``; on GPUs too always in one order, unlike ``index_add``."""
+    whole = rows.new_zeros(n_tokens, rows.shape[1])
+    return whole.index_put((token,), rows, accumulate=True)
+
+
+def permute(rows: torch.Tensor, order: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """``rows[order]``; with ``back``, the rows of which that is made."""
+    there, home = (_inverse(order), order) if back else (order, _inverse(order))
+    permuted: torch.Tensor = _Permute.apply(rows, there, home)  # type: ignore[no-untyped-call]  # torch's
+    return permuted
+
+
+class _CopyAndSort(torch.autograd.Function):
+    """``tokens[order // top_k]``, whose gradient is a sum over each token's rows, in fp32 and always in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return tokens[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (order,) = ctx.saved_tensors
+        (gradient,) = gradients
+        of_tokens = gradient[_inverse(order)].view(len(order) // ctx.top_k, ctx.top_k, gradient.shape[1])
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return of_tokens.sum(1, dtype=wide).to(gradient.dtype), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """``rows[order]``, whose gradient is a permutation too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0][inverse], None, None
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

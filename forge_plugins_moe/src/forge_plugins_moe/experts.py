@@ -1,0 +1,135 @@
+"""The routed experts of a layer: their stacked weights, and their products without padding.
+
+Shapes: T = tokens of a microbatch on this rank, A = assignments of tokens to experts, R = rows that this rank's experts
+work on, E = experts, D = width of the residual stream, H = width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge_core.accumulation import unchanged
+from forge_core.contracts.model import Initializer, ParameterRole
+from forge_plugins_dense.config import Activation
+from forge_plugins_dense.initial_values import normal
+from forge_plugins_moe.dispatch import Assignments, Dispatcher, LocalDispatcher
+from forge_plugins_moe.grouped import grouped_product
+from forge_plugins_moe.overlap import Meanwhile, overlapped
+
+
+class Experts(nn.Module):
+    """``E`` feed-forward layers without biases, each SwiGLU (``silu``) or of two matrices, in stacks ``(E, out, in)``.
+
+    Which rows an expert works on is its dispatcher's to say.
+    """
+
+    def __init__(
+        self, n_experts: int, dim: int, hidden_dim: int, activation: Activation, *, scale_gradients: bool = False
+    ) -> None:
+        super().__init__()
+        self.n_experts = n_experts
+        self.activation = activation
+        self.gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if activation == "silu" else None
+        self.up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.register_buffer("gradient_scale", torch.empty(n_experts) if scale_gradients else None)
+        self.dispatcher: Dispatcher = LocalDispatcher(n_experts)
+        self.chunks: int | None = None
+        """In how many parts rows travel beside what is computed; ``None``: all at once, and nothing beside."""
+
+    def forward(
+        self, hidden: torch.Tensor, assignments: Assignments, meanwhile: Meanwhile | None = None
+    ) -> torch.Tensor:
+        """The weighted sum of its experts' outputs for each token, ``(B, S, D)``.
+
+        Args:
+            hidden: ``(B, S, D)``.
+            assignments: of its T = B · S tokens.
+            meanwhile: what can be done while rows are on their way.
+        """
+        if self.chunks is not None:
+            dispatcher: Any = self.dispatcher
+            tokens = hidden.flatten(0, 1)
+            return overlapped(dispatcher, self.compute, tokens, assignments, self.chunks, meanwhile).view_as(hidden)
+        dispatched = self.dispatcher.dispatch(hidden.flatten(0, 1), assignments)
+        output = self.compute(dispatched.rows, dispatched.counts)
+        return self.dispatcher.combine(output, dispatched).view_as(hidden)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Each row through its expert.
+
+        Args:
+            rows: ``(R, D)``, those of this rank's first expert first.
+            counts: ``(E,)`` int64, rows of each of this rank's experts. Rows beyond their sum belong to none, and give
+                anything.
+        """
+        up, down = self._local(self.up), self._local(self.down)
+        multiply = grouped_product(counts, up)
+        if self.gate is None:
+            hidden = (F.gelu if self.activation == "gelu" else F.relu)(multiply(rows, up))
+        else:
+            hidden = F.silu(multiply(rows, self._local(self.gate))) * multiply(rows, up)
+        return multiply(hidden, down)
+
+    def learn_load(self, load: torch.Tensor) -> None:
+        """From here on, scale the gradient of each expert's weights by the mean load over its own, if that is wanted.
+
+        Args:
+            load: ``(E,)`` fp32, tokens of each expert in a step.
+        """
+        if self.gradient_scale is not None:
+            self.gradient_scale.copy_(load.mean() / load.clamp(min=1))
+
+    def _local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part, connected to the whole."""
+        local, first = parameter, 0
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            if "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+                first = parameter.device_mesh.get_local_rank("ep") * len(local)
+        if self.gradient_scale is None:
+            return local
+        scaled: torch.Tensor = _ScaleGradient.apply(local, self.gradient_scale[first : first + len(local)])  # type: ignore[no-untyped-call]  # torch's
+        return scaled
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        """As ``FeedForward.init_weights``: each expert as a layer of its own would be."""
+        if self.gate is not None:
+            rng.fill_each(f"{prefix}gate", self.gate, normal(std))
+        rng.fill_each(f"{prefix}up", self.up, normal(std))
+        rng.fill_each(f"{prefix}down", self.down, normal(residual_std))
+        if self.gradient_scale is not None:
+            rng.fill(f"{prefix}gradient_scale", self.gradient_scale, lambda full, _: full.fill_(1))
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        """As ``FeedForward.parameter_roles``."""
+        return {name: "expert" for name, _ in self.named_parameters()}
+
+    def feature_dims(self) -> Mapping[str, int]:
+        """As ``StackedExperts.feature_dims``."""
+        dims = {"up": 1, "down": 2}
+        return dims if self.gate is None else {"gate": 1, **dims}
+
+    def expert_parameters(self) -> int:
+        """Weights of one expert."""
+        return sum(parameter[0].numel() for parameter in self.parameters())
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """A stack as it is; the gradient of each layer of it is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale.clone())  # which has changed when the next step begins
+        return unchanged(stack)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (scale,) = ctx.saved_tensors
+        return gradients[0] * scale[:, None, None].to(gradients[0].dtype), None

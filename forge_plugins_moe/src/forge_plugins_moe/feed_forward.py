@@ -1,0 +1,206 @@
+"""The feed-forward layer ``moe``: a router, experts, and shared experts.
+
+Shapes: B = batch, S = sequence, T = B · S tokens, D = width of the residual stream, E = experts, A = assignments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.accumulation import accumulate
+from forge_core.auxiliary import attach_auxiliary_loss
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
+from forge_core.contracts.router import Routing
+from forge_core.engine.initialisation import SeededInitializer
+from forge_core.errors import ConfigError
+from forge_plugins_moe.capacity import drop_beyond_capacity
+from forge_plugins_moe.config import MoEConfig
+from forge_plugins_moe.dispatch import Assignments, count_by_expert
+from forge_plugins_moe.experts import Experts
+from forge_plugins_moe.overlap import Meanwhile
+from forge_plugins_moe.routing_check import check_routing
+from forge_plugins_moe.shared_experts import SharedExperts
+
+
+def moe(config: MoEConfig, /, *, dim: int, layer: int, n_layers: int, build: Builder) -> nn.Module:
+    """The layer of one block: sparse, or the dense one where the config says so."""
+    if not config.is_sparse(layer):
+        dense: nn.Module = build(config.dense, dim=dim, layer=layer, n_layers=n_layers)
+        return dense
+    return MoE(config, dim=dim, build=build)
+
+
+class MoE(nn.Module):
+    """``y_t = Σ_{i chosen for t} w_{t,i} · FFN_i(x_t) + Σ_shared FFN_s(x_t)``.
+
+    What it reports a step, of all ranks and microbatches together: ``load_violation``, ``max_i(c_i) / mean(c) − 1`` of
+    the counts ``c`` of assignments to each expert (MaxVio, Wang et al. 2024, arXiv 2408.15664); ``load_entropy`` of
+    ``c / Σc``, 1 where all are equal; ``experts_idle``, the fraction without a token; and ``dropped``, the fraction of
+    assignments that found no room.
+    """
+
+    def __init__(self, config: MoEConfig, *, dim: int, build: Builder) -> None:
+        super().__init__()
+        measure = config.dense.config
+        activation = config.activation or getattr(measure, "activation", "silu")
+        hidden_dim = _width(config, dim)
+        self.config = config
+        self.router = build(config.router, dim=dim, n_experts=config.n_experts)
+        self.experts = Experts(config.n_experts, dim, hidden_dim, activation, scale_gradients=config.scale_gradients)
+        self.shared: SharedExperts | None = None
+        if config.shared_experts:
+            width = config.shared_experts * (config.shared_hidden_dim or hidden_dim)
+            self.shared = SharedExperts(dim, width, activation, gated=config.shared_gate)
+        self.register_buffer("load", torch.empty(config.n_experts), persistent=False)
+        self.register_buffer("dropped", torch.empty(1), persistent=False)
+        self.register_buffer("last_load", torch.empty(config.n_experts), persistent=False)
+        self.register_buffer("last_dropped", torch.empty(1), persistent=False)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its router needs to know of tokens."""
+        return frozenset(getattr(self.router, "needs", ()))
+
+    def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
+        return self._routed_by(self.router, hidden, valid, facts)
+
+    def generate(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
+        """As ``forward``, where later tokens are not there yet.
+
+        Raises:
+            ConfigError: the router needs them, and has no other for this.
+        """
+        router = self.router
+        if not getattr(router, "causal", True):
+            router = router.inference_router() if hasattr(router, "inference_router") else None
+            if router is None:
+                raise ConfigError(
+                    f"the router {self.config.router.name} chooses among later tokens too, and cannot generate text; "
+                    "train it with a router for that, as expert_choice has with predictor = true"
+                )
+        return self._routed_by(router, hidden, valid, facts)
+
+    def _routed_by(
+        self, router: nn.Module, hidden: torch.Tensor, valid: torch.Tensor | None, facts: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        tokens = hidden.flatten(0, 1)
+        flat = None if valid is None else valid.flatten()
+        routing = router(tokens, flat, **{name: facts[name].flatten() for name in getattr(router, "needs", ())})
+        if self.config.check_routing:
+            check_routing(routing, router, len(tokens), self.config.n_experts, flat)
+        assignments, dropped = self._assignments(routing, len(tokens), some_to_none=valid is not None)
+        load = count_by_expert(assignments.expert, self.config.n_experts).float()
+
+        shared = None if self.shared is None else Meanwhile(self.shared, hidden)
+        output = self.experts(hidden, assignments, shared)
+        if shared is not None:
+            output = output + shared.output()
+        output = accumulate(output, self.load, load)
+        output = accumulate(output, self.dropped, dropped)
+        for name, value in routing.auxiliary.items():
+            output = attach_auxiliary_loss(output, value, name, place="read")
+        return output
+
+    def _assignments(self, routing: Routing, n_tokens: int, *, some_to_none: bool) -> tuple[Assignments, torch.Tensor]:
+        """Those that find room, and how many do not, ``(1,)`` fp32."""
+        given = Assignments(
+            routing.token,
+            routing.expert,
+            routing.weight.float(),
+            routing.top_k,
+            some_to_none=some_to_none or routing.top_k is None,
+        )
+        if self.config.capacity_factor is None:
+            return given, torch.zeros(1, device=routing.expert.device)
+        return drop_beyond_capacity(given, n_tokens, self.config)
+
+    @torch.no_grad()
+    def sample_assignments(self, n_tokens: int, build: Builder) -> Assignments:
+        """Where so many tokens would go in the first step, if hidden states were independent and normal.
+
+        The router is another one, on the CPU: this one may be on meta or in parts.
+        """
+        dim = self.experts.up.shape[-1]
+        router: Any = build(self.config.router, dim=dim, n_experts=self.config.n_experts)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            router.init_weights(SeededInitializer(0), "", 0.02)
+            hidden, place = torch.randn(n_tokens, dim), torch.arange(n_tokens)
+            facts = {"token_ids": torch.randint(2**15, (n_tokens,)), "sequence": place // 512}
+            routing = router(hidden, None, **{name: facts[name] for name in self.needs})
+        return self._assignments(routing, n_tokens, some_to_none=False)[0]
+
+    def accumulators(self) -> Mapping[str, torch.Tensor]:
+        return {"load": self.load, "dropped": self.dropped}
+
+    def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
+        """It keeps what it reports, and tells the experts."""
+        self.experts.learn_load(reduced["load"])
+        self.last_load.copy_(reduced["load"])
+        self.last_dropped.copy_(reduced["dropped"])
+
+    def step_metrics(self) -> Mapping[str, torch.Tensor]:
+        load, (dropped,) = self.last_load, self.last_dropped
+        share = load / load.sum().clamp(min=1)
+        entropy = -torch.special.xlogy(share, share).sum()
+        return {
+            "load_violation": load.max() / load.mean().clamp(min=1e-9) - 1,
+            "load_entropy": entropy / max(math.log(len(load)), 1e-9),
+            "experts_idle": (load == 0).float().mean(),
+            "dropped": dropped / (load.sum() + dropped).clamp(min=1),
+        }
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        self.router.init_weights(rng, f"{prefix}router.", std)
+        self.experts.init_weights(rng, f"{prefix}experts.", residual_std, std)
+        if self.shared is not None:
+            self.shared.init_weights(rng, f"{prefix}shared.", residual_std, std)
+        for name, buffer in self.named_buffers(recurse=False):
+            rng.fill(f"{prefix}{name}", buffer, lambda full, _: full.zero_())
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        plan: dict[str, ShardRole] = {"router": "router", "experts": "expert"}
+        if self.shared is not None:
+            plan |= {f"shared.{name}": role for name, role in self.shared.parallel_plan().items()}
+        return plan
+
+    def recompute_plan(self) -> dict[str, Recompute]:
+        return {"aten._grouped_mm": "keep", "forge_moe.grouped_product": "keep"}
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        roles: dict[str, ParameterRole] = {
+            f"router.{name}": "matrix" if parameter.ndim > 1 else "bias"
+            for name, parameter in self.router.named_parameters()
+        }
+        roles |= {f"experts.{name}": role for name, role in self.experts.parameter_roles().items()}
+        if self.shared is not None:
+            roles |= {f"shared.{name}": role for name, role in self.shared.parameter_roles().items()}
+        return roles
+
+    def active_parameters(self) -> int:
+        visited = min(getattr(self.router, "experts_per_token", self.config.n_experts), self.config.n_experts)
+        always = sum(p.numel() for module in (self.router, self.shared) if module for p in module.parameters())
+        return always + round(visited * self.experts.expert_parameters())
+
+
+def _width(config: MoEConfig, dim: int) -> int:
+    """Of one routed expert.
+
+    Raises:
+        ConfigError: neither the config nor its dense layer says.
+    """
+    if config.hidden_dim is not None:
+        return config.hidden_dim
+    measure: Any = config.dense.config
+    if not hasattr(measure, "width"):
+        raise ConfigError(
+            f"model.feed_forward.hidden_dim: say how wide an expert is, as the layer {config.dense.name!r} does not"
+        )
+    width: int = measure.width(dim)
+    return max(1, round(width * config.width_factor))

@@ -1,0 +1,83 @@
+"""Products of rows with their experts' weights, all experts in one operation and none of them padded.
+
+Shapes: R = rows, E = experts, K and N = features in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rows ``(R, K)`` and weights ``(E, N, K)`` to ``(R, N)``, each row with its expert's."""
+
+
+def grouped_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
+    """How to multiply rows of which the first ``counts[0]`` are the first expert's, and so on.
+
+    With ``grouped_mm`` the host does not wait for the counts. It needs fp32, bf16 or fp16, a CPU or CUDA, and features
+    that fill a multiple of 16 bytes; otherwise experts take their turns, and the host waits.
+
+    Args:
+        counts: ``(E,)`` int64. Rows beyond their sum give whatever was in memory.
+        like: a stack of weights ``(E, N, K)``; others have the dtype and the sizes, N and K maybe exchanged.
+    """
+    aligned = all(size * like.element_size() % 16 == 0 for size in like.shape[1:])
+    if like.device.type not in ("cpu", "cuda", "meta") or not aligned:
+        return _loop(counts)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    if like.dtype == torch.bfloat16:
+        return lambda rows, weight: F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
+    if like.dtype in (torch.float32, torch.float16):
+        return lambda rows, weight: _product(rows, weight, ends)
+    return _loop(counts)
+
+
+def _loop(counts: torch.Tensor) -> Product:
+    sizes = [int(count) for count in counts.tolist()]
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rest = len(rows) - sum(sizes)
+        parts = rows.split([*sizes, rest])[:-1]
+        products = [part @ one.T for part, one in zip(parts, weight, strict=True)]
+        return torch.cat([*products, rows.new_zeros(rest, weight.shape[1])])
+
+    return product
+
+
+# torch 2.13 multiplies in fp32 and fp16 too, but says that it does not when it only works out shapes (torch.compile, a
+# plan); hence an operator of our own around its.
+@torch.library.custom_op("forge_moe::grouped_product", mutates_args=())
+def _product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
+
+
+@_product.register_fake
+def _(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("forge_moe::grouped_outer_product", mutates_args=())
+def _outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``(R, N)`` and ``(R, K)`` to ``(E, N, K)``, the sum over each expert's rows."""
+    return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
+
+
+@_outer_product.register_fake
+def _(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    return _product(gradient, weight.transpose(-2, -1), ends), _outer_product(gradient, rows, ends), None
+
+
+_product.register_autograd(_backward, setup_context=_keep)

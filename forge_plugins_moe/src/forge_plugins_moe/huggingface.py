@@ -1,0 +1,295 @@
+"""Sparse decoders of Hugging Face: their configurations as ours, and back.
+
+What a decoder has beside its sparse layers is translated by ``forge_plugins_dense.huggingface``, weights by
+``huggingface_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from forge_core.errors import ConfigError
+from forge_plugins_dense import huggingface as dense
+from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_moe import huggingface_deepseek as deepseek
+from forge_plugins_moe.router_config import SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_plugins_moe.sparse_config import expert_width, mlp_of, moe_of, sparse_layers
+
+Table = dict[str, Any]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Architecture:
+    """What is called otherwise, or is otherwise, in one of them."""
+
+    name: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    """What keys mean that may be absent."""
+    supported: Mapping[str, Any]
+    """Keys with the only value that we have an equal of."""
+    n_experts: str
+    """Key of the number of experts."""
+    width: str
+    """Key of the width of an expert."""
+    layer: str = "mlp"
+    """What files of weights call a sparse layer."""
+    matrices: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    """What they call an expert's."""
+    read: Callable[[Mapping[str, Any], Table], None]
+    """Put what is special into a table ``[model]``, given theirs."""
+    write: Callable[[TransformerConfig, Table], None]
+    """Put what is special into the content of a ``config.json``."""
+    problems: Callable[[TransformerConfig], Iterator[str]]
+    """What a model has, or has not, that is otherwise there."""
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> Table:
+    """A Hugging Face ``config.json`` as the table ``[model]``.
+
+    ``balance`` is ``router_aux_loss_coef`` times the experts a token, which is what that means here; Hugging Face adds
+    that loss only where a training script asks for ``output_router_logits``. A selection bias stays as it is, with
+    ``bias_rate = 0``.
+
+    Raises:
+        ConfigError: the architecture is another one, or uses something that we have not.
+    """
+    architecture = _named(hf)
+    hf = {**architecture.defaults, **hf}
+    for key, supported in architecture.supported.items():
+        if hf.get(key, supported) != supported:
+            raise ConfigError(f"{architecture.name} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
+    table = dense.decoder_from_hf(hf, architecture.name)
+    table["feed_forward"] = {
+        "name": "moe",
+        "n_experts": next(hf[key] for key in (architecture.n_experts, "num_local_experts") if key in hf),
+        "hidden_dim": hf[architecture.width],
+        "dense": table["feed_forward"],
+    }
+    architecture.read(hf, table)
+    return table
+
+
+def hf_config(config: TransformerConfig, vocab_size: int) -> Table:
+    """The content of ``config.json`` for this model, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: none of these architectures is equal to this model.
+    """
+    architecture, moe = architecture_of(config), moe_of(config)
+    table = dense.hf_config(_as_dense(config), vocab_size)
+    table |= {
+        **architecture.supported,
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        architecture.n_experts: moe.n_experts,
+        "num_experts_per_tok": moe.router.config.top_k,
+        architecture.width: expert_width(config),
+    }
+    architecture.write(config, table)
+    return table
+
+
+def architecture_of(config: TransformerConfig) -> Architecture:
+    """The one that is equal to this model.
+
+    Raises:
+        ConfigError: none is; the message says what is in the way.
+    """
+    moe = moe_of(config)
+    if isinstance(moe.router.config, SigmoidTopKConfig):
+        architecture = DEEPSEEK_V3
+    elif isinstance(moe.router.config, SoftmaxTopKConfig):
+        normed = OLMOE if config.qk_norm_over == "all" else QWEN3_MOE
+        architecture = normed if config.qk_norm else MIXTRAL
+    else:
+        raise ConfigError(
+            f"the router {moe.router.name!r} has no Hugging Face form; softmax_topk and sigmoid_topk have"
+        )
+    problems = [*architecture.problems(config), *_problems(config)]
+    if problems:
+        raise ConfigError(f"this model has no Hugging Face form like {architecture.name}: {'; '.join(problems)}")
+    return architecture
+
+
+def _named(hf: Mapping[str, Any]) -> Architecture:
+    by_type = {one.model_type: one.name for one in ARCHITECTURES}
+    found = (hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))])[0]
+    for one in ARCHITECTURES:
+        if one.name == found:
+            return one
+    raise ConfigError(f"the architecture {found} is not supported; {', '.join(one.name for one in ARCHITECTURES)} are")
+
+
+def _as_dense(config: TransformerConfig) -> TransformerConfig:
+    """The model with dense layers only, and what its sparse layers are found with left out."""
+    latent = config.latent_attention
+    head_dim = config.head_dim if latent is None else latent.rotary_dim
+    dense_layer = moe_of(config).dense
+    return attrs.evolve(config, feed_forward=dense_layer, qk_norm_over="head", latent_attention=None, head_dim=head_dim)
+
+
+def _problems(config: TransformerConfig) -> Iterator[str]:
+    moe = moe_of(config)
+    if (moe.activation or mlp_of(config).activation) != "silu":
+        yield "the activation must be silu"
+    if moe.capacity_factor is not None:
+        yield "there must be no capacity_factor"
+
+
+def _softmax_router(config: TransformerConfig) -> SoftmaxTopKConfig:
+    router = moe_of(config).router.config
+    assert isinstance(router, SoftmaxTopKConfig), "the architecture was chosen by it"
+    return router
+
+
+def _is_normalized(router: SoftmaxTopKConfig) -> bool:
+    return router.order == "topk_softmax" or router.normalize
+
+
+def _softmax_problems(config: TransformerConfig) -> Iterator[str]:
+    moe, router = moe_of(config), _softmax_router(config)
+    if config.latent_attention is not None:
+        yield "there must be no latent_attention"
+    if moe.shared_experts:
+        yield "there must be no shared_experts"
+    if router.route_scale != 1:
+        yield "route_scale must be 1"
+    if router.n_groups != 1:
+        yield "there must be no n_groups"
+    if router.bias_rate is not None:
+        yield "there must be no bias_rate"
+
+
+def _all_sparse_problems(config: TransformerConfig) -> Iterator[str]:
+    yield from _softmax_problems(config)
+    if len(sparse_layers(config)) < config.n_layers:
+        yield "all layers must be sparse"
+
+
+def _read_softmax_router(hf: Mapping[str, Any], table: Table) -> None:
+    top_k = hf["num_experts_per_tok"]
+    router = {"name": "softmax_topk", "top_k": top_k, "balance": top_k * hf["router_aux_loss_coef"]}
+    if "norm_topk_prob" in hf:
+        router |= {"order": "softmax_topk", "normalize": hf["norm_topk_prob"]}
+    table["feed_forward"]["router"] = router
+
+
+def _write_softmax_router(config: TransformerConfig, table: Table) -> None:
+    router = _softmax_router(config)
+    table["router_aux_loss_coef"] = router.balance / router.top_k
+
+
+def _refuse_window(hf: Mapping[str, Any], window: int | None) -> None:
+    if window is not None and window < hf["max_position_embeddings"]:
+        raise ConfigError(
+            f"sliding_window = {window} is not supported, as attention here has no window. It makes no difference to "
+            f"sequences of up to {window} tokens: set max_position_embeddings = {window} to keep to them"
+        )
+
+
+def _read_mixtral(hf: Mapping[str, Any], table: Table) -> None:
+    _refuse_window(hf, hf.get("sliding_window"))
+    _read_softmax_router({key: value for key, value in hf.items() if key != "norm_topk_prob"}, table)
+
+
+def _write_mixtral(config: TransformerConfig, table: Table) -> None:
+    _write_softmax_router(config, table)
+    table["sliding_window"] = None
+
+
+def _mixtral_problems(config: TransformerConfig) -> Iterator[str]:
+    yield from _all_sparse_problems(config)
+    if not _is_normalized(_softmax_router(config)):
+        yield "without qk_norm, the weights of a token must sum to 1"
+
+
+MIXTRAL = Architecture(
+    name="MixtralForCausalLM",
+    model_type="mixtral",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
+    supported={"router_jitter_noise": 0.0},
+    n_experts="num_local_experts",
+    width="intermediate_size",
+    layer="block_sparse_moe",
+    matrices={"gate": "w1", "up": "w3", "down": "w2"},
+    read=_read_mixtral,
+    write=_write_mixtral,
+    problems=_mixtral_problems,
+)
+
+
+def _read_qwen3(hf: Mapping[str, Any], table: Table) -> None:
+    table["qk_norm"] = True
+    _read_softmax_router(hf, table)
+    step, dense_layers = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
+    if dense_layers:
+        layers = range(hf["num_hidden_layers"])
+        sparse = [layer for layer in layers if layer not in dense_layers and (layer + 1) % step == 0]
+        table["feed_forward"]["layers"] = sparse
+    elif step > 1:
+        table["feed_forward"]["every"] = step
+
+
+def _write_qwen3(config: TransformerConfig, table: Table) -> None:
+    _write_softmax_router(config, table)
+    table["norm_topk_prob"] = _is_normalized(_softmax_router(config))
+    table["decoder_sparse_step"] = 1
+    table["mlp_only_layers"] = sorted({*range(config.n_layers)}.difference(sparse_layers(config)))
+
+
+QWEN3_MOE = Architecture(
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.001},
+    supported={},
+    n_experts="num_experts",
+    width="moe_intermediate_size",
+    read=_read_qwen3,
+    write=_write_qwen3,
+    problems=_softmax_problems,
+)
+
+
+def _read_olmoe(hf: Mapping[str, Any], table: Table) -> None:
+    table |= {"qk_norm": True, "qk_norm_over": "all"}
+    _read_softmax_router(hf, table)
+
+
+def _write_olmoe(config: TransformerConfig, table: Table) -> None:
+    _write_softmax_router(config, table)
+    table["norm_topk_prob"] = _is_normalized(_softmax_router(config))
+
+
+def _olmoe_problems(config: TransformerConfig) -> Iterator[str]:
+    yield from _all_sparse_problems(config)
+    if config.head_size * config.n_heads != config.dim:
+        yield "all heads together must be as wide as dim"
+
+
+OLMOE = Architecture(
+    name="OlmoeForCausalLM",
+    model_type="olmoe",
+    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+    supported={"clip_qkv": None},
+    n_experts="num_experts",
+    width="intermediate_size",
+    read=_read_olmoe,
+    write=_write_olmoe,
+    problems=_olmoe_problems,
+)
+DEEPSEEK_V3 = Architecture(
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    defaults=deepseek.DEFAULTS,
+    supported=deepseek.SUPPORTED,
+    n_experts="n_routed_experts",
+    width="moe_intermediate_size",
+    read=deepseek.read,
+    write=deepseek.write,
+    problems=deepseek.problems,
+)
+ARCHITECTURES = (DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_MOE)

@@ -1,0 +1,130 @@
+"""What is special in the configuration of DeepSeek-V3 (arXiv 2412.19437): its attention, its router, shared experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from forge_core.errors import ConfigError
+from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_moe.router_config import SigmoidTopKConfig
+from forge_plugins_moe.sparse_config import expert_width, moe_of, sparse_layers
+
+_LATENT_EPS = 1e-6
+"""What Hugging Face's norms of latents add, whatever ``rms_norm_eps`` is."""
+DEFAULTS = {
+    "rms_norm_eps": _LATENT_EPS,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+}
+SUPPORTED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
+
+
+def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
+    """As ``Architecture.read``. Multi-token prediction, which generation does without, is left out.
+
+    Raises:
+        ConfigError: it uses something that we have not.
+    """
+    if table["norm_eps"] != _LATENT_EPS:
+        raise ConfigError(
+            f"rms_norm_eps = {table['norm_eps']} is not supported, as Hugging Face has {_LATENT_EPS} in the norms of "
+            "latents in any case, and here all norms have the same"
+        )
+    for key in ("n_kv_heads", "head_dim"):
+        table.pop(key, None)
+    table["latent_attention"] = {
+        "kv_rank": hf["kv_lora_rank"],
+        "plain_dim": hf["qk_nope_head_dim"],
+        "rotary_dim": hf["qk_rope_head_dim"],
+        "value_dim": hf["v_head_dim"],
+    }
+    if hf.get("q_lora_rank") is not None:
+        table["latent_attention"]["q_rank"] = hf["q_lora_rank"]
+    if "yarn" in table:
+        table["yarn"]["logit_scale"] = _logit_scale(hf, table["yarn"])
+    router = {
+        "name": "sigmoid_topk",
+        "top_k": hf["num_experts_per_tok"],
+        "normalize": hf["norm_topk_prob"],
+        "route_scale": hf["routed_scaling_factor"],
+        "bias_rate": 0.0,
+    }
+    if hf["n_group"] > 1:
+        router |= {"n_groups": hf["n_group"], "groups_per_token": hf["topk_group"]}
+    table["feed_forward"] |= {
+        "router": router,
+        "shared_experts": hf["n_shared_experts"],
+        "first_dense": hf["first_k_dense_replace"],
+    }
+
+
+def write(config: TransformerConfig, table: dict[str, Any]) -> None:
+    """As ``Architecture.write``."""
+    moe, router, latent = moe_of(config), _router(config), config.latent_attention
+    assert latent is not None, "the architecture has been checked"
+    table |= {
+        "num_key_value_heads": config.n_heads,
+        "head_dim": latent.rotary_dim,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.plain_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "n_group": router.n_groups,
+        "topk_group": router.groups_per_token or 1,
+        "norm_topk_prob": router.normalize,
+        "routed_scaling_factor": router.route_scale,
+        "n_shared_experts": moe.shared_experts,
+        "first_k_dense_replace": config.n_layers - len(sparse_layers(config)),
+        "num_nextn_predict_layers": 0,
+    }
+    if config.yarn is not None:
+        sharper = math.log(config.yarn.factor)
+        mscale = (math.sqrt(config.logit_scale) - 1) / (0.1 * sharper) if sharper else 0.0
+        for rope in (table["rope_parameters"], table["rope_scaling"]):
+            rope |= {"mscale": mscale, "mscale_all_dim": mscale, "attention_factor": 1.0}
+
+
+def problems(config: TransformerConfig) -> Iterator[str]:
+    """As ``Architecture.problems``."""
+    moe, router = moe_of(config), _router(config)
+    if config.latent_attention is None:
+        yield "there must be latent_attention"
+    if config.norm_eps != _LATENT_EPS:
+        yield f"norm_eps must be {_LATENT_EPS}"
+    if router.score_function != "sigmoid":
+        yield "score_function must be sigmoid"
+    if router.n_groups > 1 and router.group_score != "top2_sum":
+        yield "group_score must be top2_sum"
+    if moe.shared_experts == 0:
+        yield "there must be shared_experts"
+    if moe.shared_gate:
+        yield "there must be no shared_gate"
+    if moe.shared_hidden_dim not in (None, expert_width(config)):
+        yield "shared experts must be as wide as routed ones"
+    layers = sparse_layers(config)
+    if layers != [*range(config.n_layers - len(layers), config.n_layers)]:
+        yield "dense layers must come first"
+    if config.logit_scale < 1:
+        yield "yarn.logit_scale must not be below 1"
+
+
+def _router(config: TransformerConfig) -> SigmoidTopKConfig:
+    router = moe_of(config).router.config
+    assert isinstance(router, SigmoidTopKConfig), "the architecture was chosen by it"
+    return router
+
+
+def _logit_scale(hf: Mapping[str, Any], yarn: Mapping[str, Any]) -> float:
+    """There, logits are multiplied by the square of a scale, and cosines and sines by another, which must be 1."""
+    if not math.isclose(yarn["logit_scale"], 1.0):
+        raise ConfigError("yarn is supported with equal mscale and mscale_all_dim, or attention_factor = 1, only")
+    rope = hf.get("rope_parameters") or hf["rope_scaling"]
+    all_dim = rope.get("mscale_all_dim") or 0.0
+    return (0.1 * all_dim * math.log(yarn["factor"]) + 1) ** 2 if yarn["factor"] > 1 else 1.0

@@ -1,0 +1,51 @@
+"""What ``check_routing`` looks for in each forward: a router that does not keep its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from forge_core.contracts.router import Routing
+from forge_core.errors import PluginError
+
+
+def check_routing(
+    routing: Routing, router: nn.Module, n_tokens: int, n_experts: int, valid: torch.Tensor | None
+) -> None:
+    """
+    Raises:
+        PluginError: with the router's class and the tensor that is wrong.
+    """
+    for problem in _problems(routing, n_tokens, n_experts, valid):
+        raise PluginError(f"the router {type(router).__qualname__} returned {problem}. This is a bug in the router.")
+
+
+def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tensor | None) -> Iterator[str]:
+    token, expert, weight = routing.token, routing.expert, routing.weight
+    if not len(token) == len(expert) == len(weight):
+        yield f"{len(token)} tokens, {len(expert)} experts and {len(weight)} weights, which must be equally many"
+        return
+    for name, tensor, most in (("token", token, n_tokens - 1), ("expert", expert, n_experts)):
+        wrong = tensor[(tensor < 0) | (tensor > most)]
+        if len(wrong):
+            yield f"the {name} {int(wrong[0])} in Routing.{name}, which must lie between 0 and {most}"
+    if not torch.isfinite(weight).all():
+        yield "values in Routing.weight that are not finite"
+    for name, value in routing.auxiliary.items():
+        if value.ndim or not torch.isfinite(value):
+            yield f"the auxiliary loss {name!r} that is no finite scalar"
+    if routing.top_k is not None and (
+        len(token) != n_tokens * routing.top_k
+        or not torch.equal(token, torch.arange(n_tokens, device=token.device).repeat_interleave(routing.top_k))
+    ):
+        yield f"top_k = {routing.top_k} and a Routing.token that is not 0, …, 0, 1, …, each so many times"
+    some = expert < n_experts
+    if valid is not None and not valid[token[some]].all():
+        yield "an assignment of padding in Routing.token"
+    if valid is None and routing.top_k is not None and not some.all():
+        yield "assignments to no expert in Routing.expert, with top_k and without padding"
+    pairs = token[some] * n_experts + expert[some]
+    if len(pairs.unique()) < len(pairs):
+        yield "a token twice with the same expert"

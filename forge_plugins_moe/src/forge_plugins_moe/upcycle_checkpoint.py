@@ -1,0 +1,182 @@
+"""Upcycling on disk: a checkpoint of a dense model to one of a sparse model, a tensor at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
+from forge_core.checkpoint.store import Checkpoint
+from forge_core.checkpoint.writing import write_checkpoint
+from forge_core.component import Use
+from forge_core.config.describe import literal
+from forge_core.config.job import dump_job, load_job
+from forge_core.config.plain import plain
+from forge_core.config.sections import Job
+from forge_core.engine.build import build_on_meta
+from forge_core.errors import ConfigError
+from forge_plugins_dense.config import MLPConfig
+from forge_plugins_moe.upcycle import UpcycledState, Upcycling
+
+CHECKPOINT = "checkpoint"
+CONFIG = "train.toml"
+
+
+def upcycle_checkpoint(
+    source: Checkpoint,
+    out: Path,
+    how: Upcycling,
+    *,
+    n_experts: int,
+    overrides: Sequence[str] = (),
+    catalog: Callable[[Collection[str]], Catalog],
+) -> UpcycledState:
+    """Write ``out/checkpoint/``, and ``out/train.toml``: a run in the directory ``out`` that begins with its weights.
+
+    The sparse job is the one of ``source`` with another feed-forward layer. ``out/checkpoint/job.toml`` is the same
+    without ``checkpoint.load``: resumed from ``out/checkpoint``, it goes on at the step and the position in the data of
+    ``source``. The optimizer's state is left out. ``state.json`` says under ``upcycled`` where the weights are from.
+
+    Args:
+        n_experts: of each sparse layer.
+        overrides: settings of the sparse job, as on the command line (``model.feed_forward.router.top_k=4``).
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: the source's model has no dense layers that experts can be made of; the settings are wrong, or do
+            not go together; or there is something at ``out``.
+        SaveError: it cannot be written.
+    """
+    job = load_job(source.path / "job.toml", catalog=catalog)
+    out = out.expanduser().resolve()
+    for path in (out / CHECKPOINT, out / CONFIG):
+        if path.exists():
+            raise ConfigError(f"{path} exists already; choose another --out, or remove it")
+    settings = [*_sparse_settings(job, source, n_experts, how), *_run_settings(out), *overrides]
+    sparse_job = load_job(source.path / "job.toml", settings, catalog=catalog)
+
+    state = source.state()
+    installed = catalog(job.plugins.disable)
+    build = ComponentBuilder(installed)
+    sparse = build_on_meta(sparse_job, state["vocab_size"], build)
+    saved = _SavedModel(source)
+    upcycled = UpcycledState(saved.shapes, sparse, how, read=saved.read)
+
+    def write_more(folder: Path) -> None:
+        whole = attrs.evolve(sparse_job, checkpoint=attrs.evolve(sparse_job.checkpoint, load=None))
+        (folder / "job.toml").write_text(dump_job(whole))
+        if "tokenizer" in state:
+            shutil.copytree(source.path / "tokenizer", folder / "tokenizer")
+
+    write_checkpoint(
+        out / CHECKPOINT,
+        {f"model.{name}": tensor for name, tensor in upcycled.shapes.items()},
+        lambda key: upcycled[key.removeprefix("model.")],
+        state={
+            **state,
+            "optimizer": {"values": {}, "on_host": []},
+            "callbacks": {},
+            "trackers": {},
+            "upcycled": _provenance(source, how, upcycled),
+        },
+        step=source.step,
+        tokens=source.manifest.tokens,
+        versions={
+            "forge-core": version("forge-core"),
+            "torch": str(torch.__version__),
+            **{plugin.distribution: plugin.version for plugin in installed.plugins if plugin.status == "ok"},
+        },
+        write_more=write_more,
+    )
+    (out / CONFIG).write_text(dump_job(sparse_job))
+    return upcycled
+
+
+def _sparse_settings(job: Job, source: Checkpoint, n_experts: int, how: Upcycling) -> list[str]:
+    """The feed-forward layer of the sparse model: experts of the right width, and the dense layer where it stays."""
+    dense: Any = getattr(job.model.config, "feed_forward", None)
+    if not isinstance(dense, Use) or not isinstance(dense.config, MLPConfig):
+        what = f"the feed-forward layer {dense.qualified_name!r}" if isinstance(dense, Use) else "no feed-forward layer"
+        raise ConfigError(
+            f"{source.path}: the model {job.model.qualified_name!r} has {what}; experts can be made of 'mlp' alone"
+        )
+    dim = job.model.config.dim
+    width = dense.config.width(dim)
+    if width % how.granularity:
+        raise ConfigError(
+            f"granularity = {how.granularity} does not divide the {width} hidden features of the dense layers evenly"
+        )
+    layer = {
+        "name": "forge-plugins-moe:moe",
+        "n_experts": n_experts,
+        "hidden_dim": width // how.granularity,
+        "dense": plain(dense),
+    }
+    return [f"model.feed_forward={literal(layer)}"]
+
+
+def _run_settings(out: Path) -> list[str]:
+    load = {"path": str(out / CHECKPOINT), "include": ["model.*"], "exclude": []}
+    return [
+        f"run.name={literal(out.name)}",
+        f"run.dir={literal(str(out.parent))}",
+        'checkpoint.resume="auto"',
+        f"checkpoint.load={literal(load)}",
+    ]
+
+
+def _provenance(source: Checkpoint, how: Upcycling, upcycled: UpcycledState) -> dict[str, Any]:
+    return {
+        "source": str(source.path.resolve()),
+        "step": source.step,
+        "written": source.manifest.written,
+        **attrs.asdict(how),
+        "layers": {name: attrs.asdict(layer) for name, layer in upcycled.layers.items()},
+    }
+
+
+class _SavedModel:
+    """The model's tensors in a checkpoint, of which the matrices of one block are in memory at a time."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.shapes: Mapping[str, torch.Tensor] = {
+            key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for key, entry in checkpoint.saved_tensors().items()
+            if key.startswith("model.")
+        }
+        """On meta, by name."""
+        self._vectors = self._load([name for name, tensor in self.shapes.items() if tensor.ndim < 2])
+        self._block: str | None = None
+        self._matrices: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them."""
+        if name in self._vectors:
+            return self._vectors[name]
+        block = _block_of(name)
+        if block != self._block:
+            self._matrices = {}  # before there are others
+            self._matrices = self._load([one for one in self.shapes.keys() - self._vectors if _block_of(one) == block])
+            self._block = block
+        return self._matrices[name]
+
+    def _load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.empty_like(self.shapes[name], device="cpu") for name in names}
+        self._checkpoint.load({f"model.{name}": tensor for name, tensor in tensors.items()})
+        return tensors
+
+
+def _block_of(name: str) -> str:
+    """``"blocks.3"`` of what is in a block, and each other part of the model by itself."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]

@@ -1,0 +1,145 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.engine.initialisation import SeededInitializer
+from forge_core.errors import ConfigError
+from forge_plugins_moe.router_config import ExpertChoiceConfig
+from forge_plugins_moe.routers.expert_choice import ExpertChoice, ranks_in_group
+
+DIM, EXPERTS = 12, 6
+
+
+def router(**keys: Any) -> ExpertChoice:
+    router = ExpertChoice(ExpertChoiceConfig(**keys), dim=DIM, n_experts=EXPERTS)
+    router.init_weights(SeededInitializer(0), "", 0.5)
+    return router
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def pairs(routing: Any) -> dict[tuple[int, int], float]:
+    """Weight by token and expert, of the assignments to an expert."""
+    rows = zip(routing.token.tolist(), routing.expert.tolist(), routing.weight.tolist(), strict=True)
+    return {(token, expert): weight for token, expert, weight in rows if expert < EXPERTS}
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_is_what_the_paper_says(scope, scores):
+    """200 random cases against one expert after the other."""
+    for case in range(200):
+        generator = torch.Generator().manual_seed(case)
+        count = int(torch.randint(1, 60, (), generator=generator))
+        mean = 0.3 + 2 * torch.rand((), generator=generator).item()
+        valid = torch.rand(count, generator=generator) < 0.8
+        group = torch.randint(min(4, count), (count,), generator=generator) * (scope == "sequence")
+        subject = router(scope=scope, score_function=scores, experts_per_token=mean)
+        hidden = tokens(count, seed=case)
+
+        routing = subject(hidden, valid, **({"sequence": group} if scope == "sequence" else {}))
+
+        logits = hidden @ subject.gate.weight.T
+        score = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
+        expected = {}
+        for one in group.unique().tolist():
+            members = [t for t in range(count) if valid[t] and group[t] == one]
+            for expert in range(EXPERTS):
+                best = sorted(members, key=lambda t: -score[t, expert].item())
+                for t in best[: math.floor(len(members) * mean / EXPERTS)]:
+                    expected[t, expert] = score[t, expert].item()
+        assert pairs(routing) == pytest.approx(expected, rel=1e-5)
+
+
+def test_number_of_assignments_does_not_depend_on_data():
+    subject = router(experts_per_token=2.5)
+    lengths = {
+        len(subject(tokens(48, seed), torch.arange(48) >= padding, sequence=torch.arange(48) // length).token)
+        for seed, padding, length in ((0, 0, 48), (1, 30, 7), (2, 48, 1))
+    }
+
+    assert lengths == {20 * EXPERTS}
+
+
+def test_the_load_is_even():
+    routing = router(scope="batch")(tokens(60))
+
+    assert torch.bincount(routing.expert).tolist() == [20] * EXPERTS
+
+
+def test_equal_scores_go_by_position():
+    ranks = ranks_in_group(torch.ones(6, 2), torch.tensor([3, 1, 3, 1, 1, 3]))
+
+    assert ranks[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_sequences_do_not_see_each_other():
+    subject = router()
+    hidden, sequence = tokens(60), torch.arange(60) // 20
+    whole = pairs(subject(hidden, sequence=sequence))
+
+    alone = pairs(subject(hidden[20:40], sequence=sequence[:20]))
+
+    assert {(token + 20, expert) for token, expert in alone} == {pair for pair in whole if 20 <= pair[0] < 40}
+
+
+class TestInference:
+    def test_there_is_none_without_a_predictor(self):
+        assert not router().causal
+        assert router().inference_router() is None
+
+    def test_predictor_learns_what_experts_choose(self):
+        subject = router(scope="batch", predictor=True)
+        optimizer = torch.optim.Adam([subject.predictor.weight], lr=0.05)
+        for step in range(300):
+            subject(tokens(240, seed=step)).auxiliary["expert_prediction"].div(240).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hidden = tokens(240, seed=1000)
+
+        chosen, predicted = pairs(subject(hidden)).keys(), pairs(subject.inference_router()(hidden)).keys()
+
+        assert subject.inference_router().causal
+        wrong = len(chosen ^ predicted) / (240 * EXPERTS)
+        assert wrong < 0.22  # a third is chosen, so that to predict none errs 0.33
+
+    def test_predicted_weights_are_the_scores(self):
+        subject = router(predictor=True).eval()
+        hidden = tokens(20)
+
+        predicted = pairs(subject.inference_router()(hidden))
+
+        score = (hidden @ subject.gate.weight.T).softmax(-1)
+        assert len(predicted) > 10
+        assert predicted == pytest.approx({pair: score[pair].item() for pair in predicted}, rel=1e-5)
+
+    def test_a_token_is_predicted_by_itself(self):
+        subject = router(predictor=True).eval().inference_router()
+        hidden = tokens(20)
+
+        assert {expert for token, expert in pairs(subject(hidden)) if token == 7} == {
+            expert for _, expert in pairs(subject(hidden[7:8]))
+        }
+
+    def test_prediction_teaches_nothing_but_the_predictor(self):
+        subject, hidden = router(scope="batch", predictor=True), tokens(60).requires_grad_()
+
+        subject(hidden).auxiliary["expert_prediction"].backward()
+
+        assert subject.predictor.weight.grad.any()
+        assert subject.gate.weight.grad is None
+        assert hidden.grad is None
+
+    def test_padding_is_not_predicted(self):
+        subject, valid = router(predictor=True).inference_router(), torch.arange(20) % 2 == 0
+
+        assert {token % 2 for token, _ in pairs(subject(tokens(20), valid))} == {0}
+
+
+def test_refuses_more_experts_a_token_than_there_are():
+    with pytest.raises(ConfigError, match=r"router\.experts_per_token: 6\.5 experts a token are more than the 6"):
+        router(experts_per_token=6.5)

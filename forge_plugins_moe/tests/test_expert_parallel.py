@@ -1,0 +1,99 @@
+"""What cannot be is said before a run starts. That what can be is right is for the parity matrix to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge_core.catalog import Catalog
+from forge_core.config.job import load_job
+from forge_core.config.problems import ConfigProblems
+from forge_core.discovery import discover
+
+JOB = """
+[model]
+name = "transformer"
+dim = 32
+n_layers = 2
+n_heads = 4
+
+[model.feed_forward]
+name = "moe"
+n_experts = 6
+hidden_dim = 24
+
+[data]
+name = "text_files"
+path = "."
+
+[train]
+steps = 2
+seq_len = 16
+batch_size = 1
+
+[optimizer]
+name = "adamw"
+lr = 1e-3
+"""
+
+
+@pytest.fixture(scope="module")
+def catalog() -> Catalog:
+    return discover()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "sentences"),
+    [
+        (
+            ["parallel.ep=4"],
+            4,
+            ["model.feed_forward.n_experts", "6 experts cannot be shared out evenly to parallel.ep = 4"],
+        ),
+        (["parallel.ep=4"], 2, ["parallel.ep = 4 must divide the 2 ranks that it borrows"]),
+        (["parallel.ep=2", "parallel.tp=2"], 2, ["parallel.ep = 2 must divide the 1 ranks that it borrows"]),
+        (
+            ["parallel.tp=5"],
+            5,
+            ["model.feed_forward.hidden_dim", "24 features cannot be shared out evenly to parallel.tp"],
+        ),
+        (
+            ["parallel.ep=2", "parallel.passes.compile.fullgraph=true"],
+            2,
+            ["the sizes of what ranks exchange depend on data"],
+        ),
+        (
+            ["model.feed_forward.router.top_k=7"],
+            1,
+            ["model.feed_forward.router.top_k", "7 experts a token are more than the 6"],
+        ),
+        (["model.feed_forward.capacity_factor=0"], 1, ["model.feed_forward.capacity_factor", "greater than 0"]),
+        (["model.feed_forward.drop=position"], 1, ["model.feed_forward.drop", "has no effect without capacity_factor"]),
+        (["model.feed_forward.shared_gate=true"], 1, ["has no effect without shared_experts"]),
+        (["model.feed_forward.layers=[0,5]"], 1, ["has 5, and the model's layers are 0 to 1"]),
+        (["model.feed_forward.first_dense=2"], 1, ["leaves none of the 2 layers sparse"]),
+        (["model.feed_forward.router.name=softmx_topk"], 1, ["softmx_topk", "softmax_topk"]),
+        (
+            ["model.feed_forward.router.n_groups=4", "model.feed_forward.router.groups_per_token=1"],
+            1,
+            ["6 experts cannot be put into 4 equal groups"],
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_at_validation(tmp_path, catalog, overrides, ranks, sentences):
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+
+    with pytest.raises(ConfigProblems) as caught:
+        load_job(file, overrides, catalog=catalog, world_size=ranks)
+
+    for sentence in sentences:
+        assert sentence in str(caught.value)
+
+
+def test_the_sparse_job_itself_is_valid(tmp_path, catalog):
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+
+    job = load_job(file, ["parallel.ep=2"], catalog=catalog, world_size=2)
+
+    assert {"fsdp", "expert_parallel"} <= set(job.parallel.passes)

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forge_core.auxiliary import LEDGER
+from forge_core.builder import ComponentBuilder
+from forge_core.contracts.router import Routing
+from forge_core.discovery import discover
+from forge_core.engine.initialisation import SeededInitializer
+from forge_core.errors import ConfigError, PluginError
+from forge_core.testing.feed_forward import FeedForwardConformance
+from forge_plugins_moe.dispatch import Assignments
+from forge_plugins_moe.experts import Experts
+
+DIM = 16
+
+
+class TestDropless(FeedForwardConformance):
+    component = "forge-plugins-moe:moe"
+    config = {"n_experts": 4, "hidden_dim": 24}
+
+
+class TestDeepSeek(FeedForwardConformance):
+    component = "forge-plugins-moe:moe"
+    config = {
+        "n_experts": 8,
+        "hidden_dim": 12,
+        "shared_experts": 2,
+        "shared_gate": True,
+        "router": {"name": "sigmoid_topk", "top_k": 3, "balance": 0.01, "n_groups": 4, "groups_per_token": 2},
+    }
+
+
+class TestCapacity(FeedForwardConformance):
+    component = "forge-plugins-moe:moe"
+    config = {"n_experts": 4, "hidden_dim": 24, "capacity_factor": 1.0, "renormalize": True}
+    independent_positions = False
+
+
+class TestTwoMatrices(FeedForwardConformance):
+    component = "forge-plugins-moe:moe"
+    config = {"n_experts": 4, "hidden_dim": 24, "activation": "gelu", "check_routing": True}
+
+
+class TestUnaligned(FeedForwardConformance):
+    """Rows that ``grouped_mm`` does not take."""
+
+    component = "forge-plugins-moe:moe"
+    config = {"n_experts": 4, "hidden_dim": 23}
+
+
+def build(config, *, layer=0, n_layers=2, std=0.3):
+    builder = ComponentBuilder(discover())
+    with torch.device("meta"):
+        module = builder(builder.resolve("feed_forward", config), dim=DIM, layer=layer, n_layers=n_layers)
+    module.to_empty(device="cpu")
+    module.init_weights(SeededInitializer(0), "blocks.0.feed_forward.", std, std)
+    return module
+
+
+def moe(**keys):
+    return build({"name": "moe", "n_experts": 4, "hidden_dim": 24, **keys})
+
+
+def hidden(positions=20, dtype=torch.float32):
+    return torch.randn(2, positions, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def expert_by_expert(layer, states, routing):
+    """float64, one assignment after the other."""
+    tokens = states.flatten(0, 1).double()
+    output = torch.zeros_like(tokens)
+    for token, expert, weight in zip(routing.token, routing.expert, routing.weight.double(), strict=True):
+        if expert == layer.config.n_experts:
+            continue
+        up, down = layer.experts.up[expert].double() @ tokens[token], layer.experts.down[expert].double()
+        inner = F.silu(layer.experts.gate[expert].double() @ tokens[token]) * up
+        output = output.index_add(0, token[None], (weight * (down @ inner))[None])
+    return output.view(states.shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize("hidden_dim", [24, 23], ids=["grouped", "loop"])
+def test_each_token_gets_the_weighted_sum_of_its_experts(dtype, tolerance, hidden_dim):
+    layer = moe(hidden_dim=hidden_dim)
+    layer.experts.to(dtype)
+    states = hidden(dtype=dtype)
+
+    expected = expert_by_expert(layer, states, layer.router(states.flatten(0, 1)))
+
+    assert ((layer(states).double() - expected).norm() / expected.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["top_k", "any list"])
+@pytest.mark.parametrize("hidden_dim", [24, 23], ids=["grouped", "loop"])
+def test_gradients_are_those_of_the_formula_also_where_tokens_go_to_none(static, hidden_dim):
+    layer = moe(hidden_dim=hidden_dim)
+    states = hidden().requires_grad_()
+    generator = torch.Generator().manual_seed(2)
+    routing = layer.router(states.flatten(0, 1).detach())
+    to_none = torch.rand(len(routing.expert), generator=generator) < 0.3
+    expert = torch.where(to_none, 4, routing.expert)
+    weight = torch.where(to_none, 0, routing.weight).detach().requires_grad_()
+    given = Routing(routing.token, expert, weight, {}, {}, 2 if static else None)
+    parameters = [states, weight, layer.experts.gate, layer.experts.up, layer.experts.down]
+
+    output = layer.experts(states, Assignments(given.token, expert, weight, given.top_k, some_to_none=True))
+    found = torch.autograd.grad(output.square().sum(), parameters)
+    expected = torch.autograd.grad(expert_by_expert(layer, states, given).square().sum(), parameters)
+
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-5
+
+
+def test_one_expert_is_the_dense_layer():
+    layer = moe(n_experts=1, router={"name": "softmax_topk", "top_k": 1, "order": "softmax_topk"})
+    dense = build({"name": "mlp", "hidden_dim": 24})
+    for name in ("gate", "up", "down"):
+        getattr(dense, name).weight.data = getattr(layer.experts, name).data[0]
+
+    torch.testing.assert_close(layer(hidden()), dense(hidden()), rtol=1e-5, atol=1e-5)
+
+
+def test_each_expert_begins_as_a_layer_of_its_own_would():
+    """Pitfall: one tensor of all experts whose fan or name an initialiser takes for something else."""
+    experts = Experts(8, 64, 96, "silu")
+    experts.init_weights(SeededInitializer(0), "experts.", residual_std=0.005, std=0.02)
+
+    for name, std in (("gate", 0.02), ("up", 0.02), ("down", 0.005)):
+        stack = getattr(experts, name)
+        for expert in stack:
+            assert math.isclose(expert.std().item(), std, rel_tol=0.05)
+        assert len({expert[0, 0].item() for expert in stack}) == 8
+
+
+def test_shared_experts_are_one_layer_of_their_widths_and_a_gate_scales_it():
+    layer = moe(shared_experts=3, shared_gate=True)
+    alone = moe()
+    alone.load_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
+    states = hidden()
+
+    shared = layer.shared
+    inner = F.silu(shared.gate(states)) * shared.up(states)
+    expected = alone(states) + torch.sigmoid(shared.share(states)) * shared.down(inner)
+
+    assert shared.up.weight.shape == (72, DIM)
+    torch.testing.assert_close(layer(states), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sparse"),
+    [({}, [0, 1, 2, 3]), ({"every": 2}, [1, 3]), ({"first_dense": 3}, [3]), ({"layers": [0, 2]}, [0, 2])],
+)
+def test_sparse_layers_are_where_they_are_asked_for(keys, sparse):
+    config = {"name": "moe", "n_experts": 4, "dense": {"name": "mlp", "hidden_dim": 40}, **keys}
+    layers = [build(config, layer=layer, n_layers=4) for layer in range(4)]
+
+    assert [i for i, layer in enumerate(layers) if hasattr(layer, "router")] == sparse
+    assert all(layer.up.weight.shape == (40, DIM) for i, layer in enumerate(layers) if i not in sparse)
+
+
+def test_an_expert_is_as_wide_as_the_dense_layer_times_a_factor():
+    config = {"name": "moe", "n_experts": 4, "dense": {"name": "mlp", "hidden_dim": 40}, "width_factor": 0.25}
+
+    assert build(config).experts.up.shape == (4, 10, DIM)
+
+
+def test_active_parameters_are_those_of_the_experts_that_a_token_visits():
+    layer = moe(n_experts=8, shared_experts=1, router={"name": "softmax_topk", "top_k": 3})
+
+    expert = 3 * 24 * DIM
+    assert layer.active_parameters() == 3 * expert + expert + 8 * DIM
+    assert sum(p.numel() for p in layer.parameters()) == 8 * expert + expert + 8 * DIM
+
+
+def counted(layer, states, valid=None):
+    LEDGER.start_step(torch.tensor(1.0))
+    layer(states.requires_grad_(), valid).square().sum().backward()
+    reduced = {name: tensor.clone() for name, tensor in layer.accumulators().items()}
+    layer.before_optimizer_step(reduced, 0.5)
+    return reduced, layer.step_metrics()
+
+
+def test_load_is_counted_without_padding_and_reported():
+    layer, states = moe(n_experts=2, router={"name": "softmax_topk", "top_k": 1, "order": "softmax_topk"}), hidden()
+    valid = torch.ones(2, 20, dtype=torch.bool)
+    valid[1, 5:] = False
+    chosen = layer.router(states.flatten(0, 1)).expert.view(2, 20)[valid]
+    counts = torch.bincount(chosen, minlength=2).float()
+
+    reduced, metrics = counted(layer, states, valid)
+
+    assert torch.equal(reduced["load"], counts)
+    assert counts.sum() == 25
+    share = counts / 25
+    assert math.isclose(metrics["load_violation"].item(), counts.max().item() / 12.5 - 1, rel_tol=1e-6)
+    assert math.isclose(metrics["load_entropy"].item(), -(share * share.log()).sum().item() / math.log(2), rel_tol=1e-5)
+    assert metrics["experts_idle"] == 0
+    assert metrics["dropped"] == 0
+
+
+def test_recomputation_counts_nothing_again():
+    layer, states = moe(), hidden().requires_grad_()
+    LEDGER.start_step(torch.tensor(1.0))
+
+    torch.utils.checkpoint.checkpoint(layer, states, use_reentrant=False).square().sum().backward()
+
+    assert layer.load.sum() == 2 * 40
+
+
+@pytest.mark.parametrize("drop", ["weight", "position"])
+def test_an_expert_takes_as_many_assignments_as_it_has_room_for_whichever_choice_they_are(drop):
+    """Pitfall: room for each of a token's choices, so that an expert is given a multiple of it."""
+    keys = {"n_experts": 4, "router": {"name": "softmax_topk", "top_k": 2}}
+    layer, states = moe(capacity_factor=0.7, drop=drop, **keys), hidden()
+    routing = layer.router(states.flatten(0, 1))
+    room = math.ceil(80 / 4 * 0.7)
+
+    assignments, dropped = layer._assignments(routing, 40, some_to_none=False)
+    reduced, metrics = counted(layer, states)
+
+    kept = assignments.expert < 4
+    for expert in range(4):
+        queue = torch.nonzero(routing.expert == expert).flatten()
+        if drop == "weight":
+            queue = queue[routing.weight[queue].argsort(descending=True, stable=True)]
+        assert set(torch.nonzero(kept & (routing.expert == expert)).flatten().tolist()) == set(queue[:room].tolist())
+    assert dropped == (~kept).sum() == reduced["dropped"] > 0
+    assert not assignments.weight[~kept].any()
+    assert math.isclose(metrics["dropped"].item(), (~kept).sum().item() / 80, rel_tol=1e-6)
+
+
+def test_weights_that_are_left_can_be_scaled_to_their_sum():
+    layer = moe(capacity_factor=0.4, renormalize=True)
+    routing = layer.router(hidden().flatten(0, 1))
+
+    assignments, _ = layer._assignments(routing, 40, some_to_none=False)
+
+    sums = torch.zeros(40).index_add(0, assignments.token, assignments.weight)
+    visited = torch.zeros(40).index_add(0, assignments.token, (assignments.expert < 4).float()) > 0
+    assert (~visited).any()
+    assert torch.allclose(sums[visited], torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"expert": lambda r: r.expert + 3}, r"the expert [5-6] in Routing.expert, which must lie between 0 and 4"),
+        ({"token": lambda r: r.token - 1}, "the token -1 in Routing.token"),
+        ({"weight": lambda r: r.weight / 0}, "values in Routing.weight that are not finite"),
+        ({"expert": lambda r: r.expert * 0}, "a token twice with the same expert"),
+        ({"weight": lambda r: r.weight[1:]}, "80 tokens, 80 experts and 79 weights"),
+        ({"top_k": lambda _: 1}, "top_k = 1 and a Routing.token that is not"),
+        ({"expert": lambda r: torch.full_like(r.expert, 4)}, "assignments to no expert"),
+        ({"auxiliary": lambda _: {"z": torch.tensor(math.nan)}}, "auxiliary loss 'z' that is no finite scalar"),
+    ],
+)
+def test_a_router_that_breaks_its_contract_is_named_with_the_tensor(change, sentence):
+    layer = moe(check_routing=True)
+    route = layer.router.forward
+
+    def broken(*given, **facts):
+        routing = route(*given, **facts)
+        return routing._replace(**{name: make(routing) for name, make in change.items()})
+
+    layer.router.forward = broken
+    with pytest.raises(PluginError, match=f"router SoftmaxTopK.* returned .*{sentence}.*bug in the router"):
+        layer(hidden())
+
+
+def test_padding_that_is_routed_is_named():
+    layer = moe(check_routing=True)
+    route = layer.router.forward
+    layer.router.forward = lambda tokens, valid=None, **facts: route(tokens, **facts)
+
+    with pytest.raises(PluginError, match="an assignment of padding"):
+        layer(hidden(), torch.arange(40).view(2, 20) > 3)
+
+
+def test_experts_need_a_width():
+    config = {"name": "moe", "n_experts": 4, "dense": {"name": "moe", "n_experts": 2, "layers": [9]}}
+
+    with pytest.raises(ConfigError, match="hidden_dim: say how wide an expert is, as the layer 'moe' does not"):
+        build(config)
+
+
+def test_gradients_of_experts_can_be_scaled_by_their_load_in_the_step_before():
+    """Pitfall: scaling what experts give, so that training and evaluation are two functions."""
+    layer, plain = moe(scale_gradients=True), moe()
+    states = hidden()
+    assert torch.equal(layer.eval()(states), plain.eval()(states))
+    load = torch.tensor([2.0, 4.0, 0.0, 10.0])
+
+    layer.before_optimizer_step({"load": load, "dropped": torch.zeros(1)}, 0.5)
+    gradients = [
+        torch.autograd.grad(
+            one(states.requires_grad_()).square().sum(), [one.experts.up, one.router.gate.weight, states]
+        )
+        for one in (layer, plain)
+    ]
+
+    (up, gate, into), (plain_up, plain_gate, plain_into) = gradients
+    torch.testing.assert_close(up, plain_up * torch.tensor([2.0, 1.0, 4.0, 0.4])[:, None, None])
+    assert torch.equal(gate, plain_gate)
+    assert torch.equal(into, plain_into)
+    assert torch.equal(layer(states), plain(states))
+    assert "experts.gradient_scale" in layer.state_dict(), "a resumed run goes on with it"
+
+
+def test_a_router_that_looks_ahead_cannot_generate_without_another_one_that_does_not():
+    layer = moe(router={"name": "expert_choice"})
+    facts = {"sequence": torch.arange(2)[:, None].expand(2, 20) * 20}
+
+    with pytest.raises(
+        ConfigError, match="the router expert_choice chooses among later tokens too, and cannot generate"
+    ):
+        layer.generate(hidden(), **facts)
+
+    able = moe(router={"name": "expert_choice", "predictor": True})
+    assert able.generate(hidden(), **facts).shape == hidden().shape

@@ -1,0 +1,122 @@
+"""Overlap: what is computed while rows travel, in forward and in backward, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from forge_core.engine.initialisation import SeededInitializer
+from forge_core.engine.mesh import join_process_group
+from forge_core.testing.component_case import builder
+from forge_plugins_moe import exchange
+
+DIM = 16
+
+
+@pytest.fixture
+def mesh():
+    join_process_group(torch.device("cpu"))
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """When exchanges of rows begin and end, in the order in which it happens."""
+    happened = []
+    begin, end = exchange._Exchange.begin.__func__, exchange._Exchange.end
+
+    def noted_begin(cls, rows, *sizes):
+        if rows.ndim == 2 and rows.is_floating_point():
+            happened.append("begin")
+        return begin(cls, rows, *sizes)
+
+    def noted_end(self):
+        if self.rows.ndim == 2 and self.rows.is_floating_point():
+            happened.append("end")
+        return end(self)
+
+    monkeypatch.setattr(exchange._Exchange, "begin", classmethod(noted_begin))
+    monkeypatch.setattr(exchange._Exchange, "end", noted_end)
+    return happened
+
+
+def layer(mesh, dispatcher="all_to_all", router="softmax_topk", **keys):
+    build = builder()
+    table = {"name": "moe", "n_experts": 4, "hidden_dim": 8, "shared_experts": 1, "router": {"name": router}, **keys}
+    moe = build(build.resolve("feed_forward", table), dim=DIM, layer=0, n_layers=1)
+    moe.init_weights(SeededInitializer(0), "", 0.1, 0.1)
+    options = {"ranks_per_node": 1} if dispatcher == "hierarchical" else {}
+    use = build.resolve("dispatcher", {"name": dispatcher, **options})
+    moe.experts.dispatcher = build(use, n_experts=4, mesh=mesh)
+    return moe
+
+
+def hidden():
+    return torch.randn(2, 7, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def noting(happened, what):
+    def note(*_):
+        happened.append(what)
+
+    return note
+
+
+def test_shared_experts_are_computed_while_rows_travel_in_forward_and_backward(mesh, events):
+    moe = layer(mesh)
+    moe.experts.chunks = 1
+    moe.shared.down.register_forward_hook(noting(events, "shared"))
+    moe.shared.up.register_full_backward_hook(noting(events, "shared"))
+
+    output = moe(hidden())
+    assert events == ["begin", "shared", "end", "begin", "end"]
+    events.clear()
+    output.sum().backward()
+
+    assert events == ["begin", "end", "begin", "shared", "end"]
+
+
+def test_without_overlap_nothing_is_computed_while_rows_travel(mesh, events):
+    moe = layer(mesh)
+    moe.shared.down.register_forward_hook(noting(events, "shared"))
+
+    moe(hidden())
+
+    assert events == ["begin", "end", "begin", "end", "shared"]
+
+
+def test_a_chunk_travels_while_experts_work_on_the_one_before(mesh, events, monkeypatch):
+    moe = layer(mesh)
+    moe.experts.chunks = 2
+    compute = moe.experts.compute
+
+    def noted(rows, counts):
+        events.append("experts")
+        return compute(rows, counts)
+
+    monkeypatch.setattr(moe.experts, "compute", noted)
+
+    moe(hidden())
+
+    assert events == ["begin", "begin", "end", "experts", "begin", "end", "experts", "begin", "end", "end"]
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "expert_choice"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "hierarchical"])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 20])
+def test_any_number_of_chunks_gives_the_same(mesh, chunks, dispatcher, router):
+    plain, cut = layer(mesh, dispatcher, router), layer(mesh, dispatcher, router)
+    cut.experts.chunks = chunks
+    facts = {name: torch.arange(2)[:, None].expand(2, 7) * 7 for name in plain.needs}
+    inputs = [hidden(), hidden()]
+    valid = torch.arange(14).view(2, 7) % 5 != 0
+
+    outputs = [moe(one, valid, **facts) for moe, one in zip((plain, cut), inputs, strict=True)]
+    for output in outputs:
+        output.square().sum().backward()
+
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(one.grad for one in inputs))
+    for (name, one), (_, other) in zip(plain.named_parameters(), cut.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)

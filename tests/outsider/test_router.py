@@ -1,0 +1,87 @@
+"""A router as ``forge new`` writes it, installed from a wheel, is trained in every layout as in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from parity_matrix.launch import Launcher, Work
+
+pytestmark = pytest.mark.slow
+
+TRAINING = [
+    "model.num_experts=4",
+    "model.moe.hidden_dim=32",
+    'model.moe.router={name="acme-gate:acme_gate",k=2,balance=0.1}',
+    "train.batch_size=1",
+    "train.grad_accumulation=4",
+]
+FULL = "parallel.passes.activation_checkpointing=true"
+COMPILE = "parallel.passes.compile=true"
+EP2, TP2, PP2 = "parallel.ep=2", "parallel.tp=2", "parallel.pp=2"
+TWO, ONE = "train.grad_accumulation=2", "train.grad_accumulation=1"
+
+CELLS = {  # the ranks and the layout; a step always has four sequences
+    "compile": (1, [COMPILE]),
+    "fsdp2": (2, [TWO]),
+    "ep2-full": (2, [EP2, TWO, FULL]),
+    "tp2": (2, [TP2]),
+    "pp2": (2, [PP2]),
+    "ep2-fsdp2-full": (4, [EP2, ONE, FULL]),
+    "ep2-fsdp2-compile": (4, [EP2, ONE, COMPILE]),
+    "pp2-ep2": (4, [PP2, EP2, TWO]),
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """All runs share one launch of four ranks, of the environment that has nothing but wheels."""
+    launcher = Launcher(tmp_path_factory.mktemp("gate"), python=installed.python)
+    works = [Work(name, ranks, [*TRAINING, *layout]) for name, (ranks, layout) in CELLS.items()]
+    launcher.launch([Work("alone", 1, TRAINING), *works])
+    return launcher
+
+
+@pytest.mark.timeout(1500)  # of which the launch is nearly all
+@pytest.mark.parametrize("cell", CELLS)
+def test_ten_steps_are_those_of_one_process(launcher: Launcher, cell: str) -> None:
+    ranks, _ = CELLS[cell]
+
+    lines, references = launcher.metrics(cell), launcher.metrics("alone")
+
+    assert [line["step"] for line in references] == [*range(1, 11), 10]  # ten steps and an evaluation
+    assert references[0]["auxiliary/load_balance"] > 0
+    for line, reference in zip(lines, references, strict=True):
+        for key in reference.keys() & {"loss", "grad_norm", "eval/loss", "tokens", "auxiliary/load_balance"}:
+            assert line[key] == pytest.approx(reference[key], rel=1e-5), (line["step"], key)
+    norms = [seen.gradient_norms for seen in launcher.seen(cell)]
+    assert norms == [norms[0]] * ranks
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_expert_gets_the_gradient_of_one_process(launcher: Launcher, cell: str) -> None:
+    (alone,) = launcher.seen("alone")
+    gradients = {name: gradient for seen in launcher.seen(cell) for name, gradient in seen.gradients.items()}
+
+    assert gradients.keys() == alone.gradients.keys()
+    for name, expected in alone.gradients.items():
+        error = ((gradients[name] - expected).norm() / expected.norm()).item()
+        assert error < 1e-4, (name, error)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_what_the_router_counted_is_equal(launcher: Launcher, cell: str) -> None:
+    """The last step's load over all ranks, in the checkpoint, down to the last token."""
+    saved, expected = (
+        {key: value for key, value in launcher.saved(name).items() if key.endswith("router.fraction")}
+        for name in (cell, "alone")
+    )
+
+    assert len(expected) == 4  # one for each block
+    assert saved.keys() == expected.keys()
+    assert all((saved[key] == expected[key]).all() for key in expected)
+
+
+def test_its_own_tests_pass(installed) -> None:
+    installed.succeed(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "tests", cwd=installed.folder / "acme-gate"
+    )
