@@ -28,8 +28,8 @@ stream and writes to it, position by position: a norm right after the embedding,
 ``embedding`` may also look up positions. ``replicate`` is for a module between ``column`` and ``row`` that is not cut
 but works on what its rank has of features, so that its gradients must be summed. ``whole`` is for a module that reads
 what ``column`` modules read and gives what ``row`` modules give, and is not cut: each rank does all of its work.
-Without ``sequence`` modules, those that are not named work on whole activations; with them, every module that has parameters
-must be named."""
+Without ``sequence`` modules, those that are not named work on whole activations; with them, every module that has
+parameters must be named."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """What a parameter is to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""

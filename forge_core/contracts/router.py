@@ -50,8 +50,8 @@ class Router(Protocol):
 
     A router may have three more attributes. ``needs``: names of what ``forward`` is to be given besides, as keyword
     arguments (``TOKEN_FACTS``). ``causal = False``: a token's experts depend on later tokens, so that it cannot
-    generate text; ``inference_router()`` may then return one that can. ``experts_per_token``: the mean number of experts a
-    token visits, for counting FLOPs; without it, all of them.
+    generate text; ``inference_router()`` may then return one that can. ``experts_per_token``: the mean number of
+    experts a token visits, for counting FLOPs; without it, all of them.
     """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> Routing:

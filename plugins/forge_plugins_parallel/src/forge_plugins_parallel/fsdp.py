@@ -155,7 +155,8 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
         return None
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)}, cut into {' × '.join(map(str, parts))} parts by "
-        f"tensor or expert parallelism, has no dimension that {ranks} ranks could share evenly; change parallel.tp, ep or dp_shard"
+        f"tensor or expert parallelism, has no dimension that {ranks} ranks could share evenly; change parallel.tp, ep "
+        "or dp_shard"
     )
 
 
