@@ -54,7 +54,10 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
     if not nodes:
         raise ConfigError("SLURM_STEP_NODELIST is not set, so that rank 0 cannot be found; set MASTER_ADDR")
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    # "4(x2)": four on each of two nodes; where nodes have different numbers, there is no one number to tell
+    on_each = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return {
+        **({"LOCAL_WORLD_SIZE": on_each[1]} if on_each else {}),
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),

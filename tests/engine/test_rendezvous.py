@@ -44,6 +44,15 @@ def test_slurm_is_translated():
     assert 15_000 <= int(environment["MASTER_PORT"]) < 30_000
 
 
+@pytest.mark.parametrize(("said", "ranks"), [("4(x2)", "4"), ("8", "8"), ("4,3", None), ("4(x2),2", None)])
+def test_ranks_of_a_node_are_told_where_all_nodes_have_as_many(said, ranks):
+    environment = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": said}
+
+    world_size_of(environment)
+
+    assert environment.get("LOCAL_WORLD_SIZE") == ranks
+
+
 def test_every_rank_of_a_step_finds_the_same_port_and_the_next_step_another():
     ports = set()
     for rank, step in ((0, 0), (7, 0), (0, 1)):

@@ -24,6 +24,7 @@ import torch
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.commands.validate import options_of
 from forge_core.config.job import dump_job, load_job
+from forge_core.config.mirror_url import url_of_run
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError, ExitCode
 from forge_core.run_directory import RunDirectory
@@ -256,8 +257,13 @@ def _devices_of_each(job: Job, count: int, nproc: int) -> list[dict[str, str]]:
 
 
 def _job_of_replica(job: Job, number: int) -> Job:
-    """Resolved once, and the same but for its directory."""
-    return attrs.evolve(job, run=attrs.evolve(job.run, dir=job.run.dir / str(job.run.name), name=f"replica_{number}"))
+    """Resolved once, and the same but for its directory, here and at the mirror."""
+    name, mirror = str(job.run.name), job.checkpoint.mirror
+    return attrs.evolve(
+        job,
+        run=attrs.evolve(job.run, dir=job.run.dir / name, name=f"replica_{number}"),
+        checkpoint=attrs.evolve(job.checkpoint, mirror=None if mirror is None else url_of_run(mirror, name)),
+    )
 
 
 def _command(folder: Path, job: Job, nproc: int) -> list[str]:
