@@ -11,7 +11,7 @@ import pytest
 from faults.saving import announced, judge
 from faults.zygote import end
 
-NORMAL, NIGHTLY, TORTURE = 20, 200, 1000
+NORMAL, NIGHTLY, TORTURE = 20, 300, 1000
 
 trials = pytest.mark.parametrize(
     "trials",
