@@ -87,6 +87,15 @@ def upcycle(
     click.echo(f"train it with: forge run {out / CONFIG}")
 
 
+@moe.command("heat-map")
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+def heat_map(run_dir: Path) -> None:
+    """Draw what each expert had to do in RUN, the directory of a run with the callback "experts", finished or not."""
+    from forge_plugins_moe.heat_map import draw
+
+    click.echo(f"wrote {draw(run_dir)}")
+
+
 def _what_differs(upcycled: UpcycledState) -> str:
     from forge_plugins_moe.upcycle import PRESERVED
 

@@ -64,6 +64,17 @@ class HierarchicalConfig:
 
 
 @attrs.frozen(kw_only=True)
+class WatchConfig:
+    """Which experts do how much, in ``experts.jsonl`` and ``experts.html`` of the run's directory."""
+
+    dead_after: int = attrs.field(default=100, validator=gt(0))
+    """Say so when an expert has had no token for so many steps. It is looked at on logged steps."""
+    coactivation: bool = False
+    """Also keep how often two experts work on the same token, of the tokens of one rank. It costs each microbatch a
+    product ``(E, T) · (T, E)``."""
+
+
+@attrs.frozen(kw_only=True)
 class NothingToChoose:
     """No keys."""
 

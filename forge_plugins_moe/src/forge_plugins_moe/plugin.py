@@ -112,9 +112,19 @@ def forge_routers() -> Iterable[Component]:
 
 
 @hookimpl
+def forge_callbacks() -> Iterable[Component]:
+    yield Component(
+        name="experts",
+        summary="keeps the load of every expert, tells of dead ones, and draws a map of layers and experts",
+        factory="forge_plugins_moe.watch:WatchExperts",
+        config="forge_plugins_moe.config:WatchConfig",
+    )
+
+
+@hookimpl
 def forge_commands() -> Iterable[Command]:
     yield Command(
         name="moe",
-        summary="make a sparse model of a dense one (upcycling)",
+        summary="make a sparse model of a dense one (upcycling), draw the load of experts",
         run="forge_plugins_moe.commands:moe",
     )

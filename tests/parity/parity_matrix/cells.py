@@ -225,7 +225,7 @@ CELLS: Mapping[str, Cell] = {
     "moe-ep2-ac-selective-packed": Cell(2, [HALF, EP2, f"{AC}.mode=selective"], "moe packed"),
     "moe-ep2-compiled": Cell(2, [HALF, EP2, f"{COMPILE}=true"], "moe"),
     "moe-ep2-cp2-packed": Cell(2, [CP2, EP2], "moe packed"),
-    "moe-ep4": Cell(4, [QUARTER, "parallel.ep=4"], "moe every second"),
+    "moe-ep4": Cell(4, [QUARTER, "parallel.ep=4"], "moe"),
     "moe-ep2-fsdp2": Cell(4, [QUARTER, EP2], "moe"),
     "moe-ep2-fsdp2-ac-full-packed": Cell(4, [QUARTER, EP2, f"{AC}=true"], "moe packed"),
     "moe-ep2-copies2": Cell(4, [QUARTER, EP2, COPIES], "moe"),
@@ -283,3 +283,5 @@ CELLS: Mapping[str, Cell] = {
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")
 """Cells whose checkpoints are resumed in each other's layouts; ``one process`` is the plain training itself."""
+MOE_FAMILIES = ("moe-accumulation4", "moe-ep2", "moe-ep4", "moe-pp2-ep2")
+"""The same for experts; the first is one process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from parity_matrix.cells import CELLS, EXACT, FAMILIES, TRAININGS, Cell
+from parity_matrix.cells import CELLS, EXACT, FAMILIES, MOE_FAMILIES, TRAININGS, Cell
 from parity_matrix.launch import Launcher, Work
 from parity_matrix.probe import digest
 
@@ -20,6 +20,8 @@ Exchange = tuple[str, str]
 """Which family has written a checkpoint, and which one reads it."""
 EXCHANGES: tuple[Exchange, ...] = (
     *((writer, reader) for writer in FAMILIES for reader in FAMILIES),
+    *(("moe-ep2", reader) for reader in MOE_FAMILIES),
+    *((writer, MOE_FAMILIES[0]) for writer in ("moe-ep4", "moe-pp2-ep2")),
     *(("fsdp2-fp8-gathered-ac-full", reader) for reader in ("fsdp2-fp8-gathered-ac-full", "bf16")),
 )
 
@@ -37,12 +39,12 @@ class Matrix:
         self, cells: Collection[str], exchanges: Collection[Exchange] = (), trainings: Collection[str] = ()
     ) -> None:
         """Run these cells, exchanges and one-process trainings, and what they are compared with, in one launch."""
-        exchanged = [name for pair in exchanges for name in (*pair, "one process")]
+        exchanged = [name for pair in exchanges for name in (*pair, _judge(pair[0]))]
         wanted = {*cells, *exchanged} - {"one process"}
         alone_too = {"plain", *trainings, *(CELLS[cell].training for cell in wanted)}
         works = [Work(alone(training), 1, TRAININGS[training]) for training in TRAININGS if training in alone_too]
         works += [Work(name, cell.ranks, settings(cell)) for name, cell in CELLS.items() if name in wanted]
-        references = {(writer, "one process") for writer, _ in exchanges}
+        references = {(writer, _judge(writer)) for writer, _ in exchanges}
         works += [_exchange(*pair) for pair in sorted({*exchanges, *references})]
         self._launcher.launch(works)
 
@@ -141,7 +143,7 @@ class Matrix:
         if not any(key.startswith("optimizer.") for key in found):
             yield "no state of the optimizer was read"
         yield from _differences(found, self._held(_run_of(writer), "end"))
-        line, expected = (self._launcher.metrics(_exchange(writer, end).name)[-1] for end in (reader, "one process"))
+        line, expected = (self._launcher.metrics(_exchange(writer, end).name)[-1] for end in (reader, _judge(writer)))
         for key in ("step", "loss", "grad_norm", "tokens"):
             tolerance = max(_tolerance(_cell(family), key) for family in (writer, reader))
             if not math.isclose(line[key], expected[key], rel_tol=tolerance):
@@ -171,6 +173,11 @@ def alone(training: str) -> str:
 
 def _run_of(family: str) -> str:
     return alone("plain") if family == "one process" else family
+
+
+def _judge(writer: str) -> str:
+    """The family of one process that reads what others are compared with."""
+    return MOE_FAMILIES[0] if writer in MOE_FAMILIES else "one process"
 
 
 def _cell(family: str) -> Cell:

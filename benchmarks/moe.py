@@ -1,0 +1,239 @@
+"""The layer ``moe`` against one that pads, and what its metrics cost; with ``--gpu``, whole steps of a 9.2B model.
+
+On the CPU (``python benchmarks/moe.py``, a minute): forward and backward of a sparse layer (dim 256, experts of 512,
+2048 tokens, two experts a token, bf16) against the same layer with its experts padded to the busiest one and multiplied
+with ``bmm``, and against a dense layer of as many active parameters. Each round has other tokens, as steps have, so
+that experts have other loads. Contestants take turns, so that all of them meet the same load of the machine, and times
+are those of the CPU, not of the clock. Then the part of the time of sparse layers that goes into metrics, at an
+interval of 10 steps.
+
+On a GPU (``python benchmarks/moe.py --gpu [OVERRIDES]``): tokens a second of ``configs/model/moe_small.toml``, 9.2B
+parameters of which 2.6B are multiplied with a token, and of the dense model of equal active parameters, measured as
+``train_gpu.py`` does, in pure bf16, as states in fp32 take more than a GPU has. To see that it works without one:
+``python benchmarks/moe.py --gpu --device cpu --config configs/model/debug_moe.toml --steps 2 train.seq_len=64
+train.batch_size=1``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import train_gpu
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from forge_core.builder import ComponentBuilder
+from forge_core.discovery import discover
+from forge_core.engine.initialisation import SeededInitializer
+from forge_plugins_dense.config import MLPConfig
+from forge_plugins_dense.feed_forward import MLP
+from forge_plugins_moe import feed_forward
+from forge_plugins_moe.experts import Experts
+from forge_plugins_moe.routers.gated_router import GatedRouter
+
+DIM, HIDDEN, TOKENS, TOP_K = 256, 512, 2048, 2
+GOALS = {8: 1.4, 64: 1.8}
+"""By experts: how many times faster than with padding."""
+BLOCKS, INTERVAL = 2, 10
+"""Of the steps whose metrics are measured."""
+RECOMPUTE = ("none", "full")
+
+Step = Callable[[int], torch.Tensor]
+"""Given the round."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="On the CPU.")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--config", type=Path, default=train_gpu.MODELS / "moe_small.toml", help="With --gpu.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="With --gpu.")
+    parser.add_argument("--warmup", type=int, default=5, help="With --gpu: steps that are not measured.")
+    parser.add_argument("--steps", type=int, default=20, help="With --gpu: steps that are.")
+    parser.add_argument("overrides", nargs="*", help="With --gpu, of the jobs: train.batch_size=2.")
+    options = parser.parse_args()
+    if options.gpu:
+        whole_steps(options)
+        return
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; CPU ms, median of {options.rounds} rounds\n")
+    compare_layers(options.rounds)
+    print()
+    cost_of_metrics(options.rounds)
+
+
+def compare_layers(rounds: int) -> None:
+    print(
+        "| experts | busiest / mean | padded | moe | dense | padded / moe | goal | moe / dense | largest difference |"
+    )
+    print("|---" * 9 + "|")
+    for n_experts, goal in GOALS.items():
+        layer, padded, dense = sparse_layer(n_experts), sparse_layer(n_experts), dense_layer()
+        padded.experts.forward = Padded(padded.experts)
+        steps = [forward_and_backward(one) for one in (padded, layer, dense)]
+        expected, found, _ = (step(0).float() for step in steps)
+        error = ((found - expected).abs().max() / expected.abs().max()).item()
+        times = take_turns(steps, rounds)
+        with_padding, without, plain = (statistics.median(one) for one in times)
+        ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
+        to_dense = statistics.median(a / b for a, b in zip(times[1], times[2], strict=True))
+        violation = (layer.load.max() / layer.load.mean()).item()
+        print(
+            f"| {n_experts} | {violation:.2f} | {with_padding:.1f} | {without:.1f} | {plain:.1f} | {ratio:.2f} | "
+            f"{goal} | {to_dense:.2f} | {error:.1e} |"
+        )
+
+
+class Padded:
+    """In place of ``Experts.forward``: every expert is given as many rows as the busiest one has, zeros if need be, for
+    which the host waits."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+
+    def __call__(self, hidden: torch.Tensor, assignments: feed_forward.Assignments, _: None = None) -> torch.Tensor:
+        experts = self.experts
+        tokens = hidden.flatten(0, 1)
+        order = assignments.expert.argsort(stable=True)
+        counts = assignments.expert.bincount(minlength=experts.n_experts).tolist()
+        token = assignments.token[order]
+        rows = pad_sequence(tokens[token].split(counts), batch_first=True)  # (E, max, D)
+        gate, up, down = (stack.transpose(1, 2) for stack in (experts.gate, experts.up, experts.down))
+        products = (F.silu(rows.bmm(gate)) * rows.bmm(up)).bmm(down)
+        rows = torch.cat([one[:count] for one, count in zip(products, counts, strict=True)])
+        weighted = rows * assignments.weight[order, None]
+        output = torch.zeros(tokens.shape).index_add(0, token, weighted)
+        return output.to(hidden.dtype).view_as(hidden)
+
+
+def cost_of_metrics(rounds: int) -> None:
+    """Of what the layer and its router count in each step, and report in every tenth."""
+    blocks = [sparse_layer(8) for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks)
+    step = forward_and_backward(model)
+
+    def steps(with_metrics: bool) -> Step:
+        def some(turn: int) -> torch.Tensor:
+            for number in range(INTERVAL):
+                output = step(turn * INTERVAL + number)
+                if not with_metrics:
+                    continue
+                for module in model.modules():
+                    if hasattr(module, "step_metrics"):
+                        accumulated = {name: tensor.clone() for name, tensor in module.accumulators().items()}
+                        module.before_optimizer_step(accumulated, 0.5)
+                        for tensor in module.accumulators().values():
+                            tensor.zero_()
+                        if number == 0:
+                            torch.stack([*module.step_metrics().values()]).tolist()
+            return output
+
+        return some
+
+    def without(turn: int) -> torch.Tensor:
+        with nothing_is_counted():
+            return steps(False)(turn)
+
+    measured = take_turns([steps(True), without], rounds)
+    counting, silent = (statistics.median(one) / INTERVAL for one in measured)
+    part = statistics.median(a / b - 1 for a, b in zip(*measured, strict=True))
+    print(f"metrics: {counting:.2f} ms a step, {silent:.2f} without, {part:+.1%} (allowed: 2 %)")
+
+
+@contextmanager
+def nothing_is_counted():
+    """Of what is only reported: the balance loss goes on counting."""
+    nothing = torch.zeros(())
+    with (
+        mock.patch.object(GatedRouter, "measure", lambda self, weight, *_: weight),
+        mock.patch.object(feed_forward, "count_by_expert", return_value=nothing),
+        mock.patch.object(feed_forward, "accumulate", lambda activation, *_: activation),
+    ):
+        yield
+
+
+def sparse_layer(n_experts: int) -> feed_forward.MoE:
+    build = ComponentBuilder(discover())
+    table = {
+        "name": "moe",
+        "n_experts": n_experts,
+        "hidden_dim": HIDDEN,
+        "router": {"name": "softmax_topk", "top_k": TOP_K},
+    }
+    layer = build(build.resolve("feed_forward", table), dim=DIM, layer=0, n_layers=1)
+    layer.init_weights(SeededInitializer(0), "", 0.02, 0.02)
+    for parameter in layer.parameters():  # not buffers, which count
+        parameter.data = parameter.data.bfloat16()
+    return layer
+
+
+def dense_layer() -> MLP:
+    layer = MLP(MLPConfig(hidden_dim=TOP_K * HIDDEN), dim=DIM)
+    layer.init_weights(SeededInitializer(0), "", 0.02, 0.02)
+    return layer.to(torch.bfloat16)
+
+
+def forward_and_backward(layer: nn.Module) -> Step:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, TOKENS // 4, DIM, generator=generator).bfloat16().requires_grad_() for _ in range(32)]
+
+    def step(turn: int) -> torch.Tensor:
+        hidden = batches[turn % len(batches)]
+        output = layer(hidden)
+        output.square().sum().backward()
+        hidden.grad = None
+        layer.zero_grad(set_to_none=True)
+        return output.detach()
+
+    return step
+
+
+def take_turns(steps: list[Step], rounds: int) -> list[list[float]]:
+    """CPU milliseconds of each."""
+    times: list[list[float]] = [[] for _ in steps]
+    for number in range(rounds + 2):
+        for step, measured in zip(steps, times, strict=True):
+            begun = time.process_time()
+            step(number)
+            if number >= 2:
+                measured.append((time.process_time() - begun) * 1e3)
+    return times
+
+
+def whole_steps(options: argparse.Namespace) -> None:
+    """A table as that of ``train_gpu.py``."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("moe.py --gpu measures a CUDA GPU, and torch sees none here; try it out with --device cpu")
+    with options.config.open("rb") as file:
+        layer = tomllib.load(file)["model"]["feed_forward"]
+    models: Mapping[str, list[str]] = {options.config.stem: [], "dense": as_dense(layer)}
+    steps = f"median of {options.steps} steps after {options.warmup}"
+    print(f"{train_gpu.name_of(options.device)}, torch {torch.__version__}; {steps}\n")
+    print(f"| {' | '.join(train_gpu.COLUMNS)} |\n{'|---' * len(train_gpu.COLUMNS)}|", flush=True)
+    precision = "bf16_pure" if options.device == "cuda" else "fp32"
+    overrides = options.overrides
+    for name, own in models.items():
+        for recompute in RECOMPUTE:
+            options.overrides = [*own, *overrides]
+            cells = train_gpu.measure_case(options.config, precision, recompute, options)
+            print(f"| {' | '.join([name, precision, recompute, *cells])} |", flush=True)
+
+
+def as_dense(layer: Mapping) -> list[str]:
+    """Overrides that make a model dense whose layers are as wide as the experts of a token together."""
+    if layer.get("every", 1) == 1 and "hidden_dim" not in layer:
+        width = layer["router"]["top_k"] * layer["dense"]["hidden_dim"]
+        return ["model.num_experts=0", f"model.feed_forward.dense.hidden_dim={width}"]
+    raise SystemExit(f"no one width makes all layers of this model dense: {layer}")
+
+
+if __name__ == "__main__":
+    main()

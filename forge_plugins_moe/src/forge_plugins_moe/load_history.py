@@ -1,0 +1,90 @@
+"""``experts.jsonl``: the load of every expert of every sparse layer at logged steps. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_core.errors import ConfigError
+
+FILE = "experts.jsonl"
+
+
+@attrs.frozen
+class Loads:
+    """One line."""
+
+    step: int
+    load: Mapping[str, Sequence[float]]
+    """By layer: assignments to each expert, over all tokens of the step."""
+    pairs: Mapping[str, Sequence[Sequence[float]]]
+    """By layer: of each expert's tokens, the part that visits another expert too; empty if it was not asked for."""
+
+
+class LoadHistory:
+    """The file as a run writes it. A full disk does not end a run: it is told once, and lines are missing."""
+
+    def __init__(self, run_dir: Path, log: Callable[[str], None]) -> None:
+        self._path = run_dir / FILE
+        self._log = log
+        self._complained = False
+
+    def forget_after(self, step: int) -> None:
+        """Take out lines about later steps: that work is being done again."""
+        if self._path.exists():
+            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
+            self._write("w", "".join(f"{line}\n" for line in kept))
+
+    def add(self, step: int, load: Mapping[str, Sequence[float]], pairs: Mapping[str, Sequence[float]]) -> None:
+        """
+        Args:
+            pairs: by layer, a matrix row after row.
+        """
+        line: dict[str, Any] = {"step": step, "load": {name: [int(one) for one in each] for name, each in load.items()}}
+        if pairs:
+            line["pairs"] = {name: _rows(flat, len(load[name])) for name, flat in pairs.items()}
+        self._write("a", json.dumps(line) + "\n")
+
+    def _write(self, mode: str, text: str) -> None:
+        try:
+            with self._path.open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                self._log(f"experts: cannot write {self._path}: {error.strerror}")
+
+
+def read_loads(run_dir: Path) -> list[Loads]:
+    """The whole lines so far.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    path = run_dir / FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    loads = [Loads(line["step"], line["load"], line.get("pairs", {})) for line in map(_parsed, lines) if line]
+    if not loads:
+        raise ConfigError(f'{path} has no line; a run writes it that has the callback "experts" and sparse layers')
+    return loads
+
+
+def _rows(flat: Sequence[float], size: int) -> list[list[float]]:
+    return [[round(one, 4) for one in flat[row * size : (row + 1) * size]] for row in range(size)]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Empty if the line was cut short by a crash."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return {}
+    return values
+
+
+def _step_of(line: str) -> float:
+    return float(_parsed(line).get("step", "inf"))

@@ -1,0 +1,167 @@
+"""The callback ``experts``: what each expert of each sparse layer had to do, kept, told and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from forge_core.contracts.callback import Callback, RunContext, StepContext
+from forge_core.engine.initialisation import canonical_name
+from forge_plugins_moe.coactivation import Coactivation
+from forge_plugins_moe.config import WatchConfig
+from forge_plugins_moe.feed_forward import MoE
+from forge_plugins_moe.heat_map import draw
+from forge_plugins_moe.load_history import LoadHistory
+
+
+@attrs.frozen
+class _Look:
+    """Values of a logged step on their way to the host."""
+
+    step: int
+    values: torch.Tensor
+    """All layers' loads; then for how many steps their experts have had no token; then, if asked for, their pairs."""
+    copied: torch.cuda.Event | None
+
+
+class WatchExperts(Callback):
+    """Looks at logged steps, and writes a line of ``experts.jsonl`` in the run's directory when their metrics are
+    written. ``experts.html`` is drawn from it at the end.
+
+    On other steps it counts, on the device, for how long each expert has been without a token, and nothing waits.
+    """
+
+    def __init__(self, config: WatchConfig) -> None:
+        self._config = config
+        self._layers: dict[str, MoE] = {}
+        self._sizes: dict[str, int] = {}
+        """Experts of each sparse layer of the model, those of other pipeline stages too."""
+        self._without: dict[str, torch.Tensor] = {}
+        self._coactivation: dict[str, Coactivation] = {}
+        self._looks: list[_Look] = []
+        self._told: dict[str, set[int]] = {}
+        self._last_step = 0
+        self._history: LoadHistory | None = None
+        self._is_split = False
+        self._own_first: set[str] = set()
+        """Layers of which this rank tells, if they are on several stages."""
+
+    def run_start(self, run: RunContext) -> None:
+        self._layers = {
+            canonical_name(name): module
+            for part in run.parts
+            for name, module in part.named_modules()
+            if isinstance(module, MoE)
+        }
+        self._sizes = self._all_sizes(run)
+        self._without = {
+            name: torch.zeros(layer.config.n_experts, device=run.device) for name, layer in self._layers.items()
+        }
+        if self._config.coactivation:
+            self._coactivation = {name: Coactivation(layer, run.device) for name, layer in self._layers.items()}
+        if run.rank == 0:
+            self._history = LoadHistory(run.run_dir, run.log)
+            self._history.forget_after(self._last_step)
+            if not self._sizes:
+                run.log("experts: the model has no layer `moe`; there is nothing to watch")
+
+    @torch.no_grad()
+    def step_end(self, run: RunContext, context: StepContext) -> None:
+        for name, layer in self._layers.items():
+            self._without[name] = torch.where(layer.last_load > 0, 0, self._without[name] + 1)
+        if context.logged and self._sizes:
+            self._look(run, context.step)
+        for pairs in self._coactivation.values():
+            pairs.forget()
+
+    def step_logged(self, run: RunContext, step: int) -> None:
+        self._write(run, up_to=step)
+
+    def run_end(self, run: RunContext, step: int) -> None:
+        self._write(run, up_to=step)
+        if self._history is not None and self._sizes:
+            draw(run.run_dir)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"step": self._last_step}
+
+    def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        self._last_step = int(state["step"])
+        self._looks.clear()
+        if self._history is not None:
+            self._history.forget_after(self._last_step)
+
+    def _all_sizes(self, run: RunContext) -> dict[str, int]:
+        """Asked for once, as ranks of another pipeline stage have other layers."""
+        own = {name: layer.config.n_experts for name, layer in self._layers.items()}
+        self._is_split = run.job.parallel.pp > 1
+        if not self._is_split:
+            return own
+        everybody: list[dict[str, int]] = [{}] * run.world_size
+        dist.all_gather_object(everybody, own)
+        first = {name: rank for rank, sizes in reversed([*enumerate(everybody)]) for name in sizes}
+        self._own_first = {name for name, rank in first.items() if rank == run.rank}
+        return {name: size for sizes in everybody for name, size in sizes.items()}
+
+    def _look(self, run: RunContext, step: int) -> None:
+        """Start to copy to the first rank's host. Ranks with the same layers have the same values."""
+        self._last_step = step
+        parts = [self._of_layers({name: layer.last_load for name, layer in self._layers.items()}, run)]
+        parts.append(self._of_layers(self._without, run))
+        if self._config.coactivation:
+            pairs = {name: counts.fraction().flatten() for name, counts in self._coactivation.items()}
+            parts.append(self._of_layers(pairs, run, power=2))
+        values = torch.cat(parts)
+        if self._is_split:
+            dist.all_reduce(values)
+        if run.rank != 0:
+            return
+        copied = None
+        if values.device.type == "cuda":
+            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+            copied.record()
+        self._looks.append(_Look(step, values, copied))
+
+    def _of_layers(self, values: Mapping[str, torch.Tensor], run: RunContext, power: int = 1) -> torch.Tensor:
+        """One vector, in the order of all layers, zero for those of which another rank tells."""
+        own = values.keys() if not self._is_split else values.keys() & self._own_first
+        return torch.cat(
+            [
+                values[name].float() if name in own else torch.zeros(size**power, device=run.device)
+                for name, size in self._sizes.items()
+            ]
+        )
+
+    def _write(self, run: RunContext, up_to: int) -> None:
+        while self._looks and self._looks[0].step <= up_to:
+            look = self._looks.pop(0)
+            if look.copied is not None:
+                look.copied.synchronize()
+            values = iter(look.values.tolist())
+            load = self._by_layer(values)
+            without = self._by_layer(values)
+            pairs = self._by_layer(values, power=2) if self._config.coactivation else {}
+            assert self._history is not None, "looks are kept by the first rank"
+            self._history.add(look.step, load, pairs)
+            for name, steps in without.items():
+                self._tell_dead(run, name, steps)
+
+    def _by_layer(self, values: Iterator[float], power: int = 1) -> dict[str, list[float]]:
+        """The next vector, taken apart."""
+        return {name: list(islice(values, size**power)) for name, size in self._sizes.items()}
+
+    def _tell_dead(self, run: RunContext, name: str, without: Sequence[float]) -> None:
+        """Once, until the expert has had a token again."""
+        limit = self._config.dead_after
+        dead = {expert for expert, steps in enumerate(without) if steps >= limit}
+        new = sorted(dead - self._told.get(name, set()))
+        if new:
+            which = f"expert {new[0]} has" if len(new) == 1 else f"experts {', '.join(map(str, new))} have"
+            run.log(f"experts: {name}: {which} had no token for {limit} steps")
+        self._told[name] = dead
