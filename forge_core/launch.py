@@ -89,7 +89,7 @@ def _launch_once(job_toml: str, nproc: int, options: Sequence[str]) -> tuple[Exi
             max_restarts=0,  # torch would count those that made progress
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        try:
+        try:  # it clears up after itself: a launcher may be called from a process that goes on
             elastic_launch(config, sys.executable)("-m", "forge_core", "run", str(job), *options)
         except ChildFailedError as error:
             own = _read(outcome)
@@ -97,6 +97,8 @@ def _launch_once(job_toml: str, nproc: int, options: Sequence[str]) -> tuple[Exi
             return (_code_of(error) if own in (None, ExitCode.LOST_PEER) else own), False
         except SignalException:
             return _read(outcome) or ExitCode.UNEXPECTED, True
+        finally:
+            del os.environ[OUTCOME_FILE], os.environ[LAUNCHER]
         return ExitCode.COMPLETED, False
 
 

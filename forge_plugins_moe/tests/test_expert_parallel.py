@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from forge_core.catalog import Catalog
 from forge_core.config.job import load_job
 from forge_core.config.problems import ConfigProblems
 from forge_core.discovery import discover
+from forge_plugins_moe.expert_parallel import stacks_of
 
 JOB = """
 [model]
@@ -97,3 +99,15 @@ def test_the_sparse_job_itself_is_valid(tmp_path, catalog):
     job = load_job(file, ["parallel.ep=2"], catalog=catalog, world_size=2)
 
     assert {"fsdp", "expert_parallel"} <= set(job.parallel.passes)
+
+
+def teststacks_of_are_found_by_patterns_too():
+    class Planned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleDict({str(i): nn.ModuleDict({"experts": nn.Linear(2, 2)}) for i in range(2)})
+
+        def parallel_plan(self):
+            return {"blocks.*.experts": "expert", "blocks.*": "whole"}
+
+    assert stacks_of(Planned()) == ["blocks.0.experts", "blocks.1.experts"]

@@ -40,12 +40,16 @@ class ExpertParallel:
             raise ConfigError(f"{_KEY}: parallel.ep is 1; set it to 2 or more, or take the pass out")
         mesh = context.mesh.experts["ep"]
         touched = []
-        for name, role in model.parallel_plan().items():  # type: ignore[operator]  # declared by the model
-            if role == "expert":
-                self._share_out(name, model.get_submodule(name), mesh)
-                if self._config.overlap:
-                    self._overlap(name, model)
-                touched.append(name)
+        for name in stacks_of(model):
+            self._share_out(name, model.get_submodule(name), mesh)
+            if self._config.overlap:
+                self._overlap(name, model)
+            touched.append(name)
+        if not touched and context.mesh.degrees["pp"] == 1:  # a stage may have none, where another has some
+            raise ConfigError(
+                f"parallel.ep = {mesh.size()}: the model {context.job.model.qualified_name} has no experts; set "
+                "parallel.ep = 1, or make its feed-forward layers sparse (model.num_experts)"
+            )
         return model, touched
 
     def traffic(self, model: nn.Module, context: PassContext) -> Sequence[Traffic]:
@@ -85,6 +89,18 @@ class ExpertParallel:
 
 
 _KEY = "parallel.passes.expert_parallel"
+
+
+def stacks_of(model: Any) -> list[str]:
+    """The modules to which the model's plan gives the role ``expert``; ``*`` in it stands for one part of a name."""
+    patterns = [pattern.split(".") for pattern, role in model.parallel_plan().items() if role == "expert"]
+
+    def matches(name: str, pattern: Sequence[str]) -> bool:
+        parts = name.split(".")
+        return len(parts) == len(pattern) and all(w in ("*", part) for part, w in zip(parts, pattern, strict=True))
+
+    names = [name for name, _ in model.named_modules()]
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
