@@ -29,9 +29,9 @@ def grouped_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
     if like.device.type not in ("cpu", "cuda", "meta") or not aligned:
         return _loop(counts)
     ends = counts.cumsum(0, dtype=torch.int32)
-    if like.dtype == torch.bfloat16:
+    if like.dtype == torch.bfloat16 and like.device.type != "cpu":
         return lambda rows, weight: F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
-    if like.dtype in (torch.float32, torch.float16):
+    if like.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return lambda rows, weight: _product(rows, weight, ends)
     return _loop(counts)
 
@@ -52,6 +52,8 @@ def _loop(counts: torch.Tensor) -> Product:
 # plan); hence an operator of our own around its.
 @torch.library.custom_op("forge_moe::grouped_product", mutates_args=())
 def _product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if _in_blocks(rows):
+        return _product_in_blocks(rows, weight, ends)
     return F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
 
 
@@ -63,6 +65,8 @@ def _(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Ten
 @torch.library.custom_op("forge_moe::grouped_outer_product", mutates_args=())
 def _outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """``(R, N)`` and ``(R, K)`` to ``(E, N, K)``, the sum over each expert's rows."""
+    if _in_blocks(rows):
+        return _outer_product_in_blocks(gradient, rows, ends)
     return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
 
 
@@ -81,3 +85,41 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 _product.register_autograd(_backward, setup_context=_keep)
+
+
+# For bf16 on the CPU, oneDNN prepares a product anew for each number of rows that it has not multiplied lately, which
+# takes longer than the product. Experts have another number in each step; of blocks they have one of a few.
+_BLOCK = 32
+
+
+def _in_blocks(rows: torch.Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype == torch.bfloat16
+
+
+def _product_in_blocks(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Up to the end of its last block, each expert also works on the next one's rows, which that one then overwrites."""
+    rows = F.pad(rows, (0, 0, 0, _BLOCK))
+    output = rows.new_empty(len(rows), weight.shape[1])
+    start = 0
+    for one, end in zip(weight, ends.tolist(), strict=True):
+        stop = start + _whole_blocks(end - start)
+        torch.mm(rows[start:stop], one.T, out=output[start:stop])
+        start = end
+    output[start:] = 0  # in the product below, finite
+    return output[:-_BLOCK]
+
+
+def _outer_product_in_blocks(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    rows = F.pad(rows, (0, 0, 0, _BLOCK))
+    output = rows.new_empty(len(ends), gradient.shape[1], rows.shape[1])
+    start = 0
+    for one, end in zip(output, ends.tolist(), strict=True):
+        size = _whole_blocks(end - start)
+        own = F.pad(gradient[start:end], (0, 0, 0, size - (end - start)))
+        torch.mm(own.T, rows[start : start + size], out=one)
+        start = end
+    return output
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
