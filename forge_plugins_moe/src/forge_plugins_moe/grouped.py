@@ -97,7 +97,7 @@ def _in_blocks(rows: torch.Tensor) -> bool:
 
 
 def _product_in_blocks(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Up to the end of its last block, each expert also works on the next one's rows, which that one then overwrites."""
+    """Up to the end of its last block, each expert also works on rows of the next, which that one then overwrites."""
     rows = F.pad(rows, (0, 0, 0, _BLOCK))
     output = rows.new_empty(len(rows), weight.shape[1])
     start = 0
