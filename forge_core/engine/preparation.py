@@ -1,0 +1,174 @@
+"""What is known of a run before anything large is built, or anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
+from forge_core.checkpoint.fetching import Fetching
+from forge_core.checkpoint.mirror import Mirror, open_mirror
+from forge_core.checkpoint.store import Checkpoint, CheckpointStore
+from forge_core.component import Use
+from forge_core.config.job import check_device
+from forge_core.config.mirror_url import url_of_run
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import Callback
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.scheduler import Schedule
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
+from forge_core.engine.build import choose_vocab_size
+from forge_core.engine.console import Console
+from forge_core.engine.lifecycle import Lifecycle
+from forge_core.engine.mesh import Mesh, build_mesh
+from forge_core.engine.peers import Peers
+from forge_core.engine.ranks import from_first_rank
+from forge_core.engine.replicas import refuse_several_replications
+from forge_core.engine.resuming import Start, choose_start, refuse_if_incompatible, resume_asked_for
+from forge_core.engine.timeouts import Timeouts
+from forge_core.engine.warm_start import WarmStart, choose_warm_start
+from forge_core.errors import ConfigError
+from forge_core.lease import Sign, refuse_if_held
+from forge_core.passes import sort_passes
+from forge_core.run_directory import RunDirectory
+
+
+@attrs.frozen
+class Prepared:
+    """The components of a run, and where it begins."""
+
+    job: Job
+    catalog: Catalog
+    build: ComponentBuilder
+    device: torch.device
+    mesh: Mesh
+    peers: Peers
+    passes: Sequence[Use]
+    source: DataSource
+    loader: BatchLoader
+    validation: DataSource | None
+    vocab_size: int
+    schedule: Schedule
+    callbacks: Sequence[tuple[str, Callback]]
+    lifecycle: Lifecycle
+    directory: RunDirectory
+    store: CheckpointStore
+    start: Start
+    warm_start: WarmStart | None
+    ended: Sign | None
+    console: Console
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.start.checkpoint
+
+    @property
+    def is_complete(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.step == self.job.train.steps
+
+
+def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry_run: bool) -> Prepared:
+    """Called by all ranks alike.
+
+    Raises:
+        ConfigError: the run cannot begin; whose fault it is, and what to change.
+        MirrorError: the mirror cannot be asked, and the run is not to go on without it.
+    """
+    mesh = build_mesh(job, device)
+    directory = RunDirectory(job, writes=mesh.rank == 0)
+    console = Console(speaks=mesh.rank == 0, record=directory.write_log)
+    store = CheckpointStore(directory.checkpoints)
+    # ranks talk to each other here, so it comes before anything that may fail on one of them alone
+    ended = from_first_rank(lambda: refuse_if_held(directory.path))
+    fetching = None
+    if job.checkpoint.mirror is not None and dry_run:
+        console.line("dry run: goes by the checkpoints that are here; those at checkpoint.mirror are not fetched")
+    elif (mirror := mirror_of(job)) is not None:
+        fetching = Fetching(mirror, job.checkpoint.on_failure == "stop", peers.sign)
+    last_job = (fetching.last_job() if fetching else None) or directory.last_job()
+    resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
+    start = choose_start(resume, CheckpointStore(store.path, fetching), console.line)
+    checkpoint = start.checkpoint
+    warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
+    # what a component refuses on one device and not on another is known now that `auto` is
+    check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
+    build = ComponentBuilder(catalog)
+    source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
+    directory.refuse_if_unwritable()
+    if checkpoint is not None:
+        refuse_if_incompatible(job, source, checkpoint, console.line)
+    callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
+    refuse_several_replications(callbacks)
+    return Prepared(
+        job=job,
+        catalog=catalog,
+        build=build,
+        device=device,
+        mesh=mesh,
+        peers=peers,
+        passes=sort_passes(job, catalog),
+        source=source,
+        loader=_loader(job, source, mesh, device, checkpoint),
+        validation=_validation_source(job, source, build) if job.eval.interval else None,
+        vocab_size=choose_vocab_size(job, source),
+        schedule=build(job.scheduler, total_steps=job.train.steps),
+        callbacks=callbacks,
+        lifecycle=Lifecycle(
+            [
+                *([("timeouts", Timeouts(job.run)), ("peers", peers)] if mesh.world_size > 1 else []),
+                ("console", console),
+                *(("progress bar", bar) for bar in console.progress()),
+                *callbacks,
+            ]
+        ),
+        directory=directory,
+        store=store,
+        start=start,
+        warm_start=warm_start,
+        ended=ended,
+        console=console,
+    )
+
+
+def mirror_of(job: Job) -> Mirror | None:
+    """Where the run's checkpoints are copied to, if that is asked for."""
+    mirror = job.checkpoint.mirror
+    return None if mirror is None else open_mirror(url_of_run(mirror, str(job.run.name)))
+
+
+def _loader(
+    job: Job, source: DataSource, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None
+) -> BatchLoader:
+    train, config = job.train, job.data.config
+    seed = train.seed if train.data_seed is None else train.data_seed
+    state = checkpoint.state() if checkpoint else {}
+    return BatchLoader(
+        SampleStream(source, seed=seed, shuffle=config.shuffle, left_out=state.get("left_out", ())),
+        position=state.get("position", 0),
+        batch_size=train.batch_size,
+        grad_accumulation=train.grad_accumulation or 1,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def _validation_source(job: Job, training: DataSource, build: ComponentBuilder) -> DataSource:
+    split = "validation" if job.eval.data is None else "all"
+    source: DataSource = build(job.eval.data or job.data, seq_len=job.train.seq_len, split=split)
+    if source.vocab_size > training.vocab_size:
+        raise ConfigError(
+            f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
+            "prepare both with the same tokenizer"
+        )
+    ours, theirs = training.tokenizer, source.tokenizer
+    if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
+        raise ConfigError("eval.data: it has another tokenizer than the training data, so their losses mean nothing")
+    return source
