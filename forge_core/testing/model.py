@@ -14,6 +14,7 @@ from torch import nn
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.contracts.model import ParameterRole, Recompute, ShardRole
 from forge_core.engine.initialisation import SeededInitializer
+from forge_core.module_pattern import fits
 from forge_core.testing.component_case import ComponentCase
 from forge_core.testing.module_state import (
     assert_forward_is_pure,
@@ -82,7 +83,7 @@ class ModelConformance(ComponentCase):
         modules = [name for name, _ in model.named_modules()]
 
         for pattern, role in model.parallel_plan().items():
-            assert any(_matches(pattern, name) for name in modules), f"parallel_plan: {pattern!r} matches no module"
+            assert any(fits(name, pattern) for name in modules), f"parallel_plan: {pattern!r} matches no module"
             assert role in get_args(ShardRole), f"parallel_plan gives {pattern!r} the unknown role {role!r}"
 
     def test_recompute_plan_names_operations(self) -> None:
@@ -337,9 +338,3 @@ def _drop(model: Any, *parts: str) -> None:
             setattr(model, part, None)
         else:
             del model.blocks[part]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether ``name`` fits ``pattern``, where ``*`` stands for one name component."""
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(want in ("*", part) for want, part in zip(wanted, parts, strict=True))

@@ -101,7 +101,7 @@ def test_the_sparse_job_itself_is_valid(tmp_path, catalog):
     assert {"fsdp", "expert_parallel"} <= set(job.parallel.passes)
 
 
-def teststacks_of_are_found_by_patterns_too():
+def test_stacks_are_found_by_patterns_too():
     class Planned(nn.Module):
         def __init__(self):
             super().__init__()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.errors import ConfigError, PluginError
+from forge_core.module_pattern import fits
 from forge_plugins_moe.config import ExpertParallelConfig
 from forge_plugins_moe.traffic import expert_traffic
 
@@ -92,15 +93,9 @@ _KEY = "parallel.passes.expert_parallel"
 
 
 def stacks_of(model: Any) -> list[str]:
-    """The modules to which the model's plan gives the role ``expert``; ``*`` in it stands for one part of a name."""
-    patterns = [pattern.split(".") for pattern, role in model.parallel_plan().items() if role == "expert"]
-
-    def matches(name: str, pattern: Sequence[str]) -> bool:
-        parts = name.split(".")
-        return len(parts) == len(pattern) and all(w in ("*", part) for part, w in zip(parts, pattern, strict=True))
-
-    names = [name for name, _ in model.named_modules()]
-    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+    """The modules to which the model's plan gives the role ``expert``."""
+    patterns = [pattern for pattern, role in model.parallel_plan().items() if role == "expert"]
+    return [name for name, _ in model.named_modules() if any(fits(name, pattern) for pattern in patterns)]
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

@@ -15,6 +15,7 @@ from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-unt
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
+from forge_core.module_pattern import is_within
 from forge_plugins_parallel.config import Float8Config
 
 _MULTIPLE = 16
@@ -87,7 +88,7 @@ class Float8:
             and isinstance(module, nn.Linear)
             and _is_plain(type(module))
             and roles.get(f"{name}.weight") == "matrix"
-            and not any(_is_within(name, pattern) for pattern in kept)
+            and not any(is_within(name, pattern) for pattern in kept)
             and not any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
             and all(size >= self._config.min_dim and size % _MULTIPLE == 0 for size in _local_shape(module.weight))
         ]
@@ -114,12 +115,6 @@ def _float8_class(own: Any) -> Any:
         return Float8Linear
     bases = tuple(Float8Linear if base is nn.Linear else base for base in own.__bases__)
     return type(f"Float8{own.__name__}", bases, {"__module__": __name__})
-
-
-def _is_within(name: str, pattern: str) -> bool:
-    """Whether it is of a module that the pattern names, or in one; ``*`` stands for one component of a name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=False))
 
 
 def _local_shape(weight: torch.Tensor) -> torch.Size:

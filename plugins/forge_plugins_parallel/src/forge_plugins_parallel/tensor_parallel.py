@@ -23,6 +23,7 @@ from forge_core.auxiliary import LEDGER
 from forge_core.contracts.model import ShardRole
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, PluginError
+from forge_core.module_pattern import fits
 from forge_plugins_parallel.config import TensorParallelConfig
 from forge_plugins_parallel.cut_layers import (
     POSITION,
@@ -89,7 +90,7 @@ def matched_plan(model: Any) -> dict[str, ShardRole]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     plan: dict[str, ShardRole] = {}
     for pattern, role in model.parallel_plan().items():
-        matches = [name for name in names if _matches(name, pattern)]
+        matches = [name for name in names if fits(name, pattern)]
         if not matches and not _is_of_another_stage(pattern, model):
             raise PluginError(f"{_class(model)}.parallel_plan names {pattern!r}, which is no module of the model")
         for name in matches:
@@ -134,11 +135,6 @@ def _is_of_another_stage(pattern: str, model: Any) -> bool:
         return getattr(model, part, model) is None
     is_whole = None not in (model.embed, model.norm, model.head)
     return not is_whole and rest != [] and rest[0].isdigit() and rest[0] not in model.blocks
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", part) for part, w in zip(parts, wanted, strict=True))
 
 
 def _cut(
