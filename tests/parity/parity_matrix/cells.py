@@ -18,6 +18,11 @@ independent terms are about 1/√32 of that. Measured against bf16: 1e-2 for the
 _DEEPSEEK = 'router={name="sigmoid_topk", bias_rate=0.01, balance=0.01, z_loss=0.001}'
 _OLMOE = 'router={name="softmax_topk", order="softmax_topk", balance=0.01, bias_rate=0.01}'
 
+_SHAPE = [  # job.toml's, which goes with the model's name when another one is named
+    *("model.dim=32", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.max_seq_len=64"),
+    *("model.qk_norm=true", "model.init_std=0.05"),
+]
+
 _PACKED = ["data.path=short", "data.document_mask=true"]
 
 TRAININGS: Mapping[str, Sequence[str]] = {
@@ -46,6 +51,15 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         "model.multi_token={depths=2, acceptance_every=4}",
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
         *_PACKED,
+    ],
+    "whole": ['model.feed_forward={name="whole_mlp", hidden_dim=48}'],
+    "moe whole positions": [
+        "model.name=without_positions_apart",
+        *_SHAPE,
+        (
+            'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, shared_experts=1, shared_gate=true, '
+            f"{_DEEPSEEK}}}"
+        ),
     ],
     "moe hash": [
         (
@@ -146,6 +160,9 @@ CELLS: Mapping[str, Cell] = {
     "tp2-chunked": Cell(2, [TP2, *CHUNKED], "layernorm"),
     "tp2-packed": Cell(2, [TP2], "packed"),
     "tp2-auxiliary": Cell(2, [TP2], "auxiliary"),
+    "tp2-whole": Cell(2, [TP2], "whole"),
+    "tp2-whole-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "whole"),
+    "moe-tp2-without-sequence": Cell(2, [TP2], "moe whole positions"),
     "tp2-fsdp1-microbatches2": Cell(2, [TP2, *TWO_MICROBATCHES, f"{FSDP}=true"]),
     "tp2-ac-selective": Cell(2, [TP2, f"{AC}.mode=selective"]),
     # enough for the rank with 128 of 257 words to recompute a block less, which it must not

@@ -20,7 +20,23 @@ def forge_callbacks():
 
 
 @hookimpl
+def forge_models():
+    yield Component(
+        name="without_positions_apart",
+        summary="a transformer whose plan has no role 'sequence'",
+        factory="parity_matrix.plans:WithoutPositionsApart",
+        config="forge_plugins_dense.config:TransformerConfig",
+    )
+
+
+@hookimpl
 def forge_feed_forwards():
+    yield Component(
+        name="whole_mlp",
+        summary="an MLP that tensor parallelism is to leave whole",
+        factory="parity_matrix.plans:WholeMLP",
+        config="forge_plugins_dense.config:MLPConfig",
+    )
     yield Component(
         name="sized_mlp",
         summary="an MLP whose output should be small, in layers 0 and 3: auxiliary losses in different stages",
