@@ -99,12 +99,13 @@ def test_a_pattern_that_fits_no_layer_is_refused(context):
         converted(context, **EMULATED, exclude=("blocks.99.*",))
 
 
-def test_what_the_plan_replicates_is_left_alone(context):
-    """A router: every rank along tp decides alike, and rounding would send tokens elsewhere."""
+@pytest.mark.parametrize("role", ["replicate", "router"])
+def test_what_decides_where_tokens_go_is_left_alone(context, role):
+    """Every rank along tp decides alike, and rounding would send tokens elsewhere."""
 
     class Routed(SmallModel):
         def parallel_plan(self):
-            return {**super().parallel_plan(), "blocks.*.up": "replicate"}
+            return {**super().parallel_plan(), "blocks.*.up": role}
 
     with torch.device("meta"):
         model = Routed(dim=32)

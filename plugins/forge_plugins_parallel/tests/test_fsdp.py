@@ -4,6 +4,7 @@ import attrs
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.build import materialise
@@ -13,6 +14,7 @@ from forge_core.testing.component_case import builder
 from forge_core.testing.parallel_pass import ParallelPassConformance
 from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
 from forge_plugins_parallel.config import FullyShardConfig
+from forge_plugins_parallel.fsdp import _placement
 
 CPU = torch.device("cpu")
 
@@ -100,3 +102,17 @@ def test_keys_without_effect_are_refused(config, accumulation, sentence):
 
     assert key == "keep_gathered"
     assert sentence in found
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8, 6, 12), None),  # by experts, which is how FSDP shards if it is not told
+        ((2, 6, 12), Shard(2)),  # two of four ranks would have nothing
+        ((2, 8, 12), Shard(1)),
+        ((2, 3, 5), None),
+        ((2, 12), None),  # no stack
+    ],
+)
+def test_a_stack_of_fewer_experts_than_ranks_is_sharded_within_experts(shape, expected):
+    assert _placement(torch.nn.Parameter(torch.empty(shape)), ranks=4) == expected
