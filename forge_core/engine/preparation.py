@@ -101,7 +101,7 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
     source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
     directory.refuse_if_unwritable()
     if checkpoint is not None:
-        refuse_if_incompatible(job, source, checkpoint, console.line)
+        refuse_if_incompatible(job, source, checkpoint, build, console.line)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_several_replications(callbacks)
     return Prepared(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -15,7 +16,9 @@ from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkp
 from forge_core.checkpoint.tensors import empty_optimizer_state
 from forge_core.config.diff import differences
 from forge_core.config.job import job_table
+from forge_core.config.plain import plain
 from forge_core.config.sections import Job
+from forge_core.contracts.builder import Builder
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.data_source import DataSource
 from forge_core.engine.build import BuiltModel
@@ -98,13 +101,16 @@ def choose_start(resume: str, store: CheckpointStore, report: Callable[[str], No
     return Start(find_checkpoint(Path(resume).expanduser(), report), seen)
 
 
-def refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+def refuse_if_incompatible(
+    job: Job, source: DataSource, checkpoint: Checkpoint, build: Builder, report: Callable[[str], None]
+) -> None:
     """Report what differs from the job that wrote ``checkpoint``.
 
     Raises:
         ConfigError: something does that cannot, each with both values.
     """
     saved_job = tomllib.loads((checkpoint.path / "job.toml").read_text())
+    saved_job["model"] = _with_new_keys(saved_job["model"], build)
     changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
     if checkpoint.state()["data_fingerprint"] != source.fingerprint:
         keys = [change.key for change in changes if change.key.startswith("data.")]
@@ -119,6 +125,15 @@ def refuse_if_incompatible(job: Job, source: DataSource, checkpoint: Checkpoint,
     for change in changes:
         if not change.key.startswith(("run.", "metrics.", "checkpoint.")) and (change.old or change.new):
             report(f"resuming with another {change.key}: {change.old} -> {change.new}")
+
+
+def _with_new_keys(model: Mapping[str, Any], build: Builder) -> Mapping[str, Any]:
+    """With the default of each key that a plugin has got since, by which it does what it did before."""
+    try:
+        completed: Mapping[str, Any] = plain(build.resolve("model", model))
+    except ConfigError:
+        return model  # it has lost a key, or taken one of its values back: compared as it was written
+    return completed
 
 
 def restore(

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 
+from forge_core.checkpoint.manifest import describe_file, read_manifest, write_manifest
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
 from forge_core.engine.run import run_job
@@ -119,3 +121,19 @@ TRAINING = ("step", "loss", "grad_norm", "lr", "tokens")
 def training_values() -> Callable[[list[dict]], list[tuple[float, ...]]]:
     """What must be equal for equal training; times are not."""
     return lambda lines: [tuple(line[key] for key in TRAINING) for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def rewrite_job() -> Callable[..., Path]:
+    """A function that makes a checkpoint's job say something else, and its manifest name other versions of plugins."""
+
+    def rewrite(checkpoint: Path, old: str, new: str, **versions: str) -> Path:
+        job = checkpoint / "job.toml"
+        assert old in job.read_text()
+        job.write_text(job.read_text().replace(old, new))
+        manifest = read_manifest(checkpoint)
+        files = {**manifest.files, "job.toml": describe_file(job)}
+        write_manifest(checkpoint, attrs.evolve(manifest, files=files, versions={**manifest.versions, **versions}))
+        return checkpoint
+
+    return rewrite

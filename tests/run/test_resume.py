@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forge_core.checkpoint.store import open_checkpoint
+from forge_core.cli import main
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -61,3 +62,24 @@ def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_los
     for line, reference in zip(losses, straight, strict=True):
         assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+def test_a_checkpoint_from_before_a_key_of_the_model_is_held_to_its_default(shared_tiny, rewrite_job, capfd):
+    """Plugins get new keys, and a run of weeks is not to end with an update."""
+    shared_tiny.completed("run.name=updated", "train.steps=10")
+    rewrite_job(shared_tiny.path("updated") / "checkpoints/step_00000010", "tie_embeddings = false\n", "")
+
+    again = ["run", str(shared_tiny.config), "run.name=updated", "train.steps=12"]
+    assert main([*again, "model.tie_embeddings=true"]) == 2
+    assert "model.tie_embeddings: False -> True" in capfd.readouterr().err
+    assert main(again) == 0
+    assert shared_tiny.metrics("updated")[-1]["step"] == 12
+
+
+def test_a_checkpoint_whose_model_has_a_key_that_is_gone_is_refused_by_its_name(shared_tiny, rewrite_job, capfd):
+    shared_tiny.completed("run.name=outdated", "train.steps=10")
+    checkpoint = shared_tiny.path("outdated") / "checkpoints/step_00000010"
+    rewrite_job(checkpoint, "tie_embeddings = false\n", "tie_embeddings = false\nknots = 3\n")
+
+    assert main(["run", str(shared_tiny.config), "run.name=outdated", "train.steps=12"]) == 2
+    assert "model.knots: 3 -> not set" in capfd.readouterr().err

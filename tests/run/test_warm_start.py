@@ -3,11 +3,9 @@
 import json
 import shutil
 
-import attrs
 import pytest
 import torch
 
-from forge_core.checkpoint.manifest import describe_file, read_manifest, write_manifest
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 
@@ -117,20 +115,8 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_nothing_is_written(start, 
     assert not start.path.exists()
 
 
-def _rewritten(source, folder, old, new, **versions):
-    """A copy whose job says something else."""
-    copy = shutil.copytree(source, folder / "foreign")
-    job = copy / "job.toml"
-    assert old in job.read_text()
-    job.write_text(job.read_text().replace(old, new))
-    manifest = read_manifest(copy)
-    files = {**manifest.files, "job.toml": describe_file(job)}
-    write_manifest(copy, attrs.evolve(manifest, files=files, versions={**manifest.versions, **versions}))
-    return copy
-
-
-def test_state_of_another_optimizer_is_refused(start, source, tmp_path, capfd):
-    foreign = _rewritten(source, tmp_path, "forge-plugins-optim:adamw", "acme-optim:jay")
+def test_state_of_another_optimizer_is_refused(start, source, rewrite_job, tmp_path, capfd):
+    foreign = rewrite_job(shutil.copytree(source, tmp_path / "foreign"), "forge-plugins-optim:adamw", "acme-optim:jay")
 
     assert start(f"checkpoint.load.path={foreign}", 'checkpoint.load.include=["*"]') == 2
 
@@ -138,8 +124,10 @@ def test_state_of_another_optimizer_is_refused(start, source, tmp_path, capfd):
     assert "has state of the optimizer acme-optim:jay, and this job has forge-plugins-optim:adamw" in said
 
 
-def test_tensors_are_loaded_without_the_code_of_the_plugins_that_made_them(start, source, tmp_path, capfd):
-    foreign = _rewritten(source, tmp_path, "forge-plugins-dense:transformer", "acme:jay", acme="0.3")
+def test_tensors_are_loaded_without_the_code_of_the_plugins_that_made_them(start, source, rewrite_job, tmp_path, capfd):
+    foreign = rewrite_job(
+        shutil.copytree(source, tmp_path / "foreign"), "forge-plugins-dense:transformer", "acme:jay", acme="0.3"
+    )
 
     start(f"checkpoint.load.path={foreign}")
 
