@@ -145,10 +145,8 @@ class Sorting:
         given = self.assignments
         rows = self.without_none(rows)
         if given.top_k is not None:
-            weighted = permute(rows, self.order, back=True).view(
-                self.n_tokens, given.top_k, rows.shape[1]
-            ) * given.weight.view(-1, given.top_k, 1)
-            return weighted.sum(1).to(rows.dtype)
+            summed: torch.Tensor = _WeightAndSum.apply(rows, given.weight, self.order, given.top_k)  # type: ignore[no-untyped-call]  # torch's
+            return summed
         weighted = rows * given.weight[self.order, None]
         return sum_by_token(weighted, given.token[self.order], self.n_tokens).to(rows.dtype)
 
@@ -205,9 +203,36 @@ class _CopyAndSort(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (order,) = ctx.saved_tensors
         (gradient,) = gradients
-        of_tokens = gradient[_inverse(order)].view(len(order) // ctx.top_k, ctx.top_k, gradient.shape[1])
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return of_tokens.sum(1, dtype=wide).to(gradient.dtype), None, None
+        return _of_tokens(gradient, order, ctx.top_k).sum(1).to(gradient.dtype), None, None
+
+
+class _WeightAndSum(torch.autograd.Function):
+    """For rows ``(T · k, D)`` in this order of the weights ``(T · k,)``, the weighted sum of each token's k rows.
+
+    One operation, since rows and weights differ in dtype: autograd would keep copies of all rows in fp32, and
+    products of unequal dtypes are slow on CPUs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight, order)
+        ctx.top_k = top_k
+        weighted = _of_tokens(rows, order, top_k) * weight.view(-1, top_k, 1)
+        return weighted.sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        rows, weight, order = ctx.saved_tensors
+        gradient = gradients[0].to(weight.dtype)[:, None]
+        of_weight = (_of_tokens(rows, order, ctx.top_k) * gradient).sum(2).flatten()
+        of_rows = (gradient * weight.view(-1, ctx.top_k, 1)).to(rows.dtype).flatten(0, 1)[order]
+        return of_rows, of_weight, None, None
+
+
+def _of_tokens(rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+    """``(T, k, D)`` fp32, or fp64 if rows are."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows[_inverse(order)].view(-1, top_k, rows.shape[1]).to(wide)
 
 
 class _Permute(torch.autograd.Function):

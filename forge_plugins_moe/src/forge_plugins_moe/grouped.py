@@ -98,28 +98,38 @@ def _in_blocks(rows: torch.Tensor) -> bool:
 
 def _product_in_blocks(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Up to the end of its last block, each expert also works on rows of the next, which that one then overwrites."""
-    rows = F.pad(rows, (0, 0, 0, _BLOCK))
     output = rows.new_empty(len(rows), weight.shape[1])
     start = 0
     for one, end in zip(weight, ends.tolist(), strict=True):
-        stop = start + _whole_blocks(end - start)
-        torch.mm(rows[start:stop], one.T, out=output[start:stop])
+        first, last = _window(start, end, len(rows))
+        if first == start:
+            torch.mm(rows[first:last], one.T, out=output[first:last])
+        else:
+            output[start:end] = (rows[first:last] @ one.T)[start - first : end - first]
         start = end
     output[start:] = 0  # in the product below, finite
-    return output[:-_BLOCK]
+    return output
 
 
 def _outer_product_in_blocks(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    rows = F.pad(rows, (0, 0, 0, _BLOCK))
+    """In an expert's blocks, the rows of others are zero in the narrower factor."""
     output = rows.new_empty(len(ends), gradient.shape[1], rows.shape[1])
+    narrow, wide = (gradient, rows) if gradient.shape[1] < rows.shape[1] else (rows, gradient)
+    own = torch.empty_like(narrow)
     start = 0
     for one, end in zip(output, ends.tolist(), strict=True):
-        size = _whole_blocks(end - start)
-        own = F.pad(gradient[start:end], (0, 0, 0, size - (end - start)))
-        torch.mm(own.T, rows[start : start + size], out=one)
+        first, last = _window(start, end, len(rows))
+        block = own[: last - first]
+        block[: start - first] = 0
+        block[start - first : end - first] = narrow[start:end]
+        block[end - first :] = 0
+        left, right = (block, wide[first:last]) if narrow is gradient else (wide[first:last], block)
+        torch.mm(left.T, right, out=one)
         start = end
     return output
 
 
-def _whole_blocks(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
+def _window(start: int, end: int, rows: int) -> tuple[int, int]:
+    """Whole blocks that cover these rows, from ``start`` on, or where there are not so many, up to the last row."""
+    size = min(-(-(end - start) // _BLOCK) * _BLOCK, rows)
+    return min(start, rows - size), min(start, rows - size) + size
