@@ -29,7 +29,6 @@ TP2, PP2, CP2 = "parallel.tp=2", "parallel.pp=2", "parallel.cp=2"
 CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "full": (1, "plain", [FULL]),
     "selective": (1, "plain", [SELECTIVE]),
-    "compile": (1, "plain", [COMPILE]),
     "compile-selective": (1, "plain", [COMPILE, SELECTIVE]),
     "fsdp2": (2, "packed", [HALF]),
     "fsdp2-full": (2, "plain", [HALF, FULL]),

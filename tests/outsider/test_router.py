@@ -21,7 +21,6 @@ EP2, TP2, PP2 = "parallel.ep=2", "parallel.tp=2", "parallel.pp=2"
 TWO, ONE = "train.grad_accumulation=2", "train.grad_accumulation=1"
 
 CELLS = {  # the ranks and the layout; a step always has four sequences
-    "compile": (1, [COMPILE]),
     "fsdp2": (2, [TWO]),
     "ep2-full": (2, [EP2, TWO, FULL]),
     "tp2": (2, [TP2]),

@@ -7,7 +7,23 @@ from parity_matrix.matrix import EXCHANGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-every_cell = pytest.mark.parametrize("cell", CELLS)
+BY_NIGHT = {  # what puts together what other cells have apart, and graphs that take long to compile
+    *("ac-none", "hsdp2x2-ac-every-second", "latent-compiled-ac-selective"),
+    *("tp2-copies2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-latent", "tp2-latent-whole-positions"),
+    *("pp2-interleaved-zero-bubble-packed", "pp2-zero-bubble-v-chunked"),
+    *("cp2-ac-auto", "cp2-copies2", "cp2-fsdp2-packed"),
+    *("cp2-ring-compiled", "cp2-ring-fsdp2", "cp2-ring-pp2-ac-full"),
+    *("moe-ep2-cp2-fsdp2", "moe-ep2-overlap-compiled", "moe-pp2-ep2-zero-bubble-v-overlap"),
+    "moe-ep4-hierarchical-chunks2-ac-full-packed",
+    *("ahead-ac-auto", "ahead-chunked", "ahead-compiled-whole-model", "ahead-tp2-chunked-packed"),
+    *("ahead-pp2-interleaved-zero-bubble-packed", "ahead-pp2-zero-bubble-v-chunked", "ahead-pp2-cp2-moe-packed"),
+    *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),
+}
+assert CELLS.keys() >= BY_NIGHT
+
+every_cell = pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.nightly] if cell in BY_NIGHT else []) for cell in CELLS]
+)
 
 
 @every_cell
