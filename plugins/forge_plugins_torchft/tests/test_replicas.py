@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 
 import pytest
 import torch
@@ -116,6 +117,18 @@ def test_a_replica_that_waits_for_others_notices_that_the_lighthouse_is_gone(job
     with lighthouse(None, TorchftConfig(min_replicas=2), 1.0) as url:
         alone = job.start("run", "callbacks.0.min_replicas=2", **{LIGHTHOUSE: url, HOST: "127.0.0.1"})
         job.wait_until(lambda: (job.folder / "runs" / "both" / "events.jsonl").exists(), alone)
+    said = job.output(alone)
+
+    assert alone.returncode == 5, said
+    assert f"no lighthouse answers at {url}" in said
+
+
+def test_a_lighthouse_that_goes_while_a_replica_joins_is_named(job):
+    server = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    alone = job.start("run", "callbacks.0.timeout=3", **{LIGHTHOUSE: url, HOST: "127.0.0.1"})
+    server.accept()[0].close()  # the replica, which looks whether it may begin
+    server.close()
     said = job.output(alone)
 
     assert alone.returncode == 5, said

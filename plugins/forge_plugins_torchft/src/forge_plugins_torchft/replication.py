@@ -72,25 +72,28 @@ class TorchftReplication(Replication):
         self._store, port = _store_of_replica(host, self._run.rank)
         self._transport = StateTransport(timeout, host)
         self._group = (ProcessGroupNCCL if self._run.device.type == "cuda" else ProcessGroupGloo)(timeout)
-        self._manager = _WatchfulManager(
-            pg=self._group,
-            load_state_dict=handover.take,
-            state_dict=lambda: _settled(handover),
-            min_replica_size=self._config.min_replicas,
-            use_async_quorum=False,  # who takes part decides which samples are read
-            timeout=timeout,
-            quorum_timeout=timedelta(seconds=self._config.join_timeout),
-            connect_timeout=timeout,
-            rank=self._run.rank,
-            world_size=self._run.world_size,
-            store_addr=host,
-            store_port=port,
-            lighthouse_addr=self._lighthouse,
-            replica_id=os.environ.get(NAME) or socket.gethostname(),
-            hostname=host,
-            checkpoint_transport=self._transport,
-            init_sync=False,  # the same seed is the same model
-        )
+        try:
+            self._manager = _WatchfulManager(
+                pg=self._group,
+                load_state_dict=handover.take,
+                state_dict=lambda: _settled(handover),
+                min_replica_size=self._config.min_replicas,
+                use_async_quorum=False,  # who takes part decides which samples are read
+                timeout=timeout,
+                quorum_timeout=timedelta(seconds=self._config.join_timeout),
+                connect_timeout=timeout,
+                rank=self._run.rank,
+                world_size=self._run.world_size,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=os.environ.get(NAME) or socket.gethostname(),
+                hostname=host,
+                checkpoint_transport=self._transport,
+                init_sync=False,  # the same seed is the same model
+            )
+        except RuntimeError as error:  # it is gone since it was waited for, or is none; torchft says so by texts only
+            raise LostPeerError(f"no lighthouse answers at {self._lighthouse}: {error}") from error
         self._manager.look = lambda: self._wait_for_lighthouse(_LOST_AFTER)
         self._manager.load_state_dict({**self._saved, "step": handover.step})
         self._expected = int(os.environ.get(EXPECTED) or 1)
