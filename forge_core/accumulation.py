@@ -49,7 +49,8 @@ class _Accumulate(torch.autograd.Function):
 # An operator, so that torch.compile keeps it as it is. It does not declare that it changes the buffer: a graph would
 # copy the buffer back at its end, over what the backward of another microbatch has added meanwhile. For the same reason
 # the change is hidden from autograd's counts of versions: several microbatches have saved the buffer, for its place.
-@torch.library.custom_op("forge::accumulate", mutates_args=())
+# Nor can a CUDA graph hold it, which would replay it on the buffer and the value that it was recorded with.
+@torch.library.custom_op("forge::accumulate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _add(gradient: torch.Tensor, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     buffer.data.add_(value)
     return gradient.clone()

@@ -111,22 +111,27 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, activation: torch.Tensor, value: torch.Tensor, name: str, place: str) -> torch.Tensor:
         ctx.save_for_backward(value)
         ctx.name, ctx.place = name, place
+        ctx.recorded = False
         return unchanged(activation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # A zero-bubble pipeline goes here twice where the value does not depend on what the stage was given: for the
+        # gradient of that, and for those of parameters.
         (value,) = ctx.saved_tensors
-        return gradients[0], _record(value, ctx.name, ctx.place), None, None
+        first, ctx.recorded = not ctx.recorded, True
+        return gradients[0], _record(value, ctx.name, ctx.place, first), None, None
 
 
 # An operator, so that torch.compile keeps it as it is: neither the note it takes nor the scale of the step, which is
-# another one each time, are part of a graph.
-@torch.library.custom_op("forge::record_auxiliary_loss", mutates_args=())
-def _record(value: torch.Tensor, name: str, place: str) -> torch.Tensor:
-    LEDGER.add(name, cast("Place", place), value.detach().clone())
+# another one each time, are part of a graph; nor of a CUDA graph, which would replay the scale of one step.
+@torch.library.custom_op("forge::record_auxiliary_loss", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _record(value: torch.Tensor, name: str, place: str, first: bool) -> torch.Tensor:
+    if first:
+        LEDGER.add(name, cast("Place", place), value.detach().clone())
     return LEDGER.gradient_for(name, value, cast("Place", place))
 
 
 @_record.register_fake
-def _(value: torch.Tensor, name: str, place: str) -> torch.Tensor:
+def _(value: torch.Tensor, name: str, place: str, first: bool) -> torch.Tensor:
     return torch.empty_like(value)

@@ -17,7 +17,7 @@ from forge_core.checkpoint.tensors import model_tensors, named_parameters
 from forge_core.config.job import load_job
 from forge_core.config.sections import Job
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_core.engine.build import build_on_meta, materialise
+from forge_core.engine.build import build_on_meta, cast_parameters, materialise
 from forge_core.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> LoadedModel:
-    """Rebuild the model of ``checkpoint`` on ``device``, in ``dtype`` or in that of the file.
+    """Rebuild the model of ``checkpoint`` on ``device``, with parameters in ``dtype`` or in that of the file.
 
     Raises:
         ConfigError: the checkpoint needs a component that is not installed, or does not fit it.
@@ -53,9 +53,9 @@ def load_model(
     model = build_on_meta(job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
     checkpoint.load(model_tensors(named_parameters([model]), [model]))
-    return LoadedModel(
-        job, model.to(dtype) if dtype else model, _tokenizer(state.get("tokenizer"), checkpoint.path, build)
-    )
+    if dtype is not None:
+        cast_parameters(model, dtype)
+    return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint.path, build))
 
 
 def _tokenizer(table: dict[str, object] | None, folder: Path, build: ComponentBuilder) -> Tokenizer | None:

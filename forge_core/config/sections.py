@@ -67,8 +67,8 @@ class TrainSection:
     data_seed: int | None = attrs.field(default=None, validator=attrs.validators.optional([ge(0), lt(2**63)]))
     """Decides the order of the data; by default ``seed``."""
     precision: Precision = "bf16"
-    """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: everything in
-    bf16."""
+    """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: parameters,
+    gradients, optimizer state and compute in bf16; buffers, such as counts of tokens, stay as a module has them."""
 
 
 @attrs.frozen(kw_only=True)

@@ -128,13 +128,22 @@ def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Modu
     with torch.device("meta"):
         model: nn.Module = build(job.model, vocab_size=vocab_size)
     if job.train.precision == "bf16_pure":
-        model.to(torch.bfloat16)
+        cast_parameters(model, torch.bfloat16)
     declared = set(model.parameter_roles())  # type: ignore[operator]  # the contract of a model
     actual = {name for name, _ in model.named_parameters()}
     if declared != actual:
         wrong = ", ".join(sorted(declared ^ actual)[:5])
         raise PluginError(f"{type(model).__qualname__}.parameter_roles and its parameters differ: {wrong}")
     return model
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters, as FSDP's mixed precision does. Buffers keep the dtype that a module gave them, as counts and
+    biases are finer than what bf16 can tell apart."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module
 
 
 def materialise(model: nn.Module, device: torch.device, seed: int, *, on_host: bool = False) -> None:

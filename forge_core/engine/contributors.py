@@ -21,7 +21,7 @@ class Contributors:
             canonical_name(name): module
             for part in parts
             for name, module in part.named_modules()
-            if hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
+            if _contributes(module)
         }
         self._metric_names: Sequence[str] | None = None
 
@@ -55,10 +55,15 @@ class Contributors:
                 reduced[module][name] = part.view(tensor.shape).to(tensor.dtype)
                 tensor.zero_()
         for name, module in self._modules.items():
-            kept = [] if left_out is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
+            if left_out is None:
+                module.before_optimizer_step(reduced[name], progress)
+                continue
+            kept = [(owner, key, owner.get_buffer(key)) for owner, key in _buffers_of(module)]
+            before = [buffer.clone() for _, _, buffer in kept]
             module.before_optimizer_step(reduced[name], progress)
-            for buffer, before in kept:
-                buffer.copy_(torch.where(left_out != 0, before, buffer))  # type: ignore[arg-type]  # None has none kept
+            for (owner, key, buffer), value in zip(kept, before, strict=True):
+                buffer.copy_(torch.where(left_out != 0, value, owner.get_buffer(key)))
+                setattr(owner, key, buffer)  # a module may have put another one there
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> Mapping[str, torch.Tensor]:
@@ -85,3 +90,17 @@ class Contributors:
         for module, contributor in self._modules.items():
             for name, tensor in contributor.accumulators().items():
                 yield module, name, tensor
+
+
+def _contributes(module: nn.Module) -> bool:
+    return hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The buffers that are a contributor's to change, each as its module and its name there: not those of a contributor
+    inside it."""
+    for name, _ in module.named_buffers(recurse=False):
+        yield module, name
+    for child in module.children():
+        if not _contributes(child):
+            yield from _buffers_of(child)

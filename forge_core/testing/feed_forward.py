@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forge_core.contracts.model import ParameterRole, ShardRole
+from forge_core.engine.build import cast_parameters
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.testing.component_case import ComponentCase
 from forge_core.testing.module_state import (
@@ -15,7 +16,6 @@ from forge_core.testing.module_state import (
     assert_gradients_everywhere,
     assert_initialised,
     build_on_meta,
-    cast_parameters,
     materialise,
     snapshot,
 )

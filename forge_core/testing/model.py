@@ -13,6 +13,7 @@ from torch import nn
 
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.contracts.model import ParameterRole, Recompute, ShardRole
+from forge_core.engine.build import cast_parameters
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.module_pattern import fits
 from forge_core.testing.component_case import ComponentCase
@@ -21,7 +22,6 @@ from forge_core.testing.module_state import (
     assert_gradients_everywhere,
     assert_initialised,
     build_on_meta,
-    cast_parameters,
     materialise,
     snapshot,
 )

@@ -56,13 +56,6 @@ def assert_initialised(module: nn.Module, rng: SeededInitializer, prefix: str = 
         assert torch.isfinite(tensor).all(), f"init_weights leaves values that are not finite in {prefix}{name}"
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast parameters and leave buffers alone, as FSDP's mixed precision does."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return module
-
-
 def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers by name."""
     return {name: tensor.detach().clone() for name, tensor in named_tensors(module)}

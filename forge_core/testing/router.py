@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.contracts.router import Routing
+from forge_core.contracts.router import TOKEN_FACTS, Routing
+from forge_core.engine.build import cast_parameters
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.testing.component_case import ComponentCase
 from forge_core.testing.module_state import (
@@ -18,7 +19,6 @@ from forge_core.testing.module_state import (
     assert_gradients_everywhere,
     assert_initialised,
     build_on_meta,
-    cast_parameters,
     materialise,
     snapshot,
 )
@@ -62,6 +62,14 @@ class RouterConformance(ComponentCase):
             assert torch.equal(first[name], second[name]), (
                 f"{name} differs between two routers of one seed; init_weights must use the generator that it is given"
             )
+
+    def test_needs_what_can_be_known_of_a_token(self) -> None:
+        needs = set(getattr(self._uninitialised(), "needs", ()))
+
+        assert needs <= {*TOKEN_FACTS}, (
+            f"the router needs {', '.join(sorted(needs.difference(TOKEN_FACTS)))}; it can be given "
+            f"{' and '.join(TOKEN_FACTS)}"
+        )
 
     @each_dtype
     @pytest.mark.parametrize("n_tokens", [0, 1, 7, 64])

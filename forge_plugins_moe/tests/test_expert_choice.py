@@ -65,6 +65,13 @@ def test_number_of_assignments_does_not_depend_on_data():
     assert lengths == {20 * EXPERTS}
 
 
+def test_a_long_decimal_is_what_was_meant():
+    """16 digits times a thousand tokens do not fit 64 bits."""
+    routing = router(scope="batch", experts_per_token=4 / 3)(tokens(1350))
+
+    assert torch.bincount(routing.expert).tolist() == [300] * EXPERTS
+
+
 def test_the_load_is_even():
     routing = router(scope="batch")(tokens(60))
 
@@ -138,6 +145,21 @@ class TestInference:
         subject, valid = router(predictor=True).inference_router(), torch.arange(20) % 2 == 0
 
         assert {token % 2 for token, _ in pairs(subject(tokens(20), valid))} == {0}
+
+
+def test_tokens_that_no_expert_takes_are_reported():
+    """Documents of 2, of which an expert takes 2 · 2 / 6, none; of 12, of which it takes 4; and padding."""
+    subject = router()
+    hidden, valid = tokens(20).requires_grad_(), torch.arange(20) < 18
+    sequence = torch.tensor([0] * 2 + [2] * 2 + [4] * 2 + [6] * 12 + [18] * 2)
+
+    routing = subject(hidden, valid, sequence=sequence)
+    routing.weight.sum().backward()
+    subject.before_optimizer_step(subject.accumulators(), 0.5)
+
+    alone = set(range(18)) - {token for token, _ in pairs(routing)}
+    assert alone >= {0, 1, 2, 3, 4, 5}
+    assert subject.step_metrics()["router_passed_over"].item() == pytest.approx(len(alone) / 18)
 
 
 def test_refuses_more_experts_a_token_than_there_are():

@@ -41,7 +41,10 @@ HIERARCHICAL = f'{KEY}.dispatcher={{name="hierarchical", ranks_per_node=6}}'
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ([f"{KEY}.overlap=true"], "blocks.0.feed_forward.experts has no shared experts beside it"),
+        (
+            [f"{KEY}.overlap=true"],
+            "overlap: the layers have no shared experts that could be computed while rows travel",
+        ),
         ([f"{KEY}.chunks=2"], "has no effect without overlap = true"),
         ([f"{KEY}.chunks=0", f"{KEY}.overlap=true"], "chunks"),
         ([HIERARCHICAL], "with 6 ranks a node, the 8 ranks of parallel.ep are not shared out evenly to 2 nodes"),

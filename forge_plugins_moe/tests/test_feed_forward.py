@@ -13,9 +13,11 @@ from forge_core.discovery import discover
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.errors import ConfigError, PluginError
 from forge_core.testing.feed_forward import FeedForwardConformance
+from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.grouped import grouped_product
+from forge_plugins_moe.routers.hash import Hash
 
 DIM = 16
 
@@ -65,6 +67,10 @@ def build(config, *, layer=0, n_layers=2, std=0.3):
 
 def moe(**keys):
     return build({"name": "moe", "n_experts": 4, "hidden_dim": 24, **keys})
+
+
+def given(routing):
+    return Assignments(routing.token, routing.expert, routing.weight, routing.top_k)
 
 
 def hidden(positions=20, dtype=torch.float32):
@@ -223,7 +229,7 @@ def test_an_expert_takes_as_many_assignments_as_it_has_room_for_whichever_choice
     routing = layer.router(states.flatten(0, 1))
     room = math.ceil(80 / 4 * 0.7)
 
-    assignments, dropped = layer._assignments(routing, 40, some_to_none=False)
+    assignments, dropped = drop_beyond_capacity(given(routing), 40, layer.config)
     reduced, metrics = counted(layer, states)
 
     kept = assignments.expert < 4
@@ -232,16 +238,59 @@ def test_an_expert_takes_as_many_assignments_as_it_has_room_for_whichever_choice
         if drop == "weight":
             queue = queue[routing.weight[queue].argsort(descending=True, stable=True)]
         assert set(torch.nonzero(kept & (routing.expert == expert)).flatten().tolist()) == set(queue[:room].tolist())
-    assert dropped == (~kept).sum() == reduced["dropped"] > 0
+    assert dropped.tolist() == reduced["dropped"].tolist() == routing.expert[~kept].bincount(minlength=4).tolist()
+    assert dropped.any()
     assert not assignments.weight[~kept].any()
     assert math.isclose(metrics["dropped"].item(), (~kept).sum().item() / 80, rel_tol=1e-6)
+    chosen = routing.expert.bincount(minlength=4)
+    assert reduced["load"].tolist() == chosen.tolist(), "balance is of what was chosen, not of what is left"
+    assert math.isclose(metrics["load_violation"].item(), chosen.max().item() / 20 - 1, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.3333333333333333])
+def test_padding_makes_no_room(factor):
+    """Promise 3: what a token gets does not depend on padding beside it."""
+    layer, states = moe(capacity_factor=factor), hidden()
+
+    alone = layer(states[:, :14])
+    padded = layer(states, torch.arange(20).expand(2, 20) < 14)
+
+    torch.testing.assert_close(padded[:, :14], alone)
+
+
+def test_text_that_is_generated_does_not_depend_on_what_is_generated_beside_it():
+    layer, states = moe(capacity_factor=0.5), hidden()[:1].transpose(0, 1)
+
+    together = layer.generate(states)
+    alone = torch.cat([layer.generate(one[None]) for one in states])
+
+    torch.testing.assert_close(together, alone)
+    assert not torch.allclose(layer(states), together), "in training there is less room"
+
+
+def test_an_idle_expert_is_not_blown_up_and_a_step_without_tokens_changes_nothing():
+    layer = moe(scale_gradients=True)
+
+    for load in (torch.tensor([0.0, 4096.0, 4096.0, 8192.0]), torch.zeros(4)):
+        layer.before_optimizer_step({"load": load, "dropped": torch.zeros(4)}, 0.5)
+
+        assert layer.experts.gradient_scale.tolist() == [10, 1, 1, 0.5]
+
+
+def test_gradients_are_scaled_by_what_is_left_to_an_expert():
+    layer = moe(capacity_factor=1.0, scale_gradients=True)
+
+    load, dropped = torch.tensor([10.0, 2.0, 20.0, 8.0]), torch.tensor([0.0, 0.0, 10.0, 0.0])
+    layer.before_optimizer_step({"load": load, "dropped": dropped}, 0.5)
+
+    assert layer.experts.gradient_scale.tolist() == [0.75, 3.75, 0.75, 0.9375]
 
 
 def test_weights_that_are_left_can_be_scaled_to_their_sum():
     layer = moe(capacity_factor=0.4, renormalize=True)
     routing = layer.router(hidden().flatten(0, 1))
 
-    assignments, _ = layer._assignments(routing, 40, some_to_none=False)
+    assignments, _ = drop_beyond_capacity(given(routing), 40, layer.config)
 
     sums = torch.zeros(40).index_add(0, assignments.token, assignments.weight)
     visited = torch.zeros(40).index_add(0, assignments.token, (assignments.expert < 4).float()) > 0
@@ -259,7 +308,15 @@ def test_weights_that_are_left_can_be_scaled_to_their_sum():
         ({"weight": lambda r: r.weight[1:]}, "80 tokens, 80 experts and 79 weights"),
         ({"top_k": lambda _: 1}, "top_k = 1 and a Routing.token that is not"),
         ({"expert": lambda r: torch.full_like(r.expert, 4)}, "assignments to no expert"),
-        ({"auxiliary": lambda _: {"z": torch.tensor(math.nan)}}, "auxiliary loss 'z' that is no finite scalar"),
+        ({"auxiliary": lambda _: {"z": torch.tensor(math.nan)}}, "auxiliary loss 'z' that is no finite fp32 scalar"),
+        ({"auxiliary": lambda _: {"z": torch.ones(()).bfloat16()}}, "auxiliary loss 'z' that is no finite fp32"),
+        ({"weight": lambda r: r.weight.bfloat16()}, "a Routing.weight in torch.bfloat16, which must be in torch.float"),
+        ({"expert": lambda r: r.expert.int()}, "a Routing.expert in torch.int32, which must be in torch.int64"),
+        ({"weight": lambda r: r.weight[:, None]}, r"a Routing.weight of the shape \(80, 1\), which must be \(80,\)"),
+        (
+            {"expert": lambda r: torch.where(r.token == 3, 4, r.expert), "top_k": lambda _: None},
+            "a weight of an assignment to no expert in Routing.weight",
+        ),
     ],
 )
 def test_a_router_that_breaks_its_contract_is_named_with_the_tensor(change, sentence):
@@ -273,6 +330,13 @@ def test_a_router_that_breaks_its_contract_is_named_with_the_tensor(change, sent
     layer.router.forward = broken
     with pytest.raises(PluginError, match=f"router SoftmaxTopK.* returned .*{sentence}.*bug in the router"):
         layer(hidden())
+
+
+def test_a_router_that_needs_what_nobody_knows_is_refused_when_it_is_built(monkeypatch):
+    monkeypatch.setattr(Hash, "needs", frozenset({"token_ids", "positions"}))
+
+    with pytest.raises(PluginError, match=r"moe:hash needs 'positions'; .* given token_ids and sequence. .* a bug"):
+        moe(router="hash")
 
 
 def test_padding_that_is_routed_is_named():
@@ -298,7 +362,7 @@ def test_gradients_of_experts_can_be_scaled_by_their_load_in_the_step_before():
     assert torch.equal(layer.eval()(states), plain.eval()(states))
     load = torch.tensor([2.0, 4.0, 0.0, 10.0])
 
-    layer.before_optimizer_step({"load": load, "dropped": torch.zeros(1)}, 0.5)
+    layer.before_optimizer_step({"load": load, "dropped": torch.zeros(4)}, 0.5)
     gradients = [
         torch.autograd.grad(
             one(states.requires_grad_()).square().sum(), [one.experts.up, one.router.gate.weight, states]

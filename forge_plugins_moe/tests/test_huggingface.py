@@ -162,6 +162,24 @@ def test_weights_survive_the_way_there_and_back(reference, decoder):
         assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
+def test_scales_of_gradients_stay_here_and_begin_anew(decoder):
+    """They are of the last step of a run."""
+    table = config_from_hf(MODELS["qwen3, a dense layer"]().config.to_dict())
+    table["feed_forward"]["scale_gradients"] = True
+    model = decoder(table)
+    scales = [model.blocks[layer].feed_forward.experts.gradient_scale for layer in ("0", "2")]
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for scale in scales:
+        scale.uniform_(0.5, 2)
+
+    theirs = to_hf_state(model.state_dict(), model.config)
+    back = from_hf_state(theirs, model.config)
+
+    assert not any("scale" in name for name in theirs)
+    assert back.keys() == first.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in first.items())
+
+
 def test_configuration_survives_the_way_there_and_back(reference, decoder):
     config = decoder(config_from_hf(reference.config.to_dict()), seed=None).config
 

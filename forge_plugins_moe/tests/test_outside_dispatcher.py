@@ -54,7 +54,7 @@ def test_it_passes_the_kit(package, installed):
 def test_a_run_uses_it_by_name_and_is_the_same(installed, tmp_path):
     launcher = Launcher(tmp_path)
     everywhere = [*EP2, "parallel.passes.expert_parallel.dispatcher=everywhere"]
-    overlapping = [*everywhere, "parallel.passes.expert_parallel.overlap=true"]
+    overlapping = [*everywhere, *(f"parallel.passes.expert_parallel.{key}" for key in ("overlap=true", "chunks=2"))]
 
     said = launcher.launch(
         [

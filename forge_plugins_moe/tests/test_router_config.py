@@ -25,6 +25,7 @@ BAD = [
     ("sigmoid_topk", {"groups_per_token": 2}, "has no effect without n_groups"),
     ("sigmoid_topk", {"n_groups": 4}, "must say to how many of the n_groups = 4 groups"),
     ("sigmoid_topk", {"n_groups": 4, "groups_per_token": 5}, "must not be above n_groups = 4, got 5"),
+    ("sigmoid_topk", {"n_groups": 4, "groups_per_token": 4}, "has no effect: a token may go to all 4 groups"),
     ("sigmoid_topk", {"group_score": "max"}, "has no effect without n_groups"),
     ("sigmoid_topk", {"bias_warmup": 0.2}, 'has no effect without bias_schedule = "linear_warmup"'),
     ("sigmoid_topk", {"bias_frozen_from": 1.5}, "bias_frozen_from"),

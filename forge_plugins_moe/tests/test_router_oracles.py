@@ -39,7 +39,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(case)
         self.n_groups = 2 ** self._number(1, 3) if grouped else 1
         self.n_experts = self.n_groups * self._number(2, 5) if grouped else self._number(2, 24)
-        self.groups_per_token = self._number(1, self.n_groups)
+        self.groups_per_token = self._number(1, max(1, self.n_groups - 1))
         reachable = self.n_experts // self.n_groups * self.groups_per_token
         self.top_k = self._number(1, reachable)
         self.dim = self._number(1, 24)

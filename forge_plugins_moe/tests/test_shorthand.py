@@ -106,6 +106,29 @@ def test_the_resolved_job_has_the_long_form_and_can_be_turned_dense_again(load):
     assert load("--model.num_experts=16", text=sparse).model.config.feed_forward.config.n_experts == 16
 
 
+@pytest.mark.parametrize(
+    ("settings", "taken"),
+    [
+        (["num_experts=64", "moe.router.experts_per_token=0.5"], "of 64 tokens (train.seq_len)"),
+        (["num_experts=64", "moe.router.experts_per_token=1"], None),
+        (
+            ["num_experts=64", "moe.router={name='expert_choice', scope='batch', experts_per_token=0.2}"],
+            "of 256 tokens (train.seq_len, train.batch_size and parallel.cp)",
+        ),
+        (["num_experts=64", "moe.router={name='expert_choice', scope='batch', experts_per_token=0.25}"], None),
+    ],
+)
+def test_experts_that_take_no_token_of_a_sequence_are_refused(load, complaint, settings, taken):
+    settings = ["train.batch_size=4", "model.moe.router.name=expert_choice", *(f"model.{one}" for one in settings)]
+
+    if taken is None:
+        load(*settings)
+    else:
+        said = complaint(*settings)
+        assert "router.experts_per_token" in said
+        assert f"{taken}, each of the 64 experts takes" in said
+
+
 def test_no_experts_are_the_dense_job(load):
     assert load("--model.num_experts=0", text=DENSE + TABLE) == load()
 
@@ -177,3 +200,41 @@ def test_without_this_package_it_says_what_to_install(complaint, catalog):
 
     assert said.startswith("--model.num_experts=8: model.num_experts: ")
     assert "pip install forge-plugins-moe" in said
+
+
+PASS = "parallel.passes.expert_parallel"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ["parallel.ep=4", f"{PASS}.dispatcher={{name='hierarchical', ranks_per_node=3}}"],
+            "ranks_per_node: with 3 ranks a node, the 4 ranks of parallel.ep are not shared out evenly to 2 nodes",
+        ),
+        (
+            ["parallel.ep=2", "parallel.tp=2", f"{PASS}.dispatcher={{name='hierarchical', ranks_per_node=4}}"],
+            None,
+        ),
+        (
+            ["parallel.ep=4", f"{PASS}.overlap=true"],
+            "overlap: the layers have no shared experts that could be computed",
+        ),
+        (["parallel.ep=4", f"{PASS}.overlap=true", f"{PASS}.chunks=2"], None),
+        (["parallel.ep=4", f"{PASS}.overlap=true", "model.moe.shared_experts=1"], None),
+        (
+            ["parallel.tp=2", "model.moe.shared_experts=1", "model.moe.shared_hidden_dim=33"],
+            "the 33 features of all shared experts cannot be shared out evenly to parallel.tp = 2",
+        ),
+        (["parallel.tp=2", "model.moe.shared_experts=2", "model.moe.shared_hidden_dim=33"], None),
+        (["parallel.tp=2", "model.moe.width_factor=0.51"], "hidden_dim: 49 features cannot be shared out evenly to"),
+        (["model.moe.layers=[0,0]"], "layers: names the layer 0 twice"),
+    ],
+)
+def test_what_is_known_before_anything_is_built_is_refused_before(load, complaint, settings, sentence):
+    settings = ["model.num_experts=8", *settings]
+
+    if sentence is None:
+        load(*settings, world_size=4)
+    else:
+        assert sentence in complaint(*settings, world_size=4)

@@ -54,6 +54,7 @@ PRESERVING = {
     ),
     "copy, a hash": (moe(router={"name": "hash", "top_k": 2}), {}),
     "copy, some layers": (moe(first_dense=1), {}),
+    "copy, gradients scaled by load": (moe(scale_gradients=True), {}),
     "copy, without a gate": (moe(activation="relu", dense={**MLP, "activation": "relu"}), {}),
     "granular 2": (moe(8, {"name": "softmax_topk", "top_k": 4}, hidden_dim=24), {"granularity": 2}),
     "granular 4, one copy": (moe(8, {"name": "sigmoid_topk", "top_k": 4}, width_factor=0.25), {"granularity": 4}),

@@ -129,6 +129,21 @@ def test_work_that_is_done_again_is_told_once(tmp_path):
     assert [(one.step, one.load["a"]) for one in read_loads(tmp_path)] == [(1, [1, 0]), (2, [2, 0]), (4, [7, 0])]
 
 
+def test_what_cannot_be_drawn_or_written_does_not_end_a_run(config, capsys):
+    for name, blocked in (("picture", "experts.html.new"), ("history", "experts.jsonl")):
+        folder = config.parent / "runs" / name / blocked
+        folder.mkdir(parents=True)
+        (folder / "in the way").touch()
+
+        code = main(["run", str(config), "checkpoint.interval=0", "train.steps=1", f"run.name={name}"])
+
+        log = (folder.parent / "log.txt").read_text()
+        assert code == 0, log + capsys.readouterr().err
+        assert log.count("experts: cannot draw the picture: ") == 1
+    assert log.count("experts: cannot read ") == 1
+    assert log.count("experts: cannot write ") == 0, "one complaint about a file"
+
+
 class HostReads(TorchDispatchMode):
     count = 0
 
@@ -178,6 +193,41 @@ def test_tells_of_an_expert_without_tokens_once_until_it_has_some(run, sparse, t
     assert said[1:] == ["experts: blocks.1.feed_forward: expert 1 has had no token for 4 steps"]
 
 
+def test_a_run_that_goes_on_counts_on_and_tells_nothing_twice(run, sparse):
+    said = run.log.__self__
+    layer = sparse.blocks["1"].feed_forward
+    sparse.blocks["0"].feed_forward.last_load.fill_(1)
+    layer.last_load.copy_(torch.tensor([9, 0, 1, 0]))
+    callback = WatchExperts(WatchConfig(dead_after=4))
+
+    for first in (1, 3, 5, 7):  # two steps, and resumed
+        state = json.loads(json.dumps(callback.state()))
+        callback = WatchExperts(WatchConfig(dead_after=4))
+        callback.load_state(state, callback.state_version)
+        callback.run_start(run)
+        for step in (first, first + 1):
+            callback.step_end(run, StepContext(step, 0, {}, logged=step % 2 == 0))
+        callback.step_logged(run, step)
+
+    assert said == ["experts: blocks.1.feed_forward: experts 1, 3 have had no token for 4 steps"]
+
+
+def test_a_run_that_goes_back_counts_from_there(run, sparse):
+    said = run.log.__self__
+    for block in sparse.blocks.values():
+        block.feed_forward.last_load.copy_(torch.tensor([9, 0, 1, 1]))
+    callback = WatchExperts(WatchConfig(dead_after=4))
+    callback.run_start(run)
+
+    for steps in ((1, 2, 3), (2, 3)):  # back to the state at the beginning, and then not far enough
+        for step in steps:
+            callback.step_end(run, StepContext(step, 0, {}, logged=True))
+            callback.step_logged(run, step)
+        callback.load_state({"step": 0}, 1)
+
+    assert said == []
+
+
 def test_pairs_are_those_of_tokens(sparse):
     layer = sparse.blocks["0"].feed_forward.train()
     pairs = Coactivation(layer, torch.device("cpu"))
@@ -186,31 +236,45 @@ def test_pairs_are_those_of_tokens(sparse):
         torch.arange(5).repeat_interleave(2), expert.flatten(), torch.ones(10), top_k=2, some_to_none=True
     )
 
-    for _ in range(2):  # as when activations are computed again
-        layer.experts(torch.randn(1, 5, 32), assignments)
+    for _ in range(2):
+        layer.experts(torch.randn(1, 5, 32), assignments).sum().backward()
     layer.eval()
-    layer.experts(torch.randn(1, 5, 32), Assignments(torch.arange(5), torch.full((5,), 2), torch.ones(5)))
+    other = Assignments(torch.arange(5), torch.full((5,), 2), torch.ones(5))
+    layer.experts(torch.randn(1, 5, 32), other).sum().backward()
 
+    assert pairs.counts.tolist() == [[8, 6, 0, 2], [6, 6, 0, 0], [0, 0, 2, 0], [2, 0, 0, 2]]
     assert pairs.fraction().tolist() == [[1, 0.75, 0, 0.25], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
+
+
+def test_pairs_are_counted_once_where_activations_are_computed_again_in_a_compiled_model(config, watched):
+    again = ["run.name=again", "parallel.passes.compile=true", "parallel.passes.activation_checkpointing=true"]
+
+    run_alone(config, "train.steps=1", *again)
+
+    (first,) = read_loads(config.parent / "runs" / "again")
+    assert first == read_loads(watched)[0]
 
 
 def test_layers_of_all_pipeline_stages_are_watched(config):
     """As in one process: the same seed is the same model, and the same samples."""
     expected = config.parent / "runs" / "whole"
-    command = [sys.executable, "-m", "forge_core", "run", str(config), "checkpoint.interval=0", "train.steps=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     for name, *layout in (["whole"], ["split", "parallel.pp=2", "--nproc", "2"]):
-        finished = subprocess.run(
-            [*command, f"run.name={name}", "train.grad_accumulation=2", *layout],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stdout + finished.stderr
+        run_alone(config, "train.steps=2", f"run.name={name}", "train.grad_accumulation=2", *layout)
 
     split = read_loads(config.parent / "runs" / "split")
     assert split == read_loads(expected)
     assert [*split[0].load] == LAYERS
+
+
+def run_alone(config: Path, *settings: str) -> None:
+    """In a process of its own."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "forge_core", "run", str(config), "checkpoint.interval=0", *settings],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -55,6 +55,22 @@ def test_recomputation_changes_neither_gradient_nor_report(weights):
     torch.testing.assert_close(LEDGER.means()["size"], 0.01 * (hidden @ weights.detach()).square().sum() / 6)
 
 
+def test_a_backward_for_inputs_and_another_for_parameters_report_once(weights):
+    """As zero-bubble pipelines do; the loss is computed from what does not depend on the stage's input."""
+    hidden = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    LEDGER.start_step(torch.tensor(1 / 6, dtype=torch.float64))
+    size = 0.01 * (hidden.detach() @ weights).square().sum()
+
+    attached = attach_auxiliary_loss(2 * hidden, size, "size", place="read")
+    attached.sum().backward(inputs=[hidden], retain_graph=True)
+    attached.sum().backward(inputs=[weights])
+
+    torch.testing.assert_close(LEDGER.means()["size"], size.detach() / 6)
+    torch.testing.assert_close(
+        weights.grad, _expected(weights, hidden.detach(), 6) - hidden.detach().sum(0)[:, None] / 6
+    )
+
+
 def test_evaluation_attaches_nothing(weights):
     LEDGER.start_step(torch.tensor(1.0))
 
@@ -109,6 +125,13 @@ def test_a_loss_may_be_a_mean_over_other_tokens_than_the_task_is(weights):
 
     torch.testing.assert_close(weights.grad, _expected(weights, hidden, 5))
     torch.testing.assert_close(LEDGER.means()["size"], 0.01 * (hidden @ weights.detach()).square().sum() / 5)
+
+
+@pytest.mark.parametrize("name", ["record_auxiliary_loss", "accumulate"])
+def test_what_is_another_thing_in_each_step_is_kept_out_of_cuda_graphs(name):
+    (overload,) = getattr(torch.ops.forge, name).overloads()
+
+    assert torch.Tag.cudagraph_unsafe in getattr(getattr(torch.ops.forge, name), overload).tags
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own doing

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.engine.contributors import Contributors
 
@@ -54,6 +55,61 @@ def test_a_step_that_is_left_out_changes_nothing_and_the_host_need_not_know(part
 
     assert parts[0]["0"].bias.tolist() == bias
     assert not parts[0]["0"].count.any()
+
+
+class Exchanging(Counter):
+    """Puts another tensor where its bias was."""
+
+    def before_optimizer_step(self, reduced, progress):
+        self.bias = self.bias + progress * reduced["count"]
+
+
+@pytest.mark.parametrize(("left_out", "bias"), [(0.0, [1.0, 2.0]), (1.0, [0.0, 0.0])])
+def test_a_step_that_is_left_out_is_taken_back_from_a_module_that_exchanges_its_buffers(left_out, bias):
+    module = Exchanging()
+    before = module.bias
+    module.count += torch.tensor([1.0, 2])
+
+    Contributors([nn.ModuleDict({"0": module})], OneRank()).before_optimizer_step(1.0, torch.tensor(left_out))
+
+    assert module.bias.tolist() == bias
+    assert module.bias is before, "who knows the buffer knows its value"
+
+
+class Outer(Counter):
+    """Has a contributor in it, and a module that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Counter()
+        self.part = nn.Module()
+        self.part.register_buffer("scale", torch.ones(2))
+
+    def before_optimizer_step(self, reduced, progress):
+        super().before_optimizer_step(reduced, progress)
+        self.part.scale += 1
+
+
+class Clones(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.clone.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_each_buffer_is_kept_once_where_contributors_are_nested():
+    outer = Outer()
+    for module in (outer, outer.inner):
+        module.count += 1
+    contributors = Contributors([nn.ModuleDict({"0": outer})], OneRank())
+
+    with Clones() as clones:
+        contributors.before_optimizer_step(1.0, torch.tensor(1.0))
+
+    assert clones.count == 5
+    assert outer.part.scale.tolist() == [1, 1]
+    assert not torch.cat([outer.bias, outer.inner.bias]).any()
 
 
 def test_what_a_forgotten_step_has_counted_is_thrown_away(parts):

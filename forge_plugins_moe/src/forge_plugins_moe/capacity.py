@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import math
-
 import attrs
 import torch
 
 from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
+from forge_plugins_moe.exact_share import exact_share
 
 
 def drop_beyond_capacity(
     assignments: Assignments, n_tokens: int, config: MoEConfig
 ) -> tuple[Assignments, torch.Tensor]:
     """Send to no expert what an expert has no room for, whichever of a token's choices it is. The host does not wait.
+    Assignments to none, such as those of padding, make no room.
 
     Returns:
-        As many assignments, and the number of those that were dropped, ``(1,)`` fp32.
+        As many assignments, and how many of each expert's were dropped, ``(E,)`` int64.
     """
     assert config.capacity_factor is not None, "without one, nothing is dropped"
     expert, weight = assignments.expert, assignments.weight
-    capacity = math.ceil(len(weight) / config.n_experts * config.capacity_factor)
-    places = _places(expert, weight, config)
-    none = expert == config.n_experts
-    dropped = (places >= capacity) & ~none
+    some = expert < config.n_experts
+    share = exact_share(config.capacity_factor) / config.n_experts
+    capacity = -(-some.sum() * share.numerator // share.denominator)  # rounded up
+    dropped = (_places(expert, weight, config) >= capacity) & some
     left = torch.where(dropped, 0, weight)
     if config.renormalize:
         nothing = torch.zeros(n_tokens, device=weight.device)
@@ -33,7 +33,7 @@ def drop_beyond_capacity(
     kept = attrs.evolve(
         assignments, expert=torch.where(dropped, config.n_experts, expert), weight=left, some_to_none=True
     )
-    return kept, dropped.sum(dtype=torch.float32).reshape(1)
+    return kept, count_by_expert(expert, config.n_experts) - count_by_expert(kept.expert, config.n_experts)
 
 
 def _places(expert: torch.Tensor, weight: torch.Tensor, config: MoEConfig) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, optional
@@ -20,6 +21,12 @@ DropPolicy = Literal["weight", "position"]
 def _is_alone(config: MoEConfig, attribute: attrs.Attribute[int], value: int) -> None:
     if config.layers is not None and value != attribute.default:
         raise ValueError("has no effect beside layers, which lists the sparse layers; give one of the two")
+
+
+def _is_listed_once(_: object, __: attrs.Attribute[Any], value: tuple[int, ...] | None) -> None:
+    twice = [layer for layer, count in Counter(value or ()).items() if count > 1]
+    if twice:
+        raise ValueError(f"names the layer {twice[0]} twice")
 
 
 def _has_shared_experts(config: MoEConfig, _: attrs.Attribute[bool], value: bool) -> None:
@@ -54,6 +61,17 @@ class ExpertParallelConfig:
     """The rows of a microbatch travel in so many parts, and experts work on one while the next travels. Products become
     smaller, and so slower."""
 
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this pass in this job."""
+        layer = getattr(job.model.config, "feed_forward", None)
+        layer = getattr(layer, "config", None)
+        if self.overlap and self.chunks == 1 and isinstance(layer, MoEConfig) and layer.shared_experts == 0:
+            sentence = (
+                "the layers have no shared experts that could be computed while rows travel; set chunks to 2 or more, "
+                "or remove overlap"
+            )
+            yield "overlap", sentence
+
 
 @attrs.frozen(kw_only=True)
 class HierarchicalConfig:
@@ -61,6 +79,19 @@ class HierarchicalConfig:
 
     ranks_per_node: int | None = attrs.field(default=None, validator=optional(gt(0)))
     """Ranks on one node, of all, not only those of ``ep``; by default what the launcher says (``LOCAL_WORLD_SIZE``)."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this dispatcher in this job; of nodes that the launcher knows, a run finds it out."""
+        if self.ranks_per_node is None:
+            return
+        ranks = [place * job.parallel.tp for place in range(job.parallel.ep)]  # the first that exchange rows
+        on_each = Counter(rank // self.ranks_per_node for rank in ranks)
+        if len({*on_each.values()}) > 1:
+            sentence = (
+                f"with {self.ranks_per_node} ranks a node, the {job.parallel.ep} ranks of parallel.ep are not shared "
+                f"out evenly to {len(on_each)} nodes; let ep be a divisor or a multiple of the ranks a node"
+            )
+            yield "ranks_per_node", sentence
 
 
 @attrs.frozen(kw_only=True)
@@ -101,7 +132,7 @@ class MoEConfig:
     """Width of one shared expert; by default ``hidden_dim``."""
     shared_gate: bool = attrs.field(default=False, validator=_has_shared_experts)
     """Multiply what the shared experts give with the sigmoid of a learned product (Qwen2-MoE)."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = attrs.field(default=None, validator=_is_listed_once)
     """The blocks that are sparse, from 0; by default those that ``every`` and ``first_dense`` leave."""
     every: int = attrs.field(default=1, validator=[gt(0), _is_alone])
     """Every n-th block is sparse, the n-th first: with 2, the blocks 1, 3, …"""
@@ -111,15 +142,17 @@ class MoEConfig:
     """The layer of blocks that are not sparse, and the measure of experts."""
     capacity_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """An expert takes at most ``ceil(assignments / n_experts · capacity_factor)`` tokens of a microbatch, and the rest
-    of its tokens go without it. By default an expert takes all, whatever their number."""
+    of its tokens go without it, so that the result depends on ``train.batch_size`` and ``parallel.cp``. Padding makes
+    no room. By default an expert takes all, whatever their number, and in any case when text is generated."""
     drop: DropPolicy = attrs.field(default="weight", validator=_has_capacity)
     """Which assignments an expert beyond its capacity leaves out: those of least ``weight``, or the last by
     ``position``."""
     renormalize: bool = attrs.field(default=False, validator=_has_capacity)
     """Scale the weights that are left of a token to the sum that they had."""
     scale_gradients: bool = False
-    """Multiply the gradient of each expert's weights with the mean load over its own, both of the step before, so that
-    an expert learns as much from few tokens as another from many. What is computed forward stays as it is."""
+    """Multiply the gradient of each expert's weights with the mean load over its own, both of the step before, and at
+    most with 10, so that an expert learns as much from few tokens as another from many. What is computed forward stays
+    as it is."""
     check_routing: bool = False
     """Look in each forward whether the router keeps its contract, and name the router and the tensor if not. The host
     waits for the device."""
@@ -130,15 +163,32 @@ class MoEConfig:
             return layer in self.layers
         return layer >= self.first_dense and (layer + 1) % self.every == 0
 
+    def expert_width(self, dim: int) -> int | None:
+        """Hidden features of one routed expert in a model of this width; ``None`` if neither this nor the dense layer
+        says."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        measure: Any = self.dense.config
+        return max(1, round(measure.width(dim) * self.width_factor)) if hasattr(measure, "width") else None
+
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this layer in this job."""
         ep, tp = job.parallel.ep, job.parallel.tp
         if self.n_experts % ep:
             yield "n_experts", f"{self.n_experts} experts cannot be shared out evenly to parallel.ep = {ep} ranks"
-        if self.hidden_dim is not None and self.hidden_dim % tp:
-            yield "hidden_dim", f"{self.hidden_dim} features cannot be shared out evenly to parallel.tp = {tp} ranks"
+        dim: int | None = getattr(job.model.config, "dim", None)
+        width = self.hidden_dim if dim is None else self.expert_width(dim)
+        if width is not None and width % tp:
+            yield "hidden_dim", f"{width} features cannot be shared out evenly to parallel.tp = {tp} ranks"
+        shared = self.shared_experts * (self.shared_hidden_dim or width or 0)
+        if shared % tp:
+            sentence = f"the {shared} features of all shared experts cannot be shared out evenly to parallel.tp = {tp}"
+            yield "shared_hidden_dim", f"{sentence} ranks"
         if hasattr(self.router.config, "contradictions"):
             for key, sentence in self.router.config.contradictions(self.n_experts):
+                yield f"router.{key}", sentence
+        if hasattr(self.router.config, "contradictions_in"):
+            for key, sentence in self.router.config.contradictions_in(job, self.n_experts):
                 yield f"router.{key}", sentence
         n_layers = getattr(job.model.config, "n_layers", None)
         n_layers = n_layers and n_layers + getattr(job.model.config, "n_predictors", 0)

@@ -165,7 +165,7 @@ def sort_by_expert(tokens: torch.Tensor, assignments: Assignments, n_experts: in
     if assignments.top_k is not None:
         rows = _CopyAndSort.apply(tokens, order, assignments.top_k)  # type: ignore[no-untyped-call]  # torch's
     else:
-        rows = tokens[assignments.token[order]]
+        rows = copy_tokens(tokens, assignments.token[order])
     sorting = Sorting(rows, counts, assignments, order, len(tokens))
     sorting.rows = sorting.without_none(rows)  # for its backward: a product leaves anything in their gradients too
     return sorting
@@ -177,10 +177,18 @@ def count_by_expert(expert: torch.Tensor, n_experts: int) -> torch.Tensor:
     return counts.scatter_add_(0, expert, torch.ones_like(expert))[:n_experts]
 
 
+def copy_tokens(tokens: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """``tokens[token]``, whose gradient is summed in fp32."""
+    rows: torch.Tensor = _CopyTokens.apply(tokens, token)  # type: ignore[no-untyped-call]  # torch's
+    return rows
+
+
 def sum_by_token(rows: torch.Tensor, token: torch.Tensor, n_tokens: int) -> torch.Tensor:
-    """The sum of each token's rows, ``(N, D)`` to ``(T, D)``; on GPUs too always in one order, unlike ``index_add``."""
-    whole = rows.new_zeros(n_tokens, rows.shape[1])
-    return whole.index_put((token,), rows, accumulate=True)
+    """The sum of each token's rows, ``(N, D)`` to ``(T, D)``, in fp32 meanwhile, and on GPUs too always in one order,
+    unlike ``index_add``."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    whole = rows.new_zeros(n_tokens, rows.shape[1], dtype=wide)
+    return whole.index_put((token,), rows.to(wide), accumulate=True).to(rows.dtype)
 
 
 def permute(rows: torch.Tensor, order: torch.Tensor, *, back: bool = False) -> torch.Tensor:
@@ -204,6 +212,19 @@ class _CopyAndSort(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         (gradient,) = gradients
         return _of_tokens(gradient, order, ctx.top_k).sum(1).to(gradient.dtype), None, None
+
+
+class _CopyTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        ctx.n_tokens = len(tokens)
+        return tokens[token]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (token,) = ctx.saved_tensors
+        return sum_by_token(gradients[0], token, ctx.n_tokens), None
 
 
 class _WeightAndSum(torch.autograd.Function):

@@ -22,6 +22,9 @@ from forge_plugins_moe.dispatch import Assignments, Dispatcher, LocalDispatcher
 from forge_plugins_moe.grouped import grouped_product
 from forge_plugins_moe.overlap import Meanwhile, overlapped
 
+_MOST = 10.0
+"""By which a gradient is scaled. An expert that had no token in one step may have many in the next."""
+
 
 class Experts(nn.Module):
     """``E`` feed-forward layers without biases, each SwiGLU (``silu``) or of two matrices, in stacks ``(E, out, in)``.
@@ -78,13 +81,15 @@ class Experts(nn.Module):
         return multiply(hidden, down)
 
     def learn_load(self, load: torch.Tensor) -> None:
-        """From here on, scale the gradient of each expert's weights by the mean load over its own, if that is wanted.
+        """From here on, scale the gradient of each expert's weights by the mean load over its own, if that is wanted;
+        as before, if there was none.
 
         Args:
             load: ``(E,)`` fp32, tokens of each expert in a step.
         """
         if self.gradient_scale is not None:
-            self.gradient_scale.copy_(load.mean() / load.clamp(min=1))
+            scale = (load.mean() / load.clamp(min=1)).clamp(max=_MOST)
+            self.gradient_scale.copy_(torch.where(load.sum() > 0, scale, self.gradient_scale))
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part, connected to the whole."""

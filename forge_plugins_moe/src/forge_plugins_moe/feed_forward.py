@@ -16,9 +16,9 @@ from forge_core.accumulation import accumulate
 from forge_core.auxiliary import attach_auxiliary_loss
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
-from forge_core.contracts.router import Routing
+from forge_core.contracts.router import TOKEN_FACTS, Routing
 from forge_core.engine.initialisation import SeededInitializer
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, PluginError
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
@@ -42,25 +42,33 @@ class MoE(nn.Module):
     What it reports a step, of all ranks and microbatches together: ``load_violation``, ``max_i(c_i) / mean(c) − 1`` of
     the counts ``c`` of assignments to each expert (MaxVio, Wang et al. 2024, arXiv 2408.15664); ``load_entropy`` of
     ``c / Σc``, 1 where all are equal; ``experts_idle``, the fraction without a token; and ``dropped``, the fraction of
-    assignments that found no room.
+    assignments that found no room. The other counts are of what the router chose, before anything is dropped.
+
+    Raises:
+        ConfigError: an expert's width is not known.
+        PluginError: the router needs to know of tokens what nobody can tell it.
     """
 
     def __init__(self, config: MoEConfig, *, dim: int, build: Builder) -> None:
         super().__init__()
-        measure = config.dense.config
-        activation = config.activation or getattr(measure, "activation", "silu")
+        activation = config.activation or getattr(config.dense.config, "activation", "silu")
         hidden_dim = _width(config, dim)
         self.config = config
         self.router = build(config.router, dim=dim, n_experts=config.n_experts)
+        if unknown := sorted(self.needs.difference(TOKEN_FACTS)):
+            raise PluginError(
+                f"the router {config.router.qualified_name} needs {unknown[0]!r}; of each token it can be given "
+                f"{' and '.join(TOKEN_FACTS)}. This is a bug in the router."
+            )
         self.experts = Experts(config.n_experts, dim, hidden_dim, activation, scale_gradients=config.scale_gradients)
         self.shared: SharedExperts | None = None
         if config.shared_experts:
             width = config.shared_experts * (config.shared_hidden_dim or hidden_dim)
             self.shared = SharedExperts(dim, width, activation, gated=config.shared_gate)
         self.register_buffer("load", torch.empty(config.n_experts), persistent=False)
-        self.register_buffer("dropped", torch.empty(1), persistent=False)
+        self.register_buffer("dropped", torch.empty(config.n_experts), persistent=False)
         self.register_buffer("last_load", torch.empty(config.n_experts), persistent=False)
-        self.register_buffer("last_dropped", torch.empty(1), persistent=False)
+        self.register_buffer("last_dropped", torch.empty(config.n_experts), persistent=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -71,7 +79,8 @@ class MoE(nn.Module):
         return self._routed_by(self.router, hidden, valid, facts)
 
     def generate(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
-        """As ``forward``, where later tokens are not there yet.
+        """As ``forward``, where later tokens are not there yet. Experts take all tokens that come, whatever their
+        capacity is in training, as a text must not depend on those that are written beside it.
 
         Raises:
             ConfigError: the router needs them, and has no other for this.
@@ -84,41 +93,38 @@ class MoE(nn.Module):
                     f"the router {self.config.router.name} chooses among later tokens too, and cannot generate text; "
                     "train it with a router for that, as expert_choice has with predictor = true"
                 )
-        return self._routed_by(router, hidden, valid, facts)
+        return self._routed_by(router, hidden, valid, facts, generating=True)
 
     def _routed_by(
-        self, router: nn.Module, hidden: torch.Tensor, valid: torch.Tensor | None, facts: Mapping[str, torch.Tensor]
+        self,
+        router: nn.Module,
+        hidden: torch.Tensor,
+        valid: torch.Tensor | None,
+        facts: Mapping[str, torch.Tensor],
+        *,
+        generating: bool = False,
     ) -> torch.Tensor:
         tokens = hidden.flatten(0, 1)
         flat = None if valid is None else valid.flatten()
         routing = router(tokens, flat, **{name: facts[name].flatten() for name in getattr(router, "needs", ())})
         if self.config.check_routing:
             check_routing(routing, router, len(tokens), self.config.n_experts, flat)
-        assignments, dropped = self._assignments(routing, len(tokens), some_to_none=valid is not None)
-        load = count_by_expert(assignments.expert, self.config.n_experts).float()
+        assignments = _given(routing, some_to_none=valid is not None)
+        load = count_by_expert(assignments.expert, self.config.n_experts)
+        dropped = torch.zeros_like(load)
+        if self.config.capacity_factor is not None and not generating:
+            assignments, dropped = drop_beyond_capacity(assignments, len(tokens), self.config)
 
         shared = None if self.shared is None else Meanwhile(self.shared, hidden)
         output = self.experts(hidden, assignments, shared)
         if shared is not None:
             output = output + shared.output()
-        output = accumulate(output, self.load, load)
-        output = accumulate(output, self.dropped, dropped)
+        output = accumulate(output, self.load, load.float())
+        if self.config.capacity_factor is not None:
+            output = accumulate(output, self.dropped, dropped.float())
         for name, value in routing.auxiliary.items():
             output = attach_auxiliary_loss(output, value, name, place="read")
         return output
-
-    def _assignments(self, routing: Routing, n_tokens: int, *, some_to_none: bool) -> tuple[Assignments, torch.Tensor]:
-        """Those that find room, and how many do not, ``(1,)`` fp32."""
-        given = Assignments(
-            routing.token,
-            routing.expert,
-            routing.weight.float(),
-            routing.top_k,
-            some_to_none=some_to_none or routing.top_k is None,
-        )
-        if self.config.capacity_factor is None:
-            return given, torch.zeros(1, device=routing.expert.device)
-        return drop_beyond_capacity(given, n_tokens, self.config)
 
     @torch.no_grad()
     def sample_assignments(self, n_tokens: int, build: Builder) -> Assignments:
@@ -134,26 +140,29 @@ class MoE(nn.Module):
             hidden, place = torch.randn(n_tokens, dim), torch.arange(n_tokens)
             facts = {"token_ids": torch.randint(2**15, (n_tokens,)), "sequence": place // 512}
             routing = router(hidden, None, **{name: facts[name] for name in self.needs})
-        return self._assignments(routing, n_tokens, some_to_none=False)[0]
+        given = _given(routing, some_to_none=False)
+        if self.config.capacity_factor is None:
+            return given
+        return drop_beyond_capacity(given, n_tokens, self.config)[0]
 
     def accumulators(self) -> Mapping[str, torch.Tensor]:
         return {"load": self.load, "dropped": self.dropped}
 
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """It keeps what it reports, and tells the experts."""
-        self.experts.learn_load(reduced["load"])
+        self.experts.learn_load(reduced["load"] - reduced["dropped"])
         self.last_load.copy_(reduced["load"])
         self.last_dropped.copy_(reduced["dropped"])
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
-        load, (dropped,) = self.last_load, self.last_dropped
+        load = self.last_load
         share = load / load.sum().clamp(min=1)
         entropy = -torch.special.xlogy(share, share).sum()
         return {
             "load_violation": load.max() / load.mean().clamp(min=1e-9) - 1,
             "load_entropy": entropy / max(math.log(len(load)), 1e-9),
             "experts_idle": (load == 0).float().mean(),
-            "dropped": dropped / (load.sum() + dropped).clamp(min=1),
+            "dropped": self.last_dropped.sum() / load.sum().clamp(min=1),
         }
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
@@ -189,18 +198,25 @@ class MoE(nn.Module):
         return always + round(visited * self.experts.expert_parameters())
 
 
+def _given(routing: Routing, *, some_to_none: bool) -> Assignments:
+    return Assignments(
+        routing.token,
+        routing.expert,
+        routing.weight.float(),
+        routing.top_k,
+        some_to_none=some_to_none or routing.top_k is None,
+    )
+
+
 def _width(config: MoEConfig, dim: int) -> int:
     """Of one routed expert.
 
     Raises:
         ConfigError: neither the config nor its dense layer says.
     """
-    if config.hidden_dim is not None:
-        return config.hidden_dim
-    measure: Any = config.dense.config
-    if not hasattr(measure, "width"):
+    width = config.expert_width(dim)
+    if width is None:
         raise ConfigError(
             f"model.feed_forward.hidden_dim: say how wide an expert is, as the layer {config.dense.name!r} does not"
         )
-    width: int = measure.width(dim)
-    return max(1, round(width * config.width_factor))
+    return width

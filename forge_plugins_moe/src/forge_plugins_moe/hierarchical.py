@@ -11,7 +11,6 @@ copies of tokens, D = width of the residual stream, E = experts in all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -19,7 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from forge_plugins_moe.config import HierarchicalConfig
-from forge_plugins_moe.dispatch import Assignments, Dispatched, Sorting, count_by_expert, sort_by_expert, sum_by_token
+from forge_plugins_moe.dispatch import (
+    Assignments,
+    Dispatched,
+    Sorting,
+    copy_tokens,
+    count_by_expert,
+    sort_by_expert,
+    sum_by_token,
+)
 from forge_plugins_moe.exchange import Flight, exchange_counts, to_host
 from forge_plugins_moe.nodes import NodeGroups, Nodes
 from forge_plugins_moe.visits import MeanVisits, expected_visits, visits
@@ -180,7 +187,7 @@ class _Hop:
         by_assignment = sizes.assignments_sent, sizes.assignments_received, group
         self._ids = Flight(ids, *by_assignment)
         self._weights = Flight(assignments.weight[sent], *by_assignment)
-        copies = _CopyTokens.apply(tokens, self._token)  # type: ignore[no-untyped-call]  # torch's
+        copies = copy_tokens(tokens, self._token)
         self._copies = Flight(copies, sizes.copies_sent, sizes.copies_received, group)
 
     def arrive(self) -> tuple[torch.Tensor, Assignments]:
@@ -198,24 +205,4 @@ class _Hop:
     def gather(self, flight: Flight) -> torch.Tensor:
         """Their sum for each token, ``(T, D)``, in fp32 meanwhile."""
         rows = flight.arrive()
-        return _sum_in_fp32(rows, self._token, self._n_tokens)
-
-
-class _CopyTokens(torch.autograd.Function):
-    """``tokens[token]``, whose gradient is summed in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(token)
-        ctx.n_tokens = len(tokens)
-        return tokens[token]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (token,) = ctx.saved_tensors
-        return _sum_in_fp32(gradients[0], token, ctx.n_tokens), None
-
-
-def _sum_in_fp32(rows: torch.Tensor, token: torch.Tensor, n_tokens: int) -> torch.Tensor:
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return sum_by_token(rows.to(wide), token, n_tokens).to(rows.dtype)
+        return sum_by_token(rows, self._token, self._n_tokens)

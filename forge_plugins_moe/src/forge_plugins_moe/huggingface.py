@@ -50,9 +50,10 @@ class Architecture:
 def config_from_hf(hf: Mapping[str, Any]) -> Table:
     """A Hugging Face ``config.json`` as the table ``[model]``.
 
-    ``balance`` is ``router_aux_loss_coef`` times the experts a token, which is what that means here; Hugging Face adds
-    that loss only where a training script asks for ``output_router_logits``. A selection bias stays as it is, with
-    ``bias_rate = 0``.
+    ``balance`` is ``router_aux_loss_coef`` times the experts a token over the number of sparse layers, which is what
+    that means here: their loss is one for all layers, and with all experts a token in its mean. Hugging Face adds it
+    only where a training script asks for ``output_router_logits``. A selection bias stays as it is, with ``bias_rate =
+    0``.
 
     Raises:
         ConfigError: the architecture is another one, or uses something that we have not.
@@ -170,9 +171,14 @@ def _all_sparse_problems(config: TransformerConfig) -> Iterator[str]:
         yield "all layers must be sparse"
 
 
-def _read_softmax_router(hf: Mapping[str, Any], table: Table) -> None:
+def _read_softmax_router(hf: Mapping[str, Any], table: Table, n_sparse: int | None = None) -> None:
+    """
+    Args:
+        n_sparse: number of sparse layers; by default all are.
+    """
     top_k = hf["num_experts_per_tok"]
-    router = {"name": "softmax_topk", "top_k": top_k, "balance": top_k * hf["router_aux_loss_coef"]}
+    balance = hf["router_aux_loss_coef"] * top_k / (n_sparse or hf["num_hidden_layers"])
+    router = {"name": "softmax_topk", "top_k": top_k, "balance": balance}
     if "norm_topk_prob" in hf:
         router |= {"order": "softmax_topk", "normalize": hf["norm_topk_prob"]}
     table["feed_forward"]["router"] = router
@@ -180,7 +186,7 @@ def _read_softmax_router(hf: Mapping[str, Any], table: Table) -> None:
 
 def _write_softmax_router(config: TransformerConfig, table: Table) -> None:
     router = _softmax_router(config)
-    table["router_aux_loss_coef"] = router.balance / router.top_k
+    table["router_aux_loss_coef"] = router.balance * len(sparse_layers(config)) / router.top_k
 
 
 def _refuse_window(hf: Mapping[str, Any], window: int | None) -> None:
@@ -224,11 +230,11 @@ MIXTRAL = Architecture(
 
 def _read_qwen3(hf: Mapping[str, Any], table: Table) -> None:
     table["qk_norm"] = True
-    _read_softmax_router(hf, table)
     step, dense_layers = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
+    layers = range(hf["num_hidden_layers"])
+    sparse = [layer for layer in layers if layer not in dense_layers and (layer + 1) % step == 0]
+    _read_softmax_router(hf, table, len(sparse))
     if dense_layers:
-        layers = range(hf["num_hidden_layers"])
-        sparse = [layer for layer in layers if layer not in dense_layers and (layer + 1) % step == 0]
         table["feed_forward"]["layers"] = sparse
     elif step > 1:
         table["feed_forward"]["every"] = step

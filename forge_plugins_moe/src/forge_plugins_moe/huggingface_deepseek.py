@@ -55,7 +55,7 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
         "route_scale": hf["routed_scaling_factor"],
         "bias_rate": 0.0,
     }
-    if hf["n_group"] > 1:
+    if hf["topk_group"] < hf["n_group"]:
         router |= {"n_groups": hf["n_group"], "groups_per_token": hf["topk_group"]}
     table["feed_forward"] |= {
         "router": router,

@@ -17,13 +17,10 @@ from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_moe.huggingface import DEEPSEEK_V3, Architecture, architecture_of
 from forge_plugins_moe.sparse_config import moe_of, sparse_layers
 
-_KEPT = "router.load_share"
-"""What a run keeps of the last step for its balance loss; Hugging Face's models do not."""
-
 
 def from_hf_state(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
-    """Hugging Face weights under our names, of a file or of a model. Experts are copied into stacks; ``load_share``
-    begins as in a new run; DeepSeek's multi-token prediction is left out.
+    """Hugging Face weights under our names, of a file or of a model. Experts are copied into stacks; what a run
+    keeps of the last step begins as in a new one; DeepSeek's multi-token prediction is left out.
 
     Raises:
         ConfigError: weights are missing or left over, or in float8; or no architecture of Hugging Face is equal to this
@@ -45,17 +42,16 @@ def from_hf_state(state: Mapping[str, torch.Tensor], config: TransformerConfig) 
     ours = {our_name: state[name] for our_name, name in names.items()}
     for layer in layers:
         ours |= layer.read(state)
-    n_experts = moe_of(config).n_experts
-    for name in _kept(config):
-        ours[name] = torch.full((n_experts,), 1 / n_experts)
+    for name, first in _kept(config).items():
+        ours[name] = torch.full((moe_of(config).n_experts,), first)
     return _turned(ours, config, to_pairs=False)
 
 
 def to_hf_state(
     state: Mapping[str, torch.Tensor], config: TransformerConfig, *, packed: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Our weights under Hugging Face's names. A tied head is left out, as they do, and so are ``load_share`` and what
-    predicts further tokens.
+    """Our weights under Hugging Face's names. A tied head is left out, as they do, and so are what a run keeps of
+    the last step and what predicts further tokens.
 
     Args:
         packed: as models of transformers 5 have them, and not as files do, which all versions read.
@@ -192,8 +188,14 @@ def _prefix(layer: int, architecture: Architecture, *, packed: bool) -> str:
     return f"model.layers.{layer}.{'mlp' if packed else architecture.layer}"
 
 
-def _kept(config: TransformerConfig) -> list[str]:
-    router = moe_of(config).router.config
-    if router.balance == 0 or router.balance_scope != "global_batch":
-        return []
-    return [f"blocks.{layer}.feed_forward.{_KEPT}" for layer in sparse_layers(config)]
+def _kept(config: TransformerConfig) -> dict[str, float]:
+    """What a run keeps of the last step, for each expert, and Hugging Face's models do not; with its first value."""
+    moe = moe_of(config)
+    kept = {}
+    if moe.router.config.balance > 0 and moe.router.config.balance_scope == "global_batch":
+        kept["router.load_share"] = 1 / moe.n_experts
+    if moe.scale_gradients:
+        kept["experts.gradient_scale"] = 1.0
+    return {
+        f"blocks.{layer}.feed_forward.{name}": first for layer in sparse_layers(config) for name, first in kept.items()
+    }

@@ -26,7 +26,8 @@ class Loads:
 
 
 class LoadHistory:
-    """The file as a run writes it. A full disk does not end a run: it is told once, and lines are missing."""
+    """The file as a run writes it. A full disk, or a file that cannot be read, does not end a run: it is told once, and
+    lines are missing."""
 
     def __init__(self, run_dir: Path, log: Callable[[str], None]) -> None:
         self._path = run_dir / FILE
@@ -35,8 +36,13 @@ class LoadHistory:
 
     def forget_after(self, step: int) -> None:
         """Take out lines about later steps: that work is being done again."""
-        if self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
+        try:
+            lines = self._path.read_text().splitlines() if self._path.exists() else []
+        except OSError as error:
+            self._complain("read", error)
+            return
+        kept = [line for line in lines if _step_of(line) <= step]
+        if lines:
             self._write("w", "".join(f"{line}\n" for line in kept))
 
     def add(self, step: int, load: Mapping[str, Sequence[float]], pairs: Mapping[str, Sequence[float]]) -> None:
@@ -54,9 +60,12 @@ class LoadHistory:
             with self._path.open(mode) as file:
                 file.write(text)
         except OSError as error:
-            if not self._complained:
-                self._complained = True
-                self._log(f"experts: cannot write {self._path}: {error.strerror}")
+            self._complain("write", error)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            self._log(f"experts: cannot {what} {self._path}: {error.strerror}")
 
 
 def read_loads(run_dir: Path) -> list[Loads]:

@@ -1,7 +1,8 @@
 """What can be set for routers. Nothing here imports torch.
 
 ``contradictions`` of each class: what cannot be with so many experts, (key, sentence). A router refuses it when it is
-built, and a layer that knows its number of experts can already refuse it at validation.
+built, and a layer that knows its number of experts can already refuse it at validation, together with
+``contradictions_in``, what cannot be with so many experts in a job.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, le, optional
+
+from forge_plugins_moe.exact_share import exact_share
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -50,6 +53,8 @@ def _among_groups(config: TopKConfig, _: attrs.Attribute[Any], value: int | None
         raise ValueError(f"must say to how many of the n_groups = {config.n_groups} groups a token may go")
     elif value > config.n_groups:
         raise ValueError(f"must not be above n_groups = {config.n_groups}, got {value}")
+    elif value == config.n_groups:
+        raise ValueError(f"has no effect: a token may go to all {value} groups; leave both out")
 
 
 def _with_groups(config: TopKConfig, attribute: attrs.Attribute[Any], value: str) -> None:
@@ -92,14 +97,14 @@ class TopKConfig(TokenChoiceConfig):
     """What makes a group good: the sum of its two best scores (DeepSeek-V3), or its best (DeepSeek-V2). A selection
     bias takes part."""
     balance: float = attrs.field(default=0.0, validator=ge(0))
-    """Coefficient of the load-balancing loss; 0 leaves it out. The loss has the mean 1 a token where all is even. That
-    of Hugging Face's models has ``top_k`` there, so their coefficient is this one over ``top_k``; they also put the
-    counts of all layers together, where here each layer has its own."""
+    """Coefficient of the load-balancing loss; 0 leaves it out. The loss of each layer has the mean 1 a token where all
+    is even, and layers add up. Hugging Face's models have one loss for the counts of all layers together, which has
+    ``top_k`` there, so that this is their ``router_aux_loss_coef`` times ``top_k`` over the number of sparse layers."""
     balance_scope: BalanceScope = attrs.field(default="global_batch", validator=_with_balance)
     """Over which tokens the load is to be even. ``global_batch``: all of a step; the counts are those of the step
     before, so that the gradient does not depend on how a step is cut. ``sequence``: each sequence, or document in
     packed samples. ``microbatch``: what a rank computes at a time, so that the gradient depends on
-    ``train.batch_size``."""
+    ``train.batch_size`` and ``parallel.cp``."""
     balance_counts: BalanceCounts = attrs.field(default="unbiased", validator=_with_choice_of_counts)
     """Which choices the loss counts: those that the scores alone would make (DeepSeek-V3), or those that are made, with
     selection bias and groups."""
@@ -161,9 +166,9 @@ class SoftmaxTopKConfig(TopKConfig):
     normalize: bool = attrs.field(default=False, validator=_changes_weights)
     """With ``softmax_topk``, divide the weights of a token by their sum (Qwen3-MoE), which is as ``topk_softmax``."""
     balance: float = attrs.field(default=0.01, validator=ge(0))
-    """Coefficient of the load-balancing loss; 0 leaves it out. The loss has the mean 1 a token where all is even. That
-    of Hugging Face's models has ``top_k`` there, so their coefficient is this one over ``top_k``; they also put the
-    counts of all layers together, where here each layer has its own."""
+    """Coefficient of the load-balancing loss; 0 leaves it out. The loss of each layer has the mean 1 a token where all
+    is even, and layers add up. Hugging Face's models have one loss for the counts of all layers together, which has
+    ``top_k`` there, so that this is their ``router_aux_loss_coef`` times ``top_k`` over the number of sparse layers."""
 
 
 def _leaves_something_to_learn(config: SigmoidTopKConfig, _: attrs.Attribute[Any], value: bool) -> None:
@@ -186,7 +191,7 @@ class SigmoidTopKConfig(TopKConfig):
     """Over which tokens the load is to be even. ``sequence``: each sequence, or document in packed samples
     (DeepSeek-V3, with ``balance = 0.0001``). ``global_batch``: all of a step; the counts are those of the step before,
     so that the gradient does not depend on how a step is cut. ``microbatch``: what a rank computes at a time, so that
-    the gradient depends on ``train.batch_size``."""
+    the gradient depends on ``train.batch_size`` and ``parallel.cp``."""
     bias_rate: float = attrs.field(default=0.001, validator=ge(0))
     """How much the selection bias of an expert moves in a step, down where the expert has more than the mean load, up
     where less. 0: the bias stays as it is, such as that of a checkpoint."""
@@ -275,10 +280,10 @@ class ExpertChoiceConfig:
 
     experts_per_token: float = attrs.field(default=2.0, validator=gt(0))
     """Experts that a token visits on average: of ``n`` tokens an expert takes ``n · experts_per_token / n_experts``,
-    rounded down."""
+    rounded down, so that of a document that is shorter than ``n_experts / experts_per_token`` no expert takes any."""
     scope: Literal["sequence", "batch"] = "sequence"
     """Among which tokens an expert chooses: those of one sequence, or document in packed samples; or all of a
-    microbatch, so that the routing depends on ``train.batch_size``."""
+    microbatch, so that the routing depends on ``train.batch_size`` and ``parallel.cp``."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """``softmax`` over the experts (Zhou et al.), ``sigmoid`` for each by itself (MoMa)."""
     predictor: bool = False
@@ -292,6 +297,19 @@ class ExpertChoiceConfig:
                 "experts_per_token",
                 f"{self.experts_per_token:g} experts a token are more than the {n_experts} that there are",
             )
+
+    def contradictions_in(self, job: Job, n_experts: int) -> Iterator[tuple[str, str]]:
+        """What cannot be with so many experts in this job."""
+        tokens, among = job.train.seq_len, "train.seq_len"
+        if self.scope == "batch":
+            tokens = tokens * job.train.batch_size // job.parallel.cp
+            among = "train.seq_len, train.batch_size and parallel.cp"
+        if tokens * exact_share(self.experts_per_token) < n_experts:  # as the router counts
+            sentence = (
+                f"of {tokens} tokens ({among}), each of the {n_experts} experts takes {tokens} · "
+                f"{self.experts_per_token:g} / {n_experts}, rounded down, which is none; the layer would give nothing"
+            )
+            yield "experts_per_token", sentence
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this router in this job."""

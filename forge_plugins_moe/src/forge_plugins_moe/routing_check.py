@@ -27,6 +27,16 @@ def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tens
     if not len(token) == len(expert) == len(weight):
         yield f"{len(token)} tokens, {len(expert)} experts and {len(weight)} weights, which must be equally many"
         return
+    for name, tensor, dtype in (
+        ("token", token, torch.int64),
+        ("expert", expert, torch.int64),
+        ("weight", weight, torch.float32),
+    ):
+        if tensor.ndim != 1:
+            yield f"a Routing.{name} of the shape {tuple(tensor.shape)}, which must be ({len(tensor)},)"
+            return
+        if tensor.dtype != dtype:
+            yield f"a Routing.{name} in {tensor.dtype}, which must be in {dtype}"
     for name, tensor, most in (("token", token, n_tokens - 1), ("expert", expert, n_experts)):
         wrong = tensor[(tensor < 0) | (tensor > most)]
         if len(wrong):
@@ -34,8 +44,8 @@ def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tens
     if not torch.isfinite(weight).all():
         yield "values in Routing.weight that are not finite"
     for name, value in routing.auxiliary.items():
-        if value.ndim or not torch.isfinite(value):
-            yield f"the auxiliary loss {name!r} that is no finite scalar"
+        if value.ndim or value.dtype != torch.float32 or not torch.isfinite(value):
+            yield f"the auxiliary loss {name!r} that is no finite fp32 scalar"
     if routing.top_k is not None and (
         len(token) != n_tokens * routing.top_k
         or not torch.equal(token, torch.arange(n_tokens, device=token.device).repeat_interleave(routing.top_k))
@@ -46,6 +56,8 @@ def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tens
         yield "an assignment of padding in Routing.token"
     if valid is None and routing.top_k is not None and not some.all():
         yield "assignments to no expert in Routing.expert, with top_k and without padding"
+    if weight[~some].any():
+        yield "a weight of an assignment to no expert in Routing.weight, which must be 0"
     pairs = token[some] * n_experts + expert[some]
     if len(pairs.unique()) < len(pairs):
         yield "a token twice with the same expert"

@@ -37,7 +37,7 @@ def sparse_layers(config: TransformerConfig) -> list[int]:
 
 def expert_width(config: TransformerConfig) -> int:
     """Hidden features of one expert."""
-    moe = moe_of(config)
-    if moe.hidden_dim is not None:
-        return moe.hidden_dim
-    return max(1, round(mlp_of(config).width(config.dim) * moe.width_factor))
+    mlp_of(config)  # which is refused if it is another layer
+    width = moe_of(config).expert_width(config.dim)
+    assert width is not None, "that of an mlp is known"
+    return width

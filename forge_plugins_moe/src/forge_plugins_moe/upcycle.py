@@ -178,8 +178,8 @@ class UpcycledState(Mapping[str, torch.Tensor]):
             raise ConfigError("the sparse model has no layer with experts")
         for layer, part in self._sparse.items():
             _refuse_layer(layer, part, self._dense, self.how)
-        routers = tuple(f"{layer}.router." for layer in self._sparse)
-        expected = {name for name in self.shapes.keys() - self._experts.keys() if not name.startswith(routers)}
+        sparse_only = tuple(f"{layer}.{part}." for layer in self._sparse for part in ("router", "experts"))
+        expected = {name for name in self.shapes if not name.startswith(sparse_only)}
         expected |= {f"{layer}.{matrix}.weight" for layer, matrix in self._experts.values()}
         if missing := sorted(expected - self._dense.keys()):
             raise ConfigError(

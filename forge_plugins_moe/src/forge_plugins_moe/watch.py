@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
 from forge_core.engine.initialisation import canonical_name
+from forge_core.errors import ConfigError
 from forge_plugins_moe.coactivation import Coactivation
 from forge_plugins_moe.config import WatchConfig
 from forge_plugins_moe.feed_forward import MoE
@@ -42,6 +43,9 @@ class WatchExperts(Callback):
         self._sizes: dict[str, int] = {}
         """Experts of each sparse layer of the model, those of other pipeline stages too."""
         self._without: dict[str, torch.Tensor] = {}
+        """For how many steps each expert of this rank's layers has had no token."""
+        self._last_without: dict[str, list[float]] = {}
+        """The same at the last line written, of all layers, on the first rank."""
         self._coactivation: dict[str, Coactivation] = {}
         self._looks: list[_Look] = []
         self._told: dict[str, set[int]] = {}
@@ -60,7 +64,8 @@ class WatchExperts(Callback):
         }
         self._sizes = self._all_sizes(run)
         self._without = {
-            name: torch.zeros(layer.config.n_experts, device=run.device) for name, layer in self._layers.items()
+            name: self._steps_without(name, torch.zeros(layer.config.n_experts, device=run.device))
+            for name, layer in self._layers.items()
         }
         if self._config.coactivation:
             self._coactivation = {name: Coactivation(layer, run.device) for name, layer in self._layers.items()}
@@ -85,16 +90,32 @@ class WatchExperts(Callback):
     def run_end(self, run: RunContext, step: int) -> None:
         self._write(run, up_to=step)
         if self._history is not None and self._sizes:
+            self._draw(run)
+
+    def _draw(self, run: RunContext) -> None:
+        """If it can be; the work of the run is done, whatever becomes of the picture."""
+        try:
             draw(run.run_dir)
+        except (OSError, ConfigError) as error:
+            run.log(f"experts: cannot draw the picture: {error}")
 
     def state(self) -> Mapping[str, Any]:
-        return {"step": self._last_step}
+        told = {name: sorted(dead) for name, dead in self._told.items()}
+        return {"step": self._last_step, "without": self._last_without, "told": told}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
         self._last_step = int(state["step"])
+        self._last_without = {name: [*steps] for name, steps in state.get("without", {}).items()}
+        self._told = {name: {*dead} for name, dead in state.get("told", {}).items()}
+        self._without = {name: self._steps_without(name, steps) for name, steps in self._without.items()}
         self._looks.clear()
         if self._history is not None:
             self._history.forget_after(self._last_step)
+
+    def _steps_without(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """What a layer goes on from: zeros, or what was restored."""
+        steps = self._last_without.get(name, [])
+        return like.new_tensor(steps) if len(steps) == len(like) else torch.zeros_like(like)
 
     def _all_sizes(self, run: RunContext) -> dict[str, int]:
         """Asked for once, as ranks of another pipeline stage have other layers."""
@@ -145,11 +166,11 @@ class WatchExperts(Callback):
                 look.copied.synchronize()
             values = iter(look.values.tolist())
             load = self._by_layer(values)
-            without = self._by_layer(values)
+            self._last_without = self._by_layer(values)
             pairs = self._by_layer(values, power=2) if self._config.coactivation else {}
             assert self._history is not None, "looks are kept by the first rank"
             self._history.add(look.step, load, pairs)
-            for name, steps in without.items():
+            for name, steps in self._last_without.items():
                 self._tell_dead(run, name, steps)
 
     def _by_layer(self, values: Iterator[float], power: int = 1) -> dict[str, list[float]]:

@@ -256,6 +256,19 @@ def test_what_forward_counts_is_counted_once(context, mode, compiled):
     assert counted == [2 * BATCH * LENGTH] * 3
 
 
+def test_a_backward_for_inputs_and_another_for_parameters_recompute_each(context):
+    """As zero-bubble schedules do, also where a block counts something."""
+    plain, model = (applied(context, CountingModel, mode=mode)[0] for mode in ("none", "full"))
+    gradients = []
+    for one in (plain, model):
+        loss, (first, *others) = forward(one), one.parameters()
+        gradients.append(torch.autograd.grad(loss, [first], retain_graph=True) + torch.autograd.grad(loss, others))
+
+    for found, expected in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert [module.seen.item() for module in model.modules() if isinstance(module, Counting)] == [BATCH * LENGTH] * 3
+
+
 def test_auto_recomputes_as_little_as_fits(context):
     """The ladder of ``choose``, from too little memory up to enough to recompute nothing."""
     ladder = []

@@ -24,6 +24,8 @@ _SHAPE = [  # job.toml's, which goes with the model's name when another one is n
 ]
 
 _PACKED = ["data.path=short", "data.document_mask=true"]
+_ONE_BY_ONE = ["train.batch_size=1", "train.grad_accumulation=4"]
+"""A sequence in a microbatch, for what looks at all tokens of one; layouts then change nothing about it."""
 
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
@@ -67,6 +69,22 @@ TRAININGS: Mapping[str, Sequence[str]] = {
             'router={name="hash", top_k=2, weights="gate"}}'
         )
     ],
+    "moe expert choice": [
+        (
+            'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, shared_experts=1, '
+            'router={name="expert_choice", predictor=true}}'
+        ),
+        *_ONE_BY_ONE,
+    ],
+    "moe capacity": [
+        (
+            'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, capacity_factor=0.75, renormalize=true, '
+            f"{_DEEPSEEK}}}"
+        ),
+        *_ONE_BY_ONE,
+    ],
+    "moe sinkhorn": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="sinkhorn"}', *_ONE_BY_ONE],
+    "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
     # two of four layers; more experts than a microbatch fills; counts of the step before
     "moe every second": [
         (
@@ -270,6 +288,19 @@ CELLS: Mapping[str, Cell] = {
     "moe-pp2-ep2-zero-bubble-v-overlap": Cell(
         4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), EP2, OVERLAP], "moe every second"
     ),
+    "moe-ep2-expert-choice-chunks2": Cell(
+        2, [*TWO_SMALL_MICROBATCHES, EP2, OVERLAP, f"{EXPERTS}.chunks=2"], "moe expert choice"
+    ),
+    "moe-tp2-expert-choice-ac-full": Cell(2, [TP2, f"{AC}=true"], "moe expert choice"),
+    # what predicts learns from detached hidden states, which zero-bubble schedules go through apart
+    "moe-pp2-expert-choice": Cell(2, pp2("ZBVZeroBubble"), "moe expert choice"),
+    "moe-tp2-capacity": Cell(2, [TP2], "moe capacity"),
+    "moe-pp2-ep2-capacity-ac-full": Cell(
+        4, [*pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), EP2, f"{AC}=true"], "moe capacity"
+    ),
+    "moe-ep2-sinkhorn-compiled": Cell(2, [*TWO_SMALL_MICROBATCHES, EP2, f"{COMPILE}=true"], "moe sinkhorn"),
+    "moe-pp2-sinkhorn": Cell(2, pp2("1F1B"), "moe sinkhorn"),
+    "moe-tp2-noisy-ac-full": Cell(2, [TP2, f"{AC}=true"], "moe noisy"),
     # multi-token prediction
     "ahead-accumulation4": Cell(1, FOUR_MICROBATCHES, "ahead"),
     "ahead-microbatches2-moe-packed": Cell(1, TWO_MICROBATCHES, "ahead moe packed"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forge_core.accumulation import accumulate
 from forge_core.contracts.model import Initializer
 from forge_core.contracts.router import Routing
 from forge_core.sequences import sum_by_sequence
-from forge_plugins_dense.initial_values import normal
+from forge_plugins_dense.initial_values import normal, zeros
+from forge_plugins_moe.exact_share import exact_share
 from forge_plugins_moe.router_config import ExpertChoiceConfig
 from forge_plugins_moe.routers.gated_router import GatedRouter, masked_logits
 from forge_plugins_moe.routers.refusal import refuse_contradictions
@@ -20,7 +23,8 @@ from forge_plugins_moe.routers.scores import probabilities, score
 
 class ExpertChoice(GatedRouter):
     """Each expert takes the ``n · c / E`` tokens of a group that score highest with it, rounded down, with their scores
-    as weights; the load is even by construction (Zhou et al. 2022, arXiv 2202.09368, section 3.2).
+    as weights; the load is even by construction (Zhou et al. 2022, arXiv 2202.09368, section 3.2). It also reports
+    ``router_passed_over``, the fraction of tokens that no expert takes: all those of a group of less than ``E / c``.
 
     Whether a token is taken depends on later ones, so the model cannot generate text with it. A predictor can stand in
     for the choice: a second gate, trained to tell from the token alone whether an expert takes it (Raposo et al. 2024,
@@ -31,6 +35,8 @@ class ExpertChoice(GatedRouter):
     """
 
     causal = False
+    taken: torch.Tensor
+    last_taken: torch.Tensor
 
     def __init__(self, config: ExpertChoiceConfig, /, *, dim: int, n_experts: int, **_: object) -> None:
         refuse_contradictions(config, n_experts)
@@ -38,6 +44,8 @@ class ExpertChoice(GatedRouter):
         self.config = config
         self.needs = frozenset({"sequence"} if config.scope == "sequence" else ())
         self.predictor = nn.Linear(dim, n_experts, bias=False) if config.predictor else None
+        self.register_buffer("taken", torch.empty(1), persistent=False)
+        self.register_buffer("last_taken", torch.empty(1), persistent=False)
 
     def forward(
         self, hidden: torch.Tensor, valid: torch.Tensor | None = None, *, sequence: torch.Tensor | None = None
@@ -48,6 +56,9 @@ class ExpertChoice(GatedRouter):
         routed = takes.float()
         probability = probabilities(scores, self.config.score_function)
         scores = self.measure(scores, probability, logits, routed, valid)
+        if self.training:
+            taken = takes.any(1).sum(dtype=torch.float32).reshape(1)
+            scores = accumulate(scores, self.taken, taken)
         auxiliary = {}
         if self.predictor is not None and self.training:
             predicted = masked_logits(hidden.detach(), self.predictor.weight, valid)
@@ -60,15 +71,28 @@ class ExpertChoice(GatedRouter):
         """A router that can generate text, made of this one's parameters."""
         return None if self.predictor is None else PredictedChoice(self)
 
+    def accumulators(self) -> Mapping[str, torch.Tensor]:
+        return {**super().accumulators(), "taken": self.taken}
+
+    def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
+        super().before_optimizer_step(reduced, progress)
+        self.last_taken.copy_(reduced["taken"])
+
+    def step_metrics(self) -> Mapping[str, torch.Tensor]:
+        tokens = self.last_sums[0].clamp(min=1)
+        return {**super().step_metrics(), "router_passed_over": (self.last_sums[0] - self.last_taken[0]) / tokens}
+
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         super().init_weights(rng, prefix, std)
+        for name in ("taken", "last_taken"):
+            rng.fill(f"{prefix}{name}", self.get_buffer(name), zeros)
         if self.predictor is not None:
             rng.fill(f"{prefix}predictor.weight", self.predictor.weight, normal(std))
 
     @property
     def _share(self) -> Fraction:
         """Of a group's tokens, what an expert takes; exact, so that what groups take is never more than all may."""
-        return Fraction(str(self.config.experts_per_token)) / self.n_experts
+        return exact_share(self.config.experts_per_token) / self.n_experts
 
     def _takes(self, scores: torch.Tensor, valid: torch.Tensor | None, sequence: torch.Tensor | None) -> torch.Tensor:
         """``(T, E)`` bool: which tokens each expert takes."""

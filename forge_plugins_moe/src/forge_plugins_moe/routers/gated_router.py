@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -104,16 +103,6 @@ class GatedRouter(nn.Module):
         rng.fill(f"{prefix}gate.weight", self.gate.weight, normal(std))
         for name in ("sums", "last_sums"):
             rng.fill(f"{prefix}{name}", self.get_buffer(name), zeros)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Buffers stay fp32 where a model is cast: counts and biases are finer than what bf16 can tell apart."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
-        for name, buffer in self._buffers.items():
-            kept = before[name]
-            if buffer is not None and kept is not None and buffer.dtype != kept.dtype:
-                self._buffers[name] = kept.to(buffer.device)
-        return self
 
 
 def masked_logits(hidden: torch.Tensor, weight: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

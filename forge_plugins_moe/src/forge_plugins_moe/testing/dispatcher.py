@@ -21,6 +21,8 @@ from forge_core.testing.several_ranks import on_ranks
 from forge_plugins_moe.dispatch import Assignments, Dispatched, LocalDispatcher
 
 _DIM = 8
+_LARGE, _SMALL = 256, 2.6
+"""A weight, and the sum of all others of a token, where they are summed in bf16."""
 
 CASES = ("usual", "uneven", "empty_rank", "one_expert", "padding", "any_number", "none_at_all", "no_tokens_at_all")
 """What the ranks send. ``usual``: each token to two experts. ``uneven``: some ranks have more tokens. ``empty_rank``:
@@ -54,6 +56,8 @@ class RankReport:
     nested: Sequence[Passage]
     """``usual`` and ``padding``, both dispatched before either is combined."""
     bf16: Passage
+    summed: Mapping[str, torch.Tensor]
+    """In bf16, outputs and gradients of tokens that all experts leave as they are."""
     evaluated: torch.Tensor
     """The output of ``usual`` without gradients."""
     counts: torch.Tensor
@@ -120,6 +124,16 @@ class DispatcherConformance(ComponentCase):
                 f"rank {rank}: the gradient of weights must be fp32, got {weight.dtype}"
             )
 
+    def test_sums_in_fp32(self) -> None:
+        """A large term and many small ones: in bf16, 256 and less than 1 are 256."""
+        for rank, report in enumerate(self.reports()):
+            for name, tensor in report.summed.items():
+                error = (tensor.float() - _LARGE - _SMALL).abs().max().item()
+                assert error < 2, (  # the sum of each place may be rounded on its way, and that of all of them
+                    f"rank {rank}: in bf16, the {name} is {tensor.flatten()[0].item():g} where {_LARGE} and terms that "
+                    f"are {_SMALL} together were to be summed; sum in fp32"
+                )
+
     def test_two_microbatches_may_be_on_their_way(self) -> None:
         for rank, report in enumerate(self.reports()):
             for case, passage in zip(("usual", "padding"), report.nested, strict=True):
@@ -182,6 +196,10 @@ class DispatcherConformance(ComponentCase):
             recomputed=passage("usual", _recomputed),
             nested=nested(),
             bf16=passage("usual", dtype=torch.bfloat16),
+            summed={
+                **_summed(dispatcher, self.ranks * self.experts_each, with_top_k=True),
+                **_summed(dispatcher, self.ranks * self.experts_each, with_top_k=False),
+            },
             evaluated=evaluated,
             counts=dispatched.counts,
             rows=dispatched.rows,
@@ -288,6 +306,20 @@ def _through(dispatcher: Any, leaves: _Leaves) -> torch.Tensor:
     dispatched = dispatcher.dispatch(leaves.tokens, leaves.assignments)
     output: torch.Tensor = dispatcher.combine(_compute(dispatched, leaves.experts), dispatched)
     return output
+
+
+def _summed(dispatcher: Any, n_experts: int, *, with_top_k: bool) -> Mapping[str, torch.Tensor]:
+    """Ones to all experts, which leave them as they are, with weights of which the first is large."""
+    tokens = torch.ones(4, _DIM, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.full((n_experts,), _SMALL / (n_experts - 1))
+    weight[0] = _LARGE
+    token, expert = torch.arange(4).repeat_interleave(n_experts), torch.arange(n_experts).repeat(4)
+    assignments = Assignments(token, expert, weight.repeat(4), n_experts if with_top_k else None)
+    dispatched = dispatcher.dispatch(tokens, assignments)
+    output = dispatcher.combine(dispatched.rows, dispatched)
+    (gradient,) = torch.autograd.grad(output.sum(), tokens)
+    kind = "with top_k" if with_top_k else "without top_k"
+    return {f"output {kind}": output.detach(), f"gradient of tokens {kind}": gradient}
 
 
 def _in_steps(dispatcher: Any, leaves: _Leaves) -> torch.Tensor:

@@ -110,7 +110,21 @@ def _policy(kept: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: 
 def _accumulating_once(contexts: Callable[[], Contexts], counting: Sequence[Any]) -> Contexts:
     """``contexts`` for a block whose forward counts something (``StepContributor``): the second forward does not."""
     forward, recomputation = contexts()
-    return forward, _restoring(recomputation, counting)
+    return forward, _Restoring(recomputation, counting)
+
+
+class _Restoring(AbstractContextManager[None]):
+    """``_restoring``, which is entered again in each backward: a zero-bubble schedule has two."""
+
+    def __init__(self, recomputation: AbstractContextManager[Any], counting: Sequence[Any]) -> None:
+        self._again = partial(_restoring, recomputation, counting)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._again())
+
+    def __exit__(self, *raised: Any) -> bool:
+        return self._stack.__exit__(*raised)
 
 
 @contextmanager
