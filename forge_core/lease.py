@@ -177,10 +177,10 @@ def refuse_if_held(run_directory: Path) -> Sign | None:
     path = run_directory / FILE_NAME
     try:
         found = _read(path)
+        if found is not None:
+            _refuse_if_alive(path, found)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read, which says who trains there: {error.strerror}") from error
-    if found is not None:
-        _refuse_if_alive(path, found)
     return found
 
 

@@ -18,6 +18,9 @@ from forge_core.config.job import dump_job
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
 
+ENDS = ("completed", "preempted", "stopped", "failed")
+"""Events with one of which every start ends that is not killed."""
+
 
 class RunDirectory:
     """Written by the first rank only; other ranks know the paths.
@@ -116,6 +119,16 @@ class RunDirectory:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             self._append(self._events, json.dumps({"time": now, "event": event, **facts}))
 
+    def events(self) -> list[dict[str, Any]]:
+        """What ``write_event`` has written, in all attempts so far; on the first rank."""
+        if not self._writes:
+            return []
+        try:
+            lines = (self.path / "events.jsonl").read_text().splitlines()
+        except (OSError, ValueError):
+            return []
+        return [event for event in map(_event_of, lines) if event is not None]
+
     def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
         """A JSON file of its own."""
         if self._writes:
@@ -173,6 +186,15 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _event_of(line: str) -> dict[str, Any] | None:
+    """``None`` for a line that a crash has cut short."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 def _write(path: Path, text: str) -> None:

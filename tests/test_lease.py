@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -117,6 +118,22 @@ def test_one_that_cannot_be_read_is_refused_with_a_sentence(tmp_path):
     (tmp_path / FILE_NAME).mkdir()
 
     with pytest.raises(ConfigError, match=r"lease\.json cannot be read"):
+        refuse_if_held(tmp_path)
+
+
+def test_one_that_cannot_be_read_again_while_it_is_watched_is_refused_with_a_sentence(tmp_path, foreign, monkeypatch):
+    """NFS, where another host has replaced the file."""
+    foreign()
+    read, calls = forge_core.lease._read, iter(range(10))
+
+    def stale(path):
+        if next(calls):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(forge_core.lease, "_read", stale)
+
+    with pytest.raises(ConfigError, match=r"lease\.json cannot be read, .*: Stale file handle"):
         refuse_if_held(tmp_path)
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an ``OSError`` say which file it is about: the system does not where one is read, written or flushed."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_durably(path: Path, text: str) -> None:
     """Write a new file, or replace one in one go. Its name is durable once its folder has been flushed."""
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as file:
+    with naming(temporary), temporary.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -27,6 +39,7 @@ def flush(path: Path) -> None:
     """What a file holds, or which names a folder has."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

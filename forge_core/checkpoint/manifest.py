@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,7 +14,7 @@ import attrs
 import xxhash
 from attrs.validators import and_, deep_mapping, ge, instance_of
 
-from forge_core.checkpoint.durable import write_durably
+from forge_core.checkpoint.durable import naming, write_durably
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -77,17 +79,22 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in ``folder``, whose other files are not looked at.
 
     Raises:
-        DamagedError: it cannot be read, has been changed, or is of another format.
+        DamagedError: it cannot be read, has been changed, is of another format, or of another step than the folder's
+            name says.
         NewerFormatError: it has not been changed, and is of a later format.
     """
     file = folder / FILE_NAME
-    if file.is_symlink():
-        raise DamagedError(f"{FILE_NAME} is not a file of its own")
     try:
+        if file.is_symlink():
+            raise DamagedError(f"{FILE_NAME} is not a file of its own")
         text = file.read_bytes()
     except OSError as error:
         raise DamagedError(f"{FILE_NAME} cannot be read ({error.strerror})") from error
-    return parse_manifest(text)
+    manifest = parse_manifest(text)
+    named = re.fullmatch(r"step_(\d+)", folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise DamagedError(f"{FILE_NAME} says that it is of step {manifest.step}")
+    return manifest
 
 
 def parse_manifest(text: bytes) -> Manifest:
@@ -134,12 +141,18 @@ def visible_damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str 
 
 def _misfit(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
     file = folder / name
-    if file.resolve() != folder.resolve() / name or not file.is_file():
-        return f"{name} is missing" if not file.exists() else f"{name} is not a file of its own"
     try:
-        size = file.stat().st_size
+        found = file.stat(follow_symlinks=False)
+        is_own = stat.S_ISREG(found.st_mode) and file.resolve(strict=True) == folder.resolve(strict=True) / name
+    except FileNotFoundError:
+        return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
+    except ValueError:  # a name that no file can have
+        is_own = False
+    if not is_own:
+        return f"{name} is not a file of its own"
+    size = found.st_size
     return f"{name} has {size} bytes, the manifest says {entry['bytes']}" if size != entry["bytes"] else None
 
 
@@ -152,7 +165,7 @@ def describe_file(file: Path) -> dict[str, Any]:
     """XXH3 finds what disks and networks do to files, as fast as they are read; it is no protection from people."""
     digest = xxhash.xxh3_128()
     size = 0
-    with file.open("rb") as content:
+    with naming(file), file.open("rb") as content:
         while block := content.read(1 << 22):
             digest.update(block)
             size += len(block)

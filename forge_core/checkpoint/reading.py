@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
 from forge_core.errors import ConfigError
 
@@ -91,6 +92,7 @@ def refuse_misfits(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 class _Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self.fs = NamingFileSystem()
         self._folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.durable import flush, flush_tree, write_durably
+from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.engine.ranks import on_all_ranks
@@ -61,6 +62,15 @@ class Saved:
     """Of these, those that training waited."""
 
 
+@attrs.frozen
+class _Outcome:
+    """Of one rank's part in a save."""
+
+    saved: Saved
+    is_group_lost: bool
+    """Whether it was the other ranks that could not be heard."""
+
+
 class Saver:
     """All ranks call the same methods at the same steps.
 
@@ -84,7 +94,9 @@ class Saver:
         self._store = store
         self._background = background
         self._may_commit = may_commit
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=GROUP)
+        self._timeout = timeout
+        self._device = device
+        self._group = self._new_group()
         attempt = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(attempt, src=0, group=self._group)
         self._attempt = attempt[0]
@@ -99,7 +111,8 @@ class Saver:
         )
         self._staging: Any = None
         self._thread: threading.Thread | None = None
-        self._outcome: Saved | None = None
+        self._is_committed = False
+        self._outcome: _Outcome | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -113,6 +126,8 @@ class Saver:
         if not self._background:
             self._write(snapshot, lambda: snapshot.tensors, started)
             return
+        if self._device.type == "cuda":  # torch copies on a stream of its own, which waits for nothing
+            torch.cuda.current_stream(self._device).synchronize()
         staged = self._stager.stage(dict(snapshot.tensors))
         self._staging = staged if hasattr(staged, "result") else None
         tensors = staged.result if hasattr(staged, "result") else lambda: staged
@@ -129,7 +144,18 @@ class Saver:
             self._staging = None
 
     def finish(self) -> Saved | None:
-        """Wait for the save that is under way. Returns how it ended, once; ``None`` if there was none."""
+        """Wait for the save that is under way, on all ranks. Returns how it ended, once; ``None`` if there was none."""
+        outcome = self._join()
+        return None if outcome is None else self._agreed(outcome)
+
+    def close(self) -> Saved | None:
+        """After the last ``finish``; or when the run has failed, and the other ranks may be gone: waits for what this
+        rank is writing, and returns how that ended as far as this rank knows."""
+        outcome = self._join()
+        self._stager.close()
+        return None if outcome is None else outcome.saved
+
+    def _join(self) -> _Outcome | None:
         self.wait_until_copied()
         if self._thread is not None:
             self._thread.join()
@@ -137,10 +163,28 @@ class Saver:
         outcome, self._outcome = self._outcome, None
         return outcome
 
-    def close(self) -> None:
-        """After the last ``finish``, or when the run has failed: waits for what is being written."""
-        self.finish()
-        self._stager.close()
+    def _agreed(self, own: _Outcome) -> Saved:
+        """What the first rank says, since it gives checkpoints their names. If ranks have lost each other in the group
+        over which they save, as after one that was too slow, nothing more can be said over it, and they get another."""
+        if dist.get_world_size() == 1:
+            return own.saved
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        error = own.saved.error
+        dist.all_gather_object(outcomes, (None if error is None else str(error), own.is_group_lost))
+        if any(is_group_lost for _, is_group_lost in outcomes):
+            dist.destroy_process_group(self._group)
+            self._group = self._new_group()
+        said = outcomes[0][0]
+        if said is None:
+            return attrs.evolve(own.saved, error=None)
+        agreed = SaveError(said) if error is None else type(error)(said)
+        agreed.__cause__ = error
+        return attrs.evolve(own.saved, error=agreed)
+
+    def _new_group(self) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self._timeout)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit, group_desc=GROUP)
+        return group
 
     def _write(
         self,
@@ -149,16 +193,21 @@ class Saver:
         started: float,
         blocked: float | None = None,
     ) -> None:
-        path, error = self._store.folder(snapshot.step), None
+        path, error, is_group_lost = self._store.folder(snapshot.step), None, False
+        self._is_committed = False
         try:
             self._write_and_commit(snapshot, tensors())
-        except ForgeError as caught:
+        except ForgeError as caught:  # on all ranks alike
             error = caught
         except Exception as caught:  # noqa: BLE001 - whatever goes wrong is reported where training can hear it
-            error = SaveError(f"{type(caught).__name__}: {caught}")
-            error.__cause__ = caught
+            is_group_lost = True
+            if not self._is_committed:
+                limit = f" (checkpoint.timeout = {self._timeout:g})" if dist.get_world_size() > 1 else ""
+                error = SaveError(f"{type(caught).__name__}: {caught}{limit}")
+                error.__cause__ = caught
         seconds = time.perf_counter() - started
-        self._outcome = Saved(snapshot.step, path, error, seconds, seconds if blocked is None else blocked)
+        saved = Saved(snapshot.step, path, error, seconds, seconds if blocked is None else blocked)
+        self._outcome = _Outcome(saved, is_group_lost)
 
     def _write_and_commit(self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> None:
         folder = self._store.unfinished_folder(snapshot.step, self._attempt)
@@ -167,10 +216,10 @@ class Saver:
         try:
             self._together(lambda: self._begin(folder, n_bytes) if first else None, n_bytes)
             try:
-                save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=self._group)
+                save(dict(tensors), storage_writer=_writer(folder), process_group=self._group)
             except CheckpointException as error:
                 rank, (cause, _) = min(error.failures.items())
-                raise SaveError(f"rank {rank} {_cannot_write(self._store.path, cause, n_bytes)}") from error
+                raise SaveError(_cannot_write(rank, folder, cause, n_bytes)) from error
             own = self._together(
                 lambda: describe_files(folder, sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))), n_bytes
             )
@@ -216,6 +265,7 @@ class Saver:
         flush(folder)
         self._may_commit()
         self._store.commit(folder, snapshot.step)
+        self._is_committed = True
 
     def _bytes_to_write(self, snapshot: Snapshot) -> int:
         """Each tensor once, of all pipeline stages: a ``DTensor`` counts whole, whoever holds its parts."""
@@ -230,16 +280,24 @@ class Saver:
             try:
                 return work()
             except OSError as error:
-                raise SaveError(_cannot_write(self._store.path, error, n_bytes)) from error
+                raise SaveError(_cannot_write(dist.get_rank(), self._store.path, error, n_bytes)) from error
 
         return on_all_ranks(explained, self._group)
 
 
-def _cannot_write(path: Path, cause: BaseException, n_bytes: int) -> str:
+def _writer(folder: Path) -> FileSystemWriter:
+    writer = FileSystemWriter(folder)
+    writer.fs = NamingFileSystem()
+    return writer
+
+
+def _cannot_write(rank: int, folder: Path, cause: BaseException, n_bytes: int) -> str:
     """What went wrong where, what is needed and how full the disk is: neither torch nor the system names all of it."""
-    why = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
+    path, why = folder, f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, OSError) and cause.strerror:
+        path, why = Path(cause.filename or folder), cause.strerror
     try:
-        free = f", and {as_size(shutil.disk_usage(path).free)} are free"
+        free = f", and {as_size(shutil.disk_usage(folder).free)} are free"
     except OSError:
         free = ""
-    return f"cannot write to {path}: {why}; the checkpoint needs {as_size(n_bytes)}{free}"
+    return f"rank {rank} cannot write to {path}: {why}; the checkpoint needs {as_size(n_bytes)}{free}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from forge_core.checkpoint.durable import flush
 from forge_core.checkpoint.manifest import (
+    FILE_NAME,
     DamagedError,
     Manifest,
     NewerFormatError,
@@ -23,6 +24,7 @@ from forge_core.checkpoint.manifest import (
     visible_damage,
 )
 from forge_core.checkpoint.reading import read_tensors, saved_tensors
+from forge_core.engine.ranks import from_first_rank
 from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,10 +49,14 @@ class Checkpoint:
         """Everything that is not a tensor, as it was given to be saved.
 
         Raises:
-            ConfigError: it is no table of JSON values.
+            ConfigError: it cannot be read, or is no table of JSON values.
         """
         try:
             state = json.loads((self.path / "state.json").read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint {self.path} cannot be used: state.json cannot be read ({error.strerror})"
+            ) from error
         except (ValueError, RecursionError):
             state = None
         if not isinstance(state, dict):
@@ -103,7 +109,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Of all committed checkpoints, damaged or not, in ascending order."""
-        names = (path.name.removeprefix("step_") for path in self.path.glob("step_*") if path.is_dir())
+        names = (path.name.removeprefix("step_") for path in self.path.glob("step_*") if _may_be_folder(path))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def newest(self, report: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
@@ -118,7 +124,7 @@ class CheckpointStore:
                 version of Forge has written one: what it has done since would be done again.
         """
         problems = []
-        here = _of_first_rank(self.steps())
+        here = from_first_rank(self.steps)
         far = self._fetching.steps(here, report) if self._fetching else []
         for step in sorted({*here, *far}, reverse=True):
             if before is not None and step >= before:
@@ -142,7 +148,7 @@ class CheckpointStore:
         Raises:
             ConfigError: there is none, or it is damaged.
         """
-        here = _of_first_rank(self.steps())
+        here = from_first_rank(self.steps)
         far = self._fetching.steps(here, report) if self._fetching else []
         if step not in here and step not in far:
             there = _listed(sorted({*here, *far}))
@@ -159,7 +165,7 @@ class CheckpointStore:
             problem = whole_problem(folder)
             if problem is None:
                 return None
-            _refuse_newer(folder)
+            from_first_rank(lambda: _refuse_newer(folder))
             if step not in far:
                 return problem
             problem += "; "
@@ -219,19 +225,30 @@ class CheckpointStore:
 
 
 def find_checkpoint(path: Path, report: Callable[[str], None]) -> Checkpoint:
-    """The checkpoint that ``path`` means: itself, or the newest of a run.
+    """The checkpoint that ``path`` means: itself, or the newest of a run. If there is a process group, all ranks of it
+    call it together.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    if path.name.startswith("step_") or (path / "manifest.json").exists():
+    if from_first_rank(lambda: _is_checkpoint(path)):
         return open_checkpoint(path)
-    if not path.is_dir():
-        raise ConfigError(f"{path} does not exist; give a run's directory or a checkpoint's")
     found = CheckpointStore(path / "checkpoints").newest(report)
     if found is None:
         raise ConfigError(f"{path} holds no checkpoint; give a run's directory or a checkpoint's")
     return found
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Otherwise it is a run's directory."""
+    try:
+        if path.name.startswith("step_") or (path / FILE_NAME).exists():
+            return True
+        if path.is_dir():
+            return False
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    raise ConfigError(f"{path} does not exist; give a run's directory or a checkpoint's")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -240,7 +257,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ConfigError: it is damaged.
     """
-    path = path.resolve()  # not through `latest`, which may move on while we read
+    try:
+        path = path.resolve()  # not through `latest`, which may move on while we read
+    except (OSError, RuntimeError) as error:  # links in a circle, or a disk that fails
+        raise ConfigError(f"checkpoint {path} cannot be used: {error}") from error
     problem = whole_problem(path)
     if problem is not None:
         raise ConfigError(f"checkpoint {path} cannot be used: {problem}")
@@ -280,13 +300,11 @@ def _refuse_newer(path: Path) -> None:
         pass
 
 
-def _of_first_rank(steps: list[int]) -> list[int]:
-    """Not all hosts may see the same names at the same time."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [steps]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
-    return steps
+def _may_be_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return True  # what is wrong with it is said when it is looked at
 
 
 def _listed(steps: Sequence[int]) -> str:

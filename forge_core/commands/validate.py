@@ -8,7 +8,7 @@ import click
 
 from forge_core.config.job import deprecations, load_job
 from forge_core.config.sections import Job
-from forge_core.passes import sort_passes
+from forge_core.passes import resolve_degrees, sort_passes
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -43,5 +43,7 @@ def summary(job: Job, world_size: int | None) -> str:
     if world_size is None:
         size = f"{train.batch_size} × {train.seq_len} tokens a microbatch and data-parallel rank"
     else:
-        size = f"{train.global_batch_size} × {train.seq_len} tokens on {world_size} rank{'s' * (world_size > 1)}"
+        degrees = resolve_degrees(job.parallel, world_size)
+        batch = train.batch_size * (train.grad_accumulation or 1) * degrees["dp_replicate"] * degrees["dp_shard"]
+        size = f"{batch} × {train.seq_len} tokens on {world_size} rank{'s' * (world_size > 1)}"
     return f"{chosen}; {train.steps} steps of {size}"

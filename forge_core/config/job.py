@@ -16,12 +16,12 @@ from forge_core.catalog import Catalog, kind_words
 from forge_core.component import Use
 from forge_core.config.checkpoint_rules import checkpoint_problems
 from forge_core.config.converter import EXPECTED_STRING, structure
+from forge_core.config.lead_rules import lead_problems
 from forge_core.config.overrides import with_overrides
 from forge_core.config.plain import plain
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text, nearest
-from forge_core.config.sections import Job, PluginsSection, RunSection, TrainSection
+from forge_core.config.sections import Job, PluginsSection, TrainSection
 from forge_core.config.shorthands import as_written
-from forge_core.config.time_limit import lead_problem
 from forge_core.config.toml_file import Document, read_document
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
@@ -45,8 +45,8 @@ def load_job(
         path: a TOML file, possibly a ``job.toml``.
         overrides: settings of the command line, as typed.
         catalog: what is installed, or a function that finds it, given the distributions that the job disables.
-        world_size: ranks of the run. ``None`` leaves out what depends on it: ``global_batch_size``, and passes that
-            ``dp_shard = -1`` may need.
+        world_size: ranks of the run. ``None`` leaves out what depends on it: the accumulation that
+            ``global_batch_size`` needs, and passes that ``dp_shard = -1`` may need.
         options: the options of the command that the overrides come from, for a hint if one is misspelt.
 
     Raises:
@@ -142,7 +142,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     """Fill in what follows from the rest, and check what one section says against the others."""
     run = job.run if job.run.name is not None else attrs.evolve(job.run, name=name)
     job = attrs.evolve(job, run=run)
-    problems = [*_run_name_problems(str(run.name)), *_lead_problems(run)]
+    problems = [*_run_name_problems(str(run.name)), *lead_problems(job)]
     degrees = None
     try:
         degrees = resolve_degrees(job.parallel, world_size) if world_size is not None else None
@@ -232,26 +232,19 @@ def _run_name_problems(name: str) -> list[Problem]:
     return [Problem(("run", "name"), f"must be a plain file name, as it becomes a directory; got {name!r}")]
 
 
-def _lead_problems(run: RunSection) -> list[Problem]:
-    problem = lead_problem(run.stop_before_end, run.time_limit, "run.time_limit") if run.time_limit else None
-    return [Problem(("run", "stop_before_end"), problem)] if problem else []
-
-
 def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tuple[TrainSection, list[Problem]]:
-    """``grad_accumulation`` and ``global_batch_size``, each from the other."""
+    """``grad_accumulation``, from ``global_batch_size`` if that is given. It is not filled in: a run that goes on on
+    another number of ranks has to know whether it was asked for."""
     accumulation, total = train.grad_accumulation, train.global_batch_size
     if total is None and accumulation is None:
         accumulation = 1
-    if degrees is None:
+    if degrees is None or total is None:
         return attrs.evolve(train, grad_accumulation=accumulation), []
     ranks = prod(degrees[axis] for axis in ("dp_replicate", "dp_shard"))
     microbatch = train.batch_size * ranks
     factors, sizes = "batch_size × data-parallel ranks", f"{train.batch_size} × {ranks}"
     problem = None
-    if total is None:
-        assert accumulation is not None, "it is 1 if neither is given"
-        total = microbatch * accumulation
-    elif total % microbatch:
+    if total % microbatch:
         problem = f"must be a multiple of {factors} = {sizes} = {microbatch}, got {total}"
     elif accumulation is None:
         accumulation = total // microbatch
@@ -262,7 +255,7 @@ def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tup
         )
     if problem:
         return train, [Problem(("train", "global_batch_size"), problem)]
-    return attrs.evolve(train, grad_accumulation=accumulation, global_batch_size=total), []
+    return attrs.evolve(train, grad_accumulation=accumulation), []
 
 
 def _grad_norm_problems(job: Job, degrees: Mapping[str, int] | None) -> list[Problem]:

@@ -24,10 +24,11 @@ from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.engine.build import choose_vocab_size
 from forge_core.engine.console import Console
+from forge_core.engine.global_batch import with_global_batch
 from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.mesh import Mesh, build_mesh
 from forge_core.engine.peers import Peers
-from forge_core.engine.ranks import from_first_rank
+from forge_core.engine.ranks import from_first_rank, on_all_ranks
 from forge_core.engine.replicas import refuse_several_replications
 from forge_core.engine.resuming import Start, choose_start, refuse_if_incompatible, resume_asked_for
 from forge_core.engine.timeouts import Timeouts
@@ -62,6 +63,8 @@ class Prepared:
     warm_start: WarmStart | None
     ended: Sign | None
     console: Console
+    accumulation_asked_for: int
+    """``train.grad_accumulation`` before ``with_global_batch``."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -88,13 +91,15 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
     fetching = None
     if job.checkpoint.mirror is not None and dry_run:
         console.line("dry run: goes by the checkpoints that are here; those at checkpoint.mirror are not fetched")
-    elif (mirror := mirror_of(job)) is not None:
+    elif (mirror := on_all_ranks(lambda: mirror_of(job))) is not None:
         fetching = Fetching(mirror, job.checkpoint.on_failure == "stop", peers.sign)
     last_job = (fetching.last_job() if fetching else None) or directory.last_job()
     resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
     start = choose_start(resume, CheckpointStore(store.path, fetching), console.line)
     checkpoint = start.checkpoint
     warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
+    accumulation_asked_for = job.train.grad_accumulation or 1
+    job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
@@ -132,6 +137,7 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
         warm_start=warm_start,
         ended=ended,
         console=console,
+        accumulation_asked_for=accumulation_asked_for,
     )
 
 

@@ -34,8 +34,7 @@ def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
     except Exception as caught:
         if dist.get_world_size() == 1:
             raise
-        error = ForgeError(f"{type(caught).__name__}: {caught}")
-        error.__cause__ = caught
+        error = _unforeseen(caught)
     if dist.get_world_size() > 1:
         said: list[tuple[str, ExitCode, str] | None] = [None] * dist.get_world_size()
         own = None if error is None else (str(error), error.exit_code, type(error).__name__)
@@ -54,10 +53,13 @@ def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
 
 def from_first_rank(work: Callable[[], T]) -> T:
     """What ``work`` returns on the first rank, on all of them: not all ranks may see the same files at the same time.
+    Where there is no process group, or one of a single rank, that is ``work()``.
 
     Raises:
         ForgeError: what ``work`` raised on the first rank; on the others with its exit code and an empty message.
     """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
     refusal: ForgeError | None = None
     outcome: list[tuple[T | None, ExitCode | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -65,9 +67,11 @@ def from_first_rank(work: Callable[[], T]) -> T:
             outcome = [(work(), None)]
         except ForgeError as error:
             refusal = error
-            outcome = [(None, error.exit_code)]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
+        except Exception as caught:  # noqa: BLE001 - the others wait to be told
+            refusal = _unforeseen(caught)
+        if refusal is not None:
+            outcome = [(None, refusal.exit_code)]
+    dist.broadcast_object_list(outcome, src=0)
     value, code = outcome[0]
     if code is not None:
         refusal = refusal or ForgeError("")
@@ -97,8 +101,15 @@ def slowly_from_first_rank(work: Callable[[], T], sign: Callable[[], None]) -> T
     return from_first_rank(outcome.result)
 
 
+def _unforeseen(cause: Exception) -> ForgeError:
+    error = ForgeError(f"{type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
 def _joined(said: Sequence[tuple[int, str]]) -> str:
-    """One line where all say the same."""
+    """One line where all who say anything say the same."""
+    said = [(rank, message) for rank, message in said if message] or said
     messages = {message for _, message in said}
     if len(messages) == 1:
         return said[0][1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from zlib import crc32
 
 from forge_core.errors import ConfigError, ForgeError, LostPeerError
 
@@ -17,18 +18,20 @@ _FIRST_PORT, _PORTS = 15_000, 15_000  # below the ports that systems hand out by
 def world_size_of(environment: MutableMapping[str, str]) -> int | None:
     """The number of ranks if a launcher has started this process as one of them, otherwise ``None``.
 
-    Under Slurm (``srun``), torchrun's variables are set from Slurm's, those that are there already left alone:
-    everything after this, torch included, finds one environment. A script that ``sbatch`` runs is no rank; what it
-    starts with ``srun`` is.
+    Under Slurm (``srun``), torchrun's variables are set from Slurm's, the place of rank 0 and the rank on its node left
+    alone where they are there already: everything after this, torch included, finds one environment. A script that
+    ``sbatch`` runs is no rank; what it starts with ``srun`` is.
 
     Raises:
-        ConfigError: a variable is missing or no number.
+        ConfigError: a variable is missing, is no number, or says something else than Slurm does.
     """
+    tasks = slurm_tasks(environment)
+    if tasks is not None:
+        _refuse_unless_of_slurm(environment, tasks)
     if "RANK" not in environment:
-        found = _from_slurm(environment)
-        if found is None:
+        if tasks is None:
             return None
-        for name, value in found.items():
+        for name, value in _from_slurm(environment, tasks).items():
             environment.setdefault(name, value)
     environment.setdefault("LOCAL_RANK", "0")
     missing = [name for name in _TORCHRUN if not environment.get(name)]
@@ -46,24 +49,49 @@ def world_size_of(environment: MutableMapping[str, str]) -> int | None:
     return world_size
 
 
-def _from_slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
+def slurm_tasks(environment: Mapping[str, str]) -> str | None:
+    """How many ``srun`` has started together; ``None`` if it has not started this process, or alone."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
-    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment or tasks in (None, "1"):
-        return None
+    is_task = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
+    return tasks if is_task and tasks != "1" else None
+
+
+def _refuse_unless_of_slurm(environment: Mapping[str, str], tasks: str) -> None:
+    """Tasks are ranks, unless each is a torchrun, which starts ranks of its own."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return
+    own = {"RANK": environment["SLURM_PROCID"], "WORLD_SIZE": tasks}
+    if any(environment.get(name, value) != value for name, value in own.items()):
+        said = " and ".join(f"{name}={environment[name]}" for name in own if name in environment)
+        raise ConfigError(
+            f"{said} in the environment, but for Slurm this is task SLURM_PROCID={own['RANK']} of {tasks} "
+            f"(SLURM_STEP_NUM_TASKS): unset RANK and WORLD_SIZE, which a shell may have kept, and Slurm's are taken"
+        )
+
+
+def _from_slurm(environment: Mapping[str, str], tasks: str) -> dict[str, str]:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     if not nodes:
         raise ConfigError("SLURM_STEP_NODELIST is not set, so that rank 0 cannot be found; set MASTER_ADDR")
-    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
     # "4(x2)": four on each of two nodes; where nodes have different numbers, there is no one number to tell
     on_each = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return {
         **({"LOCAL_WORLD_SIZE": on_each[1]} if on_each else {}),
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": str(tasks),
+        "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": first_host(nodes),
-        "MASTER_PORT": str(_FIRST_PORT + (job * 7 + step) % _PORTS),
+        "MASTER_PORT": str(_FIRST_PORT + crc32(" ".join(_own_step(environment)).encode()) % _PORTS),
     }
+
+
+def _own_step(environment: Mapping[str, str]) -> Iterator[str]:
+    """What is the same for all tasks of a step, and for no other step on these hosts: the numbers of jobs are those of
+    one cluster, and what is left of a job's last start may still listen."""
+    yield str(_number(environment, "SLURM_JOB_ID"))
+    yield str(_number(environment, "SLURM_STEP_ID"))
+    for name in ("SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "SLURM_STEP_LAUNCHER_PORT"):
+        yield environment.get(name, "")
 
 
 def first_host(nodes: str) -> str:

@@ -24,7 +24,7 @@ from forge_core.contracts.data_source import DataSource
 from forge_core.engine.build import BuiltModel
 from forge_core.engine.kept_state import load_states
 from forge_core.engine.mesh import Mesh
-from forge_core.engine.ranks import on_all_ranks
+from forge_core.engine.ranks import from_first_rank, on_all_ranks
 from forge_core.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ def resume_asked_for(job: Job, last_job: str | None, report: Callable[[str], Non
     except ValueError:
         return resume
     # a job that is put back into the queue may get another machine, and more or fewer ranks
-    elsewhere = ("run.dir", "run.device", "parallel.", "train.global_batch_size")
+    elsewhere = ("run.dir", "run.device", "parallel.", "train.global_batch_size", "train.grad_accumulation")
     if any(not change.key.startswith(elsewhere) for change in differences(last, job_table(job))):
         return resume
     report(
@@ -81,24 +81,32 @@ def choose_start(resume: str, store: CheckpointStore, report: Callable[[str], No
         ConfigError: it names a checkpoint that is not there or is damaged; or there are checkpoints, and none is whole.
     """
     if resume == "never":
-        return Start(None, store.steps(), keeps_until=-1)
+        return Start(None, from_first_rank(store.steps), keeps_until=-1)
     if resume.isdecimal():
         chosen = store.at(int(resume), report)
-        return Start(chosen, store.steps(), keeps_until=int(resume))
+        return Start(chosen, from_first_rank(store.steps), keeps_until=int(resume))
     newest = store.newest(report)
-    seen = store.steps()
+    seen = from_first_rank(store.steps)
     if resume == "auto" or newest is not None:
         if resume != "auto" and newest is not None:
             report(
                 f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own {newest.path.name}"
             )
         return Start(newest, seen)
-    if not Path(resume).expanduser().exists():
+    from_first_rank(lambda: _refuse_if_nothing(resume))
+    return Start(find_checkpoint(Path(resume).expanduser(), report), seen)
+
+
+def _refuse_if_nothing(resume: str) -> None:
+    try:
+        is_there = Path(resume).expanduser().exists()
+    except OSError:
+        is_there = True  # and cannot be looked at: `find_checkpoint` says why
+    if not is_there:
         raise ConfigError(
             f"checkpoint.resume = {resume!r}: expected auto, never, the step of one of this run's checkpoints, or the "
             "path of a checkpoint or of a run, and there is nothing of that name"
         )
-    return Start(find_checkpoint(Path(resume).expanduser(), report), seen)
 
 
 def refuse_if_incompatible(
@@ -149,7 +157,7 @@ def restore(
     Raises:
         ConfigError: it has tensors that these have not, or lacks some that they have.
     """
-    state, saved = checkpoint.state(), checkpoint.saved_tensors()
+    state, saved = on_all_ranks(lambda: (checkpoint.state(), checkpoint.saved_tensors()))
     names, tensors = model.parameters, model.tensors()
     in_all_stages = {name for stage in mesh.gather_over("pp", [*names]) for name in stage}
     elsewhere = in_all_stages - names.keys()

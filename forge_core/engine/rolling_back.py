@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -31,6 +32,8 @@ class RollingBack:
     say: Callable[[str], None]
     load: Callable[[Checkpoint], None]
     """Fills model, optimizer and callbacks."""
+    patiently: Callable[[], AbstractContextManager[None]]
+    """While it is found and loaded: reading may take longer than a step."""
     mirroring: Mirroring | None = None
     attempts: int = 0
     """How often the run has gone back to the checkpoint of ``to_step``."""
@@ -53,15 +56,16 @@ class RollingBack:
         Raises:
             NonFiniteError: there is none, or this has been tried often enough.
         """
-        checkpoint = self._checkpoint_before(stretch)
-        if checkpoint.step > self.to_step:
-            self.attempts, self.to_step = 0, checkpoint.step
-        if self.attempts == self.section.give_up_after:
-            often = f"has gone back to {checkpoint.path.name} {self.attempts} times, which is anomalies.give_up_after"
-            raise self._giving_up(stretch, f"the run {often}")
-        self.attempts += 1
-
-        self.load(checkpoint)
+        with self.patiently():
+            checkpoint = self._checkpoint_before(stretch)
+            if checkpoint.step > self.to_step:
+                self.attempts, self.to_step = 0, checkpoint.step
+            if self.attempts == self.section.give_up_after:
+                place = checkpoint.path.name
+                often = f"has gone back to {place} {self.attempts} times, which is anomalies.give_up_after"
+                raise self._giving_up(stretch, f"the run {often}")
+            self.attempts += 1
+            self.load(checkpoint)
         state = checkpoint.state()
         first, last = self.loader.stream.places_of(stretch.start, stretch.stop)
         self.loader.restart(self.loader.stream.without(stretch.start, stretch.stop), state["position"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -37,6 +37,7 @@ from forge_core.engine.saving import Contents, Saving
 from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.start_report import announce, describe
 from forge_core.engine.tenancy import Tenancy, complete_mirror, tenancy
+from forge_core.engine.timeouts import longer_timeouts
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
 from forge_core.engine.warm_start import load_warm_start
@@ -108,6 +109,7 @@ def _train(prepared: Prepared, built: _Built, deadline: Deadline) -> ExitCode:
         loaded = load_warm_start(prepared.warm_start, built.model, built.optimizer, mesh, prepared.console.line)
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
+    deadline.learn(prepared.directory.events(), prepared.console.line)
     # signals are heeded to the very end: a scheduler says the same thing several times, and closing takes its time
     with ExitStack() as heeding, tenancy(prepared, environment, deadline) as held:
         announce(prepared, built.model, held.attempt)
@@ -180,6 +182,8 @@ def _train_there(
         rolling_back=rolling_back,
         record=record,
         step=checkpoint.step if checkpoint else 0,
+        is_resumed=checkpoint is not None,
+        accumulation_asked_for=prepared.accumulation_asked_for,
         replicas=replicas,
         live_parts=LiveParts(
             built.model,
@@ -191,7 +195,11 @@ def _train_there(
     why: dict[str, Any] = {}
     heeding.enter_context(stop_on_signals(requests, prepared.console.line))
     try:
-        by_the_clock = deadline.watched(requests, prepared.console.line) if mesh.rank == 0 else nullcontext()
+
+        def stopping(lead: float) -> None:
+            prepared.directory.write_event("stopping", step=trainer.step, lead=lead)
+
+        by_the_clock = deadline.watched(requests, prepared.console.line, stopping) if mesh.rank == 0 else nullcontext()
         with by_the_clock, prepared.peers.lost_ones_named():
             stopped = trainer.run()
         if not stopped:
@@ -293,8 +301,12 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirrori
 
     def load(checkpoint: Checkpoint) -> None:
         built.optimizer.state.clear()
-        with prepared.peers.patient(job.run.first_step_timeout):
-            restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, console.line)
+        restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, console.line)
+
+    @contextmanager
+    def patiently() -> Iterator[None]:
+        with prepared.peers.patient(job.run.first_step_timeout), longer_timeouts(job.run):
+            yield
 
     return RollingBack(
         job.anomalies,
@@ -314,6 +326,7 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirrori
         directory,
         console.line,
         load,
+        patiently,
         mirroring,
         **state.get("rolling_back", {}),
     )

@@ -114,11 +114,23 @@ class Saving:
         """On this rank."""
         return self._saver.is_writing
 
-    def begin(self, step: int, tokens: int, progress: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def begin(
+        self,
+        step: int,
+        tokens: int,
+        progress: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        must_succeed: bool,
+    ) -> None:
         """Save what is there now, after the save before it has ended.
 
         Args:
             progress: more that decides the future, as JSON values: where in the data, and what went wrong.
+            must_succeed: this is the last save of the run. In the background, ``finish`` is told the same.
+
+        Raises:
+            ForgeError: this save, in the foreground, or the one before has failed, and the run cannot go on without it.
         """
         self.finish()
         if self._mirroring is not None:
@@ -127,7 +139,7 @@ class Saving:
         with self._waiting():
             self._saver.save(self._contents.snapshot(step, tokens, progress, metrics))
         if not self._contents.job.checkpoint.background:
-            self.finish()
+            self._finish(must_succeed)
 
     def wait_until_copied(self) -> None:
         """Before anything that is being saved changes."""
@@ -170,7 +182,7 @@ class Saving:
             self._committed(saved)
             if self._mirroring is not None:
                 self._mirroring.saved()
-            self._prune()
+            self._prune(saved.step)
             return
         if (
             must_succeed
@@ -182,10 +194,9 @@ class Saving:
 
     def close(self) -> None:
         """After a failure, too: what is being written is not cut off."""
-        saved = self._saver.finish()
+        saved = self._saver.close()
         if saved is not None:
             self._ended(saved)
-        self._saver.close()
         if self._mirroring is not None:
             self._mirroring.close()
 
@@ -193,11 +204,15 @@ class Saving:
         """For files to be written, which may take longer than a step."""
         return self._peers.patient(self._contents.job.checkpoint.timeout)
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
+        """Later ones than ``newest`` have been passed over when the run began: they are damaged, and would be counted
+        in the place of whole ones."""
         if self._contents.mesh.rank > 0:
             return
         there = {}
         for step in self._store.steps():
+            if step > newest:
+                continue
             try:
                 there[step] = read_manifest(self._store.folder(step))
             except DamagedError:

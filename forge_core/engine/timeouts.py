@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -31,6 +33,14 @@ class Timeouts(Callback):
         self._steps += 1
         if self._steps == 2:
             set_timeouts(self._seconds.step_timeout)
+
+
+@contextmanager
+def longer_timeouts(run: RunSection) -> Iterator[None]:
+    """``run.first_step_timeout`` once more, for what a step does not do."""
+    set_timeouts(run.first_step_timeout)
+    yield
+    set_timeouts(run.step_timeout)
 
 
 def set_timeouts(seconds: float) -> None:

@@ -60,6 +60,10 @@ class Trainer:
     record: Callable[[Mapping[str, float]], None]
     """Takes the values of a logged step or of an evaluation."""
     step: int = 0
+    is_resumed: bool = False
+    """From a checkpoint, which may be one of step 0."""
+    accumulation_asked_for: int = 1
+    """``train.grad_accumulation``, whatever the ranks have made of it; the next start looks whether it is as before."""
     replicas: Replicas = attrs.field(factory=Replicas)
     live_parts: LiveParts | None = None
     """What another replica is given; needed if there may be others."""
@@ -90,7 +94,7 @@ class Trainer:
         job, last = self.job, self.job.train.steps
         self._set_training(True)
         self.lifecycle.call("run_start", run=self.context)
-        if self.step == 0 and is_due(0, job.checkpoint):
+        if not self.is_resumed and is_due(0, job.checkpoint):
             self._save()
         self.replicas.join(self.step, self._give_state, self._take_state)
         self.measurement.restart(self.loader.seconds_waiting)
@@ -107,7 +111,7 @@ class Trainer:
             save, stop, is_writing = self._agreement.exchange(self.context.requests, is_writing=self.saving.is_writing)
             self.saving.look(self.step, is_written=not is_writing)
             if save or stop or self.step == last or self._is_checkpoint_due() or self._put_off_save:
-                self._save(evaluated, can_wait=not stop and self.step < last)
+                self._save(evaluated, is_last=stop or self.step == last)
             if self.anomalies.to_leave_out is not None:
                 self._roll_back()
             elif stop or self.step == last:
@@ -343,17 +347,17 @@ class Trainer:
         ):
             self.context.requests.save_now = True
 
-    def _save(self, evaluated: Mapping[str, float] = MappingProxyType({}), *, can_wait: bool = False) -> None:
-        """Unless the run has to go back; and if it can wait, not before a step has been a good one: the newest
-        checkpoint is then one from before what may be wrong."""
+    def _save(self, evaluated: Mapping[str, float] = MappingProxyType({}), *, is_last: bool = False) -> None:
+        """Unless the run has to go back; and if another one will follow, not before a step has been a good one: the
+        newest checkpoint is then one from before what may be wrong."""
         self._log_pending()
         self.anomalies.look()
-        self._put_off_save = can_wait and self.anomalies.in_a_row > 0
+        self._put_off_save = not is_last and self.anomalies.in_a_row > 0
         if self._put_off_save or self.anomalies.to_leave_out is not None:
             return
         if not self.anomalies.have_spared([*self._parameters.values()], self.step):
             return
-        self.saving.begin(self.step, self._tokens_so_far, self._progress(), evaluated)
+        self.saving.begin(self.step, self._tokens_so_far, self._progress(), evaluated, must_succeed=is_last)
         self._last_save = time.monotonic()
         self.measurement.restart(self.loader.seconds_waiting)
 
@@ -363,6 +367,7 @@ class Trainer:
             "left_out": self.loader.stream.left_out,
             "anomalies": self.anomalies.state(),
             "rolling_back": self.rolling_back.state(),
+            "accumulation_asked_for": self.accumulation_asked_for,
         }
 
     def _give_state(self) -> LiveState:

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -97,6 +98,11 @@ def _cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def _link_to_itself(file):
+    file.unlink()
+    file.symlink_to(file.name)
+
+
 def _rewrite(path, old, new):
     manifest = path / FILE_NAME
     assert old in manifest.read_text()
@@ -114,6 +120,8 @@ def _rewrite(path, old, new):
         (lambda path: (path / "manifest.json").unlink(), "cannot be read"),
         (lambda path: _rewrite(path, '"step": 8', '"step": 9'), "manifest.json is not what was written"),
         (lambda path: _rewrite(path, "state.json", "../state.json"), "is not what was written"),
+        (lambda path: _link_to_itself(path / "state.json"), "state.json is not a file of its own"),
+        (lambda path: _link_to_itself(path / "manifest.json"), "manifest.json is not a file of its own"),
     ],
 )
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(store, harm, said):
@@ -127,6 +135,29 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(store, harm, said)
     assert said in reported[0]
     with pytest.raises(ConfigError, match="step_00000008"):
         find_checkpoint(store.path / "step_00000008", _quiet)
+
+
+def test_a_link_to_itself_is_no_checkpoint(store):
+    _save(store, 7)
+    store.folder(8).symlink_to(store.folder(8).name)
+
+    assert store.newest(_quiet).step == 7
+    with pytest.raises(ConfigError, match=r"step_00000008 cannot be used: "):
+        find_checkpoint(store.folder(8), _quiet)
+
+
+def test_one_that_has_been_given_the_name_of_another_step_is_not_believed(store):
+    _save(store, 7)
+    shutil.copytree(_save(store, 8), store.folder(99))
+    reported = []
+
+    assert store.newest(reported.append).step == 8
+    assert len(reported) == 1
+    assert "step_00000099 cannot be used: manifest.json says that it is of step 8" in reported[0]
+    with pytest.raises(ConfigError, match="it is of step 8"):
+        store.at(99, _quiet)
+    shutil.copytree(store.folder(8), store.path / "kept_for_the_paper")  # which says nothing of a step
+    assert find_checkpoint(store.path / "kept_for_the_paper", _quiet).step == 8
 
 
 def test_a_format_of_the_future_is_not_guessed_at(store):

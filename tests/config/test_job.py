@@ -109,10 +109,11 @@ def test_the_dumped_job_loads_as_an_equal_job_and_gives_the_same_bytes(load, wor
 
 
 def test_a_dumped_job_keeps_its_global_batch_on_another_number_of_ranks(load):
-    job = load("train.batch_size=2", "train.grad_accumulation=4", world_size=1)
+    job = load("train.batch_size=2", "train.global_batch_size=8", world_size=1)
 
     again = load(text=dump_job(job), world_size=4)
 
+    assert job.train.grad_accumulation == 4
     assert (again.train.grad_accumulation, again.train.global_batch_size) == (1, 8)
 
 
@@ -177,18 +178,18 @@ def test_a_run_name_is_a_plain_file_name(complaint, name):
     ("settings", "world_size", "accumulation", "total"),
     [
         ([], None, 1, None),
-        ([], 1, 1, 8),
-        ([], 4, 1, 32),
-        (["train.grad_accumulation=3"], 2, 3, 48),
+        ([], 4, 1, None),
+        (["train.grad_accumulation=3"], 2, 3, None),
         (["train.global_batch_size=64"], None, None, 64),
         (["train.global_batch_size=64"], 1, 8, 64),
         (["train.global_batch_size=64"], 4, 2, 64),
         (["train.global_batch_size=64", "train.grad_accumulation=2"], 4, 2, 64),
-        (["parallel.dp_shard=1"], 1, 1, 8),
-        (["parallel.dp_replicate=2"], 4, 1, 32),
+        (["train.global_batch_size=64", "parallel.dp_replicate=2"], 4, 2, 64),
     ],
 )
-def test_accumulation_and_global_batch_size_follow_from_each_other(load, settings, world_size, accumulation, total):
+def test_accumulation_follows_from_a_global_batch_size_that_is_asked_for(
+    load, settings, world_size, accumulation, total
+):
     train = load(*settings, world_size=world_size).train
 
     assert (train.grad_accumulation, train.global_batch_size) == (accumulation, total)

@@ -10,10 +10,10 @@ from forge_core.engine.deadline import SLURM_END, Deadline
 from forge_core.errors import ConfigError
 
 
-def wait_for_stop(deadline, seconds=30):
+def wait_for_stop(deadline, seconds=30, told=None):
     """What was said, and whether the run was asked to stop within ``seconds``."""
     requests, said = Requests(), []
-    with deadline.watched(requests, said.append):
+    with deadline.watched(requests, said.append, told.append if told is not None else str):
         end = time.monotonic() + seconds
         while not requests.stop and time.monotonic() < end:
             time.sleep(0.01)
@@ -51,7 +51,7 @@ def test_the_end_of_a_slurm_job_that_is_over_means_nothing():
 
 def test_what_was_asked_before_stays():
     requests = Requests(stop="SIGTERM")
-    with Deadline(RunSection(time_limit="1", stop_before_end=59.99), time.monotonic(), {}).watched(requests, str):
+    with Deadline(RunSection(time_limit="1", stop_before_end=59.99), time.monotonic(), {}).watched(requests, str, str):
         time.sleep(0.2)
 
     assert requests.stop == "SIGTERM"
@@ -76,3 +76,46 @@ def test_a_save_that_takes_too_long_for_the_lead_moves_the_stop_forward():
     assert "saving took 1800 s, for which run.stop_before_end = 120 s leaves too little" in said[0]
     assert "will stop 3600 s before run.time_limit = '1:00:00'" in said[0]
     assert wait_for_stop(deadline)[0] == TIME_LIMIT
+
+
+def saved(seconds):
+    return {"event": "saved", "seconds": seconds}
+
+
+def test_a_start_begins_with_what_earlier_ones_have_needed():
+    said = []
+    deadline = Deadline(RunSection(time_limit="1:00:00"), time.monotonic(), {})
+
+    deadline.learn([{"event": "started"}, saved(50), {"event": "skipped"}], said.append)
+    assert said == []
+    deadline.learn([saved(2000), *([saved(100)] * 9), {"event": "mirrored", "seconds": 300}], said.append)
+    assert said == [
+        "saving has taken 300 s in an earlier start: this one will stop 600 s before run.time_limit = '1:00:00'"
+    ]
+
+
+def test_half_of_the_time_is_trained_however_slow_a_save_was_once():
+    said, told = [], []
+    deadline = Deadline(RunSection(time_limit="1", stop_before_end=0.1), time.monotonic() - 54, {})
+
+    deadline.learn([saved(2000)], said.append)
+
+    assert said == ["saving has taken 2000 s in an earlier start: this one will stop 3 s before run.time_limit = '1'"]
+    assert wait_for_stop(deadline, told=told)[0] == TIME_LIMIT
+    assert told == [pytest.approx(3, abs=0.5)]
+
+
+def test_a_start_that_was_killed_while_it_stopped_is_given_more_time_the_next_time():
+    """With ``checkpoint.interval = 0`` there is only the save at the end, and no other to learn from."""
+    section, killed = RunSection(time_limit="1:00:00"), [{"event": "started"}, {"event": "stopping", "lead": 120.0}]
+    for events, lead in (
+        (killed, "240"),
+        ([*killed, {"event": "resumed"}, {"event": "stopping", "lead": 240.0}, {"event": "skipped"}], "480"),
+        ([*killed, {"event": "preempted"}], None),
+        ([*killed, {"event": "resumed"}], None),
+    ):
+        said = []
+
+        Deadline(section, time.monotonic(), {}).learn(events, said.append)
+
+        assert [line.rpartition("will stop ")[2].partition(" s ")[0] for line in said] == ([lead] if lead else [])

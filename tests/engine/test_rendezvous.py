@@ -14,6 +14,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_NODELIST": "gpu[07-09]",
 }
+GROUP = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
@@ -65,11 +66,31 @@ def test_every_rank_of_a_step_finds_the_same_port_and_the_next_step_another():
 
 def test_what_is_set_by_hand_and_what_torchrun_says_win_over_slurm():
     by_hand = {**SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "1234"}
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    torchrun = {**GROUP, "TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "8"}
 
     assert world_size_of(by_hand) == 8
     assert (by_hand["MASTER_ADDR"], by_hand["MASTER_PORT"]) == ("other", "1234")
     assert world_size_of({**SLURM, **torchrun}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SLURM_CLUSTER_NAME", "other"), ("SLURM_RESTART_COUNT", "1"), ("SLURM_STEP_LAUNCHER_PORT", "40001")],
+)
+def test_steps_with_equal_numbers_of_other_clusters_and_starts_find_other_ports(name, value):
+    ours, theirs = {**SLURM, "SLURM_STEP_LAUNCHER_PORT": "40000"}, {**SLURM, "SLURM_STEP_LAUNCHER_PORT": "40000"}
+    theirs[name] = value
+
+    world_size_of(ours)
+    world_size_of(theirs)
+
+    assert ours["MASTER_PORT"] != theirs["MASTER_PORT"]
+
+
+def test_ranks_that_a_script_has_made_of_slurms_tasks_are_taken():
+    assert world_size_of({**SLURM, **GROUP, "RANK": "5", "WORLD_SIZE": "8"}) == 8
+    alone = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", **GROUP}  # a shell in a step of its own, say
+    assert world_size_of(alone) == 2
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_ID", "SLURM_PROCID"])
@@ -84,6 +105,9 @@ def test_a_batch_script_of_slurm_is_no_rank(missing):
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be a number, got 'x'"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
+        ({**SLURM, **GROUP}, "RANK=1 and WORLD_SIZE=2 .* SLURM_PROCID=5 of 8 "),
+        ({**SLURM, "WORLD_SIZE": "4"}, "^WORLD_SIZE=4 .* SLURM_PROCID=5 of 8 "),
+        ({**SLURM, **GROUP, "WORLD_SIZE": "8"}, "RANK=1 and WORLD_SIZE=8 .* SLURM_PROCID=5 of 8 "),
     ],
 )
 def test_an_environment_that_cannot_be(environment, sentence):

@@ -7,6 +7,7 @@ from forge_core.errors import ConfigError
 
 RANK = {"TORCHELASTIC_RUN_ID": "r"}
 OWN_STORE = {**RANK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "16"}
 TORCHRUN = ["python", "-m", "torch.distributed.run"]
 
 
@@ -27,6 +28,11 @@ TORCHRUN = ["python", "-m", "torch.distributed.run"]
             TORCHRUN,
             "at least 3",
         ),
+        (
+            {**RANK, **TASK, "GROUP_WORLD_SIZE": "2"},
+            [*TORCHRUN, "--nnodes=2"],
+            r"srun has started 16 torchruns \(SLURM_STEP_NUM_TASKS\), which have been told of 2",
+        ),
     ],
 )
 def test_what_leads_to_two_groups_or_to_none_is_refused(environment, command, said):
@@ -43,6 +49,9 @@ def test_what_leads_to_two_groups_or_to_none_is_refused(environment, command, sa
         (OWN_STORE, [*TORCHRUN, "--nnodes=1:2", "--rdzv-conf=keep_alive_max_attempt=5"]),
         ({}, [*TORCHRUN, "--nnodes=1:2"]),
         (RANK, ["python", "own_launcher.py", "--nnodes=1:2"]),
+        ({**RANK, **TASK, "GROUP_WORLD_SIZE": "16"}, [*TORCHRUN, "--nnodes=16"]),
+        ({**RANK, **TASK, "GROUP_WORLD_SIZE": "1"}, [*TORCHRUN, "--standalone"]),
+        ({**OWN_STORE, **TASK, "GROUP_WORLD_SIZE": "15"}, [*TORCHRUN, "--nnodes=8:16"]),
     ],
 )
 def test_everything_else_is_taken(environment, command):

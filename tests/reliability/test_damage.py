@@ -204,6 +204,15 @@ def _linked(name):
     return harm
 
 
+def _linked_to_itself(name):
+    def harm(path, marker, outside):
+        file = path / name
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        file.symlink_to(file.name)
+
+    return harm
+
+
 def _listed_outside(name):
     def harm(path, marker, outside):
         shutil.copy(path / "state.json", outside / "secret.distcp")
@@ -327,6 +336,12 @@ HOSTILE = {
     "a manifest that is a link": _linked("manifest.json"),
     "a description that is a link": _linked(".metadata"),
     "a folder that is a link": _linked("tokenizer"),
+    "a data file that is a link to itself": _linked_to_itself("__0_0.distcp"),
+    "a state that is a link to itself": _linked_to_itself("state.json"),
+    "a manifest that is a link to itself": _linked_to_itself("manifest.json"),
+    "a description that is a link to itself": _linked_to_itself(".metadata"),
+    "a folder that is a link to itself": _linked_to_itself("tokenizer"),
+    "a manifest that lists a name that no file can have": _listed_outside("a\0b"),
     "a manifest that lists a relative path out": _listed_outside("../secret.distcp"),
     "a manifest that lists an absolute path": _listed_outside(None),
     "a manifest without the description": _unlisted(".metadata"),

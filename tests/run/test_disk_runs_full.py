@@ -25,21 +25,30 @@ def disk(tmp_path):
 
 @pytest.fixture
 def start(shared_tiny, disk, monkeypatch):
-    """Full to the last byte from before step 3 until after step 6; a checkpoint is written every other step."""
+    """Full to the last byte from before step ``since`` (3) until after step 6, or to the end; a checkpoint is written
+    every other step. The run may be asked to stop in step ``stop_in``."""
     train_step = Trainer._train_step
 
-    def step(self, *given):
-        if self.step == 3:
-            with (disk / "filler").open("wb", buffering=0) as file:
-                file.write(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
-            self.context.log("long" * 1100)  # more than what is left of the file's last page
-        train_step(self, *given)
-        if self.step == 6:
-            (disk / "filler").unlink()
+    def run(*more, since=3, stop_in=None):
+        def step(self, *given):
+            if self.step == since:
+                fill(self)
+            if self.step == stop_in:
+                self.context.requests.stop = "SIGTERM"
+            train_step(self, *given)
+            if self.step == 6:
+                (disk / "filler").unlink(missing_ok=True)
 
-    monkeypatch.setattr(Trainer, "_train_step", step)
-    settings = [f"run.dir={disk}", "checkpoint.interval=2", "checkpoint.background=false"]
-    return lambda *more: main(["run", str(shared_tiny.config), *settings, *more])
+        monkeypatch.setattr(Trainer, "_train_step", step)
+        settings = [f"run.dir={disk}", "checkpoint.interval=2", "checkpoint.background=false"]
+        return main(["run", str(shared_tiny.config), *settings, *more])
+
+    def fill(trainer):
+        with (disk / "filler").open("wb", buffering=0) as file:
+            file.write(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        trainer.context.log("long" * 1100)  # more than what is left of the file's last page
+
+    return run
 
 
 def _events(disk, name):
@@ -61,6 +70,20 @@ def test_training_goes_on_and_the_next_checkpoint_is_written_once_there_is_room(
     steps = [json.loads(line)["step"] for line in (disk / "tiny" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 11))
     assert "long" * 1100 + "\n" in (disk / "tiny" / "log.txt").read_text()  # held on to until there was room
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize(("since", "stop_in", "last"), [(9, None, 10), (7, 7, 7)], ids=["at its end", "on a signal"])
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed(start, disk, capfd, background, since, stop_in, last):
+    assert start(f"checkpoint.background={background}", since=since, stop_in=stop_in) == 1
+
+    said = capfd.readouterr()
+    assert re.search(r"/tiny/checkpoints has [\d.]+ K?i?B free, and the checkpoint needs", said.err)
+    assert "done: " not in said.out
+    assert "stopped at step" not in said.out
+    assert CheckpointStore(disk / "tiny" / "checkpoints").newest(print).step < last
+    events = [json.loads(line)["event"] for line in (disk / "tiny" / "events.jsonl").read_text().splitlines()]
+    assert events[-2:] == ["save_failed", "failed"]
 
 
 def test_a_run_that_must_not_go_on_without_checkpoints_ends(start, disk, capfd):

@@ -37,6 +37,14 @@ SETTINGS = {
         ['run.time_limit="1:30"'],
         r"run\.stop_before_end: 120 s, the default, is not below run\.time_limit = '1:30' = 90 s",
     ),
+    "15 a save that may take longer than the lead": (
+        ['run.time_limit="12:00:00"', "checkpoint.timeout=7200", "run.step_timeout=900"],
+        r"checkpoint\.timeout: by 7200 s, a save may take longer than run\.stop_before_end = 120 s, after which run\.t",
+    ),
+    "15 a step that may take longer than the lead": (
+        ['run.time_limit="12:00:00"', "run.stop_before_end=1000", "run.step_timeout=86400", "checkpoint.timeout=1800"],
+        r"run\.step_timeout: by 86400 s, a step may take longer than run\.stop_before_end = 1000 s",
+    ),
     "15 no time": (['run.time_limit="soon"'], r"run\.time_limit: 'soon' is not a time limit; write minutes"),
     "16 a timeout of nothing": (["run.step_timeout=0"], r"run\.step_timeout: must be greater than 0"),
     "22 a key that is none, from the command line": (
@@ -57,6 +65,13 @@ SETTINGS = {
 }
 
 GROUP = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "localhost",
+}
 ENVIRONMENTS = {
     "15 a Slurm job that ends before the lead": (
         {"SLURM_JOB_END_TIME": "SOON"},
@@ -66,6 +81,14 @@ ENVIRONMENTS = {
     "20 half a group": ({"RANK": "0"}, r"RANK is set, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"),
     "20 a number in words": ({**GROUP, "WORLD_SIZE": "two"}, r"WORLD_SIZE must be a number, got 'two'"),
     "20 no port": ({**GROUP, "MASTER_PORT": "99999"}, r"MASTER_PORT=99999 is no port; the last one is 65535"),
+    "20 another group than Slurm's": (
+        {**GROUP, **SLURM},
+        r"RANK=0 and WORLD_SIZE=2 in the environment, but for Slurm this is task SLURM_PROCID=1 of 2",
+    ),
+    "20 a number of ranks that a shell has kept": (
+        {**SLURM, "WORLD_SIZE": "4"},
+        r"WORLD_SIZE=4 in the environment, but for Slurm this is task SLURM_PROCID=1 of 2 .*: unset RANK and",
+    ),
     "21 gloo's interface": ({"GLOO_SOCKET_IFNAME": "ib7"}, r"GLOO_SOCKET_IFNAME=ib7 names what is no .* has .*\blo\b"),
     "21 NCCL's interface": ({"NCCL_SOCKET_IFNAME": "ib7"}, r"NCCL_SOCKET_IFNAME=ib7 names what is no .* has .*\blo\b"),
 }

@@ -241,6 +241,39 @@ def test_the_all_reduce_of_the_health_callback_has_a_deadline_of_its_own(tiny, s
     assert re.search(LOST.format(0, 1) + "is alive and does not come: it is in step 5, at stuck.py", errors), errors
 
 
+SLOW_READER = f"""
+import time
+
+from forge_core.contracts.callback import Callback
+from forge_core.checkpoint import store
+
+class SlowReader(Callback):
+    def __init__(self, config):
+        pass
+
+    def run_start(self, run):
+        if run.rank == 1:
+            verify = store.damage
+            store.damage = lambda *arguments: time.sleep({TIMEOUT + 8}) or verify(*arguments)
+"""
+
+
+def test_going_back_to_a_checkpoint_may_take_a_rank_longer_than_a_step(tiny, start, make_distribution):
+    files = {
+        "acme_slow/plugin.py": PLUGIN.replace("stuck", "slow").replace("Stuck", "SlowReader"),
+        "acme_slow/slow.py": SLOW_READER,
+        "acme_slow/config.py": CONFIG,
+    }
+    diverges = ["optimizer.lr=1e30", "train.clip_norm=0", "anomalies.roll_back_after=1", "anomalies.give_up_after=1"]
+    command = tiny.command("--nproc", "2", *SETTINGS, *diverges, "checkpoint.interval=1", 'callbacks=["slow"]')
+
+    run = start(command, PYTHONPATH=str(make_distribution("acme-slow", files=files)))
+    _, said = run.communicate(timeout=240)
+
+    assert run.returncode == 4, said
+    assert "rolled_back" in (tiny.path() / "events.jsonl").read_text()
+
+
 def test_a_crash_is_followed_by_a_restart_that_goes_on_from_the_newest_checkpoint(tiny, start, stuck):
     single = tiny.completed("run.name=single")
     settings = ["train.batch_size=2", "checkpoint.interval=2", "checkpoint.background=false", callback("dies once")]

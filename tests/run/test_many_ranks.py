@@ -1,6 +1,7 @@
 """What only several processes can find out about each other: unequal jobs, a rank that never comes."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +15,7 @@ def start_ranks(tiny):
     """Start each rank with overrides and environment of its own; all that are left are killed at the end."""
     started = []
 
-    def start(overrides, environment=None):
+    def start(overrides, environment=None, folders=None):
         port = free_port()
         for rank, own in enumerate(overrides):
             group = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "LOCAL_RANK": str(rank)}
@@ -23,6 +24,7 @@ def start_ranks(tiny):
                 subprocess.Popen(
                     tiny.command(*own),
                     env={**tiny.environment(), **group, **place, **(environment or {})},
+                    cwd=folders[rank] if folders else None,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -161,3 +163,24 @@ def test_two_hosts_under_torchrun_have_the_loss_curve_of_one_process(tiny, two_h
     lines = tiny.metrics("hosts")
     assert losses(lines) == pytest.approx(losses(single), rel=1e-5)
     assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in single], rel=1e-5)
+
+
+def test_ranks_that_see_different_files_end_alike_and_name_the_path(tiny, start_ranks, tmp_path):
+    """Paths that mean something else on another host: here, to processes in other working directories. Had they waited
+    for each other in vain, they would leave with 5."""
+    tiny.completed("run.name=base", "train.steps=3")
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "base").symlink_to(tiny.path("base"))
+    once = ["run.name=warm", "run.first_step_timeout=90"]
+    for wrong, folders, said_of_it in (
+        ("checkpoint.load.path=base", [here, elsewhere], "manifest.json cannot be read .* \\(as rank 1 sees it\\)"),
+        ("checkpoint.resume=base", [elsewhere, here], "checkpoint.resume = 'base': expected .* nothing of that name"),
+    ):
+        ranks = start_ranks([[*once, wrong]] * 2, folders=folders)[-2:]
+        said = [rank.communicate(timeout=180)[1] for rank in ranks]
+
+        assert [rank.returncode for rank in ranks] == [2, 2], said
+        assert re.search(said_of_it, said[0]), said
+    assert not tiny.path("warm").exists()

@@ -7,6 +7,10 @@ import torch
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
+from forge_core.config.job import load_job
+from forge_core.discovery import discover
+from forge_core.engine.global_batch import with_global_batch
+from forge_core.errors import ConfigError
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -62,6 +66,61 @@ def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_los
     for line, reference in zip(losses, straight, strict=True):
         assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def moved(shared_tiny):
+    """Of two ranks with two sequences each, at step 10."""
+    two = ["--nproc", "2", "train.batch_size=2", "scheduler.decay_steps=20", "run.name=moved"]
+    shared_tiny.completed(*two, "train.steps=10")
+    return shared_tiny
+
+
+def test_the_global_batch_stays_on_another_number_of_ranks_without_being_asked_for(moved, capfd):
+    schedule = "scheduler.decay_steps=20"
+    straight = moved.completed(schedule, "train.batch_size=4", "run.name=straight", "train.steps=20")
+
+    for steps in (14, 17):  # the second time, the checkpoint is one of an accumulation that nobody has asked for
+        moved.completed(schedule, "train.batch_size=2", "run.name=moved", f"train.steps={steps}")
+        assert "train.global_batch_size stays 4, as in step_000000" in capfd.readouterr().out
+    back = moved.completed("--nproc", "2", schedule, "train.batch_size=2", "run.name=moved", "train.steps=20")
+
+    assert [line["tokens"] for line in back] == [line["tokens"] for line in straight]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in back] == pytest.approx([line[key] for line in straight], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch"),
+    [
+        (["train.batch_size=2"], (2, 4)),
+        (["train.batch_size=1"], (1, 1)),
+        (["train.batch_size=2", "train.grad_accumulation=3"], (3, 6)),
+        (["train.batch_size=2", "train.global_batch_size=2"], (1, 2)),
+    ],
+)
+def test_whoever_changes_a_key_of_the_batch_gets_what_he_asks_for(moved, asked, batch):
+    job = load_job(moved.config, asked, catalog=discover(), world_size=1)
+    checkpoint = open_checkpoint(moved.path("moved") / "checkpoints/step_00000010")
+
+    train = with_global_batch(job, 1, checkpoint, lambda line: None).train
+
+    assert (train.grad_accumulation, train.global_batch_size) == batch
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (4, r"2 × 4 = 8\. To keep it, set train.global_batch_size = 4 and train.batch_size = 1\. To go"),
+        (3, r"2 × 3 = 6\. To go on with another one, set train.global_batch_size to a multiple of 6"),
+    ],
+)
+def test_a_global_batch_that_the_ranks_cannot_make_up_is_refused_with_the_numbers(moved, ranks, said):
+    job = load_job(moved.config, ["train.batch_size=2"], catalog=discover(), world_size=ranks)
+    checkpoint = open_checkpoint(moved.path("moved") / "checkpoints/step_00000010")
+
+    with pytest.raises(ConfigError, match=f"a global batch of 4 sequences, which is no multiple of .* = {said}"):
+        with_global_batch(job, ranks, checkpoint, lambda line: None)
 
 
 def test_a_checkpoint_from_before_a_key_of_the_model_is_held_to_its_default(shared_tiny, rewrite_job, capfd):

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import attrs
+import pynvml
 import pytest
 import torch
 
@@ -24,7 +25,10 @@ class Driver:
         self.closed = False
 
     def look(self):
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return state
 
     def close(self):
         self.closed = True
@@ -74,6 +78,31 @@ def test_what_is_found_is_told_once_until_it_changes(tmp_path, change, said):
 
     assert stop == ""
     assert lines == [f"health: GPU 3 (H100) {said}"] * 2
+
+
+def test_a_driver_that_fails_meanwhile_is_not_asked_again_and_does_not_end_the_run(tmp_path):
+    lost = RuntimeError("NVML: Unknown Error")
+
+    stop, lines = run_with(tmp_path, WELL, WELL, lost, WELL, steps=4)
+
+    assert stop == ""
+    assert lines == ["health: GPU 3 (H100) is not looked at any more: NVML: Unknown Error"]
+
+
+def test_whatever_the_driver_says_is_one_kind_of_error():
+    """Only what a GPU does not support is left out; the rest is said in one way."""
+    nvml = object.__new__(Nvml)
+    nvml._nvml, nvml._handle = pynvml, None
+
+    with mock.patch.multiple(
+        pynvml,
+        nvmlDeviceGetCurrentClocksThrottleReasons=mock.Mock(side_effect=pynvml.NVMLError_NotSupported()),
+        nvmlDeviceGetMemoryInfo=mock.Mock(side_effect=pynvml.NVMLError_GpuIsLost()),
+        nvmlShutdown=mock.Mock(side_effect=pynvml.NVMLError_Uninitialized()),
+    ):
+        with pytest.raises(RuntimeError, match="NVML: "):
+            nvml.look()
+        nvml.close()
 
 
 def test_the_memory_of_the_host_is_looked_at(tmp_path, monkeypatch):

@@ -111,6 +111,40 @@ def test_mistakes_in_cluster_toml_are_all_named_with_their_lines(tmp_path):
     assert "must be written as --option=value, got 'exclusive'" in said
 
 
+def test_what_would_break_the_lines_of_the_script_is_refused(forge, tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        'partition = "a\\nb"\naccount = "my lab"\nqos = ""\nsbatch_options = ["--exclusive\\r"]\n'
+        '[environment]\n"A B" = "x"\n"1" = "x"\nGOOD_1 = "any\\nthing"\nBAD = "\\u0000"\n'
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(file)
+
+    said = str(caught.value)
+    assert f"{file}:1: partition: must be a name without spaces, got 'a\\nb'" in said
+    assert f"{file}:2: account: must be a name without spaces, got 'my lab'" in said
+    assert f"{file}:3: qos: must be a name without spaces, got ''" in said
+    assert f"{file}:4: sbatch_options" in said
+    assert f"{file}:6: environment.A B: 'A B' cannot be the name of an environment variable" in said
+    assert f"{file}:7: environment.1: '1' cannot be the name of an environment variable" in said
+    assert f"{file}:9: environment.BAD: an environment variable cannot hold a null character" in said
+    assert "7 problems" in said
+    file.unlink()
+    code, _, error = forge("submit", "--time", "10", "--partition", "a b", "--print")
+    assert (code, "'partition' must be a name without spaces, got 'a b'" in error) == (2, True), error
+
+
+def test_the_patience_of_torchrun_is_the_clusters_unless_it_is_shorter_than_the_lead(forge, slurm_job):
+    file = slurm_job.folder / "cluster.toml"
+    for seconds, code, said in ((900, 0, "TIMEOUT=900"), (30, 2, "TIMEOUT = 30 s is below signal_lead = 120 s")):
+        file.write_text(f'launcher = "torchrun"\nenvironment = {{TORCH_ELASTIC_SHUTDOWN_TIMEOUT = "{seconds}"}}\n')
+
+        ended, out, error = forge("submit", "--time", "30", "--print")
+
+        assert (ended, said in out + error, "TIMEOUT=3600" in out) == (code, True, False), out + error
+
+
 def test_gpus_and_ranks_on_a_node_are_not_both_asked_for(forge, tmp_path):
     file = tmp_path / "both.toml"
     file.write_text("gpus_per_node = 8\nranks_per_node = 4\n")
@@ -130,6 +164,11 @@ def test_gpus_and_ranks_on_a_node_are_not_both_asked_for(forge, tmp_path):
         ([], "--time is missing"),
         (["--time", "12h"], "'12h' is not a time limit"),
         (["--time", "1:00"], "signal_lead = 120 s is not below the time limit of 1:00 = 60 s"),
+        (["--time", "12:00:00", "checkpoint.timeout=7200"], "a save may take longer than signal_lead = 120 s"),
+        (
+            ["--time", "12:00:00", "run.step_timeout=86400"],
+            "by 86400 s, a step may take longer than signal_lead = 120 s",
+        ),
         (["--time", "30", "optimizer.lr=fast"], "optimizer.lr: expected a number"),
         (["--time", "30", "--nodes", "3", "train.global_batch_size=8"], "must be a multiple of"),
         (["--time", "30", "--sweep", "optimizer.lr"], "expected key=value,value"),

@@ -61,18 +61,26 @@ class Health(Callback):
         """Sentences without their numbers' noise, and whether each is about memory errors."""
         least = self._config.least_free
         if self._gpu is not None and self._first_look is not None:
-            now = self._gpu.look()
-            new = (now.memory_errors or 0) - (self._first_look.memory_errors or 0)
-            if new > 0:
-                yield f"{now.name} has had {new} uncorrected memory errors since the run began", True
-            if now.waits_for_reset:
-                yield f"{now.name} has broken memory that a reset would take out of use", False
-            if now.slowed_down_by:
-                yield f"{now.name} is slowed down by {' and '.join(now.slowed_down_by)}", False
-            if now.free < least:
-                yield f"{now.name} has less than {least:.0%} of its memory free", False
+            yield from self._findings_of_gpu(self._gpu, self._first_look, least)
         if host_memory_free() < least:
             yield f"less than {least:.0%} of the host's memory is free", False
+
+    def _findings_of_gpu(self, gpu: Nvml, first_look: GpuState, least: float) -> Iterator[tuple[str, bool]]:
+        try:
+            now = gpu.look()
+        except RuntimeError as error:  # if the GPU itself is gone, training finds that out
+            self._close()
+            yield f"{first_look.name} is not looked at any more: {error}", False
+            return
+        new = (now.memory_errors or 0) - (first_look.memory_errors or 0)
+        if new > 0:
+            yield f"{now.name} has had {new} uncorrected memory errors since the run began", True
+        if now.waits_for_reset:
+            yield f"{now.name} has broken memory that a reset would take out of use", False
+        if now.slowed_down_by:
+            yield f"{now.name} is slowed down by {' and '.join(now.slowed_down_by)}", False
+        if now.free < least:
+            yield f"{now.name} has less than {least:.0%} of its memory free", False
 
     def _check_collective(self, run: RunContext) -> None:
         """A small all-reduce over all ranks, on the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -34,7 +35,7 @@ class Nvml:
     """Opened for as long as the run.
 
     Raises:
-        RuntimeError: from the constructor; the driver gives no answer.
+        RuntimeError: from the constructor and from ``look``; the driver gives no answer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,6 +52,12 @@ class Nvml:
 
     def look(self) -> GpuState:
         """Ask the driver; takes well below a millisecond."""
+        try:
+            return self._look()
+        except self._nvml.NVMLError as error:
+            raise RuntimeError(f"NVML: {error}") from error
+
+    def _look(self) -> GpuState:
         nvml, handle = self._nvml, self._handle
         reasons = self._supported(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -68,7 +75,8 @@ class Nvml:
         )
 
     def close(self) -> None:
-        self._nvml.nvmlShutdown()
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
 
     def _supported(self, ask: Any, *arguments: Any) -> Any:
         """``None`` where this GPU does not know."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import deep_iterable, ge, gt, matches_re, min_len, optional
+from attrs.validators import deep_iterable, deep_mapping, ge, gt, matches_re, min_len, optional
 
 from forge_core.catalog import Catalog
 from forge_core.config.converter import structure
@@ -21,23 +22,42 @@ FILE = "cluster.toml"
 VARIABLE = "FORGE_CLUSTER"
 """Environment variable with the path of the file, for one that does not lie next to the configuration."""
 
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable: seconds after a signal at which torchrun kills its ranks, 30 by default."""
+
 Launcher = Literal["srun", "torchrun"]
 
 
 def _is_option(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
-    if not value.startswith("--") or "\n" in value:
+    if not value.startswith("--") or not value.isprintable():
         raise ValueError(f"must be written as --option=value, got {value!r}")
+
+
+def _is_name(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    """One word of the script's header."""
+    if not value or not value.isprintable() or " " in value:
+        raise ValueError(f"'{attribute.name}' must be a name without spaces, got {value!r}")
+
+
+def _is_variable(_: object, attribute: attrs.Attribute[Any], name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} cannot be the name of an environment variable: letters, _ and, not first, digits")
+
+
+def _is_value(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    if "\0" in value:
+        raise ValueError("an environment variable cannot hold a null character")
 
 
 @attrs.frozen(kw_only=True)
 class Cluster:
     """The facts of one cluster. Every key can be left out; ``forge submit`` has options for those that change often."""
 
-    partition: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    partition: str | None = attrs.field(default=None, validator=optional(_is_name))
     """Where to submit; by default Slurm's own default."""
-    account: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    account: str | None = attrs.field(default=None, validator=optional(_is_name))
     """Whom the time is charged to."""
-    qos: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    qos: str | None = attrs.field(default=None, validator=optional(_is_name))
     """Quality of service."""
     time: str | None = attrs.field(default=None, validator=optional(is_time_limit))
     """Time limit of one start of a job, as Slurm writes it: ``"12:00:00"``, ``"2-00:00:00"``. A run that needs longer
@@ -61,7 +81,7 @@ class Cluster:
     """What to ``module load``."""
     setup: tuple[str, ...] = ()
     """Further lines of shell before the run is started, such as ``source env.sh``."""
-    environment: Mapping[str, str] = attrs.field(factory=dict)
+    environment: Mapping[str, str] = attrs.field(factory=dict, validator=deep_mapping(_is_variable, _is_value))
     """Environment variables of the run: ``{NCCL_SOCKET_IFNAME = "ib0"}``."""
     python: str | None = attrs.field(default=None, validator=optional(min_len(1)))
     """The interpreter on the nodes, or in the container; by default the one that submits."""
@@ -77,6 +97,12 @@ class Cluster:
             raise ConfigError(
                 f"gpus_per_node = {self.gpus_per_node} and ranks_per_node = {self.ranks_per_node} are both given; "
                 "there is one rank a GPU, and ranks_per_node is for nodes without"
+            )
+        patience = self.environment.get(SHUTDOWN_TIMEOUT, "")
+        if patience.isdecimal() and int(patience) < self.signal_lead:
+            raise ConfigError(
+                f"environment.{SHUTDOWN_TIMEOUT} = {patience} s is below signal_lead = {self.signal_lead} s: torchrun "
+                "would kill its ranks while they save"
             )
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from forge_core.config.time_limit import seconds_of
-from forge_plugins_slurm.cluster import Cluster
+from forge_plugins_slurm.cluster import SHUTDOWN_TIMEOUT, Cluster
 from forge_plugins_slurm.config import ASKED
 
 
@@ -165,8 +165,8 @@ def _environment(submission: Submission) -> Iterator[str]:
         yield f"export {name}={shlex.quote(value)}"
     if submission.disabled_plugins:
         yield f"export FORGE_DISABLE_PLUGINS={shlex.quote(','.join(submission.disabled_plugins))}"
-    if cluster.launcher == "torchrun":
-        yield "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600   # seconds to save in, before torchrun kills its ranks"
+    if cluster.launcher == "torchrun" and SHUTDOWN_TIMEOUT not in cluster.environment:
+        yield f"export {SHUTDOWN_TIMEOUT}=3600   # seconds to save in, before torchrun kills its ranks"
 
 
 def _launch(submission: Submission) -> Iterator[str]:

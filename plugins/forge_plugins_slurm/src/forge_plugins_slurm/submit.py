@@ -16,7 +16,9 @@ import click
 from forge_core.builder import ComponentBuilder
 from forge_core.commands.validate import options_of, summary
 from forge_core.config.job import dump_job, load_job
-from forge_core.config.sections import Job, RunSection
+from forge_core.config.lead_rules import timeout_problems
+from forge_core.config.problems import ConfigProblems
+from forge_core.config.sections import Job
 from forge_core.config.time_limit import lead_problem, seconds_of
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_slurm.cluster import FILE, VARIABLE, Cluster, find_cluster_file, read_cluster, with_options
@@ -145,7 +147,7 @@ def _jobs(
         job = load_job(config, settings, catalog=obj.catalog, world_size=world_size, options=options_of(submit))
         if point.suffix:
             job = attrs.evolve(job, run=attrs.evolve(job.run, name=f"{job.run.name}{point.suffix}"))
-        job = attrs.evolve(job, run=_stopping_in_time(job.run, cluster, limit))
+        job = _stopping_in_time(job, cluster, limit)
         catalog = obj.catalog(job.plugins.disable)
         if REQUEUE not in [callback.qualified_name for callback in job.callbacks]:
             requeue = ComponentBuilder(catalog).resolve("callback", REQUEUE)
@@ -154,18 +156,22 @@ def _jobs(
     return jobs
 
 
-def _stopping_in_time(run: RunSection, cluster: Cluster, limit: str) -> RunSection:
+def _stopping_in_time(job: Job, cluster: Cluster, limit: str) -> Job:
     """By the run's own clock as well: Slurm looks every 30 seconds only, and wrappers and containers lose signals.
 
     Raises:
-        ConfigError: the run would stop as soon as it starts.
+        ConfigError: the run would stop as soon as it starts, or says of itself that it may not stop in time.
     """
-    lead = float(cluster.signal_lead) if run.stop_before_end is None else run.stop_before_end
+    run, signal_lead = job.run, float(cluster.signal_lead)
+    lead = signal_lead if run.stop_before_end is None else run.stop_before_end
     for what, one in (("the time limit of the job", limit), ("run.time_limit", run.time_limit)):
         problem = lead_problem(lead, one, what) if one is not None else None
         if problem:
             raise ConfigError(f"run.stop_before_end: {problem}")
-    return attrs.evolve(run, stop_before_end=lead)
+    # an older Slurm does not tell the run its end: then there is only the signal
+    if problems := list(timeout_problems(job, signal_lead, "signal_lead", "the time limit of the job")):
+        raise ConfigProblems(problems)
+    return attrs.evolve(job, run=attrs.evolve(run, stop_before_end=lead))
 
 
 def _refuse_if_queued(runs: Sequence[Path]) -> None:

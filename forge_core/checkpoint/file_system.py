@@ -1,0 +1,22 @@
+"""The file system as torch's writers and readers of checkpoints use it, with errors that name the file."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from forge_core.checkpoint.durable import naming
+
+
+class NamingFileSystem(FileSystem):
+    """One failed write among those of many ranks is then found on the right disk."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with naming(Path(path)), super().create_stream(path, mode) as stream:
+            yield stream

@@ -1,0 +1,15 @@
+"""All ranks end when one does, and none waits for one that has failed."""
+
+from pathlib import Path
+
+from forge_core.engine.ranks import from_first_rank
+
+
+def test_whatever_goes_wrong_on_the_first_rank_alone_ends_all_of_them(run_ranks):
+    said = run_ranks(Path(__file__).with_name("failing_rank.py"), 2)
+
+    assert said == ["True True\nTrue True\ntold\n"] * 2
+
+
+def test_without_a_process_group_there_is_only_this_process():
+    assert from_first_rank(lambda: 3) == 3
