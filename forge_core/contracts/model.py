@@ -76,6 +76,24 @@ class StackedExperts(Protocol):
         ...
 
 
+class Float8Experts(StackedExperts, Protocol):
+    """Experts that can multiply in float8, where they are asked to."""
+
+    def multiply_in_float8(self, capability: tuple[int, int] | None) -> None:
+        """From here on, round what is multiplied to float8 whenever it is, forward and backward.
+
+        Parameters are on meta, cut as they will be (``tp``, ``ep``), and stay in their dtype.
+
+        Args:
+            capability: the compute capability of the GPU that will do it; ``None``: round, and multiply in the dtype of
+                the activations, on whatever there is.
+
+        Raises:
+            ConfigError: it cannot; the message says why.
+        """
+        ...
+
+
 class Model(Protocol):
     """An ``nn.Module`` made of an embedding, blocks, a norm and a head. It is built on the meta device.
 

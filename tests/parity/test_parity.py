@@ -15,7 +15,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("cp2-ring-compiled", "cp2-ring-fsdp2", "cp2-ring-pp2-ac-full"),
     *("moe-ep2-cp2-fsdp2", "moe-ep2-overlap-compiled", "moe-ep2-sinkhorn-compiled"),
     *("moe-tp2-expert-choice-ac-full", "moe-pp2-ep2-zero-bubble-v-overlap"),
-    "moe-ep4-hierarchical-chunks2-ac-full-packed",
+    *("moe-ep4-hierarchical-chunks2-ac-full-packed", "moe-ep2-tp2-fp8", "moe-pp2-fp8"),
     *("ahead-ac-auto", "ahead-chunked", "ahead-compiled-whole-model", "ahead-tp2-chunked-packed"),
     *("ahead-pp2-interleaved-zero-bubble-packed", "ahead-pp2-zero-bubble-v-chunked", "ahead-pp2-cp2-moe-packed"),
     *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 DropPolicy = Literal["weight", "position"]
 
+FLOAT8_MULTIPLE = 16
+"""What an expert's features must be multiples of for products in float8: rows then begin at 16 bytes."""
+
 
 def _is_alone(config: MoEConfig, attribute: attrs.Attribute[int], value: int) -> None:
     if config.layers is not None and value != attribute.default:
@@ -180,6 +183,9 @@ class MoEConfig:
         width = self.hidden_dim if dim is None else self.expert_width(dim)
         if width is not None and width % tp:
             yield "hidden_dim", f"{width} features cannot be shared out evenly to parallel.tp = {tp} ranks"
+        elif width is not None and width // tp % FLOAT8_MULTIPLE and _multiplies_experts_in_float8(job):
+            sentence = f"{width // tp} features on a rank are no multiple of {FLOAT8_MULTIPLE}, as products in float8"
+            yield "hidden_dim", f"{sentence} need; change them, or remove parallel.passes.fp8.experts"
         shared = self.shared_experts * (self.shared_hidden_dim or width or 0)
         if shared % tp:
             sentence = f"the {shared} features of all shared experts cannot be shared out evenly to parallel.tp = {tp}"
@@ -198,3 +204,8 @@ class MoEConfig:
         beyond = [layer for layer in self.layers or () if n_layers is not None and not 0 <= layer < n_layers]
         if beyond and sparse:
             yield "layers", f"has {beyond[0]}, and the model's layers are 0 to {n_layers - 1}"
+
+
+def _multiplies_experts_in_float8(job: Job) -> bool:
+    passes = job.parallel.passes.values()
+    return any(getattr(use.config, "experts", False) for use in passes if use is not None and use.name == "fp8")

@@ -6,7 +6,7 @@ work on, E = experts, D = width of the residual stream, H = width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.accumulation import unchanged
 from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.errors import ConfigError
 from forge_plugins_dense.config import Activation
 from forge_plugins_dense.initial_values import normal
+from forge_plugins_moe.config import FLOAT8_MULTIPLE
 from forge_plugins_moe.dispatch import Assignments, Dispatcher, LocalDispatcher
-from forge_plugins_moe.grouped import grouped_product
+from forge_plugins_moe.float8_product import emulated_float8_product, float8_product
+from forge_plugins_moe.grouped import Product, grouped_product
 from forge_plugins_moe.overlap import Meanwhile, overlapped
 
 _MOST = 10.0
@@ -43,6 +46,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.register_buffer("gradient_scale", torch.empty(n_experts) if scale_gradients else None)
         self.dispatcher: Dispatcher = LocalDispatcher(n_experts)
+        self.product: Callable[[torch.Tensor, torch.Tensor], Product] = grouped_product
+        """How rows are multiplied."""
         self.chunks: int | None = None
         """In how many parts rows travel beside what is computed; ``None``: all at once, and nothing beside."""
 
@@ -73,7 +78,7 @@ class Experts(nn.Module):
                 anything.
         """
         up, down = self._local(self.up), self._local(self.down)
-        multiply = grouped_product(counts, up)
+        multiply = self.product(counts, up)
         if self.gate is None:
             hidden = (F.gelu if self.activation == "gelu" else F.relu)(multiply(rows, up))
         else:
@@ -120,6 +125,21 @@ class Experts(nn.Module):
         """As ``StackedExperts.feature_dims``."""
         dims = {"up": 1, "down": 2}
         return dims if self.gate is None else {"gate": 1, **dims}
+
+    def multiply_in_float8(self, capability: tuple[int, int] | None) -> None:
+        """As ``Float8Experts.multiply_in_float8``."""
+        sizes = self._local(self.up).shape[1:]
+        if any(size % FLOAT8_MULTIPLE for size in sizes):
+            raise ConfigError(
+                f"of {sizes[0]} features on a rank and {sizes[1]} of a token, one is no multiple of {FLOAT8_MULTIPLE}, "
+                "as products in float8 need"
+            )
+        if capability not in (None, (9, 0)):
+            raise ConfigError(
+                "torch multiplies experts in float8 on GPUs with compute capability 9.0 (H100, H200), and on none with "
+                f"{capability[0]}.{capability[1]}"
+            )
+        self.product = emulated_float8_product if capability is None else float8_product
 
     def expert_parameters(self) -> int:
         """Weights of one expert."""

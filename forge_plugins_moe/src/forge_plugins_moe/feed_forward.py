@@ -180,7 +180,7 @@ class MoE(nn.Module):
         return plan
 
     def recompute_plan(self) -> dict[str, Recompute]:
-        return {"aten._grouped_mm": "keep", "forge_moe.grouped_product": "keep"}
+        return dict.fromkeys(("aten._grouped_mm", "aten._scaled_grouped_mm", "forge_moe.grouped_product"), "keep")
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         roles: dict[str, ParameterRole] = {

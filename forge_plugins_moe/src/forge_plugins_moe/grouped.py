@@ -63,14 +63,18 @@ def _(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Ten
 
 
 @torch.library.custom_op("forge_moe::grouped_outer_product", mutates_args=())
-def _outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """``(R, N)`` and ``(R, K)`` to ``(E, N, K)``, the sum over each expert's rows."""
+def grouped_outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``(R, N)`` and ``(R, K)`` to ``(E, N, K)``, the sum over each expert's rows: the gradient of weights.
+
+    Args:
+        ends: ``(E,)`` int32, where each expert's rows end.
+    """
     if _in_blocks(rows):
         return _outer_product_in_blocks(gradient, rows, ends)
     return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
 
 
-@_outer_product.register_fake
+@grouped_outer_product.register_fake
 def _(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
 
@@ -81,7 +85,7 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
-    return _product(gradient, weight.transpose(-2, -1), ends), _outer_product(gradient, rows, ends), None
+    return _product(gradient, weight.transpose(-2, -1), ends), grouped_outer_product(gradient, rows, ends), None
 
 
 _product.register_autograd(_backward, setup_context=_keep)

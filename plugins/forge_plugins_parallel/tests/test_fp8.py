@@ -1,5 +1,6 @@
 """Which layers become float8, and what is refused. The numbers are in ``tests/parity``."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.discovery import discover
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
+from forge_core.hardware import gpu_named
 from forge_core.testing.parallel_pass import ParallelPassConformance
 from forge_core.testing.small_model import SmallModel, small_job
 from forge_plugins_parallel.config import Float8Config
@@ -48,8 +50,44 @@ def converted(context, model=None, **config):
         with torch.device("meta"):
             model = SmallModel(dim=32)
     _, touched = Float8(Float8Config(**config)).apply(model, context)
-    assert {name for name, module in model.named_modules() if isinstance(module, Float8Linear)} == set(touched)
+    asked = {name for name, module in model.named_modules() if getattr(module, "asked", None)}
+    assert {name for name, module in model.named_modules() if isinstance(module, Float8Linear)} | asked == set(touched)
     return touched
+
+
+class Stack(nn.Module):
+    """Experts that know nothing of float8."""
+
+    def __init__(self, hidden_dim=48):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(4, hidden_dim, 32)), nn.Parameter(torch.empty(4, 32, hidden_dim))
+
+
+class Float8Stack(Stack):
+    def __init__(self, hidden_dim=48):
+        super().__init__(hidden_dim)
+        self.asked = []
+
+    def multiply_in_float8(self, capability):
+        if self.up.shape[1] % 16:
+            raise ConfigError("it does not feel like it")
+        self.asked.append(capability)
+
+
+class Sparse(SmallModel):
+    """With experts in the second block, of a class that a test chooses."""
+
+    def __init__(self, stack):
+        super().__init__(dim=32)
+        self.blocks["1"].experts = stack
+
+    def parallel_plan(self):
+        return {**super().parallel_plan(), "blocks.*.experts": "expert"}
+
+
+def sparse(stack=Float8Stack, *arguments):
+    with torch.device("meta"):
+        return Sparse(stack(*arguments))
 
 
 def test_matrices_in_blocks_are_converted_and_the_head_is_not(context):
@@ -146,6 +184,68 @@ def test_a_layer_that_multiplies_in_a_way_of_its_own_is_left_alone(context):
 def test_a_device_without_float8_is_told_how_to_try(context):
     with pytest.raises(ConfigError, match=r"cpu does not multiply in float8 .* set emulate = true"):
         converted(context, min_dim=16)
+
+
+def test_experts_are_left_alone_unless_they_are_asked_for(context):
+    model = sparse()
+
+    touched = converted(context, model, **EMULATED)
+
+    assert model.blocks["1"].experts.asked == []
+    assert "blocks.1.experts" not in touched
+
+
+def test_experts_are_asked_to_multiply_in_float8(context):
+    model = sparse()
+
+    touched = converted(context, model, **EMULATED, experts=True)
+
+    assert model.blocks["1"].experts.asked == [None], "emulated"
+    assert touched == [*converted(context, **EMULATED), "blocks.1.experts"]
+
+
+def test_experts_are_told_the_gpu(context):
+    model = sparse()
+    planned = attrs.evolve(context, planned_gpu=gpu_named("h100"))
+
+    converted(planned, model, min_dim=16, experts=True)
+
+    assert model.blocks["1"].experts.asked == [(9, 0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "sentence"),
+    [
+        (lambda: sparse(nn.Identity), {}, "blocks.1.experts cannot multiply in float8 (it has no multiply_in_float8)"),
+        (lambda: sparse(Stack), {}, "blocks.1.experts cannot multiply in float8 (it has no multiply_in_float8)"),
+        (lambda: None, {}, "the model has no experts; set it to false"),
+        (sparse, {"min_dim": 33}, "exclude or min_dim = 33 leaves all experts alone, blocks.1.experts among them"),
+        (sparse, {"exclude": ("*.experts",)}, "exclude or min_dim = 16 leaves all experts alone, blocks.1.experts"),
+        (lambda: sparse(Float8Stack, 40), {}, "blocks.1.experts: it does not feel like it; set experts = false"),
+    ],
+)
+def test_experts_in_float8_are_refused_where_there_can_be_none(context, make, config, sentence):
+    with pytest.raises(ConfigError) as caught:
+        converted(context, make(), **{**EMULATED, **config}, experts=True)
+
+    assert str(caught.value).startswith("parallel.passes.fp8.experts: ")
+    assert sentence in str(caught.value)
+
+
+def test_some_experts_can_be_left_alone(context):
+    model = sparse()
+    with torch.device("meta"):
+        model.blocks["0"].experts, model.blocks["2"].experts = Float8Stack(), Stack()
+
+    touched = converted(context, model, **EMULATED, exclude=("blocks.0.experts",), experts=True)
+
+    assert [name for name in touched if name.endswith("experts")] == ["blocks.1.experts"]
+    assert model.blocks["0"].experts.asked == []
+
+
+def test_a_pattern_for_experts_fits_nothing_if_they_are_not_asked_for(context):
+    with pytest.raises(ConfigError, match=r"'\*\.experts' fits no linear layer; there are"):
+        converted(context, sparse(), **EMULATED, exclude=("*.experts",))
 
 
 def test_float8_is_gathered_with_tensorwise_scales_only():

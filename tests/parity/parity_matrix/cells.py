@@ -69,6 +69,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
             'router={name="hash", top_k=2, weights="gate"}}'
         )
     ],
+    # float8 and bf16 choose the same experts only if nothing that is rounded decides
+    "moe hash bf16": [
+        'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="hash"}',
+        "train.precision=bf16",
+    ],
     "moe expert choice": [
         (
             'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, shared_experts=1, '
@@ -123,6 +128,7 @@ AC = "parallel.passes.activation_checkpointing"
 COMPILE = "parallel.passes.compile"
 FP8_PASS = "parallel.passes.fp8"
 EMULATED = [f"{FP8_PASS}.emulate=true", f"{FP8_PASS}.min_dim=16"]
+EXPERTS_ONLY = [*EMULATED, f"{FP8_PASS}.experts=true", f'{FP8_PASS}.exclude=["*.attention.*"]']
 CHUNKED = ["loss.name=chunked_cross_entropy", "loss.chunk_size=48"]
 TP2, CP2, EP2, COPIES = "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2"
 RING = "parallel.passes.context_parallel.method=ring"
@@ -269,6 +275,9 @@ CELLS: Mapping[str, Cell] = {
     "moe-pp2": Cell(2, pp2("1F1B"), "moe every second"),
     "moe-pp2-hash": Cell(2, pp2("ZBVZeroBubble"), "moe hash"),
     "moe-ep2-hash": Cell(2, [HALF, EP2], "moe hash"),
+    "moe-ep2-fp8-ac-selective": Cell(2, [HALF, EP2, *EXPERTS_ONLY, f"{AC}.mode=selective"], "moe hash bf16", FP8),
+    "moe-ep2-tp2-fp8": Cell(4, [HALF, EP2, TP2, *EXPERTS_ONLY], "moe hash bf16", FP8),
+    "moe-pp2-fp8": Cell(2, [*pp2("ZBVZeroBubble"), *EXPERTS_ONLY], "moe hash bf16", FP8),
     "moe-pp2-ep2-gpipe": Cell(4, [*pp2("GPipe", *TWO_SMALL_MICROBATCHES), EP2], "moe"),
     "moe-pp2-ep2": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "moe"),
     "moe-pp2-ep2-interleaved": Cell(4, [*pp2("Interleaved1F1B", *TWO_SMALL_MICROBATCHES), EP2], "moe every second"),

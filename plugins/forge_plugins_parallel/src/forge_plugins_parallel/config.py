@@ -211,6 +211,9 @@ class Float8Config:
     """Layers with fewer input or output features on a rank are left alone: converting costs them more than it saves."""
     exclude: tuple[str, ...] = ()
     """Further layers to leave alone, as patterns of their names: ``"blocks.0.*"``, ``"*.down"``."""
+    experts: bool = False
+    """Also multiply routed experts in float8: one scale a row, gradients of weights in ``train.precision``, whatever
+    ``recipe`` is. On GPUs with compute capability 9.0 (H100, H200), or with ``emulate``."""
     all_gather: bool = False
     """Let FSDP gather weights as float8, in a quarter to a half of the bytes. For ``tensorwise`` only, and for
     parameters that are sharded."""

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8, by torchao."""
+"""Linear layers that multiply in float8, by torchao; and experts that can."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-unt
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_core.module_pattern import is_within
+from forge_core.module_pattern import fits, is_within
 from forge_plugins_parallel.config import Float8Config
 
+_KEY = "parallel.passes.fp8"
 _MULTIPLE = 16
 """Kernels ask for features in multiples of this."""
 
@@ -25,8 +26,9 @@ _MULTIPLE = 16
 class Float8:
     """Makes float8 layers of the linear layers in blocks that multiply by a matrix, unless they are small.
 
-    The head, the embedding and whatever the model's plan replicates (routers) stay as they are. Parameters stay in the
-    dtype in which they were built; they are rounded whenever they are used.
+    The head, the embedding and whatever the model's plan replicates (routers) stay as they are. Experts are asked to do
+    the same with their products, if that is wanted. Parameters stay in the dtype in which they were built; they are
+    rounded whenever they are used.
     """
 
     def __init__(self, config: Float8Config) -> None:
@@ -36,22 +38,33 @@ class Float8:
         """As ``ParallelPass.apply``.
 
         Raises:
-            ConfigError: the device has no float8 and ``emulate`` is not set; or a pattern of ``exclude`` fits nothing.
+            ConfigError: the device has no float8 and ``emulate`` is not set; a pattern of ``exclude`` fits nothing; or
+                experts are wanted in float8, and there are none that can be.
         """
-        self._refuse_without_hardware(context)
+        capability = self._capability(context)
+        experts = self._chosen_experts(model) if self._config.experts else []
         if context.mesh.degrees["pp"] == 1:  # a stage does not know what the others hold
             self._refuse_idle_patterns(model)
+            if self._config.experts and not experts:
+                raise ConfigError(f"{_KEY}.experts: {self._why_no_experts(model)}")
         config = self._torchao_config()
         touched = []
         for name, linear in self._chosen(model):
             _make_float8(linear, config)
             touched.append(name)
+        for name, module in experts:
+            try:
+                module.multiply_in_float8(capability)
+            except ConfigError as error:
+                raise ConfigError(f"{_KEY}.experts: {name}: {error}; set experts = false") from None
+            touched.append(name)
         return model, touched
 
-    def _refuse_without_hardware(self, context: PassContext) -> None:
+    def _capability(self, context: PassContext) -> tuple[int, int] | None:
+        """That of the GPU that will multiply; ``None``: it is emulated."""
         device, planned = context.device, context.planned_gpu
         if self._config.emulate:
-            return
+            return None
         if planned is not None:
             name, capability = planned.name, planned.capability
         elif device.type == "cuda":
@@ -60,16 +73,21 @@ class Float8:
             name, capability = device.type, (0, 0)
         if capability < (8, 9):
             raise ConfigError(
-                f"parallel.passes.fp8: {name} does not multiply in float8 (GPUs from compute capability 8.9 on do; a "
+                f"{_KEY}: {name} does not multiply in float8 (GPUs from compute capability 8.9 on do; a "
                 "plan is told by --gpu); set emulate = true to try it out slowly, or take the pass out"
             )
+        return capability
 
     def _refuse_idle_patterns(self, model: nn.Module) -> None:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        what = "linear layer"
+        if self._config.experts:
+            names += [name for name, _ in _stacks_of(model)]
+            what = "linear layer and no experts"
         for pattern in self._config.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
-                    f"parallel.passes.fp8.exclude: {pattern!r} fits no linear layer; there are {', '.join(names[:8])}"
+                    f"{_KEY}.exclude: {pattern!r} fits no {what}; there are {', '.join(names[:8])}"
                     f"{' and more' if len(names) > 8 else ''}"
                 )
 
@@ -89,9 +107,39 @@ class Float8:
             and _is_plain(type(module))
             and roles.get(f"{name}.weight") == "matrix"
             and not any(is_within(name, pattern) for pattern in kept)
-            and not any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
-            and all(size >= self._config.min_dim and size % _MULTIPLE == 0 for size in _local_shape(module.weight))
+            and self._is_wanted(name, _local_shape(module.weight))
+            and all(size % _MULTIPLE == 0 for size in _local_shape(module.weight))
         ]
+
+    def _chosen_experts(self, model: Any) -> list[tuple[str, Any]]:
+        return [
+            (name, module)
+            for name, module in _stacks_of(model)
+            if hasattr(module, "multiply_in_float8")
+            and all(self._is_wanted(name, _local_shape(stack)[1:]) for stack in module.parameters(recurse=False))
+        ]
+
+    def _is_wanted(self, name: str, features: Sequence[int]) -> bool:
+        is_excluded = any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
+        return not is_excluded and all(size >= self._config.min_dim for size in features)
+
+    def _why_no_experts(self, model: nn.Module) -> str:
+        stacks = _stacks_of(model)
+        if not stacks:
+            return "the model has no experts; set it to false"
+        able = [name for name, module in stacks if hasattr(module, "multiply_in_float8")]
+        if not able:
+            return f"{stacks[0][0]} cannot multiply in float8 (it has no multiply_in_float8); set it to false"
+        return (
+            f"exclude or min_dim = {self._config.min_dim} leaves all experts alone, {able[0]} among them; change "
+            "these, or set it to false"
+        )
+
+
+def _stacks_of(model: Any) -> list[tuple[str, nn.Module]]:
+    """The modules to which the model's plan gives the role ``expert``."""
+    patterns = [pattern for pattern, role in model.parallel_plan().items() if role == "expert"]
+    return [(name, module) for name, module in model.named_modules() if any(fits(name, one) for one in patterns)]
 
 
 def _make_float8(linear: Any, config: Float8LinearConfig) -> None:
