@@ -50,6 +50,8 @@ class RunContext:
     requests: Requests
     log: Callable[[str], None]
     """Prints a line and writes it to ``log.txt``, on the first rank only."""
+    track_series: Callable[[int, Mapping[str, Sequence[float]]], None] = lambda step, series: None
+    """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on the first rank only."""
 
 
 @attrs.frozen

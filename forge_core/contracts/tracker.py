@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,10 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called with host values for each logged step and each evaluation; units are those of ``metrics.jsonl``."""
+
+    def log_series(self, step: int, series: Mapping[str, Sequence[float]]) -> None:
+        """Called with values that belong together, such as ``load/<layer>``: one for each expert, in their order. To be
+        drawn as a histogram, or left out by a service that draws none."""
 
     def close(self, outcome: str) -> None:
         """Called once. ``outcome`` is ``"completed"``, ``"stopped"`` or ``"failed"``."""

@@ -127,6 +127,14 @@ def _train_there(
     heeding: ExitStack,
 ) -> ExitCode:
     job, mesh, checkpoint = prepared.job, prepared.mesh, prepared.checkpoint
+    trackers = Trackers(
+        prepared.build,
+        job,
+        prepared.directory.path,
+        prepared.console.line,
+        checkpoint.state().get("trackers", {}) if checkpoint else {},
+        active=mesh.rank == 0,
+    )
     requests = Requests()
     context = RunContext(
         job=job,
@@ -139,17 +147,10 @@ def _train_there(
         total_steps=job.train.steps,
         requests=requests,
         log=prepared.console.line,
+        track_series=trackers.log_series,
     )
     lifecycle = prepared.lifecycle
     loader = prepared.loader
-    trackers = Trackers(
-        prepared.build,
-        job,
-        prepared.directory.path,
-        prepared.console.line,
-        checkpoint.state().get("trackers", {}) if checkpoint else {},
-        active=mesh.rank == 0,
-    )
 
     def record(values: Mapping[str, float]) -> None:
         if mesh.rank == 0:

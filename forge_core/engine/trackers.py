@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,9 @@ class Trackers:
         """``values`` has ``step`` among them."""
         metrics = {name: value for name, value in values.items() if name != "step"}
         self._ask_all(lambda asked: asked.tracker.log(int(values["step"]), metrics))
+
+    def log_series(self, step: int, series: Mapping[str, Sequence[float]]) -> None:
+        self._ask_all(lambda asked: asked.tracker.log_series(step, series))
 
     def states(self) -> Mapping[str, Any]:
         """By namespace, to be saved. That of one that has failed stays as it was: its run goes on at the next start."""

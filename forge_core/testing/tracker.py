@@ -38,6 +38,9 @@ class TrackerConformance(ComponentCase):
         tracker.log(1, {"loss": 3.5, "lr": 1e-3, "tokens": 64})
         tracker.log(2, {"loss": 3.25, "lr": 1e-3, "tokens": 128, "memory_gib": 0.5})
         tracker.log(2, {"eval/loss": 3.3, "eval/perplexity": 27.1})
+        tracker.log_series(
+            2, {"load/blocks.0.feed_forward": [5.0, 0.0, 11.0], "load/blocks.1.feed_forward": [8.0, 8.0]}
+        )
         tracker.close("completed")
 
     @pytest.mark.parametrize("outcome", ["completed", "stopped", "failed"])

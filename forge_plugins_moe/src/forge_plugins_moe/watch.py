@@ -170,6 +170,7 @@ class WatchExperts(Callback):
             pairs = self._by_layer(values, power=2) if self._config.coactivation else {}
             assert self._history is not None, "looks are kept by the first rank"
             self._history.add(look.step, load, pairs)
+            run.track_series(look.step, {f"load/{name}": each for name, each in load.items()})
             for name, steps in self._last_without.items():
                 self._tell_dead(run, name, steps)
 
