@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from forge_core.errors import ConfigError, LeaseLostError
+from forge_core.process import Process
 
 FILE_NAME = "lease.json"
 BEAT = 1.0
@@ -46,12 +47,16 @@ class Holder:
     @property
     def is_here(self) -> bool:
         """Whether this process could see it."""
-        return self.machine != "" and self.machine == _machine()
+        return self._identity.is_here
 
     @property
     def is_running(self) -> bool:
         """Only of a process that is here."""
-        return _start_of(self.process) == self.started
+        return self._identity.is_running
+
+    @property
+    def _identity(self) -> Process:
+        return Process(self.machine, self.process, self.started)
 
 
 Sign = tuple[Holder, int]
@@ -75,8 +80,9 @@ class Lease:
 
     def __init__(self, run_directory: Path, report: Callable[[str], None], ended: Sign | None = None) -> None:
         self._path = run_directory / FILE_NAME
+        this = Process.this()
         self._own = Holder(
-            uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), _scheduler_job()
+            uuid.uuid4().hex, socket.gethostname(), this.machine, this.number, this.started, _scheduler_job()
         )
         self._ended = threading.Event()
         self._is_lost = False
@@ -229,23 +235,6 @@ def _write(path: Path, text: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""  # no Linux: nobody is taken for being here
-
-
-def _start_of(process: int) -> str:
-    """In ticks since boot; empty if there is no such process, or only what is left of one."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _scheduler_job() -> str:

@@ -24,6 +24,7 @@ from forge_core.contracts.callback import Callback, RunContext
 from forge_core.engine.torchrun import agent_without_restarts
 from forge_core.engine.watchdog import Watchdog
 from forge_core.errors import ExitCode, LostPeerError, SaveError
+from forge_core.process import Process
 
 BEAT = 1.0
 """Seconds between signs of life."""
@@ -59,6 +60,8 @@ class _Seen:
 
     said: Mapping[str, Any]
     since: float
+    is_gone: bool = False
+    """Its process is on this machine, and has ended before that was read."""
 
 
 class Peers(Callback):
@@ -94,6 +97,7 @@ class Peers(Callback):
         self._answered = time.monotonic()
         self._count = 0
         self._main = threading.get_ident()
+        self._process = attrs.asdict(Process.this())
         self._ended, self._wake = threading.Event(), threading.Event()
         # a connection of its own: on the shared one it would wait for others that wait for a key
         self._store = PrefixStore("forge/peers", _get_default_store().clone())  # type: ignore[attr-defined]  # no stub
@@ -214,6 +218,13 @@ class Peers(Callback):
         failed = [(rank, f"has ended: {one.said['failure']}") for rank, one in seen if one.said["failure"]]
         if failed:
             return self._described(failed)
+        gone = [
+            (rank, f"has ended without a word: its process {one.said['process']['number']} is gone")
+            for rank, one in seen
+            if one.is_gone and not one.said["gave_up"] and not one.said["done"]
+        ]
+        if gone:
+            return self._described(gone)
         silent = [
             (rank, f"has given no sign of life for {now - one.since:.0f} s, since step {one.said['step']}")
             for rank, one in seen
@@ -267,6 +278,7 @@ class Peers(Callback):
             "host": socket.gethostname(),
             "step": self._step,
             "where": self._where(),
+            "process": self._process,
             "failure": self._failure,
             "gave_up": self._asks,
             "done": self._is_done,
@@ -300,6 +312,9 @@ class Peers(Callback):
             said, before = json.loads(text), self._seen.get(int(key))
             if before is None or before.said["count"] != said["count"]:
                 self._seen[int(key)] = _Seen(said, now)
+        if gone := [key for key in keys if Process(**self._seen[int(key)].said["process"]).has_ended]:
+            for key, text in zip(gone, self._store.multi_get(gone), strict=True):  # its last word
+                self._seen[int(key)] = _Seen(json.loads(text), self._seen[int(key)].since, is_gone=True)
 
     def _guard(self) -> None:
         """End a rank that cannot: it waits for a device, or in a collective of which no error comes."""

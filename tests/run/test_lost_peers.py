@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(tiny, start_ranks):
 
     assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
     for rank, one in zip((0, 2), said, strict=True):
-        assert re.search(LOST.format(rank, 1) + "has given no sign of life", one)
+        assert re.search(LOST.format(rank, 1) + f"has ended without a word: its process {ranks[1].pid} is gone", one)
     wait_until(lambda: not processes_of(tiny), 30)
     assert "lost another rank" in (tiny.path() / "log.txt").read_text()
     assert not (tiny.path() / "stacks").exists()

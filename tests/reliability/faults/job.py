@@ -109,7 +109,7 @@ class SmallJob:
                 continue
             own = dict(line.partition("=")[::2] for line in environment)
             if "RANK" in own and own.get("LOCAL_RANK"):
-                found[int(own["RANK"])] = process
+                found.setdefault(int(own["RANK"]), process)  # what a rank starts has its environment
         return [found[rank] for rank in sorted(found)]
 
     def kill_all(self) -> None:
@@ -161,8 +161,8 @@ class SmallJob:
         return code
 
 
-def descendants(process: int) -> set[int]:
-    """All processes that it has started, and those that they have."""
+def descendants(process: int) -> list[int]:
+    """All processes that it has started, and then those that they have."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -171,12 +171,12 @@ def descendants(process: int) -> set[int]:
             except OSError:
                 continue
             children.setdefault(parent, []).append(int(folder.name))
-    found: set[int] = set()
+    found: list[int] = []
     waiting = [process]
     while waiting:
-        new = children.get(waiting.pop(), [])
-        found.update(new)
-        waiting.extend(new)
+        new = children.get(waiting.pop(0), [])
+        found += new
+        waiting += new
     return found
 
 
