@@ -149,6 +149,7 @@ CELLS: Mapping[str, Cell] = {
     "microbatches2": Cell(1, TWO_MICROBATCHES),
     "accumulation4": Cell(1, FOUR_MICROBATCHES),
     "global-batch": Cell(1, [QUARTER, "train.global_batch_size=4"]),
+    "packed-accumulation4": Cell(1, FOUR_MICROBATCHES, "packed"),
     "chunked": Cell(1, CHUNKED),
     "fsdp1": Cell(1, [f"{FSDP}=true"]),
     "ac-none": Cell(1, [f"{AC}.mode=none"]),
@@ -342,3 +343,5 @@ FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fs
 """Cells whose checkpoints are resumed in each other's layouts; ``one process`` is the plain training itself."""
 MOE_FAMILIES = ("moe-accumulation4", "moe-ep2", "moe-ep4", "moe-pp2-ep2")
 """The same for experts; the first is one process."""
+PACKED_FAMILIES = ("packed-accumulation4", "fsdp2-packed", "tp2-packed", "pp2-1f1b-packed")
+"""The same for packed documents, each resumed in the next; with and without accumulation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from parity_matrix.cells import CELLS, EXACT, FAMILIES, MOE_FAMILIES, TRAININGS, Cell
+from parity_matrix.cells import CELLS, EXACT, FAMILIES, MOE_FAMILIES, PACKED_FAMILIES, TRAININGS, Cell
 from parity_matrix.launch import Launcher, Work
 from parity_matrix.probe import digest
 
@@ -22,6 +22,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     *((writer, reader) for writer in FAMILIES for reader in FAMILIES),
     *(("moe-ep2", reader) for reader in MOE_FAMILIES),
     *((writer, MOE_FAMILIES[0]) for writer in ("moe-ep4", "moe-pp2-ep2")),
+    *zip(PACKED_FAMILIES, [*PACKED_FAMILIES[1:], PACKED_FAMILIES[0]], strict=True),
     *(("fsdp2-fp8-gathered-ac-full", reader) for reader in ("fsdp2-fp8-gathered-ac-full", "bf16")),
 )
 
@@ -177,7 +178,7 @@ def _run_of(family: str) -> str:
 
 def _judge(writer: str) -> str:
     """The family of one process that reads what others are compared with."""
-    return MOE_FAMILIES[0] if writer in MOE_FAMILIES else "one process"
+    return next((family[0] for family in (MOE_FAMILIES, PACKED_FAMILIES) if writer in family), "one process")
 
 
 def _cell(family: str) -> Cell:
