@@ -26,7 +26,7 @@ CELLS = {  # the ranks and the layout; a step always has four sequences
     "tp2": (2, [TP2]),
     "pp2": (2, [PP2]),
     "ep2-fsdp2-full": (4, [EP2, ONE, FULL]),
-    "ep2-fsdp2-compile": (4, [EP2, ONE, COMPILE]),
+    "compile": (1, [COMPILE]),
     "pp2-ep2": (4, [PP2, EP2, TWO]),
 }
 

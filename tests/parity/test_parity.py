@@ -8,23 +8,37 @@ from parity_matrix.matrix import EXCHANGES
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BY_NIGHT = {  # what puts together what other cells have apart, and graphs that take long to compile
-    *("ac-none", "hsdp2x2-ac-every-second", "latent-compiled-ac-selective"),
-    *("tp2-copies2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-latent", "tp2-latent-whole-positions"),
-    *("pp2-interleaved-zero-bubble-packed", "pp2-zero-bubble-v-chunked"),
-    *("cp2-ac-auto", "cp2-copies2", "cp2-fsdp2-packed"),
-    *("cp2-ring-compiled", "cp2-ring-fsdp2", "cp2-ring-pp2-ac-full"),
-    *("moe-ep2-cp2-fsdp2", "moe-ep2-overlap-compiled", "moe-ep2-sinkhorn-compiled"),
-    *("moe-tp2-expert-choice-ac-full", "moe-pp2-ep2-zero-bubble-v-overlap"),
-    *("moe-ep4-hierarchical-chunks2-ac-full-packed", "moe-ep2-tp2-fp8", "moe-pp2-fp8"),
-    *("ahead-ac-auto", "ahead-chunked", "ahead-compiled-whole-model", "ahead-tp2-chunked-packed"),
-    *("ahead-pp2-interleaved-zero-bubble-packed", "ahead-pp2-zero-bubble-v-chunked", "ahead-pp2-cp2-moe-packed"),
+    *("global-batch", "ac-none", "ac-every-second", "bf16-ac-full", "fp8-rowwise-exact-gradients"),
+    *("fsdp2-never-reshard", "fsdp2-auxiliary", "hsdp2x2-ac-every-second"),
+    *("tp2-copies2", "tp2-fsdp1-microbatches2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-tied"),
+    *("tp2-bf16", "tp2-fp8", "tp2-whole-whole-positions"),
+    *("pp2-1f1b-auxiliary", "pp2-copies2-zero-bubble-v", "pp2-dualpipe-v-packed", "pp2-interleaved-bf16"),
+    *("pp2-interleaved-zero-bubble-packed", "pp2-tp2-dualpipe-v-packed"),
+    *("pp2-zero-bubble-v-ac-full", "pp2-zero-bubble-v-chunked"),
+    *("cp2-ac-auto", "cp2-copies2", "cp2-fsdp2-packed", "cp2-tp2-packed"),
+    *("cp2-ring-ac-auto", "cp2-ring-bf16", "cp2-ring-compiled", "cp2-ring-fsdp2", "cp2-ring-tp2"),
+    *("cp2-ring-pp2-ac-full", "cp2-ring-pp2-zero-bubble-v"),
+    *("latent-compiled-ac-selective", "cp2-latent", "pp2-latent", "tp2-fsdp2-latent", "tp2-latent-whole-positions"),
+    *("moe-ep2-cp2-fsdp2", "moe-ep2-cp2-packed", "moe-ep2-fsdp2-ac-full-packed", "moe-ep2-hash", "moe-pp2-hash"),
+    *("moe-ep2-overlap-compiled", "moe-ep2-sinkhorn-compiled", "moe-ep2-tp2-overlap-chunks3"),
+    *("moe-ep4-hierarchical-chunks2-ac-full-packed", "moe-pp2-ep2-zero-bubble-v-overlap"),
+    *("moe-tp2-expert-choice-ac-full", "moe-tp2-noisy-ac-full", "moe-pp2-sinkhorn"),
+    *("moe-ep2-tp2-fp8", "moe-pp2-fp8"),
+    *("ahead-ac-auto", "ahead-ac-full", "ahead-chunked", "ahead-microbatches2-moe-packed"),
+    *("ahead-compiled-ac-selective", "ahead-compiled-whole-model"),
+    *("ahead-fsdp2-moe-packed", "ahead-tp2-chunked-packed", "ahead-cp2-ring"),
+    *("ahead-pp2-dualpipe-v", "ahead-pp2-interleaved-zero-bubble-packed", "ahead-pp2-zero-bubble-v-chunked"),
+    *("ahead-pp2-fsdp2", "ahead-pp2-cp2-moe-packed", "ahead-pp2-ep2-moe-packed"),
     *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),
 }
 assert CELLS.keys() >= BY_NIGHT
 
-every_cell = pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.nightly] if cell in BY_NIGHT else []) for cell in CELLS]
-)
+
+def _cell(cell):
+    return pytest.param(cell, marks=[pytest.mark.nightly] if cell in BY_NIGHT else [])
+
+
+every_cell = pytest.mark.parametrize("cell", [_cell(cell) for cell in CELLS])
 
 
 @every_cell
@@ -77,7 +91,7 @@ def test_what_is_trained_makes_a_difference(matrix, training):
     assert matrix.distance(training) > 1e-4
 
 
-@pytest.mark.parametrize("cell", [name for name in CELLS if "fp8" in name])
+@pytest.mark.parametrize("cell", [_cell(name) for name in CELLS if "fp8" in name])
 def test_float8_is_not_bf16(matrix, cell):
     """Its cells are compared with bf16, and would also be near it if no layer had been converted."""
     assert matrix.difference(cell, "loss") > 1e-4
