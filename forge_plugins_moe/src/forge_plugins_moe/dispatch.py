@@ -191,9 +191,10 @@ def sum_by_token(rows: torch.Tensor, token: torch.Tensor, n_tokens: int) -> torc
     return whole.index_put((token,), rows.to(wide), accumulate=True).to(rows.dtype)
 
 
-def permute(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """``rows[order]``, where each row is taken once."""
-    permuted: torch.Tensor = _Permute.apply(rows, order)  # type: ignore[no-untyped-call]  # torch's
+def permute(rows: torch.Tensor, order: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """``rows[order]``; with ``back``, the rows of which that is made."""
+    there, home = (_inverse(order), order) if back else (order, _inverse(order))
+    permuted: torch.Tensor = _Permute.apply(rows, there, home)  # type: ignore[no-untyped-call]  # torch's
     return permuted
 
 
@@ -259,14 +260,14 @@ class _Permute(torch.autograd.Function):
     """``rows[order]``, whose gradient is a permutation too."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
         return rows[order]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (order,) = ctx.saved_tensors
-        return gradients[0][_inverse(order)], None
+        (inverse,) = ctx.saved_tensors
+        return gradients[0][inverse], None, None
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
