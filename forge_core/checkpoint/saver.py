@@ -237,6 +237,7 @@ class Saver:
         self._store.path.mkdir(parents=True, exist_ok=True)
         for parent in self._store.path.parents[:2]:  # the run's and the runs' folder, which may be as new
             flush(parent)
+        self._store.finish_removing()  # for their room
         shutil.rmtree(folder, ignore_errors=True)
         free = shutil.disk_usage(self._store.path).free
         if free < n_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -97,6 +98,7 @@ class CheckpointStore:
     def __init__(self, path: Path, fetching: Fetching | None = None) -> None:
         self.path = path
         self._fetching = fetching
+        self._removal: threading.Thread | None = None
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step lies once it is committed."""
@@ -211,11 +213,27 @@ class CheckpointStore:
         return target
 
     def remove(self, steps: Sequence[int]) -> None:
-        """Delete committed checkpoints. They lose their names first, so that half of one is never taken for one."""
+        """Delete committed checkpoints."""
+        self.begin_to_remove(steps)
+        self.finish_removing()
+
+    def begin_to_remove(self, steps: Sequence[int]) -> None:
+        """They lose their names at once, so that half of one is never taken for one; their files go while the caller
+        does something else: on a shared disk that can take longer than a step of training."""
+        self.finish_removing()
         for step in steps:
             self.folder(step).rename(self.path / f".{self.folder(step).name}.removed")
         flush(self.path)
-        self.remove_unfinished(".step_*.removed")
+        self._removal = threading.Thread(
+            target=self.remove_unfinished, args=(".step_*.removed",), name="forge-checkpoint-removal"
+        )
+        self._removal.start()
+
+    def finish_removing(self) -> None:
+        """Wait until the files of what has been removed are gone."""
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
 
     def remove_unfinished(self, pattern: str = ".step_*") -> None:
         """What a killed process left half written or half deleted. Call it on the first rank, with nothing being

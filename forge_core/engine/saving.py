@@ -222,6 +222,6 @@ class Saving:
             sizes = {step: found.n_bytes for step, found in there.items()}
             steps = self._mirroring.removable(steps, sizes, self._store.path)
         try:
-            self._store.remove(steps)
+            self._store.begin_to_remove(steps)
         except OSError as error:
             self._report(f"could not remove checkpoints that are no longer kept: {error}")

@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -223,6 +224,25 @@ def test_removed_ones_are_gone_and_the_others_stay(store):
 
     assert store.steps() == [3]
     assert sorted(path.name for path in store.path.iterdir()) == ["latest", "step_00000003"]
+
+
+def test_files_go_while_training_goes_on_and_are_gone_before_the_next_save(store, monkeypatch):
+    for step in (1, 2, 3):
+        _save(store, step)
+    may_go, remove_tree = threading.Event(), shutil.rmtree
+
+    def slow(path, **options):
+        assert not path.name.endswith(".removed") or may_go.wait(30)
+        remove_tree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    store.begin_to_remove([1, 2])
+
+    assert store.steps() == [3]
+    assert len(list(store.path.glob(".step_*.removed"))) == 2
+    threading.Timer(0.5, may_go.set).start()
+    _save(store, 4)
+    assert sorted(path.name for path in store.path.iterdir()) == ["latest", "step_00000003", "step_00000004"]
 
 
 def test_later_ones_are_put_aside_for_a_run_that_goes_back(store):
