@@ -56,6 +56,11 @@ def run(
     if ranks is not None:  # one rank of a group that torchrun, Slurm or `--nproc` has started
         end_with_launcher(os.environ)
         refuse_split_brain(os.environ)
+        if nproc != "1":
+            raise ConfigError(
+                f"--nproc {nproc}: torchrun or Slurm has started this process as one of {ranks} ranks already; leave "
+                "--nproc out, or start a single process"
+            )
         if max_restarts:
             raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or Slurm starts the ranks: ask them")
         _end(_run_here(obj, config, overrides, ranks, dry_run))

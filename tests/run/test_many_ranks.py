@@ -82,6 +82,16 @@ def test_a_rank_that_finds_nobody_says_which_host_and_port_and_why(tiny):
     assert "cannot find the host of rank 0: MASTER_ADDR=no-such-host.invalid" in lost.stderr
 
 
+def test_a_rank_of_a_group_starts_no_group_of_its_own(tiny):
+    group = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+    refused = run_rank(tiny, group, "--nproc", "4")
+
+    assert refused.returncode == 2, refused.stderr
+    assert "--nproc 4: torchrun or Slurm has started this process as one of 2 ranks already" in refused.stderr
+    assert not tiny.path().exists()
+
+
 def run_rank(tiny, environment, *overrides):
     return subprocess.run(
         tiny.command(*overrides), env={**tiny.environment(), **environment}, capture_output=True, text=True, timeout=180

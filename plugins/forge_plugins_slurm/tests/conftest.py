@@ -333,14 +333,17 @@ PACE = {
             seconds: float = 0.1
             """What each step takes at least."""
             die_at: int = 0
-            """The step at which the last rank is killed, once a folder; 0 never."""
+            """The step at which the last rank dies; 0 never."""
             dies: int = 1
             """How many times."""
+            cause: str = "killed"
+            """What it dies of: killed, segfault or memory."""
             stop_at: int = 0
             """The step at which the callback asks to stop."""
     ''',
     "pace/pace.py": """
-        import os, signal, time
+        import ctypes, os, resource, signal, time
+        import torch
         from forge_core.contracts.callback import Callback
         class Pace(Callback):
             def __init__(self, config):
@@ -352,10 +355,18 @@ PACE = {
                     count = len(deaths.read_text()) if deaths.exists() else 0
                     if count < self.config.dies:
                         deaths.write_text("x" * (count + 1))
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die_of(self.config.cause)
             def step_end(self, run, context):
                 if context.step == self.config.stop_at:
                     run.requests.stop = "enough"
+        def die_of(cause):
+            if cause == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif cause == "segfault":
+                ctypes.string_at(0)
+            else:
+                resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+                torch.ones(1 << 26)
     """,
 }
 """A plugin whose callback makes steps last, so that something can happen to them."""

@@ -63,6 +63,10 @@ class Story:
         self.waits_for(self.is_over, "the end", seconds)
         return self.state
 
+    def nodes(self) -> list[str]:
+        """Those it runs on, or has run on last."""
+        return self.cluster.call("scontrol", "show", "hostnames", self.cluster.show(self.id)["NodeList"]).split()
+
     def restarts(self) -> int:
         return int(self.cluster.show(self.id)["Restarts"])
 
@@ -163,11 +167,13 @@ def test_ten_preemptions_in_a_row(slurm_cluster, slurm_job, reference):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_rank_is_a_crash_that_is_started_again(slurm_cluster, slurm_job, reference, launcher):
+@pytest.mark.parametrize(
+    ("cause", "launcher"), [("killed", "srun"), ("killed", "torchrun"), ("segfault", "srun"), ("memory", "srun")]
+)
+def test_a_rank_that_dies_is_a_crash_that_is_started_again(slurm_cluster, slurm_job, reference, cause, launcher):
     """The first death follows a new checkpoint, the second does not."""
     (slurm_job.folder / "cluster.toml").write_text(f'max_failures = 1\nlauncher = "{launcher}"\n')
-    dying = "callbacks=[{name='pace', die_at=15, dies=2}]"
+    dying = f"callbacks=[{{name='pace', die_at=15, dies=2, cause='{cause}'}}]"
     story = Story(slurm_cluster(), slurm_job, "dying", dying, "checkpoint.interval=10")
 
     assert story.ends(600) == "COMPLETED", slurm_job.log("dying")
@@ -258,6 +264,26 @@ def test_a_run_goes_on_elsewhere_when_a_node_dies(slurm_cluster, slurm_job, refe
         story.equals(reference)
     finally:
         cluster.start_node(node)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_elsewhere_when_a_node_is_set_down(slurm_cluster, slurm_job, reference):
+    """What ran on that node is not told by anyone: it finds out by itself, and keeps out of the new start's way."""
+    cluster = slurm_cluster(nodes=3, slurmd_timeout=10)
+    story = Story(cluster, slurm_job, "moved", PACE, "checkpoint.interval=10")
+    story.reaches(15)
+    node = story.nodes()[-1]
+    try:
+        cluster.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+        assert story.ends(600) == "COMPLETED", slurm_job.log("moved") + cluster.logs()
+        assert story.restarts() >= 1
+        assert node not in story.nodes()
+        assert "resumed from step_" in slurm_job.log("moved")
+        story.equals(reference)
+    finally:
+        cluster.call("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 @pytest.mark.nightly

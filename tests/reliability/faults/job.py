@@ -74,10 +74,10 @@ class SmallJob:
             (text / f"{i}.txt").write_text(lines)
         self._config.write_text(TOML.format(folder=folder, steps=steps, interval=interval))
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "forge_core", "run", str(self._config), "--nproc", "2"],
+                [sys.executable, "-m", "forge_core", "run", str(self._config), "--nproc", "2", *options],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=output,
