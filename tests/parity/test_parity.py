@@ -8,6 +8,7 @@ from parity_matrix.matrix import EXCHANGES
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BY_NIGHT = {  # what puts together what other cells have apart, and graphs that take long to compile
+    *("compiled", "moe-ac-selective-compiled", "tp2-ac-auto"),
     *("global-batch", "ac-none", "ac-every-second", "bf16-ac-full", "fp8-rowwise-exact-gradients"),
     *("fsdp2-never-reshard", "fsdp2-auxiliary", "hsdp2x2-ac-every-second"),
     *("tp2-copies2", "tp2-fsdp1-microbatches2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-tied"),

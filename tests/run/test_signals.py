@@ -4,44 +4,36 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from forge_core.checkpoint.store import CheckpointStore
 
 RANKS = 2
 
 
-def free_ports(count):
-    probes = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @pytest.fixture
 def ranks(tiny, tmp_path):
     """Start both ranks of these runs; whatever is left of them is killed at the end."""
-    started = []
+    started, stores = [], []
 
     def start(runs):
         plan = tmp_path / "plan.json"
-        plan.write_text(
-            json.dumps([{**run, "port": port} for run, port in zip(runs, free_ports(len(runs)), strict=True)])
-        )
+        # not on the first rank, so that no port is chosen before somebody listens on it
+        stores.extend(TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs)
+        plan.write_text(json.dumps([{**run, "port": store.port} for run, store in zip(runs, stores, strict=True)]))
         script = Path(__file__).with_name("signalled_rank.py")
         for rank in range(RANKS):
             group = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
             started.append(
                 subprocess.Popen(
                     [sys.executable, script, tiny.config, plan],
-                    env={**tiny.environment(), **group},
+                    env={**tiny.environment(), **group, "TORCHELASTIC_USE_AGENT_STORE": "True"},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -134,8 +134,10 @@ class Launcher:
                         process.send_signal(signal.SIGABRT)  # each leaves a traceback of where it was
                 time.sleep(0.05)
             time.sleep(1)  # if one failed, the others may have something to say
-            failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        return "\n".join(f"rank {rank}: {self._log(rank).read_text()[-4000:]}" for rank in failed) or None
+            failed = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+        # faulthandler says first which signal it was, and then where every thread is
+        said = {rank: self._log(rank).read_text()[-16_000:] for rank in failed}
+        return "\n".join(f"rank {rank}, exit code {code}: {said[rank]}" for rank, code in failed.items()) or None
 
     @contextmanager
     def _processes(self, ranks: int, plan: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
