@@ -17,6 +17,7 @@ from forge_core.engine.orphan import end_with_launcher
 from forge_core.engine.rendezvous import world_size_of
 from forge_core.engine.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError
+from forge_core.imports import for_good
 from forge_core.run_directory import RunDirectory
 
 
@@ -64,7 +65,8 @@ def run(
         if max_restarts:
             raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or Slurm starts the ranks: ask them")
         _end(_run_here(obj, config, overrides, ranks, dry_run))
-    from forge_core.launch import launch, processes_asked_for
+    with for_good():
+        from forge_core.launch import launch, processes_asked_for
 
     world_size = processes_asked_for(nproc)
     if world_size == 1 and max_restarts == 0:
@@ -77,8 +79,11 @@ def run(
 
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:
-    from forge_core.engine.run import run_job
-    from forge_core.launch import leave_outcome
+    with for_good():
+        import torch._dynamo  # noqa: F401 - torch's optimizers import it, if nobody has done so before
+
+        from forge_core.engine.run import run_job
+        from forge_core.launch import leave_outcome
 
     # torch 2.13 announces new names for collectives that its own FSDP and DTensor still call by the old ones
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

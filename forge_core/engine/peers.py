@@ -198,8 +198,12 @@ class Peers(Callback):
         if self._verdict is None and found:
             self._to_publish = found
             self._wake.set()
-            time.sleep(1.2 * BEAT)  # with this rank the store may end: the others shall have read it
+            if not (_store_stays() and self._have_ended(found[1])):
+                time.sleep(1.2 * BEAT)  # the others shall have read it; and who fails shall be the first to end
         return self._worded(self._verdict or found)
+
+    def _have_ended(self, ranks: Sequence[int]) -> bool:
+        return all(rank in self._seen and self._seen[rank].is_gone for rank in ranks)
 
     def _worded(self, found: tuple[str, Sequence[int]] | None) -> str:
         if found is None:
@@ -354,3 +358,10 @@ class Peers(Callback):
             f"{self._who} has got no further for {time.monotonic() - self._signed:.0f} s in step {self._step}, at "
             f"{self._where()}; {others[0] if others else 'of the others nothing is known'}"
         )
+
+
+def _store_stays() -> bool:
+    """Whether what this rank has said in the store can be read when it has ended: not if the first rank keeps the
+    store, nor if the launcher of one of several hosts does, which ends after its own ranks."""
+    kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return kept_by_launcher and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

@@ -18,9 +18,9 @@ from forge_core.checkpoint.store import CheckpointStore
 SECONDS = float(os.environ.get("FORGE_TORTURE_SECONDS", "600"))
 BETWEEN_FAULTS = 60.0
 GOODPUT = 0.8
-INTERVAL = 200
+INTERVAL = 150
 """Steps of 20 ms between saves that cost 0.14 s each (two ranks, their loaders and the saving share two cores): at a
-fault a minute, Young's sqrt(2 x 0.14 s x 60 s) is about this."""
+fault a minute, of which some damage the newest, about this costs least."""
 SUPERVISED = ("--max-restarts", "3")
 """Forge itself starts again what dies; only a launcher that has been killed needs somebody to."""
 

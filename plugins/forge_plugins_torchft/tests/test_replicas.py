@@ -61,8 +61,9 @@ def test_two_replicas_train_as_one_process_does_and_resume(job):
 
 
 @pytest.mark.nightly
-def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job):
-    run = job.start("replicas", "--replicas", "2", "--heartbeat-timeout", "3", "train.steps=1000000")
+@pytest.mark.parametrize("layout", [[], ["--nproc", "2", "train.batch_size=2"]], ids=["whole", "sharded"])
+def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job, layout):
+    run = job.start("replicas", *BOTH, "--heartbeat-timeout", "3", *layout, "train.steps=1000000")
     job.wait_until(lambda: len(job.metrics(1)) > 20, run)
     job.kill(1)
     job.wait_until(lambda: len(job.events(1, "started")) == 2 and len(job.metrics(1)) > 20, run)
@@ -87,7 +88,7 @@ def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job
     assert training(job.metrics(1))[: stopped - back + 1] == training(lines)[back - 1 : stopped]
 
     step = max(job.saved(replica)[0]["step"] for replica in (0, 1))
-    code, said = job.run("replicas", *BOTH, f"train.steps={step + 5}")
+    code, said = job.run("replicas", *BOTH, *layout, f"train.steps={step + 5}")
     assert code == 0, said
     assert have_same_bits(job)
 
