@@ -24,7 +24,7 @@ test-fast: $(VENV)/installed-dev  ## Without the tests that take more than ten s
 	$(BIN)/python -m pytest -q -m "not slow and not nightly and not torture"
 
 test-nightly: $(VENV)/installed-dev  ## What takes minutes each: every way in which a cluster can end a job.
-	FORGE_REQUIRE_SLURM=1 $(BIN)/python -m pytest -q -m nightly
+	FORGE_REQUIRE_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m nightly -n 2 --dist loadfile
 
 torture: $(VENV)/installed-dev  ## A run under random faults, and a thousand kills. FORGE_TORTURE_SECONDS shortens the run.
 	$(BIN)/python -m pytest -q -s -m torture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ every step, raises what can be said in a sentence."""
 
 
 class Timeouts(Callback):
-    """``run.first_step_timeout`` for the first step of this process, and ``run.step_timeout`` from then on."""
+    """``run.first_step_timeout`` for the first step of this process, and ``run.step_timeout`` from then on; says so if
+    that is not twice what steps take."""
 
     def __init__(self, run: RunSection) -> None:
         self._seconds = run
         self._steps = 0
+        self._logged = 0
 
     def run_start(self, run: RunContext) -> None:
         set_timeouts(self._seconds.first_step_timeout)
@@ -33,6 +36,15 @@ class Timeouts(Callback):
         self._steps += 1
         if self._steps == 2:
             set_timeouts(self._seconds.step_timeout)
+
+    def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        self._logged += 1
+        limit, seconds = self._seconds.step_timeout, metrics["step_seconds"]
+        if self._logged == 2 and limit < 2 * seconds:  # the first has the first step in it
+            run.log(
+                f"run.step_timeout = {limit:g} is little: steps take {seconds:.1f} s, and one that takes longer than "
+                f"the timeout ends the run; {ceil(2 * seconds)} would be twice that"
+            )
 
 
 @contextmanager
