@@ -82,6 +82,8 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
     with for_good():
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if nobody has done so before
 
+        from forge_core.engine.host_memory import keep_freed_memory
+        from forge_core.engine.mesh import choose_device
         from forge_core.engine.run import run_job
         from forge_core.launch import leave_outcome
 
@@ -90,6 +92,8 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
     code = ExitCode.UNEXPECTED
     try:
         job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
+        if choose_device(job.run.device).type == "cpu":
+            keep_freed_memory()
         code = run_job(job, obj.catalog(job.plugins.disable), dry_run=dry_run)
     except ForgeError as error:
         code = error.exit_code
