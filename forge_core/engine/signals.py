@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ def stop_on_signals(requests: Requests, say: Callable[[str], None]) -> Iterator[
             return
         requests.stop = name
         more = "; once more leaves at once" if number == signal.SIGINT else ""
-        say(f"{name}: will save and stop after this step{more}")
+        # In a thread: this one may be in the middle of a line, of which the file allows no second one at once. And
+        # without `threading`, of whose locks this one may hold one.
+        _thread.start_new_thread(say, (f"{name}: will save and stop after this step{more}",))
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:

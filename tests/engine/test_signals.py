@@ -1,0 +1,42 @@
+import os
+import signal
+import threading
+import time
+
+from forge_core.contracts.callback import Requests
+from forge_core.engine.signals import stop_on_signals
+
+
+def test_a_signal_in_the_middle_of_a_line_is_told_after_that_line():
+    """The disk is slow, and the signal comes while the file is locked by the thread that is interrupted."""
+    reader, writer = os.pipe()
+    lines = os.fdopen(writer, "w", buffering=1)
+    read = []
+
+    def signal_and_then_read():
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        while part := os.read(reader, 1 << 16):
+            read.append(part)
+
+    disk = threading.Thread(target=signal_and_then_read)
+    said = threading.Event()
+
+    def say(line):
+        lines.write(line + "\n")
+        said.set()
+
+    requests = Requests()
+    with stop_on_signals(requests, say):
+        disk.start()
+        lines.write("x" * (1 << 20) + "\n")
+        assert said.wait(30)
+    lines.close()
+    disk.join()
+    os.close(reader)
+
+    assert requests.stop == "SIGTERM"
+    first, second = b"".join(read).decode().splitlines()
+    assert first == "x" * (1 << 20)
+    assert second == "SIGTERM: will save and stop after this step"
