@@ -46,20 +46,31 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "tp2-fsdp2": (4, "plain", [TP2, HALF]),
     "cp2-tp2": (4, "packed", [CP2, TP2]),
 }
+BY_NIGHT = {  # by day, each pass and each tie is there once
+    *("selective", "fsdp2-full", "tp2-whole-stream", "tp2-selective", "tp2-compile", "pp2-zero-bubble"),
+    *("pp2-fsdp2", "cp2-tp2"),
+}
+assert CELLS.keys() >= BY_NIGHT
 
 
 @pytest.fixture(scope="module")
-def launcher(installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """All runs share one launch of four ranks, of the environment that has nothing but wheels."""
+def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """The runs of all selected tests share one launch of four ranks, of the environment that has nothing but wheels."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params["cell"] for item in items if "cell" in item.callspec.params}
     launcher = Launcher(tmp_path_factory.mktemp("jay"), python=installed.python)
-    alone = [Work(f"alone-{name}", 1, settings) for name, settings in TRAININGS.items()]
-    cells = [Work(name, ranks, [*TRAININGS[training], *layout]) for name, (ranks, training, layout) in CELLS.items()]
-    launcher.launch([*alone, *cells])
+    works = [Work(f"alone-{name}", 1, settings) for name, settings in TRAININGS.items()]
+    for name, (ranks, training, layout) in CELLS.items():
+        if name in chosen:
+            works.append(Work(name, ranks, [*TRAININGS[training], *layout]))
+    launcher.launch(works)
     return launcher
 
 
 @pytest.mark.timeout(1500)  # of which the launch is nearly all
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in CELLS]
+)
 def test_ten_steps_have_the_losses_and_gradient_norms_of_one_process(launcher: Launcher, cell: str) -> None:
     ranks, training, _ = CELLS[cell]
 
