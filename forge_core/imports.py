@@ -1,10 +1,7 @@
-"""Import paths ``"package.module:Name"`` become objects, and a failure says whose bug it is; large imports."""
+"""Import paths ``"package.module:Name"`` become objects, and a failure says whose bug it is."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -31,17 +28,3 @@ def load_reference(reference: str, *, what: str, owner: str) -> Any:
         raise PluginError(
             f"{owner}: cannot import {what} '{reference}' ({type(error).__name__}: {error}). This is a bug in {owner}."
         ) from error
-
-
-@contextmanager
-def for_good() -> Iterator[None]:
-    """What is imported in here stays as long as the process does: it is not searched for garbage now, which takes a
-    fifth of the time that importing torch takes, nor ever after."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()

@@ -17,7 +17,7 @@ from forge_core.engine.orphan import end_with_launcher
 from forge_core.engine.rendezvous import world_size_of
 from forge_core.engine.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.imports import for_good
+from forge_core.garbage import imported_for_good
 from forge_core.run_directory import RunDirectory
 
 
@@ -65,7 +65,7 @@ def run(
         if max_restarts:
             raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or Slurm starts the ranks: ask them")
         _end(_run_here(obj, config, overrides, ranks, dry_run))
-    with for_good():
+    with imported_for_good():
         from forge_core.launch import launch, processes_asked_for
 
     world_size = processes_asked_for(nproc)
@@ -79,7 +79,7 @@ def run(
 
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:
-    with for_good():
+    with imported_for_good():
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if nobody has done so before
 
         from forge_core.engine.host_memory import keep_freed_memory

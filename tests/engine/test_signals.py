@@ -1,5 +1,7 @@
+import fcntl
 import os
 import signal
+import termios
 import threading
 import time
 
@@ -14,7 +16,9 @@ def test_a_signal_in_the_middle_of_a_line_is_told_after_that_line():
     read = []
 
     def signal_and_then_read():
-        time.sleep(0.2)
+        while not fcntl.ioctl(reader, termios.FIONREAD, bytes(4)).strip(b"\0"):  # the line has begun
+            time.sleep(0.01)
+        time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         while part := os.read(reader, 1 << 16):
