@@ -274,6 +274,47 @@ def test_going_back_to_a_checkpoint_may_take_a_rank_longer_than_a_step(tiny, sta
     assert "rolled_back" in (tiny.path() / "events.jsonl").read_text()
 
 
+SLOW_REMOVER = f"""
+import shutil
+import time
+
+from forge_core.contracts.callback import Callback
+
+class SlowRemover(Callback):
+    def __init__(self, config):
+        pass
+
+    def run_start(self, run):
+        remove = shutil.rmtree
+
+        def slow(path, **options):
+            if str(path).endswith(".removed"):
+                time.sleep({TIMEOUT + 8})
+            remove(path, **options)
+
+        shutil.rmtree = slow
+"""
+
+
+@pytest.mark.nightly
+def test_deleting_an_old_checkpoint_may_take_longer_than_a_step(tiny, start, make_distribution):
+    files = {
+        "acme_slow/plugin.py": PLUGIN.replace("stuck", "slow").replace("Stuck", "SlowRemover"),
+        "acme_slow/slow.py": SLOW_REMOVER,
+        "acme_slow/config.py": CONFIG,
+    }
+    saves = ["train.steps=60", "checkpoint.interval=20", "checkpoint.keep_last=1", 'callbacks=["slow"]']
+
+    run = start(
+        tiny.command("--nproc", "2", *SETTINGS, *saves), PYTHONPATH=str(make_distribution("acme-slow", files=files))
+    )
+    _, said = run.communicate(timeout=240)
+
+    assert run.returncode == 0, said
+    names = sorted(path.name for path in (tiny.path() / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000060"]
+
+
 def test_a_crash_is_followed_by_a_restart_that_goes_on_from_the_newest_checkpoint(tiny, start, stuck):
     single = tiny.completed("run.name=single")
     settings = ["train.batch_size=2", "checkpoint.interval=2", "checkpoint.background=false", callback("dies once")]
