@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from parity_matrix.launch import Launcher, Work
+from parity_matrix.selection import by_day_or_night, selected_cells
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +57,7 @@ assert CELLS.keys() >= BY_NIGHT
 @pytest.fixture(scope="module")
 def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     """The runs of all selected tests share one launch of four ranks, of the environment that has nothing but wheels."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = {item.callspec.params["cell"] for item in items if "cell" in item.callspec.params}
+    chosen = selected_cells(request)
     launcher = Launcher(tmp_path_factory.mktemp("jay"), python=installed.python)
     works = [Work(f"alone-{name}", 1, settings) for name, settings in TRAININGS.items()]
     for name, (ranks, training, layout) in CELLS.items():
@@ -68,9 +68,7 @@ def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest
 
 
 @pytest.mark.timeout(1500)  # of which the launch is nearly all
-@pytest.mark.parametrize(
-    "cell", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in CELLS]
-)
+@pytest.mark.parametrize("cell", by_day_or_night(CELLS, BY_NIGHT))
 def test_ten_steps_have_the_losses_and_gradient_norms_of_one_process(launcher: Launcher, cell: str) -> None:
     ranks, training, _ = CELLS[cell]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parity_matrix.launch import Launcher, Work
+from parity_matrix.selection import by_day_or_night, selected_cells
 
 pytestmark = pytest.mark.slow
 
@@ -27,21 +28,27 @@ CELLS = {  # the ranks and the layout; a step always has four sequences
     "pp2": (2, [PP2]),
     "ep2-fsdp2-full": (4, [EP2, ONE, FULL]),
     "compile": (1, [COMPILE]),
+    "ep2-fsdp2-compile": (4, [EP2, ONE, COMPILE]),
     "pp2-ep2": (4, [PP2, EP2, TWO]),
 }
 
 
+BY_NIGHT = {"ep2-fsdp2-compile"}
+every_cell = pytest.mark.parametrize("cell", by_day_or_night(CELLS, BY_NIGHT))
+
+
 @pytest.fixture(scope="module")
-def launcher(installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """All runs share one launch of four ranks, of the environment that has nothing but wheels."""
+def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """The runs of all selected tests share one launch of four ranks, of the environment that has nothing but wheels."""
+    chosen = selected_cells(request)
     launcher = Launcher(tmp_path_factory.mktemp("gate"), python=installed.python)
-    works = [Work(name, ranks, [*TRAINING, *layout]) for name, (ranks, layout) in CELLS.items()]
+    works = [Work(name, ranks, [*TRAINING, *layout]) for name, (ranks, layout) in CELLS.items() if name in chosen]
     launcher.launch([Work("alone", 1, TRAINING), *works])
     return launcher
 
 
 @pytest.mark.timeout(1500)  # of which the launch is nearly all
-@pytest.mark.parametrize("cell", CELLS)
+@every_cell
 def test_ten_steps_are_those_of_one_process(launcher: Launcher, cell: str) -> None:
     ranks, _ = CELLS[cell]
 
@@ -56,7 +63,7 @@ def test_ten_steps_are_those_of_one_process(launcher: Launcher, cell: str) -> No
     assert norms == [norms[0]] * ranks
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@every_cell
 def test_every_expert_gets_the_gradient_of_one_process(launcher: Launcher, cell: str) -> None:
     (alone,) = launcher.seen("alone")
     gradients = {name: gradient for seen in launcher.seen(cell) for name, gradient in seen.gradients.items()}
@@ -67,7 +74,7 @@ def test_every_expert_gets_the_gradient_of_one_process(launcher: Launcher, cell:
         assert error < 1e-4, (name, error)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@every_cell
 def test_what_the_router_counted_is_equal(launcher: Launcher, cell: str) -> None:
     """The last step's load over all ranks, in the checkpoint, down to the last token."""
     saved, expected = (

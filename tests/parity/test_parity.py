@@ -4,6 +4,7 @@ import pytest
 
 from parity_matrix.cells import CELLS, FAMILIES, TRAININGS
 from parity_matrix.matrix import EXCHANGES
+from parity_matrix.selection import by_day_or_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -35,11 +36,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
 assert CELLS.keys() >= BY_NIGHT
 
 
-def _cell(cell):
-    return pytest.param(cell, marks=[pytest.mark.nightly] if cell in BY_NIGHT else [])
-
-
-every_cell = pytest.mark.parametrize("cell", [_cell(cell) for cell in CELLS])
+every_cell = pytest.mark.parametrize("cell", by_day_or_night(CELLS, BY_NIGHT))
 
 
 @every_cell
@@ -92,7 +89,7 @@ def test_what_is_trained_makes_a_difference(matrix, training):
     assert matrix.distance(training) > 1e-4
 
 
-@pytest.mark.parametrize("cell", [_cell(name) for name in CELLS if "fp8" in name])
+@pytest.mark.parametrize("cell", by_day_or_night([name for name in CELLS if "fp8" in name], BY_NIGHT))
 def test_float8_is_not_bf16(matrix, cell):
     """Its cells are compared with bf16, and would also be near it if no layer had been converted."""
     assert matrix.difference(cell, "loss") > 1e-4
