@@ -16,7 +16,6 @@ from forge_core.testing.feed_forward import FeedForwardConformance
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.experts import Experts
-from forge_plugins_moe.grouped import grouped_product
 from forge_plugins_moe.routers.hash import Hash
 
 DIM = 16
@@ -389,20 +388,3 @@ def test_a_router_that_looks_ahead_cannot_generate_without_another_one_that_does
 
     able = moe(router={"name": "expert_choice", "predictor": True})
     assert able.generate(hidden(), **facts).shape == hidden().shape
-
-
-def test_bf16_on_the_cpu_is_multiplied_in_blocks_that_change_nothing():
-    """Counts that fill no block, none, and rows beyond them."""
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.tensor([33, 0, 1, 64])
-    rows = torch.randn(100, 16, generator=generator).bfloat16().requires_grad_()
-    weight = torch.randn(4, 24, 16, generator=generator).bfloat16().requires_grad_()
-    expected = torch.cat([part @ one.T for part, one in zip(rows[:98].split(counts.tolist()), weight, strict=True)])
-    gradient = torch.randn(98, 24, generator=generator).bfloat16()
-
-    output = grouped_product(counts, weight)(rows, weight)[:98]
-
-    torch.testing.assert_close(output, expected)
-    found = torch.autograd.grad(output, [rows, weight], gradient)
-    for one, other in zip(found, torch.autograd.grad(expected, [rows, weight], gradient), strict=True):
-        assert ((one - other)[:98].float().norm() / other[:98].float().norm()).item() < 5e-3

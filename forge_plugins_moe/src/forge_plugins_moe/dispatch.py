@@ -2,6 +2,8 @@
 
 Shapes: T = tokens of a microbatch on this rank, A = assignments of tokens to experts, R = rows that this rank's experts
 work on, E = experts in all, D = width of the residual stream.
+
+Rows are taken with ``index_select``, which on a CPU is several times as fast as an index in brackets.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ class _CopyAndSort(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.top_k = top_k
-        return tokens[order // top_k]
+        return tokens.index_select(0, order // top_k)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -219,7 +221,7 @@ class _CopyTokens(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(token)
         ctx.n_tokens = len(tokens)
-        return tokens[token]
+        return tokens.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -238,22 +240,22 @@ class _WeightAndSum(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(rows, weight, order)
         ctx.top_k = top_k
-        weighted = _of_tokens(rows, order, top_k) * weight.view(-1, top_k, 1)
+        weighted = _of_tokens(rows, order, top_k).mul_(weight.view(-1, top_k, 1))
         return weighted.sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         rows, weight, order = ctx.saved_tensors
         gradient = gradients[0].to(weight.dtype)[:, None]
-        of_weight = (_of_tokens(rows, order, ctx.top_k) * gradient).sum(2).flatten()
-        of_rows = (gradient * weight.view(-1, ctx.top_k, 1)).to(rows.dtype).flatten(0, 1)[order]
-        return of_rows, of_weight, None, None
+        of_weight = _of_tokens(rows, order, ctx.top_k).mul_(gradient).sum(2).flatten()
+        weighted = (gradient * weight.view(-1, ctx.top_k, 1)).to(rows.dtype).flatten(0, 1)
+        return weighted.index_select(0, order), of_weight, None, None
 
 
 def _of_tokens(rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-    """``(T, k, D)`` fp32, or fp64 if rows are."""
+    """``(T, k, D)`` fp32, or fp64 if rows are; in memory of its own."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return rows[_inverse(order)].view(-1, top_k, rows.shape[1]).to(wide)
+    return rows.index_select(0, _inverse(order)).view(-1, top_k, rows.shape[1]).to(wide)
 
 
 class _Permute(torch.autograd.Function):
@@ -262,12 +264,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        return rows[order]
+        return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse], None, None
+        return gradients[0].index_select(0, inverse), None, None
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

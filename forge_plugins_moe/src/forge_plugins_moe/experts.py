@@ -19,6 +19,7 @@ from forge_core.contracts.model import Initializer, ParameterRole
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import Activation
 from forge_plugins_dense.initial_values import normal
+from forge_plugins_moe.batched_experts import batched_experts, in_batches
 from forge_plugins_moe.config import FLOAT8_MULTIPLE
 from forge_plugins_moe.dispatch import Assignments, Dispatcher, LocalDispatcher
 from forge_plugins_moe.float8_product import emulated_float8_product, float8_product
@@ -77,12 +78,15 @@ class Experts(nn.Module):
             counts: ``(E,)`` int64, rows of each of this rank's experts. Rows beyond their sum belong to none, and give
                 anything.
         """
+        gate = None if self.gate is None else self._local(self.gate)
         up, down = self._local(self.up), self._local(self.down)
+        if self.product is grouped_product and in_batches(rows):
+            return batched_experts(rows, counts, gate, up, down, self.activation)
         multiply = self.product(counts, up)
-        if self.gate is None:
+        if gate is None:
             hidden = (F.gelu if self.activation == "gelu" else F.relu)(multiply(rows, up))
         else:
-            hidden = F.silu(multiply(rows, self._local(self.gate))) * multiply(rows, up)
+            hidden = F.silu(multiply(rows, gate)) * multiply(rows, up)
         return multiply(hidden, down)
 
     def learn_load(self, load: torch.Tensor) -> None:

@@ -180,7 +180,8 @@ class MoE(nn.Module):
         return plan
 
     def recompute_plan(self) -> dict[str, Recompute]:
-        return dict.fromkeys(("aten._grouped_mm", "aten._scaled_grouped_mm", "forge_moe.grouped_product"), "keep")
+        products = ("aten._grouped_mm", "aten._scaled_grouped_mm", "forge_moe.grouped_product")
+        return dict.fromkeys((*products, "forge_moe.batched_experts"), "keep")
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         roles: dict[str, ParameterRole] = {

@@ -52,8 +52,6 @@ def _loop(counts: torch.Tensor) -> Product:
 # plan); hence an operator of our own around its.
 @torch.library.custom_op("forge_moe::grouped_product", mutates_args=())
 def _product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    if _in_blocks(rows):
-        return _product_in_blocks(rows, weight, ends)
     return F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
 
 
@@ -69,8 +67,8 @@ def grouped_outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torc
     Args:
         ends: ``(E,)`` int32, where each expert's rows end.
     """
-    if _in_blocks(rows):
-        return _outer_product_in_blocks(gradient, rows, ends)
+    if len(rows) == 0:  # contiguous() leaves any strides, of which torch refuses some
+        return rows.new_zeros(len(ends), gradient.shape[1], rows.shape[1])
     return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
 
 
@@ -89,51 +87,3 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 _product.register_autograd(_backward, setup_context=_keep)
-
-
-# For bf16 on the CPU, oneDNN prepares a product anew for each number of rows that it has not multiplied lately, which
-# takes longer than the product. Experts have another number in each step; of blocks they have one of a few.
-_BLOCK = 32
-
-
-def _in_blocks(rows: torch.Tensor) -> bool:
-    return rows.device.type == "cpu" and rows.dtype == torch.bfloat16
-
-
-def _product_in_blocks(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Up to the end of its last block, each expert also works on rows of the next, which that one then overwrites."""
-    output = rows.new_empty(len(rows), weight.shape[1])
-    start = 0
-    for one, end in zip(weight, ends.tolist(), strict=True):
-        first, last = _window(start, end, len(rows))
-        if first == start:
-            torch.mm(rows[first:last], one.T, out=output[first:last])
-        else:
-            output[start:end] = (rows[first:last] @ one.T)[start - first : end - first]
-        start = end
-    output[start:] = 0  # in the product below, finite
-    return output
-
-
-def _outer_product_in_blocks(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """In an expert's blocks, the rows of others are zero in the narrower factor."""
-    output = rows.new_empty(len(ends), gradient.shape[1], rows.shape[1])
-    narrow, wide = (gradient, rows) if gradient.shape[1] < rows.shape[1] else (rows, gradient)
-    own = torch.empty_like(narrow)
-    start = 0
-    for one, end in zip(output, ends.tolist(), strict=True):
-        first, last = _window(start, end, len(rows))
-        block = own[: last - first]
-        block[: start - first] = 0
-        block[start - first : end - first] = narrow[start:end]
-        block[end - first :] = 0
-        left, right = (block, wide[first:last]) if narrow is gradient else (wide[first:last], block)
-        torch.mm(left.T, right, out=one)
-        start = end
-    return output
-
-
-def _window(start: int, end: int, rows: int) -> tuple[int, int]:
-    """Whole blocks that cover these rows, from ``start`` on, or where there are not so many, up to the last row."""
-    size = min(-(-(end - start) // _BLOCK) * _BLOCK, rows)
-    return min(start, rows - size), min(start, rows - size) + size
