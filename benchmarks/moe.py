@@ -1,11 +1,14 @@
 """The layer ``moe`` against one that pads, and what its metrics cost; with ``--gpu``, whole steps of a 9.2B model.
 
-On the CPU (``python benchmarks/moe.py``, a minute): forward and backward of a sparse layer (dim 256, experts of 512,
+On the CPU (``python benchmarks/moe.py``, two minutes): forward and backward of a sparse layer (dim 256, experts of 512,
 2048 tokens, two experts a token, bf16) against the same layer with its experts padded to the busiest one and multiplied
 with ``bmm``, and against a dense layer of as many active parameters; freed memory is kept, as ``forge run`` does on a
-CPU. Each round has other tokens, as steps have, so that experts have other loads. Contestants take turns, so that all
-of them meet the same load of the machine, and times are those of the CPU, not of the clock. Then the part of the time
-of sparse layers that goes into metrics, at an interval of 10 steps.
+CPU. Each round has other tokens, as steps have, so that experts have other loads: of tokens that have nothing in
+common, and are spread evenly, and of tokens that have, and are not, as in a run before its router is balanced.
+Contestants take turns, so that all of them meet the same load of the machine, and times are those of the CPU, not of
+the clock. oneDNN prepares a product for each number of rows that it meets for the first time. In the column "at first"
+it meets them, as in the first steps of a run; all others are of tokens that were there before. Then the part of the
+time of sparse layers that goes into metrics, at an interval of 10 steps.
 
 On a GPU (``python benchmarks/moe.py --gpu [OVERRIDES]``): tokens a second of ``configs/model/moe_small.toml``, 9.2B
 parameters of which 2.6B are multiplied with a token, and of the dense model of equal active parameters, measured as
@@ -17,6 +20,7 @@ train.batch_size=1``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 import tomllib
@@ -46,6 +50,9 @@ GOALS = {8: 1.4, 64: 1.8}
 """By experts: how many times faster than with padding."""
 BLOCKS, INTERVAL = 2, 10
 """Of the steps whose metrics are measured."""
+BATCHES = 32
+COMMON = {"even": 0.0, "uneven": 0.25}
+"""How large, next to what is a token's own, is what all have in common."""
 RECOMPUTE = ("none", "full")
 
 Step = Callable[[int], torch.Tensor]
@@ -74,24 +81,29 @@ def main() -> None:
 
 def compare_layers(rounds: int) -> None:
     print(
-        "| experts | busiest / mean | padded | moe | dense | padded / moe | goal | moe / dense | largest difference |"
+        "| experts | tokens | busiest / mean | padded | moe | dense | padded / moe | goal | at first | moe / dense "
+        "| largest difference |"
     )
-    print("|---" * 9 + "|")
-    for n_experts, goal in GOALS.items():
+    print("|---" * 11 + "|")
+    for (n_experts, goal), (name, common) in itertools.product(GOALS.items(), COMMON.items()):
         layer, padded, dense = sparse_layer(n_experts), sparse_layer(n_experts), dense_layer()
         padded.experts.forward = Padded(padded.experts)
-        steps = [forward_and_backward(one) for one in (padded, layer, dense)]
+        steps = [forward_and_backward(one, common) for one in (padded, layer, dense)]
         expected, found, _ = (step(0).float() for step in steps)
         error = ((found - expected).abs().max() / expected.abs().max()).item()
+        at_first = take_turns(steps, BATCHES)
+        layer.load.zero_()
         times = take_turns(steps, rounds)
         with_padding, without, plain = (statistics.median(one) for one in times)
-        ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
-        to_dense = statistics.median(a / b for a, b in zip(times[1], times[2], strict=True))
         violation = (layer.load.max() / layer.load.mean()).item()
         print(
-            f"| {n_experts} | {violation:.2f} | {with_padding:.1f} | {without:.1f} | {plain:.1f} | {ratio:.2f} | "
-            f"{goal} | {to_dense:.2f} | {error:.1e} |"
+            f"| {n_experts} | {name} | {violation:.2f} | {with_padding:.1f} | {without:.1f} | {plain:.1f} | "
+            f"{ratio(*times[:2]):.2f} | {goal} | {ratio(*at_first[:2]):.2f} | {ratio(*times[1:]):.2f} | {error:.1e} |"
         )
+
+
+def ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 class Padded:
@@ -146,7 +158,7 @@ def cost_of_metrics(rounds: int) -> None:
 
     measured = take_turns([steps(True), without], rounds)
     counting, silent = (statistics.median(one) / INTERVAL for one in measured)
-    part = statistics.median(a / b - 1 for a, b in zip(*measured, strict=True))
+    part = ratio(*measured) - 1
     print(f"metrics: {counting:.2f} ms a step, {silent:.2f} without, {part:+.1%} (allowed: 2 %)")
 
 
@@ -183,12 +195,16 @@ def dense_layer() -> MLP:
     return layer.to(torch.bfloat16)
 
 
-def forward_and_backward(layer: nn.Module) -> Step:
+def forward_and_backward(layer: nn.Module, common: float = 0.0) -> Step:
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(4, TOKENS // 4, DIM, generator=generator).bfloat16().requires_grad_() for _ in range(32)]
+    shared = common * torch.randn(DIM, generator=generator)
+    batches = [
+        (torch.randn(4, TOKENS // 4, DIM, generator=generator) + shared).bfloat16().requires_grad_()
+        for _ in range(BATCHES)
+    ]
 
     def step(turn: int) -> torch.Tensor:
-        hidden = batches[turn % len(batches)]
+        hidden = batches[turn % BATCHES]
         output = layer(hidden)
         output.square().sum().backward()
         hidden.grad = None

@@ -42,8 +42,12 @@ class _Accumulate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         buffer, value = ctx.saved_tensors
-        # what is added depends on the gradient, or else a compiler could leave it out or do it in forward
-        return _add(gradients[0], buffer, value), None, None
+        (gradient,) = gradients
+        if torch.compiler.is_compiling():
+            # what is added depends on the gradient, or else a compiler could leave it out or do it in forward
+            return _add(gradient, buffer, value), None, None
+        buffer.data.add_(value)
+        return gradient, None, None
 
 
 # An operator, so that torch.compile keeps it as it is. It does not declare that it changes the buffer: a graph would
