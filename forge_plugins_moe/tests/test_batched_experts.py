@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_plugins_moe.batched_experts import _Layout, batched_experts, in_batches
 from forge_plugins_moe.experts import Experts
@@ -88,6 +89,22 @@ def test_experts_in_bf16_are_batched_and_others_are_not(monkeypatch):
     layer.bfloat16().compute(rows.bfloat16(), counts)
     assert len(called) == 1
     assert not in_batches(rows.bfloat16().to("meta"))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as in a plan
+        assert not in_batches(torch.empty(10, DIM, dtype=torch.bfloat16))
+
+
+def test_a_compiled_layer_is_batched_too():
+    called = []
+
+    def backend(graph, _):
+        called.extend(node.target for node in graph.graph.nodes if "batched_experts" in str(node.target))
+        return graph.forward
+
+    layer = Experts(4, DIM, HIDDEN, "silu").bfloat16()
+    torch.compile(layer.compute, fullgraph=True, backend=backend)(
+        torch.randn(10, DIM).bfloat16(), torch.tensor([4, 3, 2, 1])
+    )
+    assert len(called) == 1
 
 
 def test_an_expert_with_few_rows_is_not_given_as_many_as_one_with_many():

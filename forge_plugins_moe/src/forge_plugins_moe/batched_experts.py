@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from forge_plugins_dense.config import Activation
 
@@ -33,8 +34,8 @@ _ACTIVATIONS: dict[str, tuple[Function, Function]] = {
 
 
 def in_batches(rows: torch.Tensor) -> bool:
-    """Whether this is for such rows."""
-    return rows.device.type == "cpu" and rows.dtype == torch.bfloat16
+    """Whether this is for such rows. Not for those of ``forge plan``, which stand for what a GPU has."""
+    return rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and not isinstance(rows, FakeTensor)
 
 
 def batched_experts(
