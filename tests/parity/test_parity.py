@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 BY_NIGHT = {  # what puts together what other cells have apart, and graphs that take long to compile
     *("compiled", "moe-ac-selective-compiled", "tp2-ac-auto"),
     *("global-batch", "ac-none", "ac-every-second", "bf16-ac-full", "fp8-rowwise-exact-gradients"),
-    *("fsdp2-never-reshard", "fsdp2-auxiliary", "hsdp2x2-ac-every-second"),
+    *("ac-budget", "fsdp2-never-reshard", "fsdp2-auxiliary", "hsdp2x2-ac-every-second", "hsdp2x2-tp2", "pp2-fsdp2-tp2"),
     *("tp2-copies2", "tp2-fsdp1-microbatches2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-tied"),
     *("tp2-bf16", "tp2-fp8", "tp2-whole-whole-positions"),
     *("pp2-1f1b-auxiliary", "pp2-copies2-zero-bubble-v", "pp2-dualpipe-v-packed", "pp2-interleaved-bf16"),
@@ -26,6 +26,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("moe-ep4-hierarchical-chunks2-ac-full-packed", "moe-pp2-ep2-zero-bubble-v-overlap"),
     *("moe-tp2-expert-choice-ac-full", "moe-tp2-noisy-ac-full", "moe-pp2-sinkhorn"),
     *("moe-ep2-tp2-fp8", "moe-pp2-fp8"),
+    *("moe-ep2-copies2", "moe-pp2-ep2-capacity-ac-full", "moe-pp2-ep2-dualpipe-v-packed"),
     *("ahead-ac-auto", "ahead-ac-full", "ahead-chunked", "ahead-microbatches2-moe-packed"),
     *("ahead-compiled-ac-selective", "ahead-compiled-whole-model"),
     *("ahead-fsdp2-moe-packed", "ahead-tp2-chunked-packed", "ahead-cp2-ring"),
