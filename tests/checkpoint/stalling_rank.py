@@ -7,6 +7,7 @@ ended, as JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +58,8 @@ def main(folder: Path, timeout: float) -> None:
         _save(saver, 5)
     saver.close()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without a teardown of the interpreter, in which gloo's threads sometimes abort the process
 
 
 def _save(saver: Saver, step: int) -> None:
