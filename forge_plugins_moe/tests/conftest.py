@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.builder import ComponentBuilder
 from forge_core.discovery import discover
@@ -46,3 +48,20 @@ def decoder_fixture() -> Callable[..., Transformer]:
 def tokens() -> torch.Tensor:
     """``(2, 24)`` ids."""
     return torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+class Counting(TorchDispatchMode):
+    """How often each operation is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.computed = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.computed[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def counting() -> type[Counting]:
+    return Counting

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from forge_plugins_moe.batched_experts import _Layout, batched_experts, in_batches
 from forge_plugins_moe.experts import Experts
+from forge_plugins_moe.feed_forward import MoE
 
 DIM, HIDDEN, REST = 16, 24, 2
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 LOADS = {
-    "no expert fills a block": [33, 0, 1, 64],
+    "unlike each other": [33, 0, 1, 64],
     "one has nearly all": [700, 3, 0, 0, 5, 31, 32, 64],
     "alike": [60, 64, 58, 61, 63, 64],
     "one expert": [5],
@@ -21,13 +25,13 @@ LOADS = {
 }
 
 
-def stacks(n_experts, activation, dtype=torch.bfloat16):
+def stacks(n_experts, activation):
     generator = torch.Generator().manual_seed(1)
     shapes = {"gate": (HIDDEN, DIM), "up": (HIDDEN, DIM), "down": (DIM, HIDDEN)}
     if activation != "silu":
         del shapes["gate"]
     return {
-        name: (0.3 * torch.randn(n_experts, *shape, generator=generator)).to(dtype).requires_grad_()
+        name: (0.3 * torch.randn(n_experts, *shape, generator=generator)).bfloat16().requires_grad_()
         for name, shape in shapes.items()
     }
 
@@ -105,6 +109,27 @@ def test_a_compiled_layer_is_batched_too():
         torch.randn(10, DIM).bfloat16(), torch.tensor([4, 3, 2, 1])
     )
     assert len(called) == 1
+
+
+def test_selective_checkpointing_does_not_multiply_again(counting):
+    assert MoE.recompute_plan(None)["forge_moe.batched_experts"] == "keep"
+    counts = [33, 0, 1, 64]
+    rows, gradient = rows_and_gradient(counts)
+    weights = stacks(len(counts), "silu")
+    inputs = [rows, *weights.values()]
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.forge_moe.batched_experts.default])
+
+    with counting() as counted:
+        output = checkpoint(
+            functools.partial(batched, **weights), rows, counts, "silu", use_reentrant=False, context_fn=context
+        )
+        found = torch.autograd.grad(output, inputs, gradient)
+
+    assert counted.computed["forge_moe.batched_experts"] == 1
+    assert counted.computed["forge_moe.batched_experts_backward"] == 1
+    expected = torch.autograd.grad(batched(rows, counts, "silu", **weights), inputs, gradient)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_an_expert_with_few_rows_is_not_given_as_many_as_one_with_many():

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from forge_core.catalog import Catalog
@@ -251,30 +249,18 @@ def test_experts_multiply_in_float8_from_then_on(activation):
     }
 
 
-class Counting(TorchDispatchMode):
-    """How often each operation is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.computed = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.computed[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 KEPT = {name for name, choice in MoE.recompute_plan(None).items() if choice == "keep"}
 
 
-def test_what_selective_checkpointing_keeps_is_not_multiplied_again():
+def test_what_selective_checkpointing_keeps_is_not_multiplied_again(counting):
     hidden = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     layer = experts(in_float8=True)
     keep = [torch.ops.forge_moe.grouped_product.default]
     assert "forge_moe.grouped_product" in KEPT
 
-    with Counting() as plain:
+    with counting() as plain:
         expected = torch.autograd.grad(routed(layer, hidden).square().sum(), [hidden, *layer.parameters()])
-    with Counting() as checkpointed:
+    with counting() as checkpointed:
         context = functools.partial(create_selective_checkpoint_contexts, keep)
         output = checkpoint(routed, layer, hidden, use_reentrant=False, context_fn=context)
         found = torch.autograd.grad(output.square().sum(), [hidden, *layer.parameters()])
@@ -286,13 +272,13 @@ def test_what_selective_checkpointing_keeps_is_not_multiplied_again():
         assert torch.equal(one, other)
 
 
-def test_selective_checkpointing_keeps_what_the_kernel_gives():
+def test_selective_checkpointing_keeps_what_the_kernel_gives(counting):
     with torch.device("meta"):
         layer = Experts(4, 16, 32, "silu").bfloat16()
         rows, counts = torch.empty(100, 16, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
     layer.multiply_in_float8(HOPPER)
 
-    with Counting() as forward:
+    with counting() as forward:
         layer.compute(rows, counts)
 
     assert {name: count for name, count in forward.computed.items() if "mm" in name} == {"aten._scaled_grouped_mm": 3}

@@ -207,6 +207,18 @@ def stuck(make_distribution):
     return make_distribution("acme-stuck", files=files)
 
 
+@pytest.fixture
+def slow(make_distribution):
+    """Installs the class ``Slow`` of a source as the callback ``slow``, and gives the folder."""
+
+    def install(source):
+        plugin = PLUGIN.replace("stuck", "slow").replace("Stuck", "Slow")
+        files = {"acme_slow/plugin.py": plugin, "acme_slow/slow.py": source, "acme_slow/config.py": CONFIG}
+        return make_distribution("acme-slow", files=files)
+
+    return install
+
+
 def callback(how):
     return f'callbacks=[{{name="stuck", how="{how}"}}]'
 
@@ -247,7 +259,7 @@ import time
 from forge_core.contracts.callback import Callback
 from forge_core.checkpoint import store
 
-class SlowReader(Callback):
+class Slow(Callback):
     def __init__(self, config):
         pass
 
@@ -258,16 +270,11 @@ class SlowReader(Callback):
 """
 
 
-def test_going_back_to_a_checkpoint_may_take_a_rank_longer_than_a_step(tiny, start, make_distribution):
-    files = {
-        "acme_slow/plugin.py": PLUGIN.replace("stuck", "slow").replace("Stuck", "SlowReader"),
-        "acme_slow/slow.py": SLOW_READER,
-        "acme_slow/config.py": CONFIG,
-    }
+def test_going_back_to_a_checkpoint_may_take_a_rank_longer_than_a_step(tiny, start, slow):
     diverges = ["optimizer.lr=1e30", "train.clip_norm=0", "anomalies.roll_back_after=1", "anomalies.give_up_after=1"]
     command = tiny.command("--nproc", "2", *SETTINGS, *diverges, "checkpoint.interval=1", 'callbacks=["slow"]')
 
-    run = start(command, PYTHONPATH=str(make_distribution("acme-slow", files=files)))
+    run = start(command, PYTHONPATH=str(slow(SLOW_READER)))
     _, said = run.communicate(timeout=240)
 
     assert run.returncode == 4, said
@@ -280,7 +287,7 @@ import time
 
 from forge_core.contracts.callback import Callback
 
-class SlowRemover(Callback):
+class Slow(Callback):
     def __init__(self, config):
         pass
 
@@ -297,17 +304,10 @@ class SlowRemover(Callback):
 
 
 @pytest.mark.nightly
-def test_deleting_an_old_checkpoint_may_take_longer_than_a_step(tiny, start, make_distribution):
-    files = {
-        "acme_slow/plugin.py": PLUGIN.replace("stuck", "slow").replace("Stuck", "SlowRemover"),
-        "acme_slow/slow.py": SLOW_REMOVER,
-        "acme_slow/config.py": CONFIG,
-    }
+def test_deleting_an_old_checkpoint_may_take_longer_than_a_step(tiny, start, slow):
     saves = ["train.steps=60", "checkpoint.interval=20", "checkpoint.keep_last=1", 'callbacks=["slow"]']
 
-    run = start(
-        tiny.command("--nproc", "2", *SETTINGS, *saves), PYTHONPATH=str(make_distribution("acme-slow", files=files))
-    )
+    run = start(tiny.command("--nproc", "2", *SETTINGS, *saves), PYTHONPATH=str(slow(SLOW_REMOVER)))
     _, said = run.communicate(timeout=240)
 
     assert run.returncode == 0, said

@@ -46,12 +46,12 @@ def batched_experts(
     down: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
-    """Each row through its expert, ``(R, D)``.
+    """Each row through its expert, ``(R, D)`` bf16: ``down · (act(gate · x) ∘ up · x)``, each product rounded to bf16.
 
     Args:
-        rows: ``(R, D)``, of which the first ``counts[0]`` are the first expert's, and so on.
+        rows: ``(R, D)`` bf16, as are weights; of which the first ``counts[0]`` are the first expert's, and so on.
         counts: ``(E,)`` int64. Rows beyond their sum give 0.
-        gate: ``(E, H, D)``; ``None``: the activation is that of ``up``.
+        gate: ``(E, H, D)``; ``None``: ``down · act(up · x)``.
         up: ``(E, H, D)``.
         down: ``(E, D, H)``.
     """
@@ -91,19 +91,13 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    gate: torch.Tensor | None,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    activation: str,
+    rows: torch.Tensor, counts: torch.Tensor, gate: torch.Tensor | None, up: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(rows), *_kept(rows, gate, up)
 
 
 def _kept(rows: torch.Tensor, gate: torch.Tensor | None, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As large as it can get, as torch.compile and a plan know shapes and not counts. Memory that is not used costs
-    nothing."""
+    """As large as it can get, as torch.compile knows shapes and not counts. Memory that is not used costs nothing."""
     larger, than = _WASTE
     most = (len(rows) + len(up) * (_BLOCK - 1)) * larger // than
     return rows.new_empty(most, rows.shape[1]), rows.new_empty(2 if gate is None else 4, most, up.shape[1])
@@ -154,7 +148,7 @@ def _(
     gate: torch.Tensor | None,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: str,
+    *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(gradient), _like(gate, up), torch.empty_like(up), torch.empty_like(down)
 

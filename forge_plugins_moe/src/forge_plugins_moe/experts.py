@@ -48,7 +48,7 @@ class Experts(nn.Module):
         self.register_buffer("gradient_scale", torch.empty(n_experts) if scale_gradients else None)
         self.dispatcher: Dispatcher = LocalDispatcher(n_experts)
         self.product: Callable[[torch.Tensor, torch.Tensor], Product] = grouped_product
-        """How rows are multiplied."""
+        """How rows are multiplied; while it is this one, bf16 on a CPU goes through ``batched_experts`` instead."""
         self.chunks: int | None = None
         """In how many parts rows travel beside what is computed; ``None``: all at once, and nothing beside."""
 
