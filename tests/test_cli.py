@@ -297,3 +297,44 @@ def test_an_interrupt_ends_with_130(make_distribution):
 
     assert process.returncode == 130
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "shown"),
+    [
+        ("return 0", 0, "running\nat exit\n"),
+        ("sys.exit(3)", 3, "running\nat exit\n"),
+        ("raise LostPeerError('rank 1 is gone')", 5, "running\n"),
+    ],
+)
+def test_a_process_ends_with_its_exit_code_and_without_unloading_torch(make_distribution, end, code, shown):
+    """The threads of a group that was given up for lost may abort the process in the teardown of the interpreter; so
+    does what this module holds."""
+    aborting = f"""
+        import atexit, os, sys
+        import click, torch
+        from forge_core.errors import LostPeerError
+
+        class Threads:
+            def __del__(self):
+                os.abort()
+
+        @click.command()
+        def group():
+            global threads
+            threads = Threads()
+            atexit.register(print, "at exit")
+            print("running")
+            {end}
+    """
+    site = make_distribution("acme", files={"acme/plugin.py": PLUGIN, "acme/commands.py": aborting})
+
+    process = subprocess.run(
+        [sys.executable, "-m", "forge_core", "acme"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (process.returncode, process.stdout) == (code, shown), process.stderr
