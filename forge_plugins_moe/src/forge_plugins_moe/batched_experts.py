@@ -130,7 +130,7 @@ def _backward(
         else:
             gated, activated = beside
             of_raised = of_hidden * activated
-            of_gated = of_activation(of_hidden.mul_(raised), gated)
+            of_gated = of_activation(of_hidden * raised, gated)
             torch.bmm(of_gated.mT, inputs, out=batch.experts(of_gate))
         torch.bmm(of_raised.mT, inputs, out=batch.experts(of_up))
         torch.bmm(of_raised, batch.experts(up), out=of_inputs)
