@@ -73,6 +73,7 @@ class ExpertParallel:
                 )
             setattr(module, own, _cut(parameter, mesh))
         module.breaks_graph = True
+        module.first_expert = mesh.get_local_rank() * (n_experts // mesh.size())
         module.dispatcher = self._build(self._config.dispatcher, n_experts=n_experts, mesh=mesh)
 
     def _overlap(self, name: str, model: nn.Module) -> None:

@@ -41,6 +41,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.n_experts = n_experts
+        self.first_expert = 0
+        """Of this rank's."""
         self.activation = activation
         self.gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if activation == "silu" else None
         self.up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -102,14 +104,11 @@ class Experts(nn.Module):
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part, connected to the whole."""
-        local, first = parameter, 0
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            if "ep" in (parameter.device_mesh.mesh_dim_names or ()):
-                first = parameter.device_mesh.get_local_rank("ep") * len(local)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if self.gradient_scale is None:
             return local
-        scaled: torch.Tensor = _ScaleGradient.apply(local, self.gradient_scale[first : first + len(local)])  # type: ignore[no-untyped-call]  # torch's
+        scale = self.gradient_scale[self.first_expert : self.first_expert + len(local)]
+        scaled: torch.Tensor = _ScaleGradient.apply(local, scale)  # type: ignore[no-untyped-call]  # torch's
         return scaled
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:

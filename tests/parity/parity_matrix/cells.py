@@ -276,6 +276,7 @@ CELLS: Mapping[str, Cell] = {
     "moe-pp2": Cell(2, pp2("1F1B"), "moe every second"),
     "moe-pp2-hash": Cell(2, pp2("ZBVZeroBubble"), "moe hash"),
     "moe-ep2-hash": Cell(2, [HALF, EP2], "moe hash"),
+    "moe-ep2-tp2-hash": Cell(4, [HALF, EP2, TP2], "moe hash"),
     "moe-ep2-fp8-ac-selective": Cell(2, [HALF, EP2, *EXPERTS_ONLY, f"{AC}.mode=selective"], "moe hash bf16", FP8),
     "moe-ep2-tp2-fp8": Cell(4, [HALF, EP2, TP2, *EXPERTS_ONLY], "moe hash bf16", FP8),
     "moe-pp2-fp8": Cell(2, [*pp2("ZBVZeroBubble"), *EXPERTS_ONLY], "moe hash bf16", FP8),
