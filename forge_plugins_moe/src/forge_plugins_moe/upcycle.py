@@ -17,6 +17,7 @@ from attrs.validators import ge, le
 from torch import nn
 
 from forge_core.checkpoint.tensors import model_tensors, named_parameters
+from forge_core.contracts.router import Routing
 from forge_core.engine.initialisation import SeededInitializer, canonical_name, named_tensors
 from forge_core.errors import ConfigError
 from forge_plugins_moe.feed_forward import MoE
@@ -193,7 +194,7 @@ class UpcycledState(Mapping[str, torch.Tensor]):
     @torch.no_grad()
     def _measure(self, layer: str, part: MoE, vocab_size: int) -> UpcycledLayer:
         """By what weights the router multiplies, for hidden states as a norm gives them."""
-        router = copy.deepcopy(part.router).to_empty(device="cpu").eval()
+        router = copy.deepcopy(part.router).to_empty(device="cpu")
         for name, tensor in named_tensors(router):
             tensor.copy_(self._drawn[f"{layer}.router.{name}"])
         dim = part.experts.up.shape[2]
@@ -206,19 +207,26 @@ class UpcycledState(Mapping[str, torch.Tensor]):
             "token_ids": torch.arange(_SAMPLE) % vocab_size,
             "sequence": torch.zeros(_SAMPLE, dtype=torch.int64),
         }
-        routing = router(hidden, None, **{name: facts[name] for name in part.needs})
-
-        share = torch.zeros(_SAMPLE, part.config.n_experts + 1)
-        share.index_put_((routing.token, routing.expert), routing.weight.float(), accumulate=True)
-        share = share[:, :-1].view(_SAMPLE, -1, self.how.granularity).sum(1)  # of each part, whichever copy it is of
+        facts = {name: facts[name] for name in part.needs}
+        with torch.random.fork_rng(devices=[]):  # in training, some routers add noise
+            torch.manual_seed(self.how.seed)
+            training = self._share_of_parts(router.train()(hidden, None, **facts), part.config.n_experts)
+        share = self._share_of_parts(router.eval()(hidden, None, **facts), part.config.n_experts)
         mean = share.mean()
-        if (share - share.mean(1, keepdim=True)).abs().max() > PRESERVED * mean:
+        if any((one - one.mean(1, keepdim=True)).abs().max() > PRESERVED * mean for one in (training, share)):
             raise ConfigError(
                 f"granularity = {self.how.granularity}: {layer}.router does not send a token to all parts of a copy "
-                "of the dense layer alike; it must go by its scores alone, and its top_k must be a multiple of "
-                f"{self.how.granularity}"
+                "of the dense layer alike; it must go by its scores alone, without noise, and its top_k must be a "
+                f"multiple of {self.how.granularity}"
             )
         return UpcycledLayer(scale=1 / mean.item(), spread=((share - mean).abs().max() / mean).item())
+
+
+    def _share_of_parts(self, routing: Routing, n_experts: int) -> torch.Tensor:
+        """The weight of each part for each token, ``(T, G)``, whichever copies it is of."""
+        share = torch.zeros(_SAMPLE, n_experts + 1)
+        share.index_put_((routing.token, routing.expert), routing.weight.float(), accumulate=True)
+        return share[:, :-1].view(_SAMPLE, -1, self.how.granularity).sum(1)
 
 
 class _Drawing(SeededInitializer):
