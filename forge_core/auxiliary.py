@@ -25,6 +25,7 @@ class AuxiliaryLedger:
 
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
+        self._token_scale: torch.Tensor | None = None
         self._own_scales: Mapping[str, torch.Tensor] = {}
         self._readers = 1
         self._sums: dict[tuple[str, Place], torch.Tensor] = {}
@@ -39,28 +40,33 @@ class AuxiliaryLedger:
         self._stream_is_shared_out = True
 
     def start_step(
-        self, scale: torch.Tensor, readers: int = 1, own_scales: Mapping[str, torch.Tensor] | None = None
+        self,
+        scale: torch.Tensor,
+        readers: int = 1,
+        own_scales: Mapping[str, torch.Tensor] | None = None,
+        token_scale: torch.Tensor | None = None,
     ) -> None:
         """Forget the last step.
 
         Args:
-            scale: scalar on the device, 1 / valid tokens of the step over all ranks.
+            scale: scalar on the device, 1 / targets of the step over all ranks.
             readers: ranks along ``tp``, which all compute what is computed from the place ``"read"``.
-            own_scales: the same for losses, by name, that are means over other tokens.
+            own_scales: the same for losses, by name, that are means over something else.
+            token_scale: the same for all tokens but padding, if some of them have no target.
         """
         self._scale = scale
+        self._token_scale = scale if token_scale is None else token_scale
         self._own_scales = own_scales or {}
         self._readers = readers
         self._sums.clear()
 
-    def scale_for(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        if self._scale is None:
-            return torch.ones((), device=value.device)
-        return self._own_scales.get(name, self._scale)
+    def scale_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
+        scale = self._own_scales.get(name, self._scale if place == "head" else self._token_scale)
+        return torch.ones((), device=value.device) if scale is None else scale
 
     def gradient_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
         """What backward begins with at ``value``, in its dtype; a tensor of its own."""
-        return (self.scale_for(name, value) / (self._readers if place == "read" else 1)).to(value.dtype)
+        return (self.scale_for(name, value, place) / (self._readers if place == "read" else 1)).to(value.dtype)
 
     def add(self, name: str, place: Place, value: torch.Tensor) -> None:
         """Backward runs once for each forward that counts, also where activations are computed twice."""
@@ -73,12 +79,12 @@ class AuxiliaryLedger:
         return [self._sums[key] for key in sorted(self._sums)]
 
     def means(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each auxiliary loss a valid token, detached device scalars; their sum over all ranks is
+        """This rank's part of each auxiliary loss a token, detached device scalars; their sum over all ranks is
         the whole."""
         means: dict[str, torch.Tensor] = {}
         for (name, place), value in self._sums.items():
             copies = 1 if place == "stream" and self._stream_is_shared_out else self._readers
-            share = value * self.scale_for(name, value) / copies
+            share = value * self.scale_for(name, value, place) / copies
             means[name] = means[name] + share if name in means else share
         return means
 
@@ -93,9 +99,9 @@ def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: s
     Args:
         activation: any tensor on the way to the task loss.
         value: scalar fp32, already multiplied by its coefficient, **summed** over the tokens it covers, as a loss'
-            total is: the engine divides both by the step's number of valid tokens, so that the gradient does not depend
-            on how the step is cut into microbatches and ranks. A model may have it divided by another number
-            (``MultiTokenModel.count_targets``).
+            total is: the engine divides it by the step's number of tokens, padding left out, and what is computed from
+            the head by that of targets, so that the gradient does not depend on how the step is cut into microbatches
+            and ranks. A model may have it divided by another number (``MultiTokenModel.count_targets``).
         name: under which the mean is reported, such as ``"load_balance"``.
         place: where ``value`` was computed from. ``"read"``: from what a norm gives, as a router's are. ``"stream"``:
             from the residual stream, as a penalty on what a layer gives back is. ``"head"``: by a loss from the head.

@@ -160,8 +160,8 @@ class Trainer:
         self.lifecycle.call("step_start", run=self.context, step=step)
         self._seed_generators()
 
-        scale, own_scales = self._scales(microbatches)
-        LEDGER.start_step(scale, self.mesh.degrees["tp"], own_scales)
+        scale, token_scale, own_scales = self._scales(microbatches)
+        LEDGER.start_step(scale, self.mesh.degrees["tp"], own_scales, token_scale)
         batches = [self._to_device(batch) for batch in microbatches]
         total = self.executor.run(batches, scale)
         if not self.replicas.is_alone:
@@ -237,12 +237,16 @@ class Trainer:
 
     def _scales(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]]
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """One over the step's valid tokens, and over what the model counts for losses of its own (``MultiTokenModel``).
+    ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+        """One over the step's targets, over its tokens without padding, and over what the model counts for losses of
+        its own (``MultiTokenModel``).
 
-        On the device; counted here, where the targets still are in the host's memory.
+        On the device; counted here, where the batches still are in the host's memory.
         """
-        counts = [sum(int(np.count_nonzero(batch["targets"].numpy() != IGNORED)) for batch in microbatches)]
+        counts = [
+            sum(int(np.count_nonzero(batch["targets"].numpy() != IGNORED)) for batch in microbatches),
+            sum(_count_tokens(batch) for batch in microbatches),
+        ]
         names: list[str] = []
         model: Any = self.parts[0]  # each part knows what the whole model counts
         if hasattr(model, "count_targets"):
@@ -250,12 +254,12 @@ class Trainer:
             names = [*of_batches[0]]
             counts += [sum(one[name] for one in of_batches) for name in names]
         if self.mesh.dp_size == 1 and self.replicas.is_alone:
-            scale, *own = (torch.full((), 1 / max(count, 1), device=self.device) for count in counts)
+            scale, of_tokens, *own = (torch.full((), 1 / max(count, 1), device=self.device) for count in counts)
         else:
             each = torch.stack([torch.full((), float(count), device=self.device) for count in counts])
             self.mesh.sum_over(each, DATA_AXES)
-            scale, *own = self.replicas.sum(each).clamp_(min=1).reciprocal_().unbind()
-        return scale, dict(zip(names, own, strict=True))
+            scale, of_tokens, *own = self.replicas.sum(each).clamp_(min=1).reciprocal_().unbind()
+        return scale, of_tokens, dict(zip(names, own, strict=True))
 
     def _to_device(self, batch: Mapping[str, torch.Tensor]) -> Batch:
         if self.device.type == "cpu":
@@ -396,3 +400,9 @@ class Trainer:
         self.step = self.rolling_back.go(stretch, self.step)
         self._put_off_save = False
         self.measurement.restart(self.loader.seconds_waiting)
+
+
+def _count_tokens(batch: Mapping[str, torch.Tensor]) -> int:
+    """All but padding; those too that have no target."""
+    positions = batch.get("positions")
+    return batch["tokens"].numel() if positions is None else int(np.count_nonzero(positions.numpy() >= 0))

@@ -127,6 +127,24 @@ def test_a_loss_may_be_a_mean_over_other_tokens_than_the_task_is(weights):
     torch.testing.assert_close(LEDGER.means()["size"], 0.01 * (hidden @ weights.detach()).square().sum() / 5)
 
 
+def test_only_what_comes_from_the_head_is_a_mean_over_targets(weights):
+    """Of six tokens five have a target."""
+    hidden = torch.randn(6, 4)
+    LEDGER.start_step(torch.tensor(1 / 5), token_scale=torch.tensor(1 / 6))
+
+    out = hidden @ weights.detach().float().requires_grad_()
+    for place in ("head", "read", "stream"):
+        attach_auxiliary_loss(out, 3 * out.sum() / out.sum().detach(), place, place=place).sum().backward(
+            retain_graph=True
+        )
+
+    assert {name: round(value.item(), 4) for name, value in LEDGER.means().items()} == {
+        "head": 0.6,
+        "read": 0.5,
+        "stream": 0.5,
+    }
+
+
 @pytest.mark.parametrize("name", ["record_auxiliary_loss", "accumulate"])
 def test_what_is_another_thing_in_each_step_is_kept_out_of_cuda_graphs(name):
     (overload,) = getattr(torch.ops.forge, name).overloads()
