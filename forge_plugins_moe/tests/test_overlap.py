@@ -120,3 +120,19 @@ def test_any_number_of_chunks_gives_the_same(mesh, chunks, dispatcher, router):
     torch.testing.assert_close(*(one.grad for one in inputs))
     for (name, one), (_, other) in zip(plain.named_parameters(), cut.named_parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "expert_choice"])
+def test_in_each_chunk_experts_that_have_equally_many_rows_have_equally_many(mesh, monkeypatch, router):
+    """So that all ranks have something to do: assignments of expert choice are those of the first expert first."""
+    moe = layer(mesh, router=router)
+    moe.experts.chunks = 4
+    moe.router.gate.weight.data.zero_()  # where all are alike, the first ones are chosen
+    seen = []
+    monkeypatch.setattr(moe.experts, "compute", lambda rows, counts: seen.append(counts.tolist()) or rows)
+    facts = {name: torch.zeros(2, 8, dtype=torch.int64) for name in moe.needs}
+
+    moe(torch.ones(2, 8, DIM), **facts)
+
+    whole = [sum(counts) for counts in zip(*seen, strict=True)]
+    assert seen == [[count // 4 for count in whole]] * 4

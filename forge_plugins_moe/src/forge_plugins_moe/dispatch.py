@@ -246,7 +246,7 @@ class _WeightAndSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         rows, weight, order = ctx.saved_tensors
-        gradient = gradients[0].to(weight.dtype)[:, None]
+        gradient = gradients[0].to(torch.promote_types(rows.dtype, weight.dtype))[:, None]
         of_weight = _of_tokens(rows, order, ctx.top_k).mul_(gradient).sum(2).flatten()
         weighted = (gradient * weight.view(-1, ctx.top_k, 1)).to(rows.dtype).flatten(0, 1)
         return weighted.index_select(0, order), of_weight, None, None

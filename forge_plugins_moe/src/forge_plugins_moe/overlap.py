@@ -72,13 +72,11 @@ def _chunks(tokens: torch.Tensor, assignments: Assignments, chunks: int) -> Sequ
     if chunks == 1:
         return [(tokens, assignments)]
     top_k = assignments.top_k
-    if top_k is None:
-        return [(tokens, one) for one in _slices(assignments, _bounds(len(assignments.expert), chunks))]
-    bounds = _bounds(len(tokens), chunks)
-    starts = [start for start, _ in bounds]
-    cut = _slices(assignments, [(start * top_k, end * top_k) for start, end in bounds])
-    moved = [attrs.evolve(one, token=one.token - start) for one, start in zip(cut, starts, strict=True)]
-    return [(tokens[start:end], one) for (start, end), one in zip(bounds, moved, strict=True)]
+    if top_k is None:  # those of an expert may stand together, and each chunk should have some of every expert
+        return [(tokens, _taken(assignments, slice(first, None, chunks))) for first in range(chunks)]
+    bounds = [(len(tokens) * i // chunks, len(tokens) * (i + 1) // chunks) for i in range(chunks)]
+    cut = [(start, end, _taken(assignments, slice(start * top_k, end * top_k))) for start, end in bounds]
+    return [(tokens[start:end], attrs.evolve(one, token=one.token - start)) for start, end, one in cut]
 
 
 def _joined(outputs: Sequence[torch.Tensor], assignments: Assignments) -> torch.Tensor:
@@ -90,17 +88,5 @@ def _joined(outputs: Sequence[torch.Tensor], assignments: Assignments) -> torch.
     return torch.stack([*outputs]).sum(0, dtype=wide).to(outputs[0].dtype)
 
 
-def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
-    return [(length * i // chunks, length * (i + 1) // chunks) for i in range(chunks)]
-
-
-def _slices(assignments: Assignments, bounds: Sequence[tuple[int, int]]) -> list[Assignments]:
-    return [
-        attrs.evolve(
-            assignments,
-            token=assignments.token[start:end],
-            expert=assignments.expert[start:end],
-            weight=assignments.weight[start:end],
-        )
-        for start, end in bounds
-    ]
+def _taken(given: Assignments, which: slice) -> Assignments:
+    return attrs.evolve(given, token=given.token[which], expert=given.expert[which], weight=given.weight[which])

@@ -1,0 +1,34 @@
+"""The dispatcher of experts that are all on one rank."""
+
+import pytest
+import torch
+
+from forge_plugins_moe.dispatch import Assignments, LocalDispatcher
+
+TOKENS, EXPERTS, TOP_K, DIM = 6, 4, 2, 8
+
+
+@pytest.mark.parametrize("top_k", [TOP_K, None])
+def test_what_it_computes_and_its_gradients_are_those_of_a_sum_in_float64(top_k):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(TOKENS, DIM, generator=generator, dtype=torch.float64).requires_grad_()
+    expert = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).flatten()
+    weight = torch.rand(TOKENS * TOP_K, generator=generator).requires_grad_()
+    factors = torch.randn(EXPERTS, generator=generator, dtype=torch.float64)  # what each expert multiplies by
+    towards = torch.randn(TOKENS, DIM, generator=generator, dtype=torch.float64)
+
+    def gradients(output):
+        (output * towards).sum().backward()
+        found = tokens.grad, weight.grad
+        tokens.grad = weight.grad = None
+        return found
+
+    token = torch.arange(TOKENS).repeat_interleave(TOP_K)
+    dispatcher = LocalDispatcher(EXPERTS)
+    sent = dispatcher.dispatch(tokens, Assignments(token, expert, weight, top_k))
+    output = dispatcher.combine(sent.rows * factors.repeat_interleave(sent.counts)[:, None], sent)
+    expected = tokens * (factors[expert] * weight.double()).view(TOKENS, TOP_K).sum(1, keepdim=True)
+
+    torch.testing.assert_close(output, expected, rtol=1e-14, atol=1e-14)
+    for found, wanted in zip(gradients(output), gradients(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13 if found.dtype == torch.float64 else 1e-6, atol=0)
