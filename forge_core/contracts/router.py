@@ -36,7 +36,8 @@ class Routing(NamedTuple):
     tokens (a mean must be multiplied by their number), as a loss' total is. The layer attaches each to the graph with
     ``forge_core.auxiliary.attach_auxiliary_loss``."""
     metrics: Mapping[str, torch.Tensor]
-    """Detached tensors to look at, never host values."""
+    """Detached tensors for whoever looks at what a router returns, as the hook of an analysis does; never host values.
+    What a run is to log is ``step_metrics`` (``MeasuredModule``)."""
     top_k: int | None = None
     """If given, every token has so many assignments, one after the other: ``A = T · top_k``, and ``token`` is
     0, …, 0, 1, …, 1, …. Layers are faster then."""
@@ -83,7 +84,8 @@ class StepContributor(Protocol):
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """Update buffers from the accumulators, summed over all ranks and microbatches.
 
-        It may change buffers only: parameters are sharded, and are the optimizer's. A step that is left out, as its
+        It may change buffers only: parameters are the optimizer's, and cut over ranks (``DTensor``s, of which
+        ``full_tensor()`` gives the whole). A step that is left out, as its
         gradient is not finite, takes the change back.
 
         Args:
@@ -92,13 +94,15 @@ class StepContributor(Protocol):
         ...
 
 
-class MeasuredContributor(StepContributor, Protocol):
-    """One with something to report."""
+class MeasuredModule(Protocol):
+    """What any module may implement that has something to report."""
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
-        """fp32 scalars on the device about the last step, after ``before_optimizer_step``; asked for on logged steps.
+        """fp32 scalars on the device about the last step, after ``before_optimizer_step``; asked for on logged steps,
+        on all ranks.
 
-        They are reported as ``<key>/<qualified name of the module>``.
+        They are reported as ``<key>/<qualified name of the module>``. One that is computed from parameters, which are
+        ``DTensor``s here if they are cut over ranks, is made whole.
         """
         ...
 

@@ -1,15 +1,19 @@
-"""Modules that do something once an optimizer step, found by protocol (``StepContributor``)."""
+"""Modules that do something once an optimizer step, or report on it, found by protocol (``StepContributor``,
+``MeasuredModule``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from forge_core.engine.initialisation import canonical_name
 from forge_core.engine.mesh import DATA_AXES, Mesh
+from forge_core.errors import PluginError
 
 
 class Contributors:
@@ -17,12 +21,9 @@ class Contributors:
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self._mesh = mesh
-        self._modules: dict[str, Any] = {  # each an nn.Module and a StepContributor
-            canonical_name(name): module
-            for part in parts
-            for name, module in part.named_modules()
-            if _contributes(module)
-        }
+        named: dict[str, Any] = {canonical_name(name): one for part in parts for name, one in part.named_modules()}
+        self._modules = {name: module for name, module in named.items() if _contributes(module)}
+        self._measured = {name: module for name, module in named.items() if hasattr(module, "step_metrics")}
         self._metric_names: Sequence[str] | None = None
 
     @torch.no_grad()
@@ -56,25 +57,29 @@ class Contributors:
                 tensor.zero_()
         for name, module in self._modules.items():
             if left_out is None:
-                module.before_optimizer_step(reduced[name], progress)
+                with _named(module, name, "before_optimizer_step"):
+                    module.before_optimizer_step(reduced[name], progress)
                 continue
             kept = [(owner, key, owner.get_buffer(key)) for owner, key in _buffers_of(module)]
             before = [buffer.clone() for _, _, buffer in kept]
-            module.before_optimizer_step(reduced[name], progress)
+            with _named(module, name, "before_optimizer_step"):
+                module.before_optimizer_step(reduced[name], progress)
             for (owner, key, buffer), value in zip(kept, before, strict=True):
                 buffer.copy_(torch.where(left_out != 0, value, owner.get_buffer(key)))
                 setattr(owner, key, buffer)  # a module may have put another one there
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> Mapping[str, torch.Tensor]:
-        """What modules report of the last step (``MeasuredContributor``): fp32 scalars, equal on all ranks, those of
-        all pipeline stages."""
-        own = {
-            f"{key}/{name}": value
-            for name, module in self._modules.items()
-            if hasattr(module, "step_metrics")
-            for key, value in module.step_metrics().items()
-        }
+        """What modules report of the last step (``MeasuredModule``): fp32 scalars, equal on all ranks, those of
+        all pipeline stages.
+
+        Raises:
+            PluginError: something else than a tensor with one value is reported.
+        """
+        own: dict[str, torch.Tensor] = {}
+        for name, module in self._measured.items():
+            with _named(module, name, "step_metrics"):
+                own |= {f"{key}/{name}": _scalar(key, value) for key, value in module.step_metrics().items()}
         if self._mesh.degrees["pp"] == 1:
             return own
         if self._metric_names is None:
@@ -94,6 +99,28 @@ class Contributors:
 
 def _contributes(module: nn.Module) -> bool:
     return hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
+
+
+def _scalar(key: str, value: object) -> torch.Tensor:
+    """Of a tensor with one value, which may follow from parameters: these are cut over ranks."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = f"of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise PluginError(f"the metric {key!r} must be a tensor with one value, and is {what}")
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.float().reshape(())
+
+
+@contextmanager
+def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
+    """Says of whatever is raised where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"raised in {method} of {type(module).__qualname__} ({name}); if it is about a DTensor: parameters are "
+            "whole in forward alone, and parameter.full_tensor() gives the whole one"
+        )
+        raise
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -239,6 +239,19 @@ class RouterConformance(ComponentCase):
                 f"the accumulator {name!r} counts again what activation checkpointing computes again in backward"
             )
 
+    def test_what_it_reports_are_scalars(self) -> None:
+        router = self.build_router().train()
+        if not hasattr(router, "step_metrics"):
+            return
+        _train_step(router, _hidden(64, self.dim))
+
+        for name, value in router.step_metrics().items():
+            assert isinstance(value, torch.Tensor), f"the metric {name!r} is not a tensor but a {type(value).__name__}"
+            assert value.numel() == 1, (
+                f"the metric {name!r} must have one value, and has the shape {tuple(value.shape)}"
+            )
+            assert torch.isfinite(value).all(), f"the metric {name!r} is {value.item()}"
+
     def test_contributes_to_the_step_as_a_whole_or_not_at_all(self) -> None:
         router = self.build_router().train()
         has_accumulators, has_step = hasattr(router, "accumulators"), hasattr(router, "before_optimizer_step")
@@ -253,7 +266,11 @@ class RouterConformance(ComponentCase):
 
         router.before_optimizer_step(_accumulators(router), 0.5)
 
+        parameters = {name for name, _ in router.named_parameters()}
         for name, tensor in snapshot(router).items():
+            assert name not in parameters or torch.equal(tensor, before[name]), (
+                f"before_optimizer_step changes the parameter {name}, which is the optimizer's"
+            )
             assert torch.isfinite(tensor).all(), f"before_optimizer_step leaves values that are not finite in {name}"
             assert name not in names or torch.equal(tensor, before[name]), (
                 f"before_optimizer_step changes the accumulator {name}; the engine zeroes it"
@@ -262,16 +279,24 @@ class RouterConformance(ComponentCase):
     def test_state_dict_holds_everything(self) -> None:
         router = self.build_router(seed=0).train()
         hidden = _hidden(64, self.dim)
-        if hasattr(router, "before_optimizer_step"):
-            _train(router, hidden)
-            router.before_optimizer_step(_accumulators(router), 0.5)
+        for _ in range(2):
+            _train_step(router, hidden)
         other = self.build_router(seed=1)
 
         other.load_state_dict(router.state_dict())
 
-        assert self._same(_route(router.eval(), hidden), _route(other.eval(), hidden)), (
-            "a router that loads the state_dict of another routes differently; something is missing in it"
-        )
+        for steps in ("", " some steps later"):
+            assert self._same(_route(router.eval(), hidden), _route(other.eval(), hidden)), (
+                f"a router that loads the state_dict of another routes differently{steps}; something is missing in it"
+            )
+            for name, tensor in router.state_dict().items():
+                assert torch.equal(other.state_dict()[name], tensor), (
+                    f"a router that loads the state_dict of another differs in {name}{steps}; it lacks something"
+                )
+            for _ in range(2):
+                for one in (router.train(), other.train()):
+                    torch.manual_seed(0)  # as the engine does in each step
+                    _train_step(one, hidden)
 
     def _same(self, first: Routing, second: Routing) -> bool:
         """Whether two routings hold the same assignments, in whatever order, with the same weights."""
@@ -300,6 +325,15 @@ def _route(
 
 def _train(router: Any, hidden: torch.Tensor) -> None:
     torch.autograd.backward(_routed_objective(router, hidden))
+
+
+def _train_step(router: Any, hidden: torch.Tensor) -> None:
+    """Without the optimizer's part."""
+    _train(router, hidden)
+    if hasattr(router, "before_optimizer_step"):
+        router.before_optimizer_step(_accumulators(router), 0.5)
+        for tensor in router.accumulators().values():
+            tensor.zero_()
 
 
 def _routed_objective(router: Any, hidden: torch.Tensor) -> torch.Tensor:

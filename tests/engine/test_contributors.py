@@ -1,9 +1,14 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.engine.contributors import Contributors
+from forge_core.engine.mesh import join_process_group
+from forge_core.errors import PluginError
 
 
 class Counter(nn.Module):
@@ -128,3 +133,47 @@ def test_metrics_have_the_names_of_their_modules(parts):
     contributors.before_optimizer_step(1.0)
 
     assert contributors.metrics(torch.device("cpu")) == {"most/0": 0.0, "most/1.0": 3.0}
+
+
+class Told(nn.Module):
+    """Reports, and does nothing else."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def step_metrics(self):
+        return {"told": self.value}
+
+
+def test_what_only_reports_is_found_too():
+    reported = Contributors([nn.ModuleDict({"0": Told(torch.ones(1, dtype=torch.float64))})], OneRank()).metrics("cpu")
+
+    assert {name: (value.shape, value.dtype) for name, value in reported.items()} == {"told/0": ((), torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (1.0, "the metric 'told' must be a tensor with one value, and is a float"),
+        (torch.ones(8), r"the metric 'told' must be a tensor with one value, and is of the shape \(8,\)"),
+    ],
+)
+def test_what_is_no_scalar_is_refused_by_name(value, sentence):
+    with pytest.raises(PluginError, match=sentence) as refused:
+        Contributors([nn.ModuleDict({"0": Told(value)})], OneRank()).metrics("cpu")
+
+    assert "raised in step_metrics of Told (0)" in refused.value.__notes__[0]
+
+
+def test_what_follows_from_a_parameter_that_is_cut_over_ranks_is_made_whole():
+    join_process_group(torch.device("cpu"))
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        squares = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, [Shard(0)]).square()
+        reported = Contributors([nn.ModuleDict({"0": Told(squares.sum())})], OneRank()).metrics("cpu")
+    finally:
+        dist.destroy_process_group()
+
+    assert type(reported["told/0"]) is torch.Tensor
+    assert reported["told/0"] == 5

@@ -140,6 +140,39 @@ class Curious(BalancedRouter):
     needs = ("sequence", "positions")
 
 
+class ScalarParameter(BalancedRouter):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.temperature = nn.Parameter(torch.empty(()))
+
+    def init_weights(self, rng, prefix, std):
+        super().init_weights(rng, prefix, std)
+        rng.fill(f"{prefix}temperature", self.temperature, lambda full, g: full.fill_(1))
+
+
+class LearningStep(BalancedRouter):
+    def before_optimizer_step(self, reduced, progress):
+        self.gate.weight.data.mul_(0.5)
+
+
+class UnsavedSteps(BalancedRouter):
+    """Goes differently on, some steps after a resume."""
+
+    steps = 0
+
+    def before_optimizer_step(self, reduced, progress):
+        self.steps += 1
+        self.bias.fill_(self.steps)
+
+
+def reporting(value):
+    class Reporting(BalancedRouter):
+        def step_metrics(self):
+            return {"bias": value(self)}
+
+    return Reporting
+
+
 class UnsavedBias(BalancedRouter):
     def __init__(self, **given):
         super().__init__(**given)
@@ -272,7 +305,23 @@ FAULTS = [
     (NoStep, "test_contributes_to_the_step_as_a_whole_or_not_at_all", (), "has only accumulators"),
     (ResettingStep, "test_contributes_to_the_step_as_a_whole_or_not_at_all", (), "changes the accumulator counts"),
     (InfiniteStep, "test_contributes_to_the_step_as_a_whole_or_not_at_all", (), "not finite in bias"),
-    (UnsavedBias, "test_state_dict_holds_everything", (), "something is missing in it"),
+    (LearningStep, "test_contributes_to_the_step_as_a_whole_or_not_at_all", (), "changes the parameter gate.weight"),
+    (UnsavedBias, "test_state_dict_holds_everything", (), "routes differently; something is missing in it"),
+    (
+        UnsavedSteps,
+        "test_state_dict_holds_everything",
+        (),
+        "differs in bias some steps later; it lacks something",
+    ),
+    (ScalarParameter, "test_init_weights_fills_everything", (), r"temperature has no dimension .*; give it \(1,\)"),
+    (reporting(lambda _: 1.0), "test_what_it_reports_are_scalars", (), "'bias' is not a tensor but a float"),
+    (reporting(lambda router: router.bias), "test_what_it_reports_are_scalars", (), r"and has the shape \(8,\)"),
+    (
+        reporting(lambda router: router.bias.sum() / 0),
+        "test_what_it_reports_are_scalars",
+        (),
+        "the metric 'bias' is (nan|-?inf)",
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.build import materialise
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.errors import PluginError
 from forge_core.testing.component_case import builder
 from forge_core.testing.parallel_pass import ParallelPassConformance
 from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
@@ -79,6 +80,14 @@ def test_what_was_kept_is_freed_with_the_last_microbatch(context):
 
     blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert all(block._get_fsdp_state()._fsdp_param_group.is_sharded for block in blocks)
+
+
+def test_a_parameter_that_cannot_be_sharded_is_named(context):
+    model = SmallModel()
+    model.temperature = torch.nn.Parameter(torch.ones(()))
+
+    with pytest.raises(PluginError, match=r"the parameter temperature has no dimension .* the shape \(1,\)"):
+        builder()(builder().resolve("parallel_pass", {"name": "fsdp"})).apply(model, context)
 
 
 def test_a_pipeline_keeps_parameters_gathered(context):

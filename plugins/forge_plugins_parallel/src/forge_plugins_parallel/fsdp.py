@@ -18,8 +18,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.contracts.parallel_pass import PassContext
+from forge_core.engine.initialisation import canonical_name
 from forge_core.engine.mesh import sharding_mesh
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, PluginError
 from forge_plugins_parallel.config import FullyShardConfig
 
 
@@ -38,6 +39,7 @@ class FullyShard:
         self.parameters_on_host = config.cpu_offload
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
+        _refuse_scalars(model)
         compute = torch.bfloat16 if context.job.train.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = context.mesh.device_mesh
@@ -82,6 +84,19 @@ class FullyShard:
             # a pipeline stage has many forwards before its backwards, and would gather the same parameters for each
             return context.mesh.degrees["pp"] == 1
         return self._config.reshard_after_forward == "always"
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    """
+    Raises:
+        PluginError: a parameter has no dimension by which it could be sharded.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise PluginError(
+                f"the parameter {canonical_name(name)} has no dimension by which fsdp could shard it; the module that "
+                "it belongs to should give it the shape (1,)"
+            )
 
 
 def _prefetch(model: Any, ahead: int) -> None:
