@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class StepContributor(Protocol):
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """Update buffers from the accumulators, summed over all ranks and microbatches.
 
-        It may change buffers only: parameters are the optimizer's, and cut over ranks (``DTensor``s, of which
-        ``full_tensor()`` gives the whole). A step that is left out, as its
+        It may change buffers only: parameters are the optimizer's, and cut over ranks (each a ``DTensor``;
+        its ``full_tensor()`` is the whole one). A step that is left out, as its
         gradient is not finite, takes the change back.
 
         Args:
@@ -101,9 +101,18 @@ class MeasuredModule(Protocol):
         """fp32 scalars on the device about the last step, after ``before_optimizer_step``; asked for on logged steps,
         on all ranks.
 
-        They are reported as ``<key>/<qualified name of the module>``. One that is computed from parameters, which are
-        ``DTensor``s here if they are cut over ranks, is made whole.
+        They are reported as ``<key>/<qualified name of the module>``. One that is computed from parameters, each
+        of which is a ``DTensor`` here if it is cut over ranks, is made whole.
         """
+        ...
+
+
+class RouterConfig(Protocol):
+    """What a router's config class may implement."""
+
+    def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
+        """What cannot be with so many experts: a key of the config, and a sentence about it. The layer asks at
+        validation, so that it is told with file and line."""
         ...
 
 

@@ -4,7 +4,7 @@
 
     class TestMyRouter(RouterConformance):
         component = "my-dist:my_router"
-        config = {"k": 2}
+        config = {"top_k": 2}
 
 Every check has a sentence that says what is wrong. Needs pytest, and torch for the kinds that do.
 """

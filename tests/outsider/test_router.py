@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 TRAINING = [
     "model.num_experts=4",
     "model.moe.hidden_dim=32",
-    'model.moe.router={name="acme-gate:acme_gate",k=2,balance=0.1}',
+    'model.moe.router={name="acme-gate:acme_gate",top_k=2,balance=0.1}',
     "train.batch_size=1",
     "train.grad_accumulation=4",
 ]

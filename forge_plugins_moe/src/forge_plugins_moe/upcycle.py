@@ -221,7 +221,6 @@ class UpcycledState(Mapping[str, torch.Tensor]):
             )
         return UpcycledLayer(scale=1 / mean.item(), spread=((share - mean).abs().max() / mean).item())
 
-
     def _share_of_parts(self, routing: Routing, n_experts: int) -> torch.Tensor:
         """The weight of each part for each token, ``(T, G)``, whichever copies it is of."""
         share = torch.zeros(_SAMPLE, n_experts + 1)

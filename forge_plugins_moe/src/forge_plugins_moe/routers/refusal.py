@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
-
+from forge_core.contracts.router import RouterConfig
 from forge_core.errors import ConfigError
 
 
-class HasContradictions(Protocol):
-    """A router's config."""
-
-    def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
-        """What cannot be with so many experts: (key, sentence)."""
-        ...
-
-
-def refuse_contradictions(config: HasContradictions, n_experts: int) -> None:
+def refuse_contradictions(config: RouterConfig, n_experts: int) -> None:
     """
     Raises:
         ConfigError: one sentence for each contradiction.
