@@ -177,7 +177,8 @@ class EvalSection:
     interval: int = attrs.field(default=0, validator=ge(0))
     """Steps between evaluations, the last step always included; 0 does not evaluate."""
     batches: int = attrs.field(default=0, validator=ge(0))
-    """Global batches of ``train.batch_size`` sequences a rank each time; 0 takes the whole set."""
+    """How much each time, in batches of ``train.global_batch_size`` sequences, whatever the number of ranks; 0 takes
+    the whole set."""
     data: Annotated[Use | None, Slot("data_source")] = None
     """Data of its own; by default the part that ``[data]`` holds out."""
 

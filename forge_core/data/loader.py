@@ -176,11 +176,11 @@ class BatchLoader:
 
 
 def evaluation_batches(
-    source: DataSource, *, batch_size: int, dp_rank: int, dp_size: int, batches: int
+    source: DataSource, *, batch_size: int, dp_rank: int, dp_size: int, samples: int
 ) -> Iterator[Batch]:
-    """This rank's part of the first ``batches`` global batches of ``source``, or of the whole of it, in order.
+    """This rank's part of the first ``samples`` of ``source``, or of the whole of it, in order.
 
-    Every rank gets the same number of batches of ``batch_size`` rows. Where the set ends within the last one, rows
+    Every rank gets the same number of batches of ``batch_size`` rows. Where these samples end within the last one, rows
     without targets (all −100) fill it up, so that sums over valid tokens count each sample exactly once.
 
     Args:
@@ -188,13 +188,12 @@ def evaluation_batches(
         batch_size: rows a rank.
         dp_rank: this rank's place among the ``dp_size`` ranks that share the work.
         dp_size: their number.
-        batches: global batches of ``batch_size · dp_size`` samples; 0 for all.
+        samples: 0 for all, and at most so many as there are.
     """
-    samples = len(source)
-    global_batch = batch_size * dp_size
-    available = -(-samples // global_batch)
-    for batch in range(min(batches, available) if batches else available):
-        indices = batch * global_batch + dp_rank * batch_size + np.arange(batch_size)
+    samples = min(samples or len(source), len(source))
+    together = batch_size * dp_size
+    for start in range(0, samples, together):
+        indices = start + dp_rank * batch_size + np.arange(batch_size)
         arrays = source.read(np.minimum(indices, samples - 1))
         if indices[-1] >= samples:
             arrays["targets"] = np.where((indices < samples)[:, None], arrays["targets"], IGNORED)

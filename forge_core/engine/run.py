@@ -334,17 +334,19 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirrori
 
 
 def _evaluation(prepared: Prepared) -> Callable[[], Iterator[Mapping[str, torch.Tensor]]] | None:
-    source = prepared.validation
+    source, job = prepared.validation, prepared.job
     if source is None:
         return None
+    assert job.train.global_batch_size is not None, "it has been resolved"
+    samples = job.eval.batches * job.train.global_batch_size
 
     def batches() -> Iterator[Mapping[str, torch.Tensor]]:
         for batch in evaluation_batches(
             source,
-            batch_size=prepared.job.train.batch_size,
+            batch_size=job.train.batch_size,
             dp_rank=prepared.mesh.dp_rank,
             dp_size=prepared.mesh.dp_size,
-            batches=prepared.job.eval.batches,
+            samples=samples,
         ):
             prepared.peers.sign()  # there may be more of them than a step has time for
             yield batch

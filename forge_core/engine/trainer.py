@@ -139,7 +139,7 @@ class Trainer:
             return {}  # a part of the validation set is not what was asked for; a resumed run evaluates again
         total, count = self.mesh.sum_over(sums, LOSS_AXES).tolist()
         loss = total / max(count, 1)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        perplexity = math.inf if loss > 700 else math.exp(loss)
         values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
         self.record({"step": self.step, **values})
         self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)

@@ -312,6 +312,9 @@ def test_weights_that_are_left_can_be_scaled_to_their_sum():
         ({"weight": lambda r: r.weight.bfloat16()}, "a Routing.weight in torch.bfloat16, which must be in torch.float"),
         ({"expert": lambda r: r.expert.int()}, "a Routing.expert in torch.int32, which must be in torch.int64"),
         ({"weight": lambda r: r.weight[:, None]}, r"a Routing.weight of the shape \(80, 1\), which must be \(80,\)"),
+        ({"weight": lambda r: r.weight.tolist()}, "for 'weight' a list, which must be a tensor"),
+        ({"auxiliary": lambda _: {"z": 0.1}}, "for 'z' a float, which must be a tensor"),
+        ({"auxiliary": lambda _: None}, "for 'auxiliary' a NoneType, which must be a tensor"),
         (
             {"expert": lambda r: torch.where(r.token == 3, 4, r.expert), "top_k": lambda _: None},
             "a weight of an assignment to no expert in Routing.weight",
@@ -328,6 +331,14 @@ def test_a_router_that_breaks_its_contract_is_named_with_the_tensor(change, sent
 
     layer.router.forward = broken
     with pytest.raises(PluginError, match=f"router SoftmaxTopK.* returned .*{sentence}.*bug in the router"):
+        layer(hidden())
+
+
+def test_a_router_that_returns_something_else_is_named():
+    layer = moe(check_routing=True)
+    layer.router.forward = lambda *_, **__: (torch.zeros(3), torch.zeros(3))
+
+    with pytest.raises(PluginError, match="router SoftmaxTopK returned a tuple, which must be a Routing"):
         layer(hidden())
 
 

@@ -145,7 +145,7 @@ def test_a_file_that_extends_a_dense_one_and_the_command_line_are_layers_as_alwa
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("--model.num_experts=-8", "model.num_experts: must be greater than 0, got -8"),
+        ("--model.num_experts=-8", "model.num_experts: must be at least 0, got -8"),
         ("--model.num_experts=eight", 'model.num_experts: expected an integer, got the string "eight"'),
         ("--model.num_experts=false", "model.num_experts: expected an integer, got false"),
         ("--model.moe=8", "model.moe: expected a table, got the integer 8"),
@@ -156,6 +156,8 @@ def test_a_file_that_extends_a_dense_one_and_the_command_line_are_layers_as_alwa
         ),
         ("--model.moe.shared_gate=true", "model.moe.shared_gate: has no effect without shared_experts"),
         ("--model.moe.layers=[7]", "model.moe.layers: leaves none of the 2 layers sparse"),
+        ("--model.moe.first_dense=2", "model.moe.first_dense: leaves none of the 2 layers sparse"),
+        ("--model.moe.every=3", "model.moe.every: leaves none of the 2 layers sparse"),
     ],
 )
 def test_a_problem_has_the_key_that_was_written(complaint, setting: str, sentence: str):

@@ -250,7 +250,7 @@ def test_evaluation_takes_every_sample_once_and_every_rank_as_many_batches(sampl
     source = NumberedSource(samples)
 
     ranks = [
-        list(evaluation_batches(source, batch_size=batch_size, dp_rank=rank, dp_size=dp_size, batches=0))
+        list(evaluation_batches(source, batch_size=batch_size, dp_rank=rank, dp_size=dp_size, samples=0))
         for rank in range(dp_size)
     ]
 
@@ -263,16 +263,20 @@ def test_evaluation_takes_every_sample_once_and_every_rank_as_many_batches(sampl
     assert sum(int((batch["targets"] != -100).sum()) for batch in batches) == 4 * samples
 
 
-def test_evaluation_stops_after_the_asked_number_of_global_batches():
-    def first_samples(batches):
-        return [
-            batch["tokens"][:, 0].tolist()
-            for batch in evaluation_batches(NumberedSource(9), batch_size=2, dp_rank=1, dp_size=2, batches=batches)
-        ]
+@pytest.mark.parametrize(("batch_size", "dp_size"), [(2, 1), (2, 2), (1, 3), (4, 2)])
+def test_evaluation_takes_the_asked_number_of_samples_on_any_number_of_ranks(batch_size, dp_size):
+    def counted(samples):
+        return sorted(
+            row // 10
+            for rank in range(dp_size)
+            for batch in evaluation_batches(
+                NumberedSource(9), batch_size=batch_size, dp_rank=rank, dp_size=dp_size, samples=samples
+            )
+            for row in batch["tokens"][(batch["targets"] != -100).any(1), 0].tolist()
+        )
 
-    assert first_samples(1) == [[20, 30]]
-    assert len(first_samples(2)) == 2
-    assert len(first_samples(50)) == 3
+    assert counted(5) == list(range(5))
+    assert counted(50) == list(range(9))
 
 
 def data_threads():

@@ -200,7 +200,8 @@ class MoEConfig:
         n_layers = n_layers and n_layers + getattr(job.model.config, "n_predictors", 0)
         sparse = [layer for layer in range(n_layers or 0) if self.is_sparse(layer)]
         if n_layers is not None and not sparse:
-            yield "every" if self.layers is None else "layers", f"leaves none of the {n_layers} layers sparse"
+            key = "layers" if self.layers is not None else "first_dense" if self.first_dense >= n_layers else "every"
+            yield key, f"leaves none of the {n_layers} layers sparse"
         beyond = [layer for layer in self.layers or () if n_layers is not None and not 0 <= layer < n_layers]
         if beyond and sparse:
             yield "layers", f"has {beyond[0]}, and the model's layers are 0 to {n_layers - 1}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -23,7 +23,15 @@ def check_routing(
 
 
 def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tensor | None) -> Iterator[str]:
+    if not isinstance(routing, Routing):
+        yield f"a {type(routing).__name__}, which must be a Routing"
+        return
     token, expert, weight = routing.token, routing.expert, routing.weight
+    auxiliary = routing.auxiliary if isinstance(routing.auxiliary, Mapping) else {"auxiliary": routing.auxiliary}
+    named = {"token": token, "expert": expert, "weight": weight, **auxiliary}
+    if no_tensors := [name for name, value in named.items() if not isinstance(value, torch.Tensor)]:
+        yield f"for {no_tensors[0]!r} a {type(named[no_tensors[0]]).__name__}, which must be a tensor"
+        return
     if not len(token) == len(expert) == len(weight):
         yield f"{len(token)} tokens, {len(expert)} experts and {len(weight)} weights, which must be equally many"
         return
