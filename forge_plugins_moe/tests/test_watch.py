@@ -212,6 +212,27 @@ def test_a_run_that_goes_on_counts_on_and_tells_nothing_twice(run, sparse):
     assert said == ["experts: blocks.1.feed_forward: experts 1, 3 have had no token for 4 steps"]
 
 
+def test_a_run_that_is_saved_between_looks_counts_on_from_there(run, sparse):
+    """Expert 1 has a token in step 3, and none in the four steps after that are too few to tell of."""
+    said = run.log.__self__
+    layer = sparse.blocks["1"].feed_forward
+    sparse.blocks["0"].feed_forward.last_load.fill_(1)
+    callback = WatchExperts(WatchConfig(dead_after=5))
+    callback.run_start(run)
+
+    for step in range(1, 8):
+        if step == 5:
+            state = json.loads(json.dumps(callback.state()))
+            callback = WatchExperts(WatchConfig(dead_after=5))
+            callback.load_state(state, callback.state_version)
+            callback.run_start(run)
+        layer.last_load.copy_(torch.tensor([9, int(step == 3), 1, 1]))
+        callback.step_end(run, StepContext(step, 0, {}, logged=step in (2, 7)))
+        callback.step_logged(run, step)
+
+    assert said == []
+
+
 def test_a_run_that_goes_back_counts_from_there(run, sparse):
     said = run.log.__self__
     for block in sparse.blocks.values():

@@ -101,7 +101,9 @@ class WatchExperts(Callback):
 
     def state(self) -> Mapping[str, Any]:
         told = {name: sorted(dead) for name, dead in self._told.items()}
-        return {"step": self._last_step, "without": self._last_without, "told": told}
+        # of the layers of other pipeline stages, the first rank knows what they had at the last look
+        without = {**self._last_without, **{name: steps.tolist() for name, steps in self._without.items()}}
+        return {"step": self._last_step, "without": without, "told": told}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
         self._last_step = int(state["step"])
