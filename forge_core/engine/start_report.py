@@ -20,7 +20,7 @@ def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
         mesh=dict(prepared.mesh.degrees),
         attempt=attempt,
     )
-    axes = {axis: degree for axis, degree in prepared.mesh.degrees.items() if degree > 1}
+    axes = {axis: degree for axis, degree in _axes(prepared).items() if degree > 1}
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
     prepared.console.line(
         f"{job.run.name}: {_start_words(prepared)}; {model.n_parameters:,} parameters, {job.train.precision} on "
@@ -28,12 +28,18 @@ def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
     )
 
 
+def _axes(prepared: Prepared) -> dict[str, int]:
+    """Those of the mesh, and ``ep``, whose ranks are borrowed from others."""
+    ep = prepared.job.parallel.ep
+    return {**prepared.mesh.degrees, **({"ep": ep} if ep > 1 else {})}
+
+
 def describe(prepared: Prepared, model: BuiltModel) -> None:
     """What would be trained: the model, the mesh, the passes and what they touched, the data."""
     say = prepared.console.line
     size = f"{model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
     say(f"model {prepared.job.model.qualified_name}: {size}")
-    say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in prepared.mesh.degrees.items()))
+    say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in _axes(prepared).items()))
     rows = [
         PassRow(one.use.qualified_name, _phase(prepared, one.use), prepared.mesh.gather_over("pp", [*one.touched]))
         for one in model.applied
