@@ -60,6 +60,15 @@ class Mesh:
             index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
         return index
 
+    @property
+    def noise_rank(self) -> int:
+        """Equal on ranks that must draw the same random numbers, as they compute the same (``tp``), and another one on
+        those with other samples, positions or layers; 0 and up."""
+        index = self.dp_rank
+        for axis in ("cp", "pp"):
+            index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+        return index
+
     def gather_over(self, axis: str, value: T) -> list[T]:
         """The values of all ranks along ``axis``, in order; they must be picklable. An axis of size 1 costs nothing."""
         if self.degrees[axis] == 1:

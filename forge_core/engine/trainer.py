@@ -218,18 +218,15 @@ class Trainer:
             part.train(training)
 
     def _seed_generators(self) -> None:
-        """Whatever draws random numbers in a step draws the same ones after a resume, with nothing to save."""
-        seed = (self.job.train.seed * 1_000_003 + self.step * 8_191 + self._dp_rank) % 2**63
+        """Whatever draws random numbers in a step draws the same ones after a resume, with nothing to save; and others
+        on ranks, of all replicas, that have other samples, positions or layers."""
+        place = self.replicas.share.index * self.mesh.world_size + self.mesh.noise_rank
+        seed = (self.job.train.seed * 1_000_003 + self.step * 8_191 + place) % 2**63
         torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is, for 80 µs
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
         elif self.device.type == "mps":
             torch.mps.manual_seed(seed)
-
-    @property
-    def _dp_rank(self) -> int:
-        """Among all ranks that see different samples, of all replicas."""
-        return self.replicas.share.index * self.mesh.dp_size + self.mesh.dp_rank
 
     @property
     def _tokens_so_far(self) -> int:

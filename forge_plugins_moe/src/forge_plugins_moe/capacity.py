@@ -28,7 +28,8 @@ def drop_beyond_capacity(
     left = torch.where(dropped, 0, weight)
     if config.renormalize:
         nothing = torch.zeros(n_tokens, device=weight.device)
-        before, after = (nothing.index_add(0, assignments.token, one) for one in (weight, left))
+        # on GPUs too always in one order, unlike index_add
+        before, after = (nothing.index_put((assignments.token,), one, accumulate=True) for one in (weight, left))
         left = left * (before / torch.where(after > 0, after, 1))[assignments.token]
     kept = attrs.evolve(
         assignments, expert=torch.where(dropped, config.n_experts, expert), weight=left, some_to_none=True

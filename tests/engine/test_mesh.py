@@ -1,0 +1,33 @@
+"""Which rank is what on the mesh."""
+
+from collections import defaultdict
+from itertools import product
+
+import attrs
+
+from forge_core.config.sections import AXES
+from forge_core.engine.mesh import Mesh
+
+
+@attrs.frozen
+class Place:
+    """Stands in for the device mesh of one rank."""
+
+    coordinate: dict[str, int]
+
+    def get_local_rank(self, axis: str) -> int:
+        return self.coordinate[axis]
+
+
+def test_ranks_draw_the_same_random_numbers_if_and_only_if_they_differ_along_tp_alone():
+    degrees = dict(zip(AXES, (2, 2, 3, 2, 2), strict=True))
+    drawing: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for coordinate in product(*map(range, degrees.values())):
+        mesh = Mesh(Place(dict(zip(AXES, coordinate, strict=True))), degrees)
+        drawing[mesh.noise_rank].append(coordinate)
+
+    assert sorted(drawing) == list(range(2 * 2 * 3 * 2))
+    assert AXES[-1] == "tp"
+    for together in drawing.values():
+        assert [coordinate[-1] for coordinate in together] == [0, 1]
+        assert len({coordinate[:-1] for coordinate in together}) == 1
