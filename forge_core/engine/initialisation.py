@@ -27,12 +27,20 @@ def initialise(model: nn.Module, seed: int, device: torch.device | None = None) 
     rng = SeededInitializer(seed, device)
     with torch.no_grad():
         model.init_weights(rng)  # type: ignore[operator]  # the contract of a model
-    expected = {canonical_name(name) for name, _ in named_tensors(model)}
-    forgotten = sorted(expected - rng.filled)
-    unknown = sorted(rng.filled - expected)
-    if forgotten or unknown:
-        what = f"leaves {', '.join(forgotten)} uninitialised" if forgotten else f"fills unknown {', '.join(unknown)}"
-        raise PluginError(f"{type(model).__qualname__}.init_weights {what}. This is a bug in the model.")
+    expected = {canonical_name(name): name for name, _ in named_tensors(model)}
+    forgotten = sorted(expected.keys() - rng.filled)
+    unknown = sorted(rng.filled - expected.keys())
+    if forgotten:
+        owner = model.get_submodule(expected[forgotten[0]].rpartition(".")[0])
+        whose = "" if owner is model else f" or in {type(owner).__qualname__}, whose {forgotten[0]} is"
+        raise PluginError(
+            f"{type(model).__qualname__}.init_weights leaves {', '.join(forgotten)} uninitialised. This is a bug in "
+            f"the model{whose}."
+        )
+    if unknown:
+        raise PluginError(
+            f"{type(model).__qualname__}.init_weights fills unknown {', '.join(unknown)}. This is a bug in the model."
+        )
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

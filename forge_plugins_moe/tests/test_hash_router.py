@@ -134,6 +134,21 @@ class TestFile:
         with pytest.raises(ConfigError, match=sentence):
             router(file=self.write(tmp_path, content), top_k=2)
 
+    def test_what_is_no_array_is_refused_without_a_word_of_pickles(self, tmp_path):
+        file = tmp_path / "table.npy"
+        file.write_text("1, 2, 3")
+
+        with pytest.raises(ConfigError, match=r"router\.file: .*table\.npy must be a \.npy file of integers$"):
+            router(file=file)
+
+    def test_a_file_that_is_not_there_is_told_at_validation(self, tmp_path):
+        ((key, sentence),) = HashConfig(file=tmp_path / "none.npy").contradictions(EXPERTS)
+
+        assert (key, sentence) == (
+            "file",
+            f"there is no file {tmp_path / 'none.npy'} (from the folder in which forge was started)",
+        )
+
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(ConfigError, match=r"router\.file: cannot read"):
             read_expert_table(tmp_path / "none.npy", EXPERTS, 1)

@@ -44,6 +44,15 @@ def test_a_forgotten_tensor_is_refused_by_name():
         initialise(Forgetful(), 1)
 
 
+def test_and_so_is_the_module_that_it_is_in():
+    class Forgetful(Small):
+        def init_weights(self, rng):
+            rng.fill("scale", self.scale, lambda full, generator: full.zero_())
+
+    with pytest.raises(PluginError, match=r"leaves a\.bias, .* bug in the model or in Linear, whose a\.bias is\."):
+        initialise(Forgetful(), 1)
+
+
 def test_a_name_that_is_not_in_the_model_is_refused():
     class Misnaming(Small):
         def init_weights(self, rng):

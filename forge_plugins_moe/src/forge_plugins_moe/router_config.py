@@ -273,6 +273,12 @@ class HashConfig(TokenChoiceConfig):
     route_scale: float = attrs.field(default=1.0, validator=[gt(0), _with_gate])
     """Multiplies all weights, last."""
 
+    def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
+        """What cannot be with so many experts; and a file that is not there."""
+        yield from super().contradictions(n_experts)
+        if self.file is not None and not self.file.expanduser().is_file():
+            yield "file", f"there is no file {self.file} (from the folder in which forge was started)"
+
 
 @attrs.frozen(kw_only=True)
 class ExpertChoiceConfig:
