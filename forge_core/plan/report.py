@@ -79,6 +79,8 @@ class Plan:
     """Of all ranks."""
     flops_per_token: Mapping[str, float]
     mesh: Mapping[str, int]
+    ep: int
+    """It borrows the ranks of other axes."""
     ranks_per_node: int
     passes: Sequence[PlannedPass]
     stages: Sequence[PlannedStage]
@@ -132,6 +134,7 @@ def make_plan(
         * job.train.seq_len,
         flops_per_token=flops_by_convention(job, rows, build),
         mesh=degrees,
+        ep=job.parallel.ep,
         ranks_per_node=ranks_per_node,
         passes=[
             _planned(one.use, one.touched, catalog.lookup("parallel_pass", one.use.qualified_name))
@@ -179,7 +182,7 @@ def flops_by_convention(job: Job, vocab_size: int, build: ComponentBuilder) -> d
 
 def as_text(plan: Plan) -> Iterator[str]:
     """The plan in lines."""
-    axes = [f"{axis} {degree}" for axis, degree in plan.mesh.items() if degree > 1]
+    axes = [f"{axis} {degree}" for axis, degree in {**plan.mesh, "ep": plan.ep}.items() if degree > 1]
     ranks = prod(plan.mesh.values())
     yield f"model  {plan.model}: {plan.parameters:,} parameters, vocabulary {plan.vocab_size:,}"
     yield f"ranks  {ranks}{': ' if axes else ''}{', '.join(axes)}"

@@ -142,6 +142,13 @@ def test_any_installed_pass_can_offer_ways_to_recompute(config):
     assert found == ["nothing", 'activation_checkpointing: mode = "full", every = 2']
 
 
+def test_the_text_says_how_many_ranks_share_out_experts(plan):
+    code, out, said = plan("--world-size", "2", "model.num_experts=4", "parallel.ep=2")
+
+    assert code == 0, out + said
+    assert "ranks  2: dp_shard 2, ep 2\n" in out
+
+
 def test_the_text_names_passes_stages_and_whether_it_fits(plan):
     code, out, said = plan("--world-size", "4", "parallel.pp=2", "train.grad_accumulation=4", "--gpu", "h100")
 
