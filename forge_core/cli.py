@@ -202,5 +202,17 @@ def _report(error: BaseException, debug: bool) -> int:
     for note in getattr(error, "__notes__", ()):
         click.echo(note, err=True)
     if not expected and not debug:
+        click.echo(_place_of(error), err=True)
         click.echo("re-run with --debug for the traceback; it is a bug in Forge or in a plugin", err=True)
     return error.exit_code if isinstance(error, ForgeError) else ExitCode.UNEXPECTED
+
+
+def _place_of(error: BaseException) -> str:
+    """Where it was raised, or what called torch there."""
+    from traceback import extract_tb
+
+    torch = sys.modules.get("torch")
+    generated_and_torchs = ("<", *getattr(torch, "__path__", ()))
+    frames = extract_tb(error.__traceback__)
+    last = next((one for one in reversed(frames) if not one.filename.startswith(generated_and_torchs)), frames[-1])
+    return f"at {last.filename}:{last.lineno}, in {last.name}"

@@ -118,6 +118,7 @@ def test_a_plugins_command_runs(acme, capsys):
             1,
             """error: ZeroDivisionError: division by zero
 callback acme:probe raised this
+at {folder}/acme/commands.py:25, in end
 re-run with --debug for the traceback; it is a bug in Forge or in a plugin
 """,
         ),
@@ -127,7 +128,7 @@ re-run with --debug for the traceback; it is a bug in Forge or in a plugin
 )
 def test_the_exit_code_and_one_sentence_tell_how_a_command_ended(acme, capsys, how, code, shown):
     assert main(["acme", "end", how]) == code
-    assert capsys.readouterr().err == shown
+    assert capsys.readouterr().err == shown.format(folder=acme)
 
 
 def test_an_end_of_file_in_a_command_is_not_mistaken_for_an_interrupt(acme, capsys):
