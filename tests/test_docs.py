@@ -276,7 +276,9 @@ def test_the_router_of_the_afternoon_trains_the_same_in_layouts_that_the_page_sh
 
     assert len(curves[alone]) == 30
     for command, curve in curves.items():
-        assert curve == pytest.approx(curves[alone], rel=1e-4), command
+        assert curve[:20] == pytest.approx(curves[alone][:20], rel=1e-6), command
+        # from there on this run, on the text of its own package, makes what was rounded off larger in each step
+        assert curve == pytest.approx(curves[alone], rel=1e-3), command
 
 
 def losses(run: Path) -> list[float]:
