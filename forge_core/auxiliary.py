@@ -61,6 +61,7 @@ class AuxiliaryLedger:
         self._sums.clear()
 
     def scale_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
+        """One over what a loss is a mean over; 1 outside of a step."""
         scale = self._own_scales.get(name, self._scale if place == "head" else self._token_scale)
         return torch.ones((), device=value.device) if scale is None else scale
 
@@ -79,8 +80,8 @@ class AuxiliaryLedger:
         return [self._sums[key] for key in sorted(self._sums)]
 
     def means(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each auxiliary loss a token, detached device scalars; their sum over all ranks is
-        the whole."""
+        """This rank's part of the mean of each auxiliary loss, detached device scalars; their sum over all ranks is the
+        whole."""
         means: dict[str, torch.Tensor] = {}
         for (name, place), value in self._sums.items():
             copies = 1 if place == "stream" and self._stream_is_shared_out else self._readers

@@ -84,9 +84,9 @@ class StepContributor(Protocol):
     def before_optimizer_step(self, reduced: Mapping[str, torch.Tensor], progress: float) -> None:
         """Update buffers from the accumulators, summed over all ranks and microbatches.
 
-        It may change buffers only: parameters are the optimizer's, and cut over ranks (each a ``DTensor``;
-        its ``full_tensor()`` is the whole one). A step that is left out, as its
-        gradient is not finite, takes the change back.
+        It may change buffers only: parameters are the optimizer's, and cut over ranks (each a ``DTensor``; its
+        ``full_tensor()`` is the whole one). A step that is left out, as its gradient is not finite, takes the change
+        back.
 
         Args:
             progress: the step over the run's last one, in (0, 1].
@@ -101,8 +101,8 @@ class MeasuredModule(Protocol):
         """fp32 scalars on the device about the last step, after ``before_optimizer_step``; asked for on logged steps,
         on all ranks.
 
-        They are reported as ``<key>/<qualified name of the module>``. One that is computed from parameters, each
-        of which is a ``DTensor`` here if it is cut over ranks, is made whole.
+        They are reported as ``<key>/<qualified name of the module>``. One that is computed from parameters, each of
+        which is a ``DTensor`` here if it is cut over ranks, is made whole.
         """
         ...
 

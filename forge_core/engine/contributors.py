@@ -116,10 +116,9 @@ def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(
-            f"raised in {method} of {type(module).__qualname__} ({name}); if it is about a DTensor: parameters are "
-            "whole in forward alone, and parameter.full_tensor() gives the whole one"
-        )
+        error.add_note(f"raised in {method} of {type(module).__qualname__} ({name})")
+        if "DTensor" in str(error):
+            error.add_note("parameters are whole in forward alone; elsewhere, parameter.full_tensor() is the whole one")
         raise
 
 

@@ -47,7 +47,8 @@ def materialise(module: nn.Module) -> None:
 
 
 def assert_initialised(module: nn.Module, rng: SeededInitializer, prefix: str = "") -> None:
-    """Check that ``rng`` has filled exactly the parameters and buffers of ``module``, with finite values."""
+    """Check that ``rng`` has filled exactly the parameters and buffers of ``module``, with finite values, and that each
+    parameter has a dimension by which it can be sharded."""
     for name, parameter in module.named_parameters():
         assert parameter.ndim > 0, f"the parameter {name} has no dimension by which it could be sharded; give it (1,)"
     expected = {prefix + name for name, _ in named_tensors(module)}

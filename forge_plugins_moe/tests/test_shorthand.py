@@ -166,6 +166,13 @@ def test_a_problem_has_the_key_that_was_written(complaint, setting: str, sentenc
     assert any(line.startswith(f"{setting}: {sentence}") for line in complaint(*settings).splitlines())
 
 
+def test_a_negative_number_is_one_problem_whatever_else_is_said_of_experts(complaint):
+    said = complaint("--model.num_experts=-8", text=DENSE + TABLE).splitlines()
+
+    assert said[0] == "--model.num_experts=-8: model.num_experts: must be at least 0, got -8"
+    assert not any("model.moe" in line or "feed_forward" in line for line in said)
+
+
 def test_a_problem_in_a_file_has_its_line(complaint):
     text = DENSE.replace("hidden_dim = 96", "hidden_dims = 96") + TABLE.replace("top_k", "topk")
 

@@ -213,7 +213,7 @@ def test_a_run_that_goes_on_counts_on_and_tells_nothing_twice(run, sparse):
 
 
 def test_a_run_that_is_saved_between_looks_counts_on_from_there(run, sparse):
-    """Expert 1 has a token in step 3, and none in the four steps after that are too few to tell of."""
+    """Expert 1 has a token in step 3, and none in the four steps after, which are too few to tell of."""
     said = run.log.__self__
     layer = sparse.blocks["1"].feed_forward
     sparse.blocks["0"].feed_forward.last_load.fill_(1)

@@ -163,17 +163,41 @@ def test_what_is_no_scalar_is_refused_by_name(value, sentence):
     with pytest.raises(PluginError, match=sentence) as refused:
         Contributors([nn.ModuleDict({"0": Told(value)})], OneRank()).metrics("cpu")
 
-    assert "raised in step_metrics of Told (0)" in refused.value.__notes__[0]
+    assert refused.value.__notes__ == ["raised in step_metrics of Told (0)"]
 
 
-def test_what_follows_from_a_parameter_that_is_cut_over_ranks_is_made_whole():
+@pytest.fixture
+def one_rank():
     join_process_group(torch.device("cpu"))
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        squares = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, [Shard(0)]).square()
-        reported = Contributors([nn.ModuleDict({"0": Told(squares.sum())})], OneRank()).metrics("cpu")
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_what_follows_from_a_parameter_that_is_cut_over_ranks_is_made_whole(one_rank):
+    squares = distribute_tensor(torch.tensor([1.0, 2.0]), one_rank, [Shard(0)]).square()
+    reported = Contributors([nn.ModuleDict({"0": Told(squares.sum())})], OneRank()).metrics("cpu")
 
     assert type(reported["told/0"]) is torch.Tensor
     assert reported["told/0"] == 5
+
+
+class Learning(Counter):
+    """Reads a parameter after forward, as if it were whole."""
+
+    def __init__(self, parameter):
+        super().__init__()
+        self.parameter = parameter
+
+    def before_optimizer_step(self, reduced, progress):
+        self.bias *= self.parameter
+
+
+def test_who_takes_a_parameter_for_whole_is_told_how_to_get_it(one_rank):
+    parameter = distribute_tensor(torch.ones(2), one_rank, [Shard(0)])
+
+    with pytest.raises(RuntimeError, match="DTensor") as raised:
+        Contributors([nn.ModuleDict({"0": Learning(parameter)})], OneRank()).before_optimizer_step(0.5)
+
+    named, told = raised.value.__notes__
+    assert named == "raised in before_optimizer_step of Learning (0)"
+    assert "parameter.full_tensor() is the whole one" in told

@@ -62,6 +62,24 @@ def test_evaluations_cover_the_whole_validation_set_and_the_last_step(finished):
     assert lines[0]["eval/tokens"] == lines[1]["eval/tokens"] > 1000
 
 
+def test_an_evaluation_of_some_batches_takes_the_same_samples_however_a_step_is_cut(shared_tiny):
+    """Two batches, each of the four samples of a step."""
+    some = ["eval.batches=2", "eval.interval=3", "train.steps=3", "train.seed=3"]
+    layouts = {
+        "at-once": ["train.batch_size=4"],
+        "microbatches": ["train.batch_size=1", "train.grad_accumulation=4"],
+        "ranks": ["train.batch_size=2", "--nproc", "2"],
+    }
+    found = []
+    for name, layout in layouts.items():
+        lines = shared_tiny.completed(*some, *layout, f"run.name={name}")
+        (line,) = [line for line in lines if "eval/loss" in line]
+        found.append((line["eval/tokens"], line["eval/loss"]))
+
+    assert [tokens for tokens, _ in found] == [2 * 4 * 32] * 3
+    assert [loss for _, loss in found] == pytest.approx([found[0][1]] * 3, rel=1e-5)
+
+
 def test_the_resolved_job_is_a_configuration_that_runs_the_same(finished, training_values):
     again = [f"run.name={'again'}"]
     job = finished.path() / "job.toml"
