@@ -1,6 +1,7 @@
 """What a run leaves behind, and how it ends."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
+from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.trainer import Trainer
 
 
@@ -60,6 +62,15 @@ def test_evaluations_cover_the_whole_validation_set_and_the_last_step(finished):
     assert lines[1]["eval/loss"] < lines[0]["eval/loss"]
     assert lines[1]["eval/perplexity"] == pytest.approx(2.718281828459045 ** lines[1]["eval/loss"])
     assert lines[0]["eval/tokens"] == lines[1]["eval/tokens"] > 1000
+
+
+def test_the_perplexity_of_what_is_no_number_is_none_either(shared_tiny, monkeypatch, capsys):
+    nothing = torch.tensor(math.nan), torch.tensor(128)
+    monkeypatch.setattr(PlainExecutor, "evaluate", lambda *_: nothing)
+
+    shared_tiny.completed("eval.interval=3", "train.steps=3", "run.name=no-number")
+
+    assert "eval/loss nan nats a token  perplexity nan" in capsys.readouterr().out
 
 
 def test_an_evaluation_of_some_batches_takes_the_same_samples_however_a_step_is_cut(shared_tiny):
