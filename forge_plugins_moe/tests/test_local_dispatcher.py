@@ -8,8 +8,10 @@ from forge_plugins_moe.dispatch import Assignments, LocalDispatcher
 TOKENS, EXPERTS, TOP_K, DIM = 6, 4, 2, 8
 
 
-@pytest.mark.parametrize("top_k", [TOP_K, None])
-def test_what_it_computes_and_its_gradients_are_those_of_a_sum_in_float64(top_k):
+@pytest.mark.parametrize(("top_k", "at_a_time"), [(TOP_K, TOKENS), (TOP_K, 4), (None, TOKENS)])
+def test_what_it_computes_and_its_gradients_are_those_of_a_sum_in_float64(top_k, at_a_time, monkeypatch):
+    numbers = at_a_time * TOP_K * DIM
+    monkeypatch.setattr("forge_plugins_moe.dispatch._CACHED", numbers // torch.get_num_threads())
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(TOKENS, DIM, generator=generator, dtype=torch.float64).requires_grad_()
     expert = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).flatten()

@@ -9,7 +9,8 @@ Shapes: R = rows, E = experts, D = width of the residual stream, H = width of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -21,8 +22,9 @@ from forge_plugins_dense.config import Activation
 _BLOCK = 32
 """Of which an expert's rows are a multiple: AMX sums over 32 features of bf16 at once, and for the gradient of weights
 it sums over rows."""
-_WASTE = (3, 2)
-"""By which a batch is larger than its experts would be, each with blocks of its own, at most."""
+_BATCH = 128
+"""As many rows take as long as a batch does beside its own: with one thread and two, experts of 128 × 256 and of
+1024 × 1408."""
 
 Function = Callable[..., torch.Tensor]
 _ACTIVATIONS: dict[str, tuple[Function, Function]] = {
@@ -98,8 +100,7 @@ def _(
 
 def _kept(rows: torch.Tensor, gate: torch.Tensor | None, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As large as it can get, as torch.compile knows shapes and not counts. Memory that is not used costs nothing."""
-    larger, than = _WASTE
-    most = (len(rows) + len(up) * (_BLOCK - 1)) * larger // than
+    most = len(rows) + len(up) * (_BLOCK - 1 + _BATCH)
     return rows.new_empty(most, rows.shape[1]), rows.new_empty(2 if gate is None else 4, most, up.shape[1])
 
 
@@ -195,43 +196,48 @@ class _Batch:
 @attrs.frozen
 class _Layout:
     batches: list[_Batch]
-    place: torch.Tensor
-    """``(sum of counts,)`` int64: where each row is among those of zeros."""
-    n_rows: int
-    """With those of zeros."""
+    counts: list[int]
+    """Rows of each expert."""
+    zeros: list[int]
+    """Rows of zeros after those of each."""
 
     @classmethod
     def of(cls, counts: torch.Tensor) -> _Layout:
+        rows: list[int] = counts.tolist()
         batches: list[_Batch] = []
         sizes: list[int] = []
-        for n_experts, n_rows in _neighbours([-(-count // _BLOCK) * _BLOCK for count in counts.tolist()]):
+        for n_experts, n_rows in _neighbours([-(-count // _BLOCK) * _BLOCK for count in rows]):
             batches.append(_Batch(len(sizes), n_experts, sum(sizes), n_rows))
             sizes.extend([n_rows] * n_experts)
-        zeros = torch.tensor(sizes) - counts
-        before = (zeros.cumsum(0) - zeros).repeat_interleave(counts)
-        return cls(batches, torch.arange(len(before)) + before, sum(sizes))
+        return cls(batches, rows, [size - count for size, count in zip(sizes, rows, strict=True)])
+
+    @property
+    def n_rows(self) -> int:
+        """With those of zeros."""
+        return sum(self.counts) + sum(self.zeros)
 
     def add_zeros(self, rows: torch.Tensor, padded: torch.Tensor) -> None:
         """From ``(R, F)`` to ``(P, F)``."""
-        n_rows = len(self.place)
-        source = torch.full((self.n_rows,), n_rows).scatter_(0, self.place, torch.arange(n_rows))
-        with_one_of_zeros = torch.cat([rows[:n_rows], rows.new_zeros(1, rows.shape[1])])
-        torch.index_select(with_one_of_zeros, 0, source, out=padded[: self.n_rows])
+        own = rows[: sum(self.counts)].split(self.counts)
+        zero = rows.new_zeros(1, rows.shape[1])
+        pieces = zip(own, (zero.expand(size, -1) for size in self.zeros), strict=True)
+        torch.cat([*itertools.chain(*pieces)], out=padded[: self.n_rows])
 
-    def without_zeros(self, rows: torch.Tensor, n_rows: int) -> torch.Tensor:
+    def without_zeros(self, padded: torch.Tensor, n_rows: int) -> torch.Tensor:
         """From ``(P, F)`` to ``(R, F)``."""
-        output = rows.new_empty(n_rows, rows.shape[1])
-        torch.index_select(rows, 0, self.place, out=output[: len(self.place)])
-        output[len(self.place) :] = 0
-        return output
+        sizes = itertools.chain(*zip(self.counts, self.zeros, strict=True))
+        own = padded[: self.n_rows].split([*sizes])[::2]
+        return torch.cat([*own, padded.new_zeros(n_rows - sum(self.counts), padded.shape[1])])
 
 
-def _neighbours(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """How many experts each batch has, and how many rows of each; halves of those that would be too large."""
-    n_experts, most = len(rows), max(rows)
-    larger, than = _WASTE
-    if n_experts * most * than > sum(rows) * larger:
-        yield from _neighbours(rows[: n_experts // 2])
-        yield from _neighbours(rows[n_experts // 2 :])
-    else:
-        yield n_experts, most
+def _neighbours(rows: list[int]) -> list[tuple[int, int]]:
+    """How many experts each batch has, and how many rows of each: all are together, or halves where that costs less."""
+    together = [(len(rows), max(rows))]
+    if len(rows) == 1:
+        return together
+    middle = len(rows) // 2
+    return min(together, [*_neighbours(rows[:middle]), *_neighbours(rows[middle:])], key=_cost)
+
+
+def _cost(batches: list[tuple[int, int]]) -> int:
+    return sum(n_experts * n_rows + _BATCH for n_experts, n_rows in batches)

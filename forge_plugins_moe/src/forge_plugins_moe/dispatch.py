@@ -8,6 +8,7 @@ Rows are taken with ``index_select``, which on a CPU is several times as fast as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -16,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from forge_plugins_moe.visits import MeanVisits
+
+_CACHED = 2**17
+"""Numbers in fp32 that leave room in a core's cache for what else is there."""
 
 
 @attrs.define(eq=False)  # an object, as FSDP would cast the weights of a tuple or dataclass to the compute dtype
@@ -213,7 +217,11 @@ class _CopyAndSort(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (order,) = ctx.saved_tensors
         (gradient,) = gradients
-        return _of_tokens(gradient, order, ctx.top_k).sum(1).to(gradient.dtype), None, None
+        place = _inverse(order).view(-1, ctx.top_k)
+        summed = gradient.new_empty(len(place), gradient.shape[1])
+        for some in _few_tokens(place, gradient):
+            summed[some] = _rows_of(place[some], gradient).sum(1)
+        return summed, None, None
 
 
 class _CopyTokens(torch.autograd.Function):
@@ -240,22 +248,39 @@ class _WeightAndSum(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(rows, weight, order)
         ctx.top_k = top_k
-        weighted = _of_tokens(rows, order, top_k).mul_(weight.view(-1, top_k, 1))
-        return weighted.sum(1).to(rows.dtype)
+        place, by_token = _inverse(order).view(-1, top_k), weight.view(-1, top_k, 1)
+        output = rows.new_empty(len(place), rows.shape[1])
+        for some in _few_tokens(place, rows):
+            output[some] = _rows_of(place[some], rows).mul_(by_token[some]).sum(1)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         rows, weight, order = ctx.saved_tensors
-        gradient = gradients[0].to(torch.promote_types(rows.dtype, weight.dtype))[:, None]
-        of_weight = _of_tokens(rows, order, ctx.top_k).mul_(gradient).sum(2).flatten()
-        weighted = (gradient * weight.view(-1, ctx.top_k, 1)).to(rows.dtype).flatten(0, 1)
-        return weighted.index_select(0, order), of_weight, None, None
+        (gradient,) = gradients
+        place, by_token = _inverse(order).view(-1, ctx.top_k), weight.view(-1, ctx.top_k, 1)
+        weighted, of_weight = rows.new_empty(*place.shape, rows.shape[1]), torch.empty_like(by_token)
+        for some in _few_tokens(place, rows):
+            wide = gradient[some].to(torch.promote_types(rows.dtype, weight.dtype))[:, None]
+            of_weight[some] = _rows_of(place[some], rows).mul_(wide).sum(2, keepdim=True)
+            weighted[some] = wide * by_token[some]
+        return weighted.flatten(0, 1).index_select(0, order), of_weight.flatten(), None, None
 
 
-def _of_tokens(rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-    """``(T, k, D)`` fp32, or fp64 if rows are; in memory of its own."""
+def _few_tokens(place: torch.Tensor, rows: torch.Tensor) -> Iterator[slice]:
+    """All tokens of ``place``, ``(T, k)``; on a CPU so few at a time that their rows in fp32 stay in its caches."""
+    n_tokens, top_k = place.shape
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        yield slice(n_tokens)
+        return
+    few = max(1, _CACHED * torch.get_num_threads() // (top_k * rows.shape[1]))
+    yield from (slice(first, first + few) for first in range(0, n_tokens, few))
+
+
+def _rows_of(place: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``rows[place]``, ``(T, k, D)`` fp32, or fp64 if rows are; in memory of its own."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return rows.index_select(0, _inverse(order)).view(-1, top_k, rows.shape[1]).to(wide)
+    return rows.index_select(0, place.flatten()).view(*place.shape, rows.shape[1]).to(wide)
 
 
 class _Permute(torch.autograd.Function):
