@@ -52,6 +52,8 @@ def _loop(counts: torch.Tensor) -> Product:
 # plan); hence an operator of our own around its.
 @torch.library.custom_op("forge_moe::grouped_product", mutates_args=())
 def _product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if len(rows) == 0:  # contiguous() leaves any strides, of which torch refuses some
+        return rows.new_empty(0, weight.shape[1])
     return F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
 
 
@@ -67,7 +69,7 @@ def grouped_outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torc
     Args:
         ends: ``(E,)`` int32, where each expert's rows end.
     """
-    if len(rows) == 0:  # contiguous() leaves any strides, of which torch refuses some
+    if len(rows) == 0:
         return rows.new_zeros(len(ends), gradient.shape[1], rows.shape[1])
     return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
 

@@ -1,0 +1,20 @@
+"""Products of rows with their experts' weights."""
+
+import pytest
+import torch
+
+from forge_plugins_moe.grouped import grouped_product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_experts_without_rows_take_a_gradient_of_any_strides(dtype):
+    """A rank that no token was sent to; its dispatcher may be anybody's."""
+    rows = torch.zeros(0, 8, dtype=dtype, requires_grad=True)
+    weight = torch.ones(4, 16, 8, dtype=dtype, requires_grad=True)
+    product = grouped_product(torch.zeros(4, dtype=torch.int64), weight)(rows, weight)
+
+    product.backward(torch.zeros(1, dtype=dtype).as_strided((0, 16), (0, 0)))
+
+    assert product.shape == (0, 16)
+    assert rows.grad.shape == rows.shape
+    torch.testing.assert_close(weight.grad, torch.zeros_like(weight), rtol=0, atol=0)
