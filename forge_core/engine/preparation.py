@@ -103,7 +103,7 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
-    source: DataSource = build(job.data, seq_len=job.train.seq_len, split="train")
+    source = _data_source(job.data, "data", build, seq_len=job.train.seq_len, split="train")
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
@@ -166,9 +166,18 @@ def _loader(
     )
 
 
+def _data_source(use: Use, key: str, build: ComponentBuilder, **given: Any) -> DataSource:
+    """What is wrong with it is told with its key, as there may be two."""
+    try:
+        source: DataSource = build(use, **given)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return source
+
+
 def _validation_source(job: Job, training: DataSource, build: ComponentBuilder) -> DataSource:
-    split = "validation" if job.eval.data is None else "all"
-    source: DataSource = build(job.eval.data or job.data, seq_len=job.train.seq_len, split=split)
+    use, key, split = (job.data, "data", "validation") if job.eval.data is None else (job.eval.data, "eval.data", "all")
+    source = _data_source(use, key, build, seq_len=job.train.seq_len, split=split)
     if source.vocab_size > training.vocab_size:
         raise ConfigError(
             f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "

@@ -52,7 +52,14 @@ SETTINGS = {
         r"optimizer\.beta: unknown key; did you mean",
     ),
     "23 a GPU that is not there": (["run.device=cuda"], r"run\.device: cuda was asked for, but torch sees none"),
-    "25 no such folder": (["data.path={folder}/txet"], r"there is no file or folder .*/txet\. Did you mean .*/text\?"),
+    "25 no such folder": (
+        ["data.path={folder}/txet"],
+        r"^error: data: path = .*: there is no file or folder .*/txet\. Did you mean .*/text\?",
+    ),
+    "25 no such folder to evaluate on": (
+        ["eval.interval=1", 'eval.data={{name="text_files", path="{folder}/txet"}}'],
+        r"^error: eval\.data: path = .*: there is no file or folder .*/txet\. Did you mean .*/text\?",
+    ),
     "25 a pattern that fits nothing": (
         ["data.pattern=*.nothing"],
         r"has no files that match '\*\.nothing'; it has 12 ",
