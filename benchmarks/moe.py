@@ -14,8 +14,8 @@ goes into metrics, at an interval of 10 steps.
 On a GPU (``python benchmarks/moe.py --gpu [OVERRIDES]``): tokens a second of ``configs/model/moe_small.toml``, 9.2B
 parameters of which 2.6B are multiplied with a token, and of the dense model of equal active parameters, measured as
 ``train_gpu.py`` does, in pure bf16, as states in fp32 take more than a GPU has. To see that it works without one:
-``python benchmarks/moe.py --gpu --device cpu --config configs/model/debug_moe.toml --steps 2 train.seq_len=64
-train.batch_size=1``.
+``python benchmarks/moe.py --gpu --device cpu --warmup 1 --steps 1 train.seq_len=64 train.batch_size=1 model.dim=64
+model.n_layers=2 parallel.passes.compile=false``.
 """
 
 from __future__ import annotations

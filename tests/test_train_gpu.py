@@ -21,8 +21,8 @@ vocab_size = 100
 """
 
 
-def _benchmark(*arguments):
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600)
+def _benchmark(*arguments, script=SCRIPT):
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -50,6 +50,19 @@ def test_a_job_that_cannot_be_run_says_why_in_its_row(tmp_path):
     assert re.search(r"\| small \| bf16 \| none \| .*64 is shorter than train.seq_len = 65 \|", done.stdout), (
         done.stdout
     )
+
+
+@pytest.mark.slow
+def test_a_sparse_model_is_measured_beside_the_dense_one_of_as_many_active_parameters():
+    """As the benchmark itself says that one can try it out."""
+    script = SCRIPT.with_name("moe.py")
+    command = re.search(r"``python benchmarks/moe\.py (--gpu --device cpu [^`]*)``", script.read_text())
+
+    done = _benchmark(*command[1].split(), script=script)
+
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"\| (\w+) \| fp32 \| (\w+) \| [\d,]+ \|", done.stdout)
+    assert rows == [("moe_small", "none"), ("moe_small", "full"), ("dense", "none"), ("dense", "full")], done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
