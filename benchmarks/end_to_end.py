@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from step_overhead import Bench
 
-from forge_core.engine.gradients import clip_gradients, global_norm
+from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
 from forge_core.engine.mesh import choose_device, join_process_group
 
 OVERRIDES = ["train.precision=bf16", "model.n_kv_heads=4"]
@@ -67,7 +67,8 @@ def split(bench: Bench, steps: int) -> dict[str, float]:
                 total.backward(1 / count)
             with watch.measure("clip"):
                 gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                clip_gradients(gradients, global_norm(gradients, bench.mesh, bench.device), 1.0)
+                norm = global_norm(squared_norms(gradients), bench.mesh, bench.device)
+                clip_gradients(gradients, norm, 1.0)
             with watch.measure("optimizer"):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
 """The layer ``moe`` against one that pads, and what its metrics cost; with ``--gpu``, whole steps of a 9.2B model.
 
-On the CPU (``python benchmarks/moe.py``, two minutes): forward and backward of a sparse layer (dim 256, experts of 512,
+On the CPU (``python benchmarks/moe.py``, three minutes): forward and backward of a sparse layer (dim 256, experts of 512,
 2048 tokens, two experts a token, bf16) against the same layer with its experts padded to the busiest one, and against a
 dense layer of as many active parameters; freed memory is kept, as ``forge run`` does on a CPU. Two layers pad: one
 expert by expert, as the reference system does, to which the goal is; and one as fast as we could make it. Each round

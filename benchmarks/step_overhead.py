@@ -87,17 +87,10 @@ class NothingIsSaved:
 
     is_writing = False
 
-    def begin(self, step: int, tokens: int, progress: Mapping, metrics: Mapping) -> None:
+    def begin(self, *_: object, **__: object) -> None:
         pass
 
-    def wait_until_copied(self) -> None:
-        pass
-
-    def look(self, step: int, *, is_written: bool) -> None:
-        pass
-
-    def finish(self, *, must_succeed: bool = False) -> None:
-        pass
+    wait_until_copied = look = finish = begin
 
 
 class NothingGoesWrong:

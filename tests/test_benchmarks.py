@@ -1,0 +1,48 @@
+"""Benchmarks go on working while what they measure changes. What they measure is not looked at here."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+SHORT = {
+    "checkpoint": ["--width", "128", "--rounds", "2"],
+    "data": [],
+    "end_to_end": ["--steps", "4"],
+    "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
+    "parity": ["tp2"],
+    "startup": ["--repeats", "1"],
+    "step_overhead": ["--steps", "10", "--rounds", "1"],
+}
+LONG = {
+    "lost_peers": ["--repeats", "1"],
+    "moe": ["--rounds", "1"],
+    "plan_memory": [],
+    "resume": [],
+}
+ELSEWHERE = {"train_gpu": "tests/test_train_gpu.py", "expert_overlap": "needs network namespaces"}
+CASES = [
+    *(pytest.param(name, arguments, id=name, marks=pytest.mark.slow) for name, arguments in SHORT.items()),
+    *(pytest.param(name, arguments, id=name, marks=pytest.mark.nightly) for name, arguments in LONG.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES)
+def test_it_ends_with_figures(name, arguments):
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
+
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\.\d", done.stdout), done.stdout
+
+
+def test_none_is_forgotten():
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*SHORT, *LONG, *ELSEWHERE}
