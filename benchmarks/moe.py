@@ -1,13 +1,13 @@
 """The layer ``moe`` against one that pads, and what its metrics cost; with ``--gpu``, whole steps of a 9.2B model.
 
-On the CPU (``python benchmarks/moe.py``, three minutes): forward and backward of a sparse layer (dim 256, experts of 512,
-2048 tokens, two experts a token, bf16) against the same layer with its experts padded to the busiest one, and against a
-dense layer of as many active parameters; freed memory is kept, as ``forge run`` does on a CPU. Two layers pad: one
-expert by expert, as the reference system does, to which the goal is; and one as fast as we could make it. Each round
-has other tokens, as steps have, so that experts have other loads: of tokens that have nothing in common, and are spread
-evenly, and of tokens that have, and are not, as in a run before its router is balanced. Contestants take turns, so that
-all of them meet the same load of the machine, and times are those of the CPU, not of the clock. oneDNN prepares a
-product for each number of rows that it meets for the first time. In the columns "at first" it meets them, as in the
+On the CPU (``python benchmarks/moe.py``, three minutes): forward and backward of a sparse layer (dim 256, experts of
+512, 2048 tokens, two experts a token, bf16) against the same layer with its experts padded to the busiest one, and
+against a dense layer of as many active parameters; freed memory is kept, as ``forge run`` does on a CPU. Two layers
+pad: one expert by expert, as the reference system does, to which the goal is; and one as fast as we could make it. Each
+round has other tokens, as steps have, so that experts have other loads: of tokens that have nothing in common, and are
+spread evenly, and of tokens that have, and are not, as in a run before its router is balanced. Contestants take turns,
+so that all of them meet the same load of the machine, and times are those of the CPU, not of the clock. oneDNN prepares
+a product for each number of rows that it meets for the first time. In the columns "at first" it meets them, as in the
 first steps of a run; all others are of tokens that were there before. Then the part of the time of sparse layers that
 goes into metrics, at an interval of 10 steps.
 
