@@ -104,6 +104,7 @@ def _memory(step: Callable[[], float], device: str) -> float:
         torch.cuda.reset_peak_memory_stats()
         step()
         return (torch.cuda.max_memory_allocated() - allocated) / MIB
+    ctypes.CDLL(None).malloc_trim(0)  # or what the step allocates may be resident from before
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now (proc(5))
     before = _resident("VmRSS")
     step()
