@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeVar
 
 import attrs
@@ -40,7 +41,7 @@ class Mesh:
     def rank(self) -> int:
         return dist.get_rank()
 
-    @property
+    @cached_property  # asked for in every step
     def world_size(self) -> int:
         return dist.get_world_size()
 
@@ -60,7 +61,7 @@ class Mesh:
             index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
         return index
 
-    @property
+    @cached_property
     def noise_rank(self) -> int:
         """Equal on ranks that must draw the same random numbers, as they compute the same (``tp``), and another one on
         those with other samples, positions or layers; 0 and up."""
