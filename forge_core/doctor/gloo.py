@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from forge_core.contracts.check import Finding, Surroundings
+from forge_core.leaving import leave
 
 _SECONDS = 60
 
@@ -71,3 +72,4 @@ def add(port: int, rank: int) -> None:
 
 if __name__ == "__main__":
     add(int(sys.argv[1]), int(sys.argv[2]))
+    leave()

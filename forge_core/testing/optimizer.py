@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import math
 import multiprocessing
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
+from forge_core.leaving import leave
 from forge_core.testing.component_case import ComponentCase
 
 _SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {
@@ -256,7 +256,7 @@ def _rank(rank: int, folder: Path, file: str, qualname: str) -> None:
         # Sorted behind the sentences: losing the connection to a rank that failed a check is a consequence.
         outcome, text = "failure_otherwise", traceback.format_exc()
     (folder / f"{outcome}_{rank}").write_text(text, encoding="utf-8")
-    os._exit(0)  # without a teardown, in which gloo's threads sometimes abort the process
+    leave()
 
 
 def _join(folder: Path, *, rank: int, world_size: int) -> None:

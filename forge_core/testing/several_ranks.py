@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
 from forge_core.engine.mesh import join_process_group
+from forge_core.leaving import leave
 
 SECONDS = 240
 """After which ranks are taken for lost."""
@@ -104,3 +105,4 @@ def _main(file: str, qualname: str, method: str, folder: str) -> None:
 
 if __name__ == "__main__":
     _main(*sys.argv[1:])
+    leave()

@@ -7,7 +7,6 @@ ended, as JSON.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from forge_core.checkpoint import saver as saver_module
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
+from forge_core.leaving import leave
 
 
 def main(folder: Path, timeout: float) -> None:
@@ -58,8 +58,7 @@ def main(folder: Path, timeout: float) -> None:
         _save(saver, 5)
     saver.close()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # without a teardown of the interpreter, in which gloo's threads sometimes abort the process
+    leave()
 
 
 def _save(saver: Saver, step: int) -> None:

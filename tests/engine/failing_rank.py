@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from forge_core.engine.ranks import from_first_rank, on_all_ranks
 from forge_core.errors import ConfigError, ExitCode, ForgeError
+from forge_core.leaving import leave
 
 
 def fails_with(error):
@@ -27,3 +28,4 @@ for error, expected, words in (
         print(raised.exit_code is expected, str(raised) == ("" if dist.get_rank() else words))
 print(from_first_rank(lambda: "told"))
 dist.destroy_process_group()
+leave()

@@ -123,6 +123,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from forge_core.config.sections import AXES
 from forge_core.engine.gradients import global_norm, norms_along, squared_norms
 from forge_core.engine.mesh import Mesh, join_process_group
+from forge_core.leaving import leave
 
 cpu = torch.device("cpu")
 join_process_group(cpu)
@@ -150,4 +151,5 @@ print(json.dumps({
     "expected": {name: math.sqrt(value) for name, value in expected.items()},
     "total": global_norm(squared_norms(gradients), mesh, cpu).item(),
 }))
+leave()
 """

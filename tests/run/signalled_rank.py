@@ -19,6 +19,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.discovery import discover
 from forge_core.engine.run import run_job
 from forge_core.engine.trainer import Trainer
+from forge_core.leaving import leave
 
 STEP = 4
 """At which the moment comes."""
@@ -112,6 +113,7 @@ def main() -> None:
         else:
             code = run_job(job, catalog)
         print(json.dumps([int(code), *reached[-1]]), flush=True)
+    leave()
 
 
 main()

@@ -73,6 +73,7 @@ from forge_core.config.job import load_job
 from forge_core.discovery import discover
 from forge_core.engine.run import run_job
 from forge_core.errors import ExitCode
+from forge_core.leaving import leave
 
 catalog, called = discover(), []
 config, settings, on_cpu = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "cpu"
@@ -96,6 +97,7 @@ if on_cpu:
 job = load_job(config, settings, catalog=catalog, world_size=2)
 assert run_job(job, catalog) is ExitCode.COMPLETED
 print(json.dumps(called))
+leave()
 """
 
 

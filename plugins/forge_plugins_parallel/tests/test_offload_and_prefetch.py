@@ -92,6 +92,7 @@ from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.engine.run import run_job
 from forge_core.errors import ExitCode
+from forge_core.leaving import leave
 from forge_core.testing.component_case import builder
 from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
 
@@ -148,6 +149,7 @@ def asked_for(prefetch):
 
 
 print(json.dumps({str(prefetch): asked_for(prefetch) for prefetch in (0, 1, 2)}))
+leave()
 """
 
 

@@ -18,6 +18,7 @@ from forge_core.config.job import load_job
 from forge_core.discovery import discover
 from forge_core.engine.run import run_job
 from forge_core.errors import ExitCode, ForgeError
+from forge_core.leaving import leave
 
 
 def main(job_toml: Path, plan: Path) -> None:
@@ -38,6 +39,7 @@ def main(job_toml: Path, plan: Path) -> None:
             _clear_sharding_prop_cache()  # its meshes name groups that are gone, by names that new ones get
             with Path(f"done.{rank}").open("a") as done:
                 done.write(f"{number}\n")
+    leave()
 
 
 def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:

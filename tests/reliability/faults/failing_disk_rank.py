@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.errors import ConfigError
+from forge_core.leaving import leave
 
 
 def main(folder: Path, background: bool, saves: int) -> None:
@@ -47,6 +48,7 @@ def main(folder: Path, background: bool, saves: int) -> None:
     _read(newest)
     _read(older)
     dist.destroy_process_group()
+    leave()
 
 
 def _sharded(value: float) -> DTensor:
