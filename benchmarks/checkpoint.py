@@ -8,7 +8,6 @@ step.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.checkpoint.tensors import model_tensors, named_parameters, optimizer_state
+from forge_core.leaving import leave
 
 RANKS = 2
 ROWS = 1024
@@ -35,14 +35,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="of 25 square layers; 1024 saves 300 MB")
     parser.add_argument("--rounds", type=int, default=5, help="checkpoints of each way")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("--rounds must be at least 2: the first checkpoint in the background is not counted")
     with TemporaryDirectory() as folder:
         mp.spawn(measure, args=(Path(folder), arguments.width, arguments.rounds), nprocs=RANKS)
 
 
 def measure(rank: int, folder: Path, width: int, rounds: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    dist.init_process_group("cpu:gloo")
+    dist.init_process_group("cpu:gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     store = CheckpointStore(folder / "checkpoints")
     step, snapshot = training(width)
     step()
@@ -66,6 +67,7 @@ def measure(rank: int, folder: Path, width: int, rounds: int) -> None:
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in snapshot(0).tensors.values())
         report(rows, n_bytes)
     dist.destroy_process_group()
+    leave()
 
 
 def training(width: int) -> tuple[Callable[[], object], Callable[[int], Snapshot]]:

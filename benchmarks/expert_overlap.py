@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from forge_core.builder import ComponentBuilder
 from forge_core.discovery import discover
 from forge_core.engine.initialisation import SeededInitializer
+from forge_core.leaving import leave
 
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 512, 8, 1024
 SETTINGS = {"waits": None, "overlap": 1, "overlap, chunks = 2": 2, "overlap, chunks = 4": 4}
@@ -99,6 +100,7 @@ def measure(rounds: int, dispatcher: str) -> None:
                 columns.append(f"{1000 * value:8.0f} ms ({value / waiting:.2f})")
             print(f"{name:<22} {columns[0]:>18} {columns[1]:>18}")
     dist.destroy_process_group()
+    leave()
 
 
 def build_layer(dispatcher: str) -> torch.nn.Module:

@@ -31,6 +31,7 @@ from forge_core.discovery import discover
 from forge_core.engine.build import build_model, build_optimizer
 from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
 from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.leaving import leave
 from forge_core.passes import sort_passes
 from forge_core.plan.memory import bytes_of
 from forge_core.plan.simulation import simulate
@@ -146,6 +147,7 @@ def run_rank(config: Path, overrides: list[str]) -> None:
     buffers = [buffer for part in model.parts for buffer in part.buffers()]
     print(bytes_of([*parameters, *buffers, *kept]) + peak)
     dist.destroy_process_group()
+    leave()
 
 
 class Allocator(TorchDispatchMode):
