@@ -47,3 +47,25 @@ def make_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[loaded]
     importlib.invalidate_caches()
+
+
+@pytest.fixture
+def aborting_teardown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes abort as the interpreter takes its modules down: those do sometimes that unload torch and have had a
+    process group."""
+    (tmp_path / "sitecustomize.py").write_text(ABORTING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)  # some processes are given what is on this one's
+
+
+ABORTING = """
+import os
+
+
+class Threads:
+    def __del__(self, abort=os.abort):
+        abort()
+
+
+threads = Threads()
+"""

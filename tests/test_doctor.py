@@ -13,7 +13,7 @@ import pytest
 from forge_core.cli import main
 from forge_core.contracts.check import Finding, Surroundings
 from forge_core.discovery import discover
-from forge_core.doctor import CORE_CHECKS, gpus, network, storage
+from forge_core.doctor import CORE_CHECKS, gloo, gpus, network, storage
 from forge_core.doctor.together import merged
 
 
@@ -65,6 +65,13 @@ def test_what_is_wrong_is_exit_code_2_and_the_rest_is_looked_at(doctor, without_
     assert found["run.dir"]["state"] == "wrong"
     assert "/proc" in found["run.dir"]["found"]
     assert found["plugins"]["state"] == "fine"
+
+
+@pytest.mark.usefixtures("aborting_teardown")
+def test_gloo_works_where_processes_would_abort_as_torch_is_unloaded(tmp_path):
+    (finding,) = gloo.look(Surroundings(tmp_path, discover()))
+
+    assert finding.state == "fine", finding
 
 
 def test_gloo_that_does_not_work_is_found_out(doctor, monkeypatch):

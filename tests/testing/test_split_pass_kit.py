@@ -250,6 +250,11 @@ def test_a_method_runs_on_each_rank():
     assert on_ranks(Places, "rank", 2) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.usefixtures("aborting_teardown")
+def test_a_rank_that_would_abort_as_torch_is_unloaded_has_not_failed():
+    assert on_ranks(Places, "rank", 2) == [(0, 2), (1, 2)]
+
+
 def test_what_a_rank_says_before_it_fails_is_shown():
     with pytest.raises(AssertionError, match=r"(?s)of 2 ranks fail\n.*rank 1: .*the second stage is lost"):
         on_ranks(Places, "fail_on_one", 2)
