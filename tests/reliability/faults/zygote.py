@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from forge_core.leaving import leave
+
 
 class Rank:
     """A forked process; the number of one that has ended is not mistaken for another's."""
@@ -117,9 +119,7 @@ def _fork(order: dict[str, Any], rank: int) -> int:
     except BaseException:  # noqa: BLE001 - a fork of the server must not go on as the server
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
 
 def _die_with_parent() -> None:
