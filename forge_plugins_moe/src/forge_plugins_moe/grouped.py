@@ -69,7 +69,7 @@ def grouped_outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torc
     Args:
         ends: ``(E,)`` int32, where each expert's rows end.
     """
-    if len(rows) == 0:
+    if len(rows) == 0:  # as in _product
         return rows.new_zeros(len(ends), gradient.shape[1], rows.shape[1])
     return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
 
