@@ -1,4 +1,60 @@
-"""Research packages lie in folders of their own names at the root. pytest names test modules after their folders, so a
+"""The machine as tests see it, on every machine on which they run: named commands, named variables, an empty home.
+
+Research packages lie in folders of their own names at the root. pytest names test modules after their folders, so a
 package would be hidden by its folder if it were not imported before."""
 
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import pytest
+
 import forge_plugins_moe  # noqa: F401
+
+COMMANDS = """
+basename bash blockdev cat cc chmod chown cp cut date dd df dirname dmsetup echo env false find flock g++ gcc getconf
+git grep head hostname id ip kill ld as ln losetup ls make mkdir mkfs.ext4 mkfs.xfs mknod mktemp mount mountpoint mv
+nohup nproc nvidia-smi pgrep pidof pkill ps readlink realpath rm rmdir sed seq sh sleep sort stat strace sync tail tc
+tee test timeout touch tr true truncate umount uname uniq unshare wc xargs
+"""
+"""Programs of the machine that tests may start, where it has them. None is of Slurm: tests bring their own."""
+
+VARIABLES = """
+CC CI CUDA_HOME CUDA_VISIBLE_DEVICES CXX FORGE_REQUIRE_SLURM FORGE_TORTURE_SECONDS LANG LC_ALL LD_LIBRARY_PATH
+OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED REQUESTS_CA_BUNDLE SSL_CERT_DIR SSL_CERT_FILE TMPDIR TZ
+VIRTUAL_ENV http_proxy https_proxy no_proxy
+"""
+"""Variables of the environment that tests may see, where they are set; those of pip and pytest too."""
+
+MADE = "FORGE_TEST_MACHINE"
+"""Set where the machine is made already: in the workers of pytest-xdist."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs before any test is imported."""
+    if MADE not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="forge-tests-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        make_machine(folder, os.environ)
+
+
+def make_machine(folder: Path, environment: MutableMapping[str, str]) -> None:
+    """Reduces ``environment`` to the named commands and variables, with a home in ``folder`` that is empty."""
+    commands, home = folder / "bin", folder / "home"
+    commands.mkdir()
+    home.mkdir()
+    for name in COMMANDS.split():
+        if found := shutil.which(name, path=environment.get("PATH")):
+            (commands / name).symlink_to(found)
+    settings = Path(environment.get("HOME", "/")) / ".config/pip/pip.conf"
+    kept = VARIABLES.split()
+    for name in list(environment):
+        if name not in kept and not name.startswith(("PIP_", "PYTEST_")):
+            del environment[name]
+    if settings.is_file():  # says where packages come from
+        environment.setdefault("PIP_CONFIG_FILE", str(settings))
+    environment.update({"PATH": str(commands), "HOME": str(home), MADE: str(folder)})

@@ -1,8 +1,9 @@
-"""Tokens a second on the 20M debug shape, and where a step's time goes.
+"""Tokens a second, by default on the 20M debug shape, and where a step's time goes.
 
 4 × 512 tokens a step, vocabulary 32,000, bf16 compute through FSDP2 on one rank, as ``forge run`` builds it. The whole
 step is measured in the trainer; the split in the same parts called one by one, with the device waited for after each.
-Usage: ``python benchmarks/end_to_end.py [--loss chunked_cross_entropy] [--steps 12] [--compile]``.
+Usage: ``python benchmarks/end_to_end.py [--loss chunked_cross_entropy] [--steps 12] [--compile] [--dim 256] [--layers 4]
+[--vocab 32000] [--seq-len 512]``.
 """
 
 from __future__ import annotations
@@ -80,17 +81,20 @@ def main() -> None:
     arguments.add_argument("--loss", default="cross_entropy")
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--compile", action="store_true")
+    for name, size in SHAPE.items():
+        arguments.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     options = arguments.parse_args()
+    shape = {name: getattr(options, name) for name in SHAPE}
     join_process_group(choose_device("auto"))
     overrides = [*OVERRIDES, f"loss.name={options.loss}"]
     if options.compile:
         overrides.append("parallel.passes.compile=true")
     with TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.steps, overrides=overrides, **SHAPE)
+        bench = Bench(Path(folder), options.steps, overrides=overrides, **shape)
         parts = split(bench, options.steps)
         seconds = bench.forge()
     dist.destroy_process_group()
-    tokens = 4 * SHAPE["seq_len"]
+    tokens = 4 * options.seq_len
     print(f"{options.loss}, {bench.device.type}: {seconds:.3f} s a step, {tokens / seconds:,.0f} tokens/s")
     for name in PARTS:
         print(f"  {name:10} {parts[name] * 1e3:9.2f} ms  {parts[name] / sum(parts.values()):6.1%}")

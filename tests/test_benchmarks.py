@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHORT = {
     "checkpoint": ["--width", "128", "--rounds", "2"],
     "data": [],
-    "end_to_end": ["--steps", "4"],
+    "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
     "parity": ["tp2"],
     "startup": ["--repeats", "1"],

@@ -6,7 +6,6 @@ import contextlib
 import getpass
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,13 +23,14 @@ REQUIRE = "FORGE_REQUIRE_SLURM"
 
 def slurm_prefix() -> tuple[Path | None, str]:
     """The folder with Slurm's ``usr/``, or ``None`` and why there is none: installed, unpacked before, unpacked now."""
-    if Path("/usr/sbin/slurmctld").exists() and shutil.which("srun"):
+    if Path("/usr/sbin/slurmctld").exists() and Path("/usr/bin/srun").exists():
         return Path("/"), ""
     folder = Path(sys.prefix) / "slurm"
     if not (folder / "usr/sbin/slurmctld").exists():
         script = Path(__file__).with_name("unpack_slurm.sh")
         try:
-            done = subprocess.run([script, folder], capture_output=True, text=True, timeout=240)
+            whole = {**os.environ, "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+            done = subprocess.run([script, folder], env=whole, capture_output=True, text=True, timeout=240)
         except (OSError, subprocess.TimeoutExpired) as error:
             return None, f"Slurm is not installed and cannot be unpacked: {error}"
         if done.returncode:
@@ -115,9 +115,9 @@ class SlurmCluster:
         found = next(iter(sorted(prefix.glob("usr/lib/*/slurm-wlm"))), libraries / "slurm-wlm")
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         self.environment = {**clean, "SLURM_CONF": str(self.conf), "OMP_NUM_THREADS": "1"}
+        self.environment["PATH"] = f"{prefix / 'usr/bin'}:{prefix / 'usr/sbin'}:/usr/bin:/bin"
         if prefix != Path("/"):
             self.environment["LD_LIBRARY_PATH"] = f"{found}:{found.parent}"
-            self.environment["PATH"] = f"{prefix}/usr/bin:{prefix}/usr/sbin:{os.environ['PATH']}"
         for part in ("etc", "run", "log", "state", *(f"spool/n{node}" for node in range(nodes))):
             (folder / part).mkdir(parents=True)
         port = _free_ports(nodes + 1)

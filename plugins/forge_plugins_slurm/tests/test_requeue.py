@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ def end(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     tools, calls = tmp_path / "bin", tmp_path / "calls"
     tools.mkdir()
-    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
 
     def run(reason: str, *, shows: str = "JobState=RUNNING Reason=None", answer: str = "", code: int = 0):
         (tools / "scontrol").write_text(

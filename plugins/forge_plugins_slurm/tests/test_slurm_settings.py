@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -54,7 +55,7 @@ SINFO = "debug|1:00:00|64|1000|(null)\nh100*|2-00:00:00|192|2000000|gpu:h100:8(S
 def sinfo(tmp_path, monkeypatch):
     """Puts a stand-in for sinfo there that says this."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def say(text):
         (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf '%s' '{text}'\n")
@@ -112,3 +113,24 @@ def test_a_real_slurm_answers(slurm_cluster, slurm_job):
     assert found["preemption", "low"]["found"] == "low: REQUEUE, 30 s of grace, then 5 s until the kill"
     written = read_cluster(slurm_job.folder / "cluster.toml")
     assert (written.partition, written.time, written.ranks_per_node) == ("low", "1:00:00", 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ("scontrol: fatal: Could not establish a configuration source", "fine"),
+        ("slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", "warning"),
+    ],
+)
+def test_commands_without_a_cluster_keep_nobody_from_training(tmp_path, monkeypatch, capsys, answer, state):
+    monkeypatch.setattr("forge_core.doctor.gloo.look", lambda _: ())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for command in ("scontrol", "sinfo"):
+        (tmp_path / command).write_text(f"#!/bin/sh\necho '{answer}' >&2\nexit 1\n")
+        (tmp_path / command).chmod(0o755)
+
+    assert main(["doctor", "--json"]) == 0
+    assert next(one["state"] for one in json.loads(capsys.readouterr().out) if one["subject"] == "Slurm") == state
+    assert main(["doctor", "--init"]) == 2
+    assert answer in capsys.readouterr().err

@@ -17,7 +17,6 @@ HOUR_AGO = 3600
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs"
 
@@ -31,7 +30,7 @@ def queue(tmp_path, monkeypatch):
     def say(text: str) -> None:
         squeue.write_text(f"#!/bin/sh\nprintf '{text}'\n")
         squeue.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
     return say
 

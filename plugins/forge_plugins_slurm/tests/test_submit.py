@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +23,6 @@ def forge(slurm_job, monkeypatch, capsys):
     """Runs a command in this process; returns exit code, output and errors."""
     monkeypatch.chdir(slurm_job.folder)
     monkeypatch.delenv("FORGE_CLUSTER", raising=False)
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no sbatch, unless a test puts one there
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main([arguments[0], *([str(slurm_job.config)] if arguments[0] == "submit" else []), *arguments[1:]])
@@ -40,7 +40,7 @@ def sbatch(tmp_path, monkeypatch, forge):
     for name, text in {"sbatch": "echo 12", "squeue": "cat queue 2>/dev/null; true"}.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
 # -- cluster.toml
@@ -355,7 +355,7 @@ def test_what_the_script_makes_of_an_exit_code(
     done = subprocess.run(
         ["bash"],
         input=batch_script(submission(run, SCRIPTS[name])),
-        env={"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"},
+        env={"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -396,7 +396,7 @@ def test_crashes_are_counted_until_there_is_a_new_checkpoint(tmp_path):
             ["bash"],
             input=batch_script(submission(run, Cluster(max_failures=2))),
             cwd=tmp_path,
-            env={"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"},
+            env={"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"},
             capture_output=True,
             text=True,
             timeout=60,

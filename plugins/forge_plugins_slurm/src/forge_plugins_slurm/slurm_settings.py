@@ -16,6 +16,9 @@ from forge_plugins_slurm.cluster import FILE
 _CRED_EXPIRE = 120
 """Slurm's default, in seconds."""
 
+_NO_CLUSTER = "Could not establish a configuration source"
+"""Slurm's words where there is neither a slurm.conf nor a server that has one."""
+
 
 def look(_: Surroundings) -> Iterator[Finding]:
     """Version, preemption, what a run has to save in, and how long it waits after a requeue."""
@@ -26,10 +29,18 @@ def look(_: Surroundings) -> Iterator[Finding]:
         yield Finding("Slurm", "fine", "there is none on this machine")
         return
     except ForgeError as error:
-        yield Finding("Slurm", "wrong", str(error), "ask whoever runs the cluster, or try again later")
+        yield _unanswered(str(error))
         return
     yield Finding("Slurm", "fine", f"{config.get('SLURM_VERSION', '?')}, cluster {config.get('ClusterName', '?')}")
     yield from findings(config, partitions)
+
+
+def _unanswered(error: str) -> Finding:
+    """Slurm's commands are here and no cluster answers them: a machine to train on all the same."""
+    if _NO_CLUSTER in error:
+        return Finding("Slurm", "fine", "its commands are here, and no cluster is set up for them")
+    advice = "one can train on this machine; for `forge submit`, try again later or ask the cluster's administrators"
+    return Finding("Slurm", "warning", error, advice)
 
 
 def findings(config: Mapping[str, str], partitions: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
@@ -71,6 +82,8 @@ def cluster_file() -> tuple[str, str]:
         lines = _answer("sinfo", "--noheader", "--exact", "-o", "%P|%l|%c|%m|%G").splitlines()
     except FileNotFoundError:
         raise ConfigError("--init: there is no sinfo on this machine; run it where jobs are submitted") from None
+    except ForgeError as error:
+        raise ConfigError(f"--init: {error}") from None
     nodes = [_Nodes.read(line) for line in lines]
     chosen = next((one for one in nodes if one.is_default), nodes[0] if nodes else None)
     if chosen is None:
