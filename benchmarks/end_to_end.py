@@ -2,8 +2,8 @@
 
 4 × 512 tokens a step, vocabulary 32,000, bf16 compute through FSDP2 on one rank, as ``forge run`` builds it. The whole
 step is measured in the trainer; the split in the same parts called one by one, with the device waited for after each.
-Usage: ``python benchmarks/end_to_end.py [--loss chunked_cross_entropy] [--steps 12] [--compile] [--dim 256] [--layers 4]
-[--vocab 32000] [--seq-len 512]``.
+Usage: ``python benchmarks/end_to_end.py [--loss chunked_cross_entropy] [--steps 12] [--compile]``. Other shapes:
+``[--dim 256] [--layers 4] [--vocab 32000] [--seq-len 512]``.
 """
 
 from __future__ import annotations
