@@ -28,6 +28,7 @@ from forge_core.engine.anomalies import Anomalies
 from forge_core.engine.build import build_model, build_optimizer
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.lifecycle import Lifecycle
+from forge_core.engine.loss_check import CheckedLoss
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import build_mesh, choose_device, join_process_group
 from forge_core.engine.trainer import Trainer
@@ -189,12 +190,13 @@ class Bench:
             log=print,
         )
         loader = self.loader()
+        checked = CheckedLoss(loss, "the loss")
         return Trainer(
             job=self.job,
             mesh=self.mesh,
             device=self.device,
             parts=[model],
-            executor=PlainExecutor(model, loss),
+            executor=PlainExecutor(model, checked),
             optimizer=optimizer,
             schedule=schedule,
             loader=loader,
@@ -207,7 +209,9 @@ class Bench:
                 self.job.anomalies, self.mesh, self.device, loader, print, lambda event, **facts: print(event, facts)
             ),
             rolling_back=NothingGoesWrong(),
+            loss=checked,
             record=lambda values: None,
+            optimizer_words="the optimizer",
         )
 
     def _wait(self) -> None:

@@ -26,6 +26,10 @@ class ComponentBuilder:
             given["build"] = self
         return factory(use.config, **given)
 
+    def words_for(self, use: Use) -> str:
+        """As ``Catalog.words_for``."""
+        return self._catalog.words_for(use)
+
     def resolve(self, kind: str, table: str | Mapping[str, Any]) -> Use:
         try:
             # For mypy an Annotated is not a type; the converter knows what to do with it.

@@ -9,7 +9,7 @@ from typing import Literal
 import attrs
 
 from forge_core.announcements import canonical_distribution
-from forge_core.component import Check, Command, Component, Kind
+from forge_core.component import Check, Command, Component, Kind, Use
 from forge_core.errors import ConfigError
 from forge_core.hookspecs import CORE_KINDS
 
@@ -154,6 +154,11 @@ class Catalog:
         if not colon:
             return found
         return tuple(one for one in found if one.plugin.distribution == canonical_distribution(distribution))
+
+    def words_for(self, use: Use) -> str:
+        """A chosen component as messages name it: ``"optimizer 'muon' of acme-optim 1.2"``."""
+        plugin = next((one for one in self.plugins if one.distribution == use.provider), use.provider)
+        return f"{kind_words(use.kind)} '{use.name}' of {plugin}"
 
     def command(self, name: str) -> tuple[Command, Plugin] | None:
         """A plugin's command, or ``None`` if no plugin has one of that name.

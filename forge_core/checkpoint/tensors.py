@@ -21,10 +21,10 @@ def model_tensors(parameters: Mapping[str, nn.Parameter], parts: Sequence[nn.Mod
     for part in parts:
         persistent = {canonical_name(name) for name in part.state_dict(keep_vars=True)}
         named.update((name, buffer) for name, buffer in part.named_buffers() if canonical_name(name) in persistent)
-    return {f"model.{canonical_name(name)}": _values(tensor) for name, tensor in named.items()}
+    return {f"model.{canonical_name(name)}": plain_values(tensor) for name, tensor in named.items()}
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without the class that a pass has put around it (such as float8 all-gather's): a checkpoint with
     that class in it could be read only where the class is known."""
     local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor

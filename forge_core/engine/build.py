@@ -22,6 +22,7 @@ from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.initialisation import initialise
+from forge_core.engine.loss_check import CheckedLoss
 from forge_core.engine.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_core.hardware import Gpu
@@ -52,6 +53,8 @@ class BuiltModel:
     flops_per_token: float
     """Of the whole model, forward and backward."""
     executor: Executor
+    loss: CheckedLoss
+    """What the executor computes."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What this rank has to save of the model, by key."""
@@ -112,9 +115,9 @@ def build_model(
             fill(part, device, job.train.seed)
         else:
             materialise(part, device, job.train.seed, on_host=on_host)
-    loss = build(job.loss)
+    loss = CheckedLoss(build(job.loss), build.words_for(job.loss))
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
-    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor)
+    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss)
 
 
 def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) -> tuple[list[nn.Module], list[str]]:

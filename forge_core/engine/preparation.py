@@ -31,6 +31,7 @@ from forge_core.engine.peers import Peers
 from forge_core.engine.ranks import from_first_rank, on_all_ranks
 from forge_core.engine.replicas import refuse_several_replications
 from forge_core.engine.resuming import Start, choose_start, refuse_if_incompatible, resume_asked_for
+from forge_core.engine.schedule_check import CheckedSchedule
 from forge_core.engine.timeouts import Timeouts
 from forge_core.engine.warm_start import WarmStart, choose_warm_start
 from forge_core.errors import ConfigError
@@ -121,7 +122,9 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
         loader=_loader(job, source, mesh, device, checkpoint),
         validation=_validation_source(job, source, build) if job.eval.interval else None,
         vocab_size=choose_vocab_size(job, source),
-        schedule=build(job.scheduler, total_steps=job.train.steps),
+        schedule=CheckedSchedule(
+            build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
+        ),
         callbacks=callbacks,
         lifecycle=Lifecycle(
             [

@@ -28,9 +28,11 @@ from forge_core.engine.agreement import Agreement
 from forge_core.engine.anomalies import Anomalies, can_skip_on_device
 from forge_core.engine.contributors import Contributors
 from forge_core.engine.executor import Batch
+from forge_core.engine.first_steps import FirstSteps
 from forge_core.engine.gradients import Layout, Squares, clip_gradients, global_norm, norms_along, squared_norms
 from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.live_state import LiveParts
+from forge_core.engine.loss_check import CheckedLoss
 from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import DATA_AXES, LOSS_AXES, Mesh
 from forge_core.engine.replicas import Replicas
@@ -57,8 +59,11 @@ class Trainer:
     saving: Saving
     anomalies: Anomalies
     rolling_back: RollingBack
+    loss: CheckedLoss
     record: Callable[[Mapping[str, float]], None]
     """Takes the values of a logged step or of an evaluation."""
+    optimizer_words: str
+    """Names it in messages."""
     step: int = 0
     is_resumed: bool = False
     """From a checkpoint, which may be one of step 0."""
@@ -74,6 +79,7 @@ class Trainer:
         self._parameters = named_parameters(self.parts)
         self._contributors = Contributors(self.parts, self.mesh)
         self._skips_on_device = can_skip_on_device(self.optimizer, self.device)
+        self._first_steps = FirstSteps(self._parameters, self.loss, self.optimizer_words)
         self._agreement = Agreement()
         # of all pipeline stages, asked for once, at the first step that is logged
         self._auxiliary_names: list[str] | None = None
@@ -130,7 +136,9 @@ class Trainer:
         self._log_pending()
         sums = torch.zeros(2, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         self._set_training(False)
+        n_targets = 0
         for batch in self.evaluation():
+            n_targets += _count_targets(batch)
             sums += torch.stack(self.executor.evaluate(self._to_device(batch)))
             if self._agreement.any_rank(bool(self.context.requests.stop)):
                 break
@@ -138,6 +146,9 @@ class Trainer:
         if self._agreement.any_rank(bool(self.context.requests.stop)):
             return {}  # a part of the validation set is not what was asked for; a resumed run evaluates again
         total, count = self.mesh.sum_over(sums, LOSS_AXES).tolist()
+        n_valid = self.mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
+        if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
+            self.loss.refuse_count(count, n_valid)
         loss = total / max(count, 1)
         perplexity = math.inf if loss > 700 else math.exp(loss)
         values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
@@ -163,7 +174,9 @@ class Trainer:
         scale, token_scale, own_scales = self._scales(microbatches)
         LEDGER.start_step(scale, self.mesh.degrees["tp"], own_scales, token_scale)
         batches = [self._to_device(batch) for batch in microbatches]
+        self._first_steps.before_gradients()
         total = self.executor.run(batches, scale)
+        self._first_steps.after_gradients(step)
         if not self.replicas.is_alone:
             together = total.clone()
             others = [*self._contributors.accumulators(), *LEDGER.sums(), together]
@@ -241,7 +254,7 @@ class Trainer:
         On the device; counted here, where the batches still are in the host's memory.
         """
         counts = [
-            sum(int(np.count_nonzero(batch["targets"].numpy() != IGNORED)) for batch in microbatches),
+            sum(_count_targets(batch) for batch in microbatches),
             sum(_count_tokens(batch) for batch in microbatches),
         ]
         names: list[str] = []
@@ -397,6 +410,10 @@ class Trainer:
         self.step = self.rolling_back.go(stretch, self.step)
         self._put_off_save = False
         self.measurement.restart(self.loader.seconds_waiting)
+
+
+def _count_targets(batch: Mapping[str, torch.Tensor]) -> int:
+    return int(np.count_nonzero(batch["targets"].numpy() != IGNORED))
 
 
 def _count_tokens(batch: Mapping[str, torch.Tensor]) -> int:

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.engine.build import BuiltModel, build_optimizer
 from forge_core.engine.executor import PlainExecutor
+from forge_core.engine.loss_check import CheckedLoss
 from forge_core.errors import ConfigError
 from forge_core.testing.small_model import small_job
 
@@ -38,6 +39,7 @@ def built(axis, placement) -> BuiltModel:
         n_parameters=16,
         flops_per_token=1.0,
         executor=PlainExecutor(nn.Identity(), None),
+        loss=CheckedLoss(None, "none"),
     )
 
 

@@ -1,0 +1,87 @@
+"""A run's loss, of which the contract is believed only after it has been looked at."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from forge_core.contracts.loss import IGNORED, Loss, LossSum
+from forge_core.errors import PluginError
+
+
+class CheckedLoss:
+    """What costs nothing is checked in each call. While ``is_watched``, the first call with targets is looked into, for
+    which the host waits: its count, and whether it is a sum. What is wrong there is in ``problem`` afterwards, as only
+    some ranks of a pipeline compute a loss, and all of them have to end.
+
+    Args:
+        words: names the component in messages.
+    """
+
+    def __init__(self, loss: Loss, words: str) -> None:
+        self._loss = loss
+        self.words = words
+        self.is_watched = False
+        self.problem = ""
+
+    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+        if self.is_watched:
+            # before what is kept for backward takes its memory
+            self._look_into(hidden, head, targets)
+        return self._sum(hidden, head, targets)
+
+    def _sum(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+        found = self._loss(hidden, head, targets)
+        if not isinstance(found, LossSum):
+            raise PluginError(self._bug(f"returns a {type(found).__name__}, which must be a LossSum"))
+        for name, tensor in zip(found._fields, found, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise PluginError(self._bug(f"returns a {type(tensor).__name__} as the {name}, which must be a tensor"))
+            if tensor.ndim:
+                shape = tuple(tensor.shape)
+                raise PluginError(self._bug(f"returns a {name} of the shape {shape}, which must be a scalar"))
+        return found
+
+    @torch.no_grad()
+    def _look_into(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> None:
+        """A sum over all targets is that over every other one, and that over the others; a mean is half of it."""
+        valid = targets != IGNORED
+        place = valid.flatten().cumsum(0).view_as(valid)
+        n_valid = int(valid.sum())
+        if n_valid < 2:
+            return
+        self.is_watched = False
+        n_even = n_valid // 2  # as many of them as of the others, but for one
+        devices = [hidden.device] if hidden.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # a step draws what it would have drawn without this
+            whole, even, odd = (
+                self._sum(hidden, head, torch.where(part, targets, IGNORED))
+                for part in (valid, valid & (place % 2 == 0), valid & (place % 2 == 1))
+            )
+        for found, expected in ((whole, n_valid), (even, n_even)):
+            if (count := int(found.count)) != expected:
+                self.problem = self._bug(
+                    f"counts {count} targets where {expected} are not {IGNORED}; it must return the sum over these and "
+                    "their number"
+                )
+                return
+        total, of_parts = float(whole.total), float(even.total + odd.total)
+        if abs(of_parts - total) > 0.4 * abs(total):  # a mean is 1 apart, and losses that are no plain sum less
+            self.problem = self._bug(
+                f"returns {total:.4g} for {n_valid} targets and {of_parts:.4g} for the two halves of them together; it "
+                "must return the sum over targets, not their mean"
+            )
+
+    def refuse_count(self, counted: float, n_valid: float) -> None:
+        """After an evaluation: what was counted, and what there is to count, over all ranks.
+
+        Raises:
+            PluginError: they differ.
+        """
+        if counted != n_valid:
+            raise PluginError(
+                self._bug(f"counts {counted:.0f} targets of the validation data, where {n_valid:.0f} are not {IGNORED}")
+            )
+
+    def _bug(self, what: str) -> str:
+        return f"{self.words} {what}. This is a bug in the loss."

@@ -1,0 +1,170 @@
+"""Components that break their contract are named, and what they would have done is not done."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from forge_core.cli import main
+
+PLUGIN = """
+    from forge_core.api import Component, PassComponent, hookimpl
+
+    def component(name):
+        return Component(name=name, summary="wrong", factory=f"wrong.parts:{name}", config="wrong.config:Rate")
+
+    @hookimpl
+    def forge_schedulers():
+        return [component("negative"), component("late_nan"), component("moody")]
+
+    @hookimpl
+    def forge_losses():
+        return [component("one_mean"), component("mean"), component("bare"), component("all_targets")]
+
+    @hookimpl
+    def forge_optimizers():
+        return [component("in_backward")]
+"""
+CONFIG = """
+    import attrs
+
+    @attrs.frozen(kw_only=True)
+    class Rate:
+        lr: float = 0.01
+"""
+PARTS = """
+    import math
+
+    import torch
+    import torch.nn.functional as F
+
+    from forge_core.contracts.loss import LossSum
+
+    calls = []
+
+
+    def negative(config, /, *, total_steps):
+        return lambda step: 1 - step / 4
+
+
+    def late_nan(config, /, *, total_steps):
+        return lambda step: math.nan if step == total_steps else 1.0
+
+
+    def moody(config, /, *, total_steps):
+        def multiplier(step):
+            calls.append(step)
+            return -0.5 if calls.count(step) == 2 and step == 3 else 1.0
+        return multiplier
+
+
+    def _cross_entropy(hidden, head, targets):
+        logits = head(hidden).float().flatten(0, -2)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum"), (targets != -100).sum()
+
+
+    def one_mean(config, /):
+        def loss(*given):
+            total, count = _cross_entropy(*given)
+            return LossSum(total / count, torch.ones_like(count))
+        return loss
+
+
+    def mean(config, /):
+        def loss(*given):
+            total, count = _cross_entropy(*given)
+            return LossSum(total / count, count)
+        return loss
+
+
+    def bare(config, /):
+        return lambda *given: _cross_entropy(*given)[0]
+
+
+    def all_targets(config, /):
+        def loss(hidden, head, targets):
+            counted = targets.numel() if not hidden.requires_grad and not head.training else (targets != -100).sum()
+            return LossSum(_cross_entropy(hidden, head, targets)[0], torch.as_tensor(counted) + (not head.training))
+        return loss
+
+
+    def in_backward(config, /, *, parameters):
+        optimizer = torch.optim.SGD([entry.parameter for entry in parameters], lr=config.lr)
+
+        def update(parameter):
+            parameter.data.sub_(0.01 * parameter.grad)
+
+        for entry in parameters:
+            entry.parameter.register_post_accumulate_grad_hook(update)
+        return optimizer
+"""
+
+
+@pytest.fixture
+def run(tiny, make_distribution, capsys):
+    """Runs the tiny job with wrong components in this process; returns exit code, what it said, and metrics."""
+    make_distribution(
+        "wrong",
+        "1.2",
+        files={"wrong/plugin.py": PLUGIN, "wrong/config.py": CONFIG, "wrong/parts.py": PARTS},
+    )
+
+    def run(*overrides):
+        code = main(["run", str(tiny.config), *overrides])
+        metrics = tiny.path() / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err, [json.loads(line) for line in lines]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said", "steps"),
+    [
+        ("negative", "gives -0.25 as the learning rate's multiplier of step 5", 0),
+        ("late_nan", "gives nan as the learning rate's multiplier of step 10", 0),
+        ("moody", "gives -0.5 as the learning rate's multiplier of step 3", 1),  # values arrive a step late
+    ],
+)
+def test_a_schedule_with_a_multiplier_that_is_none_ends_the_run_before_the_update(run, schedule, said, steps):
+    code, text, lines = run(f"scheduler={{name='{schedule}'}}")
+
+    assert code == 2
+    assert f"error: scheduler '{schedule}' of wrong 1.2 {said}" in text
+    assert len(lines) == steps
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("one_mean", r"counts 1 targets where 128 are not -100"),
+        ("mean", r"returns \S+ for 128 targets and \S+ for the two halves of them together"),
+        ("bare", r"returns a Tensor, which must be a LossSum"),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_refused_in_the_first_step(run, loss, said):
+    code, text, lines = run(f"loss={{name='{loss}'}}")
+
+    assert code == 2
+    assert re.search(f"error: loss '{loss}' of wrong 1.2 {said}", text), text
+    assert not lines
+
+
+def test_a_loss_that_miscounts_in_evaluation_is_refused_there(run):
+    code, text, lines = run("loss={name='all_targets'}", "eval.interval=2", "train.steps=4")
+
+    assert code == 2
+    assert re.search(r"error: loss 'all_targets' of wrong 1.2 counts \d+ targets of the validation data", text)
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_an_optimizer_that_updates_in_backward_is_refused(run):
+    code, text, lines = run("optimizer={name='in_backward'}")
+
+    assert code == 2, text
+    assert "and 2" in text
+    assert "changed while gradients were computed. Only the step of optimizer 'in_backward' of wrong 1.2" in text
+    assert not lines
