@@ -160,6 +160,14 @@ class Catalog:
         plugin = next((one for one in self.plugins if one.distribution == use.provider), use.provider)
         return f"{kind_words(use.kind)} '{use.name}' of {plugin}"
 
+    def owner_of(self, module: str) -> Plugin | None:
+        """The plugin from whose package a module is: one of its factories is there, too."""
+        package = module.partition(".")[0]
+        for plugin in self.plugins:
+            if any(component.factory.partition(".")[0] == package for _, component in plugin.components):
+                return plugin
+        return None
+
     def command(self, name: str) -> tuple[Command, Plugin] | None:
         """A plugin's command, or ``None`` if no plugin has one of that name.
 

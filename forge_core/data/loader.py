@@ -120,6 +120,12 @@ class BatchLoader:
         places: list[int] = self.stream.places((first_rows[:, None] + self._rows).reshape(-1)).tolist()
         return places
 
+    def step_at(self, start: int) -> Iterator[Batch]:
+        """This rank's microbatches of the step that starts at position ``start``, once more; the loader stays where it
+        is."""
+        for number in range(self._grad_accumulation):
+            yield self._read(start + self._spacing * number + self._rows)
+
     def close(self) -> None:
         """Stop reading ahead and end the threads, after the reads that are under way. May be called twice."""
         self._closed = True

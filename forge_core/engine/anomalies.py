@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from forge_core.config.sections import AnomaliesSection
 from forge_core.data.loader import BatchLoader
+from forge_core.engine.examination import Origin
 from forge_core.engine.gradients import Layout, Squares, all_finite
 from forge_core.engine.mesh import Mesh
 
@@ -76,8 +77,11 @@ class Anomalies:
         write_event: adds a line to ``events.jsonl``, on the first rank.
         saved: what ``state`` returned when a checkpoint was written.
         any_replica: makes a flag on the device that of all replicas.
+        examine: looks for the first module with an output that is not finite, in the step that starts at a position.
     """
 
+    origin: Origin | None = None
+    """What was found the first time after this start."""
     to_leave_out: Stretch | None
     """Set once there have been ``roll_back_after`` such steps in a row: the run must go back."""
 
@@ -91,6 +95,7 @@ class Anomalies:
         write_event: Callable[..., None],
         saved: Mapping[str, Any] | None = None,
         any_replica: Callable[[torch.Tensor], torch.Tensor] = lambda flag: flag,
+        examine: Callable[[int], Origin | None] = lambda start: None,
     ) -> None:
         self._section = section
         self._mesh = mesh
@@ -99,6 +104,8 @@ class Anomalies:
         self._say = say
         self._write_event = write_event
         self._any_replica = any_replica
+        self._examine = examine
+        self._has_examined = False
         self.restart(saved)
 
     def restart(self, saved: Mapping[str, Any] | None) -> None:
@@ -243,6 +250,9 @@ class Anomalies:
         elif not found:
             what = "an input of another replica is not finite"
         self._say(f"step {judged.step}: {what}; its update is left out (samples {_listed(_spans(stretches))})")
+        origin = self._origin_of(judged, found)
+        if origin is not None:
+            self._say(f"step {judged.step}: the first output that is not finite is that of {origin}")
         self._write_event(
             "skipped",
             step=judged.step,
@@ -259,7 +269,16 @@ class Anomalies:
                 for one in found[:_LISTED]
             ],
             samples=stretches,
+            origin=None if origin is None else attrs.asdict(origin),
         )
+
+    def _origin_of(self, judged: _Judged, found: Sequence[_Found]) -> Origin | None:
+        """Looked for once, as it costs a forward, and not where the data is at fault."""
+        if self._has_examined or not found or any(one.inputs for one in found):
+            return None
+        self._has_examined = True
+        self.origin = self._examine(judged.start)
+        return self.origin
 
     def _find(self, judged: _Judged) -> _Found:
         """On this rank."""

@@ -95,10 +95,12 @@ class RollingBack:
         if self.mesh.rank > 0:
             return NonFiniteError("")
         first, last = self.loader.stream.places_of(stretch.start, stretch.stop)
+        look = f"Look at the samples {first} to {last} of the data, and at the lines before this one"
+        if self.anomalies.origin is not None:
+            look = f"Look at {self.anomalies.origin}, whose output was the first that was not finite"
         return NonFiniteError(
             f"the loss, the gradient or an input is not finite, or the gradient is a spike, in {_steps(stretch)}, and "
-            f"{why}. Look at the samples {first} to {last} of the data, and at the lines before this one; or lower "
-            "optimizer.lr."
+            f"{why}. {look}; or lower optimizer.lr."
         )
 
     def _take_back_files(self, step: int) -> None:

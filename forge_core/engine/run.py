@@ -22,6 +22,7 @@ from forge_core.data.loader import evaluation_batches
 from forge_core.engine.anomalies import Anomalies
 from forge_core.engine.build import BuiltModel, build_model, build_optimizer
 from forge_core.engine.deadline import Deadline
+from forge_core.engine.examination import Examination
 from forge_core.engine.fingerprint import refuse_unequal_ranks
 from forge_core.engine.live_state import LiveParts
 from forge_core.engine.measurement import Measurement
@@ -325,6 +326,7 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirrori
             directory.write_event,
             state.get("anomalies"),
             replicas.any_replica,
+            Examination(built.model, prepared.catalog, loader, prepared.device),
         ),
         directory,
         console.line,

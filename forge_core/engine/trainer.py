@@ -28,6 +28,7 @@ from forge_core.engine.agreement import Agreement
 from forge_core.engine.anomalies import Anomalies, can_skip_on_device
 from forge_core.engine.contributors import Contributors
 from forge_core.engine.executor import Batch
+from forge_core.engine.first_save import FirstSave
 from forge_core.engine.first_steps import FirstSteps
 from forge_core.engine.gradients import Layout, Squares, clip_gradients, global_norm, norms_along, squared_norms
 from forge_core.engine.lifecycle import Lifecycle
@@ -80,6 +81,7 @@ class Trainer:
         self._contributors = Contributors(self.parts, self.mesh)
         self._skips_on_device = can_skip_on_device(self.optimizer, self.device)
         self._first_steps = FirstSteps(self._parameters, self.loss, self.optimizer_words)
+        self._first_save = FirstSave(self.optimizer, self.optimizer_words, self._parameters, self.context.log)
         self._agreement = Agreement()
         # of all pipeline stages, asked for once, at the first step that is logged
         self._auxiliary_names: list[str] | None = None
@@ -211,6 +213,7 @@ class Trainer:
             clip_gradients(gradients, norm, self.job.train.clip_norm)
             self.optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             self.optimizer.step()
+            self._first_save.note_updated(named)
         self.optimizer.zero_grad(set_to_none=True)
 
         self._log_pending()
@@ -371,6 +374,7 @@ class Trainer:
             return
         if not self.anomalies.have_spared([*self._parameters.values()], self.step):
             return
+        self._first_save.check()
         self.saving.begin(self.step, self._tokens_so_far, self._progress(), evaluated, must_succeed=is_last)
         self._last_save = time.monotonic()
         self.measurement.restart(self.loader.seconds_waiting)

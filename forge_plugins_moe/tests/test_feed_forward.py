@@ -307,8 +307,8 @@ def test_weights_that_are_left_can_be_scaled_to_their_sum():
         ({"weight": lambda r: r.weight[1:]}, "80 tokens, 80 experts and 79 weights"),
         ({"top_k": lambda _: 1}, "top_k = 1 and a Routing.token that is not"),
         ({"expert": lambda r: torch.full_like(r.expert, 4)}, "assignments to no expert"),
-        ({"auxiliary": lambda _: {"z": torch.tensor(math.nan)}}, "auxiliary loss 'z' that is no finite fp32 scalar"),
-        ({"auxiliary": lambda _: {"z": torch.ones(()).bfloat16()}}, "auxiliary loss 'z' that is no finite fp32"),
+        ({"auxiliary": lambda _: {"z": torch.tensor(math.nan)}}, "auxiliary loss 'z' that is not finite"),
+        ({"auxiliary": lambda _: {"z": torch.ones(()).bfloat16()}}, "auxiliary loss 'z' that is no fp32 scalar"),
         ({"weight": lambda r: r.weight.bfloat16()}, "a Routing.weight in torch.bfloat16, which must be in torch.float"),
         ({"expert": lambda r: r.expert.int()}, "a Routing.expert in torch.int32, which must be in torch.int64"),
         ({"weight": lambda r: r.weight[:, None]}, r"a Routing.weight of the shape \(80, 1\), which must be \(80,\)"),
@@ -330,7 +330,8 @@ def test_a_router_that_breaks_its_contract_is_named_with_the_tensor(change, sent
         return routing._replace(**{name: make(routing) for name, make in change.items()})
 
     layer.router.forward = broken
-    with pytest.raises(PluginError, match=f"router SoftmaxTopK.* returned .*{sentence}.*bug in the router"):
+    name = "forge-plugins-moe:softmax_topk"
+    with pytest.raises(PluginError, match=f"router {name} returned .*{sentence}.*bug in the router"):
         layer(hidden())
 
 
@@ -338,7 +339,7 @@ def test_a_router_that_returns_something_else_is_named():
     layer = moe(check_routing=True)
     layer.router.forward = lambda *_, **__: (torch.zeros(3), torch.zeros(3))
 
-    with pytest.raises(PluginError, match="router SoftmaxTopK returned a tuple, which must be a Routing"):
+    with pytest.raises(PluginError, match="router forge-plugins-moe:softmax_topk returned a tuple, which must be a Routing"):
         layer(hidden())
 
 

@@ -26,6 +26,10 @@ PLUGIN = """
     @hookimpl
     def forge_optimizers():
         return [component("in_backward")]
+
+    @hookimpl
+    def forge_routers():
+        return [component("nan_router")]
 """
 CONFIG = """
     import attrs
@@ -33,6 +37,7 @@ CONFIG = """
     @attrs.frozen(kw_only=True)
     class Rate:
         lr: float = 0.01
+        weight_dtype: str = "nan"
 """
 PARTS = """
     import math
@@ -40,7 +45,10 @@ PARTS = """
     import torch
     import torch.nn.functional as F
 
+    from torch import nn
+
     from forge_core.contracts.loss import LossSum
+    from forge_core.contracts.router import Routing
 
     calls = []
 
@@ -99,6 +107,22 @@ PARTS = """
         for entry in parameters:
             entry.parameter.register_post_accumulate_grad_hook(update)
         return optimizer
+
+
+    class nan_router(nn.Module):
+        def __init__(self, config, /, *, dim, n_experts):
+            super().__init__()
+            self.gate = nn.Linear(dim, n_experts, bias=False)
+            self.weight_dtype = config.weight_dtype
+
+        def forward(self, hidden, valid=None):
+            weight, expert = self.gate(hidden).float().softmax(-1).max(-1)
+            token = torch.arange(len(hidden), device=hidden.device)
+            weight = weight * math.nan if self.weight_dtype == "nan" else weight.to(getattr(torch, self.weight_dtype))
+            return Routing(token, expert, weight, {}, {}, top_k=1)
+
+        def init_weights(self, rng, prefix, std):
+            rng.fill(f"{prefix}gate.weight", self.gate.weight, lambda full, rng: full.normal_(generator=rng))
 """
 
 
@@ -167,4 +191,30 @@ def test_an_optimizer_that_updates_in_backward_is_refused(run):
     assert code == 2, text
     assert "and 2" in text
     assert "changed while gradients were computed. Only the step of optimizer 'in_backward' of wrong 1.2" in text
+    assert not lines
+
+
+SPARSE = "model.feed_forward={name='moe', n_experts=2, hidden_dim=16, router={name='nan_router'}}"
+
+
+def test_the_module_is_named_whose_output_was_the_first_that_was_not_finite(run, tiny):
+    code, text, _ = run(SPARSE, "anomalies.roll_back_after=2")
+
+    module = "blocks.0.feed_forward.router (nan_router of wrong 1.2)"
+    assert code == 4
+    assert text.count(f"the first output that is not finite is that of {module}") == 1
+    assert f"Look at {module}, whose output was the first" in text
+    events = [json.loads(line) for line in (tiny.path() / "events.jsonl").read_text().splitlines()]
+    origins = [event["origin"] for event in events if event["event"] == "skipped"]
+    assert [one and one["module"] for one in origins] == ["blocks.0.feed_forward.router", None]
+
+
+def test_a_router_that_returns_another_dtype_is_refused_in_the_first_step(run):
+    code, text, lines = run(SPARSE, "model.feed_forward.router.weight_dtype=float16")
+
+    assert code == 2
+    assert (
+        "error: the router wrong:nan_router returned a Routing.weight in torch.float16, which must be in torch.f"
+        in text
+    )
     assert not lines

@@ -24,7 +24,7 @@ from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.overlap import Meanwhile
-from forge_plugins_moe.routing_check import check_routing
+from forge_plugins_moe.routing_check import refuse_form, refuse_values
 from forge_plugins_moe.shared_experts import SharedExperts
 
 
@@ -107,8 +107,10 @@ class MoE(nn.Module):
         tokens = hidden.flatten(0, 1)
         flat = None if valid is None else valid.flatten()
         routing = router(tokens, flat, **{name: facts[name].flatten() for name in getattr(router, "needs", ())})
+        name = self.config.router.qualified_name
+        refuse_form(routing, name)
         if self.config.check_routing:
-            check_routing(routing, router, len(tokens), self.config.n_experts, flat)
+            refuse_values(routing, name, len(tokens), self.config.n_experts, flat)
         assignments = _given(routing, some_to_none=valid is not None)
         load = count_by_expert(assignments.expert, self.config.n_experts)
         dropped = torch.zeros_like(load)

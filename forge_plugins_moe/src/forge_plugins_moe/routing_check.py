@@ -1,28 +1,44 @@
-"""What ``check_routing`` looks for in each forward: a router that does not keep its contract."""
+"""A router that does not keep its contract: what can be seen for nothing is looked at in each forward, values where
+``check_routing`` asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
 
 from forge_core.contracts.router import Routing
 from forge_core.errors import PluginError
 
 
-def check_routing(
-    routing: Routing, router: nn.Module, n_tokens: int, n_experts: int, valid: torch.Tensor | None
-) -> None:
-    """
+def refuse_form(routing: Routing, router: str) -> None:
+    """Types, shapes and dtypes, for which nobody has to wait.
+
+    Args:
+        router: its name.
+
     Raises:
-        PluginError: with the router's class and the tensor that is wrong.
+        PluginError: with the tensor that is wrong.
     """
-    for problem in _problems(routing, n_tokens, n_experts, valid):
-        raise PluginError(f"the router {type(router).__qualname__} returned {problem}. This is a bug in the router.")
+    for problem in _wrong_form(routing):
+        raise _error(router, problem)
 
 
-def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tensor | None) -> Iterator[str]:
+def refuse_values(routing: Routing, router: str, n_tokens: int, n_experts: int, valid: torch.Tensor | None) -> None:
+    """What is in the tensors, after ``refuse_form``.
+
+    Raises:
+        PluginError: with the tensor that is wrong.
+    """
+    for problem in _wrong_values(routing, n_tokens, n_experts, valid):
+        raise _error(router, problem)
+
+
+def _error(router: str, problem: str) -> PluginError:
+    return PluginError(f"the router {router} returned {problem}. This is a bug in the router.")
+
+
+def _wrong_form(routing: Routing) -> Iterator[str]:
     if not isinstance(routing, Routing):
         yield f"a {type(routing).__name__}, which must be a Routing"
         return
@@ -45,6 +61,13 @@ def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tens
             return
         if tensor.dtype != dtype:
             yield f"a Routing.{name} in {tensor.dtype}, which must be in {dtype}"
+    for name, value in routing.auxiliary.items():
+        if value.ndim or value.dtype != torch.float32:
+            yield f"the auxiliary loss {name!r} that is no fp32 scalar"
+
+
+def _wrong_values(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tensor | None) -> Iterator[str]:
+    token, expert, weight = routing.token, routing.expert, routing.weight
     for name, tensor, most in (("token", token, n_tokens - 1), ("expert", expert, n_experts)):
         wrong = tensor[(tensor < 0) | (tensor > most)]
         if len(wrong):
@@ -52,8 +75,8 @@ def _problems(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tens
     if not torch.isfinite(weight).all():
         yield "values in Routing.weight that are not finite"
     for name, value in routing.auxiliary.items():
-        if value.ndim or value.dtype != torch.float32 or not torch.isfinite(value):
-            yield f"the auxiliary loss {name!r} that is no finite fp32 scalar"
+        if not torch.isfinite(value):
+            yield f"the auxiliary loss {name!r} that is not finite"
     if routing.top_k is not None and (
         len(token) != n_tokens * routing.top_k
         or not torch.equal(token, torch.arange(n_tokens, device=token.device).repeat_interleave(routing.top_k))
