@@ -10,6 +10,7 @@ from forge_core.catalog import Catalog, kind_words
 from forge_core.component import Slot, Use
 from forge_core.config.converter import structure
 from forge_core.config.problems import ConfigProblems, InvalidError
+from forge_core.errors import ForgeError, PluginError
 from forge_core.imports import load_reference
 
 
@@ -24,7 +25,40 @@ class ComponentBuilder:
         factory = load_reference(use.factory, what=what, owner=use.provider)
         if "build" not in given and _takes_builder(factory):
             given["build"] = self
-        return factory(use.config, **given)
+        self._refuse_signature(use, factory, given)
+        try:
+            built = factory(use.config, **given)
+        except Exception as error:
+            if not isinstance(error, ForgeError):
+                error.add_note(f"raised by the factory of {self.words_for(use)}")
+            raise
+        self._refuse_result(use, built)
+        return built
+
+    def _refuse_signature(self, use: Use, factory: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        try:
+            inspect.signature(factory).bind(use.config, **given)
+        except ValueError:  # as below
+            return
+        except TypeError as error:
+            raise PluginError(
+                f"{self.words_for(use)}: its factory '{use.factory}' cannot be called with a config and "
+                f"{', '.join(given) or 'nothing else'}: {error}. This is a bug in {use.provider}."
+            ) from error
+
+    def _refuse_result(self, use: Use, built: object) -> None:
+        kind = self._catalog.kinds[use.kind]
+        expected: type = object
+        wanted = f"what {kind.contract.partition(':')[0]} describes"
+        if kind.returns:
+            expected = load_reference(kind.returns, what=f"the class of {kind.name}", owner="forge-core")
+            wanted = f"a {kind.returns.replace(':', '.')}"
+        if built is None or not isinstance(built, expected):
+            found = "None" if built is None else f"a {type(built).__qualname__}"
+            raise PluginError(
+                f"{self.words_for(use)}: its factory '{use.factory}' returned {found}, and must return {wanted}. "
+                f"This is a bug in {use.provider}."
+            )
 
     def words_for(self, use: Use) -> str:
         """As ``Catalog.words_for``."""

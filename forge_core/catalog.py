@@ -14,6 +14,8 @@ from forge_core.errors import ConfigError
 from forge_core.hookspecs import CORE_KINDS
 
 Status = Literal["ok", "broken", "incompatible", "disabled"]
+SLOW_IMPORT = 0.5
+"""Seconds, of the plugin module alone: every command waits for it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +39,10 @@ class Plugin:
     commands: tuple[Command, ...] = ()
     checks: tuple[Check, ...] = ()
     kinds: tuple[Kind, ...] = ()
+
+    @property
+    def is_slow(self) -> bool:
+        return self.import_seconds > SLOW_IMPORT
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"

@@ -5,6 +5,7 @@ Nothing is imported for a command but the command itself: ``forge --help`` shows
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -52,9 +53,13 @@ class Invocation:
         self.disabled: tuple[str, ...] = ()
         """Distributions named by ``--disable-plugin``."""
         self._catalogs: dict[frozenset[str], Catalog] = {}
+        self._noted: set[str] = set()
 
-    def catalog(self, disable: Collection[str] = ()) -> Catalog:
+    def catalog(self, disable: Collection[str] = (), *, notes_slow: bool = True) -> Catalog:
         """What is installed, without the disabled distributions: those of the command line, and ``disable``.
+
+        Args:
+            notes_slow: whether to say, once, which plugins take long to import.
 
         Raises:
             ConfigError: the command line disables a distribution that is not there.
@@ -73,7 +78,18 @@ class Invocation:
 
                 near = did_you_mean(canonical_distribution(name), installed)
                 raise ConfigError(f"--disable-plugin {name}: no plugin of that name is installed.{near}")
+        if notes_slow:
+            self._note_slow(catalog)
         return catalog
+
+    def _note_slow(self, catalog: Catalog) -> None:
+        if not {"RANK", "SLURM_PROCID"}.isdisjoint(os.environ):  # one of many, which would all say it
+            return
+        for plugin in catalog.plugins:
+            if plugin.is_slow and plugin.distribution not in self._noted:
+                self._noted.add(plugin.distribution)
+                seconds = f"{plugin.import_seconds:.1f} s"
+                click.echo(f"note: importing {plugin} takes {seconds}, for which every forge command waits", err=True)
 
 
 class ForgeGroup(click.Group):

@@ -26,6 +26,11 @@ def _is_reference(_: object, attribute: attrs.Attribute[str], value: str) -> Non
         raise ValueError(f'{attribute.name} must be an import path "package.module:Name", got {value!r}')
 
 
+def _is_reference_or_empty(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if value != "":
+        _is_reference(None, attribute, value)
+
+
 def _is_summary(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= 100 or "\n" in value:
         raise ValueError(f"{attribute.name} must be one line of 1 to 100 characters, got {value!r}")
@@ -179,6 +184,8 @@ class Kind:
     contract: str = attrs.field(validator=_is_reference)
     """``"package.module:Class"``: the protocol of what a factory returns, for the documentation and the kit."""
     descriptor: type[Component] = Component
+    returns: str = attrs.field(default="", validator=_is_reference_or_empty)
+    """``"package.module:Class"``, of which a factory must return an instance; empty if there is no such class."""
 
 
 @attrs.frozen(kw_only=True)

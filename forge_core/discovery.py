@@ -26,6 +26,7 @@ from forge_core.commands import CORE_COMMANDS
 from forge_core.component import Check, Command, Component, Kind
 from forge_core.errors import ForgeError, PluginError
 from forge_core.hookspecs import CORE_KINDS, ForgeSpecs, hookspec
+from forge_core.plugin_output import output_of
 
 DISABLE_VARIABLE = "FORGE_DISABLE_PLUGINS"
 """Environment variable: distributions that are not imported, separated by commas."""
@@ -130,7 +131,8 @@ class _Candidate:
         before = [name for name in HEAVY_MODULES if name in sys.modules]
         start = time.perf_counter()
         try:
-            module: Any = import_module(path)
+            with output_of(self.distribution):
+                module: Any = import_module(path)
             if attribute:
                 module = getattr(module, attribute)
         except _ANYTHING as error:
@@ -307,10 +309,12 @@ def _yielded(
         try:
             if implementation.wrapper or implementation.hookwrapper:
                 raise PluginError("it may not be a wrapper")
-            result = implementation.function()
-            if not isinstance(result, Iterable):
-                raise PluginError(f"it must yield descriptions or return a list of them, not {_a(result)}")
-            for description in result:
+            with output_of(candidate.distribution):
+                result = implementation.function()
+                if not isinstance(result, Iterable):
+                    raise PluginError(f"it must yield descriptions or return a list of them, not {_a(result)}")
+                descriptions = list(result)
+            for description in descriptions:
                 if not isinstance(description, expected):
                     raise PluginError(f"it must yield descriptions of type {expected.__name__}, not {_a(description)}")
                 found.append(description)

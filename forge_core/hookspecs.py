@@ -112,36 +112,42 @@ CORE_KINDS = (
         hook="forge_models",
         summary="hidden states from tokens, in blocks",
         contract="forge_core.contracts.model:Model",
+        returns="torch.nn:Module",
     ),
     Kind(
         name="feed_forward",
         hook="forge_feed_forwards",
         summary="the position-wise half of a block",
         contract="forge_core.contracts.feed_forward:FeedForward",
+        returns="torch.nn:Module",
     ),
     Kind(
         name="router",
         hook="forge_routers",
         summary="which experts see which token",
         contract="forge_core.contracts.router:Router",
+        returns="torch.nn:Module",
     ),
     Kind(
         name="optimizer",
         hook="forge_optimizers",
         summary="how gradients become updates",
         contract="forge_core.contracts.optimizer:OptimizerFactory",
+        returns="torch.optim:Optimizer",
     ),
     Kind(
         name="scheduler",
         hook="forge_schedulers",
         summary="the learning rate's multiplier at each step",
         contract="forge_core.contracts.scheduler:Schedule",
+        returns="collections.abc:Callable",
     ),
     Kind(
         name="loss",
         hook="forge_losses",
         summary="what is minimised, from hidden states",
         contract="forge_core.contracts.loss:Loss",
+        returns="collections.abc:Callable",
     ),
     Kind(
         name="data_source",
@@ -167,12 +173,14 @@ CORE_KINDS = (
         hook="forge_trackers",
         summary="where metrics are sent",
         contract="forge_core.contracts.tracker:Tracker",
+        returns="forge_core.contracts.tracker:Tracker",
     ),
     Kind(
         name="callback",
         hook="forge_callbacks",
         summary="what else happens during a run",
         contract="forge_core.contracts.callback:Callback",
+        returns="forge_core.contracts.callback:Callback",
     ),
 )
 """The kinds of the core. Commands, checks and kinds themselves are registered by hooks of their own."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 
 import pytest
 
 from forge_core.catalog import Plugin
+from forge_core.cli import main
 from forge_core.discovery import discover
 
 ROUTER = """
@@ -328,3 +331,52 @@ def test_heavy_imports_of_a_plugin_module_are_noticed(make_distribution):
     make_distribution("acme", files=files)
 
     assert find("acme").heavy == ("tensorflow",)
+
+
+def test_what_a_plugin_prints_goes_to_the_error_stream_with_its_name(make_distribution, capsys):
+    printing = "print('hello')\nprint('no newline', end='')\n"
+    hook = """
+@hookimpl
+def forge_losses():
+    print("from a generator")
+    yield Component(name="l", summary="s", factory="acme.loud:make", config="acme.loud:Config")
+"""
+    loud = printing + "import attrs\n\n@attrs.frozen\nclass Config:\n    pass\n"
+    make_distribution(
+        "acme",
+        files={
+            "acme/plugin.py": f"from forge_core.api import Component, hookimpl\n{printing}{hook}",
+            "acme/loud.py": loud,
+        },
+    )
+
+    assert main(["plugins", "--json"]) == 0
+    listed = capsys.readouterr()
+    assert main(["plugins", "show", "loss", "l"]) == 0
+    shown = capsys.readouterr()
+
+    assert json.loads(listed.out)["plugins"]
+    assert listed.err == "acme: hello\nacme: no newline\nacme: from a generator\n"
+    assert "hello" not in shown.out
+    assert shown.err.count("acme: hello\n") == 1, "the module of its configuration, imported for the first time"
+
+
+def test_a_plugin_that_takes_long_to_import_is_marked_and_noted_by_other_commands(
+    make_distribution, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    make_distribution("acme", files={"acme/plugin.py": "import time\ntime.sleep(0.6)\n"})
+
+    main(["plugins"])
+    listed = capsys.readouterr()
+    for module in ("acme.plugin", "acme"):
+        del sys.modules[module]
+    main(["validate", str(tmp_path / "nothing.toml")])
+    main(["plugins", "show", "tracker", "x"])
+    others = capsys.readouterr().err
+
+    assert re.search(r"^acme +1\.0 +ok, slow +\d+\.\dms", listed.out, re.MULTILINE)
+    assert "warning: importing acme takes 0." in listed.out
+    assert "takes" not in listed.err
+    assert re.search(r"^note: importing acme 1\.0 takes 0\.\d s, for which every forge command waits$", others, re.M)

@@ -28,7 +28,7 @@ def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
     invocation: Invocation = ctx.obj
-    catalog = invocation.catalog()
+    catalog = invocation.catalog(notes_slow=False)  # the table says so
     if kind is not None:
         components = catalog.components(kind)
         click.echo(_json([_component(kind, one) for one in components]) if as_json else _kind_table(components))
@@ -91,7 +91,7 @@ def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
         (
             plugin.distribution,
             plugin.version,
-            plugin.status,
+            f"{plugin.status}, slow" if plugin.is_slow else plugin.status,
             f"{plugin.import_seconds * 1e3:.1f}ms",
             ", ".join(_provides(plugin)) or "-",
         )
@@ -112,6 +112,9 @@ def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
             text.append(
                 f"warning: importing {plugin.distribution} also imports {libraries}: every forge command waits for it"
             )
+        if plugin.is_slow:
+            seconds = f"{plugin.import_seconds:.1f} s"
+            text.append(f"warning: importing {plugin.distribution} takes {seconds}: every forge command waits for it")
     text += [f"conflict: {conflict}" for conflict in catalog.conflicts()]
     return "\n".join(text)
 

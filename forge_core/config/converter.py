@@ -24,6 +24,7 @@ from forge_core.config.problems import InvalidError, Problem, nearest
 from forge_core.config.shorthands import as_written, expanded
 from forge_core.errors import ConfigError, PluginError
 from forge_core.imports import load_reference
+from forge_core.plugin_output import output_of
 
 T = TypeVar("T")
 Hook = Callable[[Any, Any], Any]
@@ -365,8 +366,9 @@ def _configure(
 ) -> tuple[Any, Mapping[str, str]]:
     written: Mapping[str, str] = {}
     try:
-        keys, written = expanded(cls, keys)
-        return _structure(keys, cls, converter), written
+        with output_of(provided.plugin.distribution):
+            keys, written = expanded(cls, keys)
+            return _structure(keys, cls, converter), written
     except InvalidError as error:
         raise InvalidError([one.moved(lambda path: as_written(path, written)) for one in error.problems]) from error
     except Exception as error:

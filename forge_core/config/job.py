@@ -25,7 +25,9 @@ from forge_core.config.shorthands import as_written
 from forge_core.config.toml_file import Document, read_document
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
+from forge_core.imports import why_undefined
 from forge_core.passes import add_required, refuse_conflicts, resolve_degrees, sort_passes
+from forge_core.plugin_output import output_of
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""
@@ -55,7 +57,7 @@ def load_job(
     document = with_overrides(read_document(path), overrides, sections=SECTIONS, options=options)
     plugins = _plugins_section(document.table)
     installed = catalog(plugins.disable) if callable(catalog) else catalog
-    problems = _plugin_problems(plugins, installed)
+    problems = _plugin_problems(plugins, installed, disables=callable(catalog))
     try:
         job = structure(document.table, Job, installed)
     except InvalidError as error:
@@ -117,15 +119,19 @@ def _plugins_section(table: Mapping[str, Any]) -> PluginsSection:
         return PluginsSection()
 
 
-def _plugin_problems(plugins: PluginsSection, catalog: Catalog) -> list[Problem]:
+def _plugin_problems(plugins: PluginsSection, catalog: Catalog, *, disables: bool) -> list[Problem]:
+    """Args:
+    disables: whether the job decides what is imported. A checkpoint's does not, and may come from a machine that has
+        other plugins.
+    """
     problems = []
     installed = [plugin.distribution for plugin in catalog.plugins]
-    for index, name in enumerate(plugins.disable):
-        # A job may disable what this machine does not have, but hardly what is spelt almost like something it has.
-        near = nearest(canonical_distribution(name), installed)
-        if near and canonical_distribution(name) not in installed:
-            sentence = f"no plugin of that name is installed; did you mean '{near}'?"
-            problems.append(Problem(("plugins", "disable", index), sentence))
+    for index, name in enumerate(plugins.disable if disables else ()):
+        wanted = canonical_distribution(name)
+        if wanted not in installed:
+            near = nearest(wanted, installed) or next((one for one in installed if wanted in one), None)
+            hint = f"did you mean '{near}'?" if near else f"installed: {', '.join(installed) or 'none'}"
+            problems.append(Problem(("plugins", "disable", index), f"no plugin of that name is installed; {hint}"))
     for index, requirement in enumerate(plugins.require):
         from forge_core.config.requirement import unmet  # few jobs require anything
 
@@ -154,6 +160,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     problems += [*found, *found_in_passes, *_grad_norm_problems(job, degrees), *checkpoint_problems(job)]
     for path, use in components(job):
         problems += _component_problems(path, use, job)
+        problems += _factory_problems(path, use, catalog)
     return job, problems
 
 
@@ -280,7 +287,8 @@ def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
     if check is None:
         return []
     try:
-        return [Problem((*path, *key_path(key)), sentence) for key, sentence in check(job)]
+        with output_of(use.provider):
+            return [Problem((*path, *key_path(key)), sentence) for key, sentence in check(job)]
     except ConfigError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001  # a plugin's mistake is that plugin's, and the rest is still reported
@@ -291,6 +299,15 @@ def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
                 f"({type(error).__name__}: {error}). This is a bug in {use.provider}.",
             )
         ]
+
+
+def _factory_problems(path: KeyPath, use: Use, catalog: Catalog) -> list[Problem]:
+    """Its factory is not where its description says. It is not imported, as that may take seconds."""
+    why = why_undefined(use.factory)
+    if not why:
+        return []
+    sentence = f"the factory of {catalog.words_for(use)}, '{use.factory}': {why} This is a bug in {use.provider}."
+    return [Problem(path, sentence)]
 
 
 def _paragraphs(error: ConfigError) -> list[Problem]:

@@ -23,6 +23,9 @@ def look(surroundings: Surroundings) -> Iterator[Finding]:
             advice = "tell its authors: a plugin module imports nothing large"
             found = f"importing it imports {', '.join(plugin.heavy)}, for which every command waits"
             yield Finding(plugin.distribution, "warning", found, advice)
+        elif plugin.is_slow:
+            found = f"importing it takes {plugin.import_seconds:.1f} s, for which every command waits"
+            yield Finding(plugin.distribution, "warning", found, "tell its authors: a plugin module only describes")
     for conflict in catalog.conflicts():
         found, _, advice = str(conflict).partition("; ")
         yield Finding("names", "warning", found, advice)

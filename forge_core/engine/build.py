@@ -21,7 +21,7 @@ from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
 from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.initialisation import initialise
+from forge_core.engine.initialisation import canonical_name, initialise
 from forge_core.engine.loss_check import CheckedLoss
 from forge_core.engine.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
@@ -91,6 +91,7 @@ def build_model(
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     context = PassContext(mesh, job, device, planned_gpu)
     parts: list[nn.Module] = [model]
+    known = _all_names(parts)
     split: SplitPass | None = None
     on_host = False
     applied = []
@@ -107,9 +108,11 @@ def build_model(
             parts = list(cut)
         else:
             parts, touched = _apply(one, parts, context)
+        _refuse_renaming(known, _all_names(parts), is_split=split is one, words=build.words_for(use))
         if not touched and split in (None, one):  # one pipeline stage may have nothing that another has
             raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
         applied.append(AppliedPass(use, touched))
+        known = _all_names(parts)
     for part in parts:
         if fill is not None:
             fill(part, device, job.train.seed)
@@ -124,6 +127,34 @@ def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) 
     """A pass on every part; what it touched in all of them."""
     results = [one.apply(part, context) for part in parts]
     return [part for part, _ in results], [name for _, touched in results for name in touched]
+
+
+def _all_names(parts: Sequence[nn.Module]) -> dict[str, None]:
+    """Of parameters; a tied one has several."""
+    named = (name for part in parts for name, _ in part.named_parameters(remove_duplicate=False))
+    return dict.fromkeys(canonical_name(name) for name in named)
+
+
+def _refuse_renaming(known: Mapping[str, None], names: Mapping[str, None], *, is_split: bool, words: str) -> None:
+    """A name is how a parameter is initialised, given to the optimizer, and found again in a checkpoint.
+
+    Args:
+        known: names before the pass.
+        is_split: whether it leaves parameters to other ranks.
+    """
+    lost = [] if is_split else [name for name in known if name not in names]
+    new = [name for name in names if name not in known]
+    if not lost and not new:
+        return
+    more = f" and {max(len(lost), len(new)) - 1} more" if max(len(lost), len(new)) > 1 else ""
+    if lost and new:
+        what = f"renames {lost[0]} to {new[0]}{more}"
+    else:
+        what = f"{'removes' if lost else 'adds'} {(lost or new)[0]}{more}"
+    raise PluginError(
+        f"{words} {what}. A pass leaves the names of parameters as they are: wrap a module's forward, or replace a "
+        "module by one of the same names. This is a bug in the pass."
+    )
 
 
 def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:

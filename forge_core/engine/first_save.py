@@ -3,22 +3,37 @@ in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from forge_core.engine.ranks import on_all_ranks
+from forge_core.engine.first_steps import bit_sums
 from forge_core.errors import PluginError
 
 _LISTED = 3
 """Names in a line; of more, the number is given."""
+_Digest = tuple[tuple[int, ...], str, int]
+"""Shape, dtype and bits of a tensor."""
 _TORCHS = frozenset({"defaults", "state", "param_groups", "found_inf"})
 """Attributes of every optimizer."""
+
+
+@attrs.frozen
+class _Own:
+    """What one rank has found."""
+
+    problems: Sequence[str]
+    plain: Mapping[str, _Digest]
+    """Of state that is no DTensor, which has to be the same on all ranks that have it."""
+    updated: Collection[str]
+    missing: Collection[str]
+    """Parameters that have been updated and have no state."""
 
 
 class FirstSave:
@@ -42,40 +57,91 @@ class FirstSave:
         self._parameters = parameters
         self._say = say
         self._updated: set[str] = set()
-        self._is_done = False
+        self._has_updated = self._is_done = False
 
-    def note_updated(self, names: Collection[str]) -> None:
+    def note_update(self, names: Collection[str]) -> None:
         """The parameters that had a gradient in an optimizer's step."""
+        self._has_updated = True
         if not self._is_done and len(self._updated) < len(self._parameters):
             self._updated.update(names)
 
     def check(self) -> None:
-        """Before the first checkpoint after an update.
+        """Before the first checkpoint after an update. It also says which parameters have no state.
 
         Raises:
             PluginError: there is state that a resumed run could not be given as it was.
         """
-        if self._is_done or not _on_any_rank(self._updated):
+        if self._is_done or not self._has_updated:
             return
         self._is_done = True
-        on_all_ranks(self._refuse_what_cannot_be_saved)
-        self._tell_of_what_is_missing()
+        own = self._look()
+        found = [own] * dist.get_world_size()
+        if dist.get_world_size() > 1:
+            dist.all_gather_object(found, own)
+        problems = [problem for one in found for problem in one.problems] or _differing(found)
+        if problems:
+            raise PluginError(f"{self._words} keeps {problems[0]}. This is a bug in the optimizer.")
+        updated, missing = ({name for one in found for name in getattr(one, key)} for key in ("updated", "missing"))
+        if missing:
+            self._tell(sorted(missing), len(updated))
 
-    def _refuse_what_cannot_be_saved(self) -> None:
-        own = _digests([*self._plain_state()])
-        for key, digest in own.items():
-            if any(other.get(key, digest) != digest for other in self._gathered(own)):
-                raise PluginError(
-                    f"{self._words} keeps a plain tensor as {key} that differs between ranks; make it with "
-                    "zeros_like(parameter), so that it is sharded as the parameter is. This is a bug in the optimizer."
-                )
+    def _look(self) -> _Own:
+        problems, plain = [], {}
+        for name, parameter in self._parameters.items():
+            for slot, value in self._optimizer.state.get(parameter, {}).items():
+                key = f"the state {slot!r} of {name}"
+                if isinstance(value, DTensor):
+                    problems += _sharded_otherwise(key, value, parameter)
+                elif isinstance(value, torch.Tensor):
+                    plain[key] = value
+        sums = bit_sums(plain) if dist.get_world_size() > 1 else {}
+        return _Own(
+            problems,
+            {key: (tuple(plain[key].shape), str(plain[key].dtype), total) for key, total in sums.items()},
+            self._updated,
+            {name for name in self._updated if not self._optimizer.state.get(self._parameters[name])},
+        )
 
-    def _plain_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, slot, value in self._tensors():
-            parameter: Any = self._parameters[name]
-            if not isinstance(value, DTensor):
-                yield f"the state {slot!r} of {name}", value
-            elif not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-                raise PluginError(self._sharded_otherwise(name, slot, value))
-            elif value.placements != parameter.placements:
-                raise PluginError(self._sharded_otherwise(name, slot, value))
+    def _tell(self, missing: Sequence[str], n_updated: int) -> None:
+        names = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" * (len(missing) > _LISTED))
+        whose = f"{len(missing)} of the {n_updated} parameters" if len(missing) < n_updated else "any of the parameters"
+        own = _holding_tensors(self._optimizer, {id(parameter) for parameter in self._parameters.values()})
+        where = f"; its attribute {' and '.join(own)} holds tensors, which are not saved" if own else ""
+        self._say(
+            f"{self._words} has no state for {whose} that it has updated ({names}){where}. Only what stands in "
+            "optimizer.state[parameter] is saved: if it keeps anything else, a resumed run is another one"
+        )
+
+
+def _sharded_otherwise(key: str, value: DTensor, parameter: Any) -> list[str]:
+    if isinstance(parameter, DTensor) and (value.shape, value.placements) == (parameter.shape, parameter.placements):
+        return []
+    placements = getattr(parameter, "placements", "whole")
+    sentence = (
+        f"{key} sharded as {value.placements} {tuple(value.shape)}, and the parameter is {placements} "
+        f"{tuple(parameter.shape)}; state must be sharded as the parameter is, or equal on all ranks"
+    )
+    return [sentence]
+
+
+def _differing(found: Sequence[_Own]) -> list[str]:
+    """State that cannot be saved as one tensor."""
+    first: dict[str, _Digest] = {}
+    for one in found:
+        for key, digest in one.plain.items():
+            if first.setdefault(key, digest) != digest:
+                remedy = "make it with zeros_like(parameter), so that it is sharded as the parameter is"
+                return [f"a plain tensor as {key}, {digest[0]}, that differs between ranks; {remedy}"]
+    return []
+
+
+def _holding_tensors(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> list[str]:
+    """Attributes of its own in which there are tensors other than parameters, or another optimizer."""
+
+    def holds(value: object) -> bool:
+        if isinstance(value, torch.optim.Optimizer):
+            return value.state is not optimizer.state
+        leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+        return any(isinstance(leaf, torch.Tensor) and id(leaf) not in parameters for leaf in leaves)
+
+    return [repr(name) for name, value in vars(optimizer).items() if name not in _TORCHS and holds(value)]

@@ -33,13 +33,13 @@ class FirstSteps:
         self._loss = loss
         self._optimizer = optimizer
         self._left = _STEPS
-        self._before: Mapping[str, torch.Tensor] = {}
+        self._before: Mapping[str, int] = {}
         loss.is_watched = True
 
     def before_gradients(self) -> None:
         """Nothing has been computed in this step."""
         if self._left:
-            self._before = self._sums()
+            self._before = bit_sums(self._parameters)
 
     def after_gradients(self, step: int) -> None:
         """Gradients are there, and no update.
@@ -57,12 +57,8 @@ class FirstSteps:
     def _refuse_what_is_wrong(self, step: int) -> None:
         if self._loss.problem:
             raise PluginError(self._loss.problem)
-        after = self._sums()
-        names = [*after]
-        if not names:
-            return
-        same = torch.stack([self._before[name] == after[name] for name in names]).tolist()
-        changed = [name for name, is_same in zip(names, same, strict=True) if not is_same]
+        after = bit_sums(self._parameters)
+        changed = [name for name in after if after[name] != self._before[name]]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise PluginError(
@@ -72,13 +68,18 @@ class FirstSteps:
                 "otherwise in the model"
             )
 
-    @torch.no_grad()
-    def _sums(self) -> dict[str, torch.Tensor]:
-        """Of the bits of each parameter's elements on this rank, so that no change is lost in rounding; on its device,
-        an int64 scalar."""
-        sums = {}
-        for name, parameter in self._parameters.items():
-            values = plain_values(parameter.detach())
-            local = values._local_tensor if isinstance(values, DTensor) else values
-            sums[name] = local.view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64)
-        return sums
+
+def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sum of the bits of each tensor's elements on this rank, so that no difference is lost in rounding. The host
+    waits once for each device."""
+    on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        values = plain_values(tensor.detach())
+        local = values._local_tensor if isinstance(values, DTensor) else values
+        total = local.contiguous().view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64)
+        on_device.setdefault(local.device, {})[name] = total
+    return {
+        name: total
+        for sums in on_device.values()
+        for name, total in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)
+    }

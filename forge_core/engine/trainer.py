@@ -213,7 +213,7 @@ class Trainer:
             clip_gradients(gradients, norm, self.job.train.clip_norm)
             self.optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             self.optimizer.step()
-            self._first_save.note_updated(named)
+            self._first_save.note_update(named)
         self.optimizer.zero_grad(set_to_none=True)
 
         self._log_pending()

@@ -339,7 +339,9 @@ def test_a_router_that_returns_something_else_is_named():
     layer = moe(check_routing=True)
     layer.router.forward = lambda *_, **__: (torch.zeros(3), torch.zeros(3))
 
-    with pytest.raises(PluginError, match="router forge-plugins-moe:softmax_topk returned a tuple, which must be a Routing"):
+    with pytest.raises(
+        PluginError, match="router forge-plugins-moe:softmax_topk returned a tuple, which must be a Routing"
+    ):
         layer(hidden())
 
 

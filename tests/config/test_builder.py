@@ -29,8 +29,17 @@ def build(catalog) -> ComponentBuilder:
     return ComponentBuilder(catalog)
 
 
-def use(build, factory: str):
-    return attrs.evolve(build.resolve("optimizer", {"name": "muon", "lr": 1}), factory=factory)
+def failing_factory(config, /):
+    raise KeyError("x")
+
+
+def nothing(config, /, *, dim):
+    return None
+
+
+def use(build, factory: str, kind: str = "parallel_pass"):
+    """Of a kind whose objects may be of any class, unless another is asked for."""
+    return attrs.evolve(build.resolve("optimizer", {"name": "muon", "lr": 1}), factory=factory, kind=kind)
 
 
 def test_a_factory_gets_its_config_and_what_it_is_given(build):
@@ -47,9 +56,35 @@ def test_the_builder_is_passed_on_to_those_that_ask_for_it(build):
 
 def test_an_import_that_fails_names_the_distribution(build):
     with pytest.raises(
-        PluginError, match=r"acme-routers: cannot import the factory of optimizer 'muon' .* bug in acme"
+        PluginError, match=r"acme-routers: cannot import the factory of parallel pass 'muon' .* bug in acme"
     ):
         build(use(build, "no_such_module:factory"))
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "sentence"),
+    [
+        ("nothing", "parallel_pass", "None, and must return what forge_core.contracts.parallel_pass describes"),
+        ("plain_factory", "optimizer", "a SimpleNamespace, and must return a torch.optim.Optimizer"),
+    ],
+)
+def test_a_factory_that_returns_something_else_is_named_with_what_was_expected(build, factory, kind, sentence):
+    with pytest.raises(PluginError) as caught:
+        build(use(build, f"{__name__}:{factory}", kind), dim=3)
+    words = f"{kind.replace('_', ' ')} 'muon' of acme-routers 2.0"
+    said = f"{words}: its factory '{__name__}:{factory}' returned {sentence}. This is a bug in acme-routers."
+    assert str(caught.value) == said
+
+
+def test_a_factory_of_another_signature_is_named_with_what_it_is_given(build):
+    with pytest.raises(PluginError, match=r"called with a config and width: missing .* 'dim'\. This is a bug"):
+        build(use(build, f"{__name__}:plain_factory"), width=3)
+
+
+def test_a_factory_that_fails_is_named(build):
+    with pytest.raises(KeyError) as caught:
+        build(use(build, f"{__name__}:failing_factory"))
+    assert caught.value.__notes__ == ["raised by the factory of parallel pass 'muon' of acme-routers 2.0"]
 
 
 def test_names_and_tables_from_elsewhere_are_resolved(build):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from forge_core.catalog import Catalog
 from forge_core.config.job import components, deprecations, dump_job, job_table, load_job
 from forge_core.config.problems import ConfigProblems
+from forge_core.discovery import discover
 from forge_core.errors import ConfigError
 
 GOOD = """\
@@ -273,11 +275,79 @@ def test_the_catalog_is_found_without_what_the_job_disables(write, catalog):
         ('plugins.require=["click>=999"]', "asks for click>=999, and click "),
         ('plugins.require=["no-such-thing"]', "no-such-thing is not installed: pip install 'no-such-thing'"),
         ('plugins.require=["click ~ 1"]', "is not a requirement such as"),
-        ('plugins.disable=["acme-router"]', "no plugin of that name is installed; did you mean 'acme-routers'?"),
     ],
 )
 def test_what_the_job_demands_of_plugins_is_checked(complaint, setting, message):
     assert message in complaint(setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("acme-router", "did you mean 'acme-routers'?"),
+        ("routers", "did you mean 'acme-routers'?"),
+        ("x", "installed: acme"),
+    ],
+)
+def test_a_plugin_to_leave_out_that_is_not_there_is_an_error(write, catalog, name, hint):
+    with pytest.raises(ConfigError, match=re.escape(f"no plugin of that name is installed; {hint}")):
+        load_job(write(), [f'plugins.disable=["{name}"]'], catalog=lambda disable: catalog)
+
+
+FACTORIES = {
+    "acme/plugin.py": """
+        from forge_core.api import Component, hookimpl
+
+        @hookimpl
+        def forge_schedulers():
+            factories = {"defined": "parts:Cosine", "made": "parts:made", "imported": "parts:dumps", "lazy": "lazy:any",
+                         "other_name": "parts:Kosine", "other_module": "part:Cosine", "unreadable": "bad:Cosine"}
+            for name, factory in factories.items():
+                yield Component(name=name, summary="s", factory=f"acme.{factory}", config="acme.config:Empty")
+            yield Component(name="other_package", summary="s", factory="acne.parts:Cosine", config="acme.config:Empty")
+    """,
+    "acme/config.py": """
+        import attrs
+
+        @attrs.frozen
+        class Empty:
+            pass
+    """,
+    "acme/parts.py": """
+        raise AssertionError("it is read, and not imported")
+
+        if True:
+            from json import dumps
+        made = other = None
+        class Cosine: ...
+    """,
+    "acme/lazy.py": "def __getattr__(name): ...",
+    "acme/bad.py": "import (",
+}
+
+
+def test_a_factory_that_is_not_where_its_description_says_is_found_without_importing_it(
+    write, catalog, make_distribution
+):
+    make_distribution("acme", "1.2", files=FACTORIES)
+    installed = Catalog([*catalog.plugins, *(one for one in discover().plugins if one.distribution == "acme")])
+
+    def problem(name: str) -> str:
+        try:
+            load_job(write(), [f"scheduler={{name='{name}'}}"], catalog=installed)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert [problem(name) for name in ("defined", "made", "imported", "lazy")] == [""] * 4
+    for name, factory, why in (
+        ("other_name", "acme.parts:Kosine", "there is no Kosine in acme.parts. Did you mean 'Cosine'?"),
+        ("other_module", "acme.part:Cosine", "there is no module 'acme.part'. Did you mean 'parts'?"),
+        ("other_package", "acne.parts:Cosine", "there is no package 'acne'."),
+        ("unreadable", "acme.bad:Cosine", "bad.py, line 1: invalid syntax."),
+    ):
+        said = f"scheduler: the factory of scheduler '{name}' of acme 1.2, '{factory}': {why} This is a bug in acme."
+        assert said in problem(name)
 
 
 def test_met_requirements_and_plugins_that_are_not_here_are_fine(load):

@@ -25,7 +25,13 @@ PLUGIN = """
 
     @hookimpl
     def forge_optimizers():
-        return [component("in_backward")]
+        return [component("in_backward"), component("on_itself"), component("rows")]
+
+    @hookimpl
+    def forge_parallel_passes():
+        for name in ("wraps", "adds"):
+            yield PassComponent(name=name, summary="wrong", factory=f"wrong.parts:{name}", config="wrong.config:Rate",
+                                phase="checkpointing")
 
     @hookimpl
     def forge_routers():
@@ -107,6 +113,65 @@ PARTS = """
         for entry in parameters:
             entry.parameter.register_post_accumulate_grad_hook(update)
         return optimizer
+
+
+    class Signed(torch.optim.Optimizer):
+        def __init__(self, parameters, lr):
+            super().__init__([entry.parameter for entry in parameters], {"lr": lr})
+            self.means = {}
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(self.direction(parameter), alpha=group["lr"])
+
+
+    class OnItself(Signed):
+        def direction(self, parameter):
+            mean = self.means.setdefault(parameter, torch.zeros_like(parameter))
+            return mean.lerp_(parameter.grad, 0.1).sign()
+
+
+    class Rows(Signed):
+        def direction(self, parameter):
+            rows = parameter.grad.square().flatten(1).mean(1) if parameter.ndim > 1 else parameter.grad.square()
+            self.state[parameter]["rows"] = rows + self.state[parameter].get("rows", 0)
+            return parameter.grad.sign()
+
+
+    def on_itself(config, /, *, parameters):
+        return OnItself(parameters, config.lr)
+
+
+    def rows(config, /, *, parameters):
+        return Rows(parameters, config.lr)
+
+
+    class Wrapped(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, *given):
+            return self.block(*given)
+
+
+    class wraps:
+        def __init__(self, config, /):
+            pass
+
+        def apply(self, model, context):
+            for name, block in model.blocks.items():
+                model.blocks[name] = Wrapped(block)
+            return model, ["blocks.0"]
+
+
+    class adds(wraps):
+        def apply(self, model, context):
+            model.adapter = nn.Linear(2, 2, bias=False)
+            return model, ["adapter"]
 
 
     class nan_router(nn.Module):
@@ -218,3 +283,34 @@ def test_a_router_that_returns_another_dtype_is_refused_in_the_first_step(run):
         in text
     )
     assert not lines
+
+
+def test_an_optimizer_that_keeps_its_state_on_itself_is_named_at_the_first_save(run):
+    code, text, _ = run("optimizer={name='on_itself'}", "checkpoint.interval=5")
+
+    assert code == 0
+    said = "optimizer 'on_itself' of wrong 1.2 has no state for any of the parameters that it has updated"
+    assert text.count(said) == 1
+    assert "its attribute 'means' holds tensors, which are not saved" in text
+
+
+def test_state_that_is_sharded_otherwise_than_its_parameter_is_refused_at_the_first_save(run, tiny):
+    code, text, _ = run("optimizer={name='rows'}", "train.precision=bf16", "checkpoint.interval=2")
+
+    assert code == 2
+    assert "error: optimizer 'rows' of wrong 1.2 keeps the state 'rows' of embed.weight sharded as " in text
+    assert not list(tiny.path().glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("wraps", r"renames blocks\.0\.(\S+) to blocks\.0\.block\.\1 and \d+ more"),
+        ("adds", r"adds adapter\.weight"),
+    ],
+)
+def test_a_pass_that_changes_the_names_of_parameters_is_refused(run, name, what):
+    code, text, _ = run(f"parallel.passes.{name}=true")
+
+    assert code == 2
+    assert re.search(f"error: parallel pass '{name}' of wrong 1.2 {what}\\. A pass leaves the names", text), text
