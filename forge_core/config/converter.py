@@ -20,7 +20,7 @@ from forge_core.catalog import Catalog, Provided, kind_words
 from forge_core.component import Slot, Use
 from forge_core.config.describe import describe, one_of
 from forge_core.config.limits import violations
-from forge_core.config.problems import InvalidError, Problem, nearest
+from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem, nearest
 from forge_core.config.shorthands import as_written, expanded
 from forge_core.errors import ConfigError, PluginError
 from forge_core.imports import load_reference
@@ -278,8 +278,8 @@ def _table_hook(cls: Any, converter: Converter, catalog: Catalog) -> Hook:
 def _unknown_keys(value: Mapping[str, Any], fields: Mapping[str, Any], missing: dict[str, Any]) -> list[Problem]:
     """One problem for each key that is no field. A field that it was meant to be is not reported missing as well."""
     problems = []
-    for key in [key for key in value if key not in fields]:
-        near = nearest(key, fields)
+    for index, key in enumerate(key for key in value if key not in fields):
+        near = nearest(key, fields) if index < MAX_SHOWN else None  # it takes time, and those are not shown
         missing.pop(near or "", None)
         known = f"known keys: {', '.join(fields)}" if fields else "it takes no keys"
         problems.append(Problem((key,), f"unknown key; did you mean '{near}'?" if near else f"unknown key; {known}"))

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Sequence
 
 from forge_core.config.problems import KeyPath
-
-_TOKEN = re.compile(
-    r'"""(?:\\.|[^\\])*?"{3,5}'  # strings of several lines; up to two quotes may stand before the closing three
-    r"|'''.*?'{3,5}"
-    r'|"(?:\\.|[^"\\\n])*"'
-    r"|'[^'\n]*'"
-    r"|\#[^\n]*"
-    r"|[\[\]{}=,.\n]"
-    r"|[^\s\[\]{}=,.\"'#]+",
-    re.DOTALL,
-)
+from forge_core.config.toml_text import Token
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
+def key_lines(tokens: Sequence[Token]) -> dict[KeyPath, int]:
     """The line, from 1, of every table, key and array element.
 
     Args:
-        text: TOML that ``tomllib`` has accepted.
+        tokens: of TOML that ``tomllib`` has accepted.
     """
-    return _Scan(text).lines
+    return _Scan(tokens).lines
 
 
 class _Scan:
-    def __init__(self, text: str) -> None:
+    def __init__(self, tokens: Sequence[Token]) -> None:
         self.lines: dict[KeyPath, int] = {}
-        self._tokens: list[tuple[str, int]] = []
-        line, end = 1, 0
-        for match in _TOKEN.finditer(text):
-            line += text.count("\n", end, match.start())
-            end = match.start()
-            if not match[0].startswith("#"):
-                self._tokens.append((match[0], line))
+        self._tokens = tokens
         self._next = 0
         self._tables_in: defaultdict[KeyPath, int] = defaultdict(int)
         self._statements()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import attrs
 from forge_core.config.describe import describe
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Location, Problem, key_text, nearest
 from forge_core.config.toml_file import Document, chooses_another
+from forge_core.config.toml_text import parse_toml
 
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 
@@ -108,8 +108,8 @@ def _starts_another(token: str, sections: Collection[str]) -> bool:
 
 def _path(key: str) -> KeyPath:
     try:
-        parsed: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
+        parsed: Any = parse_toml(f"{key} = 0")
+    except ValueError:
         parsed = {}
     path: KeyPath = ()
     while isinstance(parsed, dict):
@@ -126,7 +126,7 @@ def _value(raw: str) -> Any:
     It is parsed inside an inline table, which can hold neither a comment nor a second line that would cut it short.
     """
     try:
-        parsed = tomllib.loads(f"v = {{ v = {raw} }}")
+        parsed = parse_toml(f"v = {{ v = {raw} }}")
     except ValueError as error:
         if raw.lstrip().startswith(("[", "{", '"', "'")):
             raise InvalidError.because(f"the value is not valid TOML ({error})") from None

@@ -9,6 +9,9 @@ import attrs
 
 from forge_core.errors import ConfigError
 
+MAX_SHOWN = 20
+"""Problems that are told in full; of more, their number."""
+
 KeyPath = tuple[str | int, ...]
 """``("callbacks", 0, "name")``: the way from the root of a configuration to a value."""
 
@@ -69,9 +72,10 @@ class ConfigProblems(ConfigError):  # noqa: N818  # it is a list of problems, an
 
     def __init__(self, problems: Iterable[Problem], subject: str = "the configuration") -> None:
         self.problems = tuple(sorted(problems, key=_reading_order))
-        lines = [str(problem) for problem in self.problems]
-        if len(lines) > 1:
-            lines.append(f"{len(lines)} problems in {subject}")
+        lines = [str(problem) for problem in self.problems[:MAX_SHOWN]]
+        if len(self.problems) > 1:
+            further = f"; the first {MAX_SHOWN} are shown" if len(self.problems) > MAX_SHOWN else ""
+            lines.append(f"{len(self.problems)} problems in {subject}{further}")
         super().__init__("\n".join(lines))
 
 

@@ -12,7 +12,12 @@ import attrs
 
 from forge_core.config.key_lines import key_lines
 from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem, nearest
+from forge_core.config.toml_text import MAX_BYTES, refuse_depth, toml_tokens
 from forge_core.errors import ConfigError
+from forge_core.regular_file import read_regular_file
+
+MAX_FILES = 32
+"""Of one configuration, those that are extended included."""
 
 
 @attrs.frozen
@@ -30,39 +35,62 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a TOML file, on top of the files that its ``extends`` names.
+    """Read a TOML file, on top of the files that its ``extends`` names. ``run.name`` is not taken over from them:
+    another experiment is another run.
 
     Raises:
-        ConfigError: a file is missing, unreadable or not TOML, or the files extend each other in a circle.
+        ConfigError: a file is missing, unreadable, too large or not TOML, the files extend each other in a circle, or
+            there are too many of them.
     """
-    return _read(path, chain=())
+    return _Reading().read(path, chain=())
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> Document:
-    layer = _parse(path)
-    extends = layer.table.pop("extends", [])
-    names = [extends] if isinstance(extends, str) else extends
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise _about_extends(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
-    chain = (*chain, path)
-    result = Document({}, {(): Location(str(path))})
-    for name in names:
-        base = path.parent / Path(name).expanduser()
-        if any(_is_same_file(base, file) for file in chain):
+class _Reading:
+    """Each file once, however often it is extended."""
+
+    def __init__(self) -> None:
+        self._documents: dict[Path, Document] = {}
+
+    def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
+        layer = _parse(path)
+        extends = layer.table.pop("extends", [])
+        names = [extends] if isinstance(extends, str) else extends
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            raise _about_extends(layer, 'expected a file name or an array of file names, as in extends = "base.toml"')
+        chain = (*chain, path)
+        result = Document({}, {(): Location(str(path))})
+        for name in names:
+            result = layered(result, self._base(path.parent / Path(name).expanduser(), layer, chain))
+        return layered(result, layer)
+
+    def _base(self, base: Path, layer: Document, chain: tuple[Path, ...]) -> Document:
+        try:
+            place, is_there = base.resolve(), base.is_file()
+        except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, or links in a circle
+            raise _about_extends(layer, f"{str(base)!r} is no name of a file ({error})") from None
+        if any(place == file.resolve() for file in chain):
             circle = " extends ".join(str(file) for file in (*chain, base))
             raise _about_extends(layer, f"the files extend each other in a circle: {circle}")
-        if not base.is_file():
+        if not is_there:
             raise _about_extends(layer, f"there is no file {base} (names are relative to the file that extends)")
-        result = layered(result, _read(base, chain))
-    return layered(result, layer)
+        if place not in self._documents:
+            if len(self._documents) + len(chain) >= MAX_FILES:
+                raise _about_extends(layer, f"{base} would be one file more than {MAX_FILES}, the most that are read")
+            self._documents[place] = _without_run_name(self.read(base, chain))
+        return self._documents[place]
+
+
+def _without_run_name(base: Document) -> Document:
+    run = base.table.get("run")
+    if not isinstance(run, dict):
+        return base
+    kept = {key: value for key, value in run.items() if key != "name"}
+    locations = {path: place for path, place in base.locations.items() if path[:2] != ("run", "name")}
+    return Document({**base.table, "run": kept}, locations)
 
 
 def _about_extends(layer: Document, sentence: str) -> ConfigError:
     return ConfigProblems([Problem(("extends",), sentence, location=layer.locate(("extends",)))])
-
-
-def _is_same_file(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def _what_was_meant(path: Path) -> str:
@@ -76,7 +104,7 @@ def _what_was_meant(path: Path) -> str:
 
 def _parse(path: Path) -> Document:
     try:
-        text = path.read_bytes().decode()
+        text = read_regular_file(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file{_what_was_meant(path)}") from None
     except IsADirectoryError:
@@ -86,7 +114,11 @@ def _parse(path: Path) -> Document:
         raise ConfigError(f"{path}:{line}: the file is not UTF-8 text, which TOML has to be") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:  # it has a NUL
+        raise ConfigError(f"{str(path)!r} is no name of a file") from None
     try:
+        tokens = toml_tokens(text)
+        refuse_depth(tokens)
         table = tomllib.loads(text)
     except ValueError as error:  # also a number of too many digits, which is no TOMLDecodeError
         place = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
@@ -94,7 +126,7 @@ def _parse(path: Path) -> Document:
         column = f" (column {place[2]})" if place and place[2] else ""
         sentence = str(error)[: place.start()] if place else str(error)
         raise ConfigError(f"{path}:{line}: not valid TOML: {sentence[:1].lower()}{sentence[1:]}{column}") from None
-    locations = {key: Location(str(path), line) for key, line in key_lines(text).items()}
+    locations = {key: Location(str(path), line) for key, line in key_lines(tokens).items()}
     return Document(table, {(): Location(str(path)), **locations})
 
 

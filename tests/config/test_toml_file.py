@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tomli_w
 
+from forge_core.config import toml_file
 from forge_core.config.key_lines import key_lines
+from forge_core.config.problems import ConfigProblems, Location, Problem
 from forge_core.config.toml_file import read_document
+from forge_core.config.toml_text import toml_tokens
 from forge_core.errors import ConfigError
 
 
@@ -67,6 +72,16 @@ def test_a_bare_name_is_the_table_with_that_name(write):
     path = write('extends = "base.toml"\nloss = "y"\n[optimizer]\nlr = 1\n')
 
     assert read_document(path).table == {"optimizer": {"name": "adamw", "lr": 1}, "loss": {"name": "y"}}
+
+
+def test_a_run_is_not_called_by_the_name_of_a_file_that_it_extends(write):
+    write('[run]\nname = "demo"\ndir = "d"\n', "base.toml")
+    write('extends = "base.toml"\n', "between.toml")
+
+    document = read_document(write('extends = "between.toml"\n'))
+
+    assert document.table == {"run": {"dir": "d"}}
+    assert ("run", "name") not in document.locations
 
 
 def test_a_run_of_another_name_keeps_its_other_keys(write):
@@ -150,7 +165,7 @@ v = 2
 '''
     tomllib.loads(text)
 
-    lines = key_lines(text)
+    lines = key_lines(toml_tokens(text))
 
     assert lines["a", "b"] == 2
     assert lines["quo.ted", "key"] == 3
@@ -180,7 +195,7 @@ def test_every_key_of_any_document_is_found_on_a_line_that_has_it(seed):
     text = tomli_w.dumps(table, multiline_strings=True)
     written = text.splitlines()
 
-    lines = key_lines(text)
+    lines = key_lines(toml_tokens(text))
 
     for path in _paths(table, ()):
         assert path in lines
@@ -210,3 +225,67 @@ def _paths(value: object, path: tuple[str | int, ...]):
     for key, item in items:
         yield (*path, key)
         yield from _paths(item, (*path, key))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = " + "[" * 100_000, "job.toml:1: not valid TOML: it is nested more than 64 deep"),
+        ("\na = " + "{b = " * 50_000, "job.toml:2: not valid TOML: it is nested more than 64 deep"),
+        (".".join("a" * 50_000) + " = 1", "it is nested more than 64 deep"),
+        ("[" + ".".join("a" * 50_000) + "]", "it is nested more than 64 deep"),
+        ("".join(f"[t{i}]\n" for i in range(100_000)), "it has more than 200,000 names, values and signs"),
+        ('"\\' * 500_000, "job.toml:1: not valid TOML"),
+        (f'a = "{"x" * 2**20}"', "job.toml: cannot be read (it has more than 1 MiB, the most that is read)"),
+    ],
+)
+def test_toml_that_would_take_minutes_or_all_stack_is_refused_with_the_bound(write, text, message):
+    with pytest.raises(ConfigError) as caught:
+        read_document(write(text))
+
+    assert message in str(caught.value)
+
+
+def test_many_tables_and_files_that_are_extended_on_many_ways_are_read_once(write, monkeypatch):
+    monkeypatch.setattr("forge_core.config.toml_file._parse", counted := Mock(wraps=toml_file._parse))
+    write("a = 1\n", "0.toml")
+    for i in range(1, 24):
+        write(f'extends = ["{i - 1}.toml", "./{i - 1}.toml"]\nb{i} = {i}\n', f"{i}.toml")
+
+    assert len(read_document(Path("23.toml")).table) == 24
+    assert counted.call_count == 24
+    assert len(read_document(write("".join(f"[t{i}]\n" for i in range(5000)))).table) == 5000
+
+
+def test_the_number_of_files_of_one_configuration_is_bounded(write):
+    for i in range(40):
+        write(f'extends = "{i + 1}.toml"\n', f"{i}.toml")
+
+    with pytest.raises(ConfigError, match=r"31\.toml:1: extends: 32\.toml would be one file more than 32, the most"):
+        read_document(Path("0.toml"))
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+
+    for path in (tmp_path / "pipe.toml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"cannot be read \(it is a pipe, a socket or a device, not a file"):
+            read_document(path)
+    with pytest.raises(ConfigError, match="is no name of a file"):
+        read_document(Path("a\0b"))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbfa = 1\n")
+
+    assert read_document(tmp_path / "job.toml").table == {"a": 1}
+
+
+def test_of_many_problems_twenty_are_told_and_the_others_counted():
+    problems = [Problem((f"key{i}",), "unknown key", location=Location("job.toml", i)) for i in range(3000)]
+
+    lines = str(ConfigProblems(problems)).splitlines()
+
+    assert lines[0] == "job.toml:0: key0: unknown key"
+    assert len(lines) == 21
+    assert lines[-1] == "3000 problems in the configuration; the first 20 are shown"

@@ -121,6 +121,35 @@ def test_text_files_are_one_document_each_and_share_units(tmp_path):
     assert documents_of(tmp_path / "markdown") == ["left out"]
 
 
+def test_files_of_a_folder_that_no_pattern_takes_are_counted_by_their_ending(tmp_path):
+    for i in range(7):
+        (tmp_path / f"{i}.md").write_text("left out")
+    for name in ("a.txt", "b.tar.gz", "c.csv", "Makefile", ".hidden.md"):
+        (tmp_path / name).write_text("text")
+
+    _, printed = run(tmp_path, tmp_path.with_name("out"))
+    _, of_one_file = run(tmp_path / "a.txt", tmp_path.with_name("out2"))
+
+    left_out, more = printed.splitlines()[0].split("; ")
+    assert left_out.startswith("left out: 7 files ending in .md, 1 file ")
+    assert {"1 file ending in .tar.gz", "1 file ending in .csv", "1 file without an ending"} < {*left_out.split(", ")}
+    assert more == "choose others with --pattern, such as --pattern '**/*.md'"
+    assert "left out" not in of_one_file
+
+
+def test_a_text_file_that_is_no_text_is_refused_unless_its_bytes_are_wanted(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"PAR1 and more")
+    (tmp_path / "y.txt").write_bytes(b"a\0b")
+
+    with pytest.raises(ConfigError, match=r"x\.txt is a Parquet file, not text: .*--binary"):
+        run(tmp_path / "x.txt", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"y\.txt has a NUL byte, .* at byte 1 \(from 0\)"):
+        run(tmp_path / "y.txt", tmp_path / "out3")
+
+    run(tmp_path, tmp_path / "out2", binary=True)
+    assert documents_of(tmp_path / "out2") == ["PAR1 and more", "a\0b"]
+
+
 def test_the_output_opens_as_token_files_with_its_tokenizer(tmp_path, build):
     write_jsonl(tmp_path / "x.jsonl", texts())
     header, printed = run(tmp_path / "x.jsonl", tmp_path / "out", unit_size=2000)

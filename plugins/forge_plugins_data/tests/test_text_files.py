@@ -1,10 +1,12 @@
 """The source ``text_files``."""
 
+import gzip
 import os
 import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tokenizers
 
@@ -182,7 +184,7 @@ def test_the_fingerprint_changes_with_the_text_and_with_nothing_else(tmp_path, o
 
 def test_packed_samples_are_the_same_for_any_number_of_workers_and_after_a_resume(tmp_path, open_text):
     rng = np.random.default_rng(0)
-    write(tmp_path, **{f"f{i}": rng.bytes(int(rng.integers(1, 60))) for i in range(100)})
+    write(tmp_path, **{f"f{i}": rng.integers(1, 256, rng.integers(1, 60), np.uint8).tobytes() for i in range(100)})
     source = open_text(tmp_path, seq_len=16, document_mask=True)
 
     def batches(steps, position=0, **cut):
@@ -237,3 +239,48 @@ def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path, open_text, mon
 def test_values_out_of_range_are_refused_by_the_configuration(keys, problem, use_tokenizer):
     with pytest.raises(ValueError, match=problem):
         TextFilesConfig(**{"path": "x", "tokenizer": use_tokenizer("bytes")} | keys)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_files_are_unpacked(tmp_path, open_text, ending):
+    text = b"so it was before it was compressed"
+    packed = gzip.compress(text) if ending == ".gz" else pa.Codec("zstd").compress(text, asbytes=True)
+    (tmp_path / f"a.txt{ending}").write_bytes(packed)
+
+    tokens = everything(open_text(tmp_path / f"a.txt{ending}", seq_len=len(text)))["tokens"]
+    as_it_is = open_text(tmp_path / f"a.txt{ending}", seq_len=len(packed), binary=True)
+
+    assert bytes(tokens[0].tolist()) == text
+    assert bytes(everything(as_it_is)["tokens"][0].tolist()) == packed
+
+
+def image(size=64):
+    return b"\x89PNG\r\n\x1a\n" + bytes(range(1, size))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("x.parquet", b"PAR1" + b"\0" * 50 + b"PAR1", r"is a Parquet file, not text: 'forge data prepare' reads it"),
+        ("x.arrow", b"ARROW1\0\0" + b"x" * 50, r"is an Arrow file, not text: write it as Parquet"),
+        ("x.zip", b"PK\x03\x04" + b"x" * 50, r"is a zip archive, not text: unpack it first"),
+        ("x.tar.gz", gzip.compress(b"a.txt".ljust(257, b"0") + b"ustar"), r"is a tar archive, not text"),
+        ("x.png", image(), r"is a PNG image, not text: exclude it"),
+        (
+            "x.txt",
+            gzip.compress(b"by another name"),
+            r"is compressed by gzip, not text: it is unpacked if",
+        ),
+        ("y.txt", b"a text\0with a hole", r"y\.txt has a NUL byte, which text has not, at byte 6 \(from 0\)"),
+        ("x.jsonl", b'{"text": "a"}\n' * 9, r"is JSON Lines, and its syntax .*'forge data prepare .*x\.jsonl --output"),
+        ("x.ndjson.gz", gzip.compress(b'{"text": "a"}\n' * 9), r"is JSON Lines"),
+    ],
+)
+def test_what_is_no_text_is_refused_unless_its_bytes_are_wanted(tmp_path, open_text, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=rf"{sentence}.*binary = true"):
+        open_text(tmp_path / name)
+
+    batch = everything(open_text(tmp_path / name, seq_len=len(content), binary=True))
+    assert bytes(batch["tokens"][0].tolist()) == content

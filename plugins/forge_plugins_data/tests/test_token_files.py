@@ -279,3 +279,20 @@ def test_headers_come_back_as_they_were_written(tmp_path):
 
     assert read_header(tmp_path / INDEX) == header
     assert [file.name for file in tmp_path.iterdir()] == [INDEX]
+
+
+@pytest.mark.parametrize(("dtype", "strange"), [("uint16", 1000), ("uint16", 65535), ("int32", -1), ("int64", 2**40)])
+def test_an_id_beyond_the_vocabulary_that_comes_after_the_file_was_opened_is_named_where_it_is_read(
+    tmp_path, open_tokens, dtype, strange
+):
+    folder = write_folder(tmp_path, np.arange(50), np.arange(90), dtype=dtype)
+    source = open_tokens(folder, validation=0.25)
+    tokens = np.memmap(folder / "1.bin", dtype=dtype, mode="r+")
+    tokens[16] = strange  # the last target of one sample, the first token of the next
+
+    for index in (6, 7):
+        with pytest.raises(
+            ConfigError, match=rf"1\.bin: token 16 \(from 0\) has the id {strange}, but the .* has 1000"
+        ):
+            source.read(np.array([0, index]))
+    assert source.read(np.array([0, 5, 8]))["tokens"].shape == (3, 8)

@@ -50,6 +50,7 @@ def data() -> None:
     show_default=True,
     help="Text that is not UTF-8: refuse it, put U+FFFD, or leave the document out.",
 )
+@click.option("--binary", is_flag=True, help="Take text files as they are, with NUL bytes or whatever else they hold.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes; by default as many as there are cores.")
 @click.option(
     "--unit-mib",
@@ -68,6 +69,7 @@ def prepare_command(
     text_field: str,
     patterns: tuple[str, ...],
     encoding_errors: EncodingErrors,
+    binary: bool,
     workers: int | None,
     unit_mib: int,
 ) -> None:
@@ -86,6 +88,7 @@ def prepare_command(
             text_field=text_field,
             patterns=patterns or DEFAULT_PATTERNS,
             encoding_errors=encoding_errors,
+            binary=binary,
             workers=workers or _cores(),
             unit_size=unit_mib * 2**20,
             progress=Progress(),

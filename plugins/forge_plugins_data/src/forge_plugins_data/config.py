@@ -84,6 +84,9 @@ class TextFilesConfig(_FilesConfig):
     encoding_errors: EncodingErrors = "strict"
     """What to do with files that are not UTF-8: ``strict`` refuses to start, ``replace`` puts U+FFFD, ``skip`` leaves
     the file out. For tokenizers that read text; ``bytes`` decodes nothing."""
+    binary: bool = False
+    """Take the bytes of every file as they are. Otherwise ``.gz`` and ``.zst`` are unpacked, and what is no text is
+    refused: JSON Lines, Parquet, archives, images, and whatever has NUL bytes."""
 
 
 def _for_document_mask(config: TokenFilesConfig, _: attrs.Attribute[Any], value: int | None) -> None:

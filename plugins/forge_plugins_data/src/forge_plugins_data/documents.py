@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import attrs
 import pyarrow as pa
@@ -17,12 +14,12 @@ import pyarrow.parquet as pq
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import EncodingErrors
+from forge_plugins_data.plain_text import JSON_LINES, refuse_what_is_no_text
+from forge_plugins_data.unpacking import COMPRESSED, open_unpacked
 
-COMPRESSED = (".gz", ".zst")
-JSONL = (".jsonl", ".ndjson")
 PARQUET = (".parquet",)
 DEFAULT_PATTERNS = tuple(
-    f"**/*{ending}{compression}" for ending in (".txt", *JSONL) for compression in ("", *COMPRESSED)
+    f"**/*{ending}{compression}" for ending in (".txt", *JSON_LINES) for compression in ("", *COMPRESSED)
 ) + tuple(f"**/*{ending}" for ending in PARQUET)
 """What is taken from a folder unless something else is asked for."""
 
@@ -40,6 +37,8 @@ class Unit:
     """Up to, not including, this byte or row group; ``None`` is the end."""
     size: int = 0
     """Bytes on disk, for progress."""
+    is_any: bool = False
+    """Whether text files may hold anything, not just text."""
 
 
 @attrs.frozen
@@ -52,8 +51,11 @@ class Document:
     """For messages."""
 
 
-def plan_units(files: Sequence[Path], unit_size: int, field: str) -> list[Unit]:
+def plan_units(files: Sequence[Path], unit_size: int, field: str, *, binary: bool = False) -> list[Unit]:
     """Cut files, in their order, into units of about ``unit_size`` bytes. A function of the files' sizes alone.
+
+    Args:
+        binary: text files may hold anything.
 
     Raises:
         ConfigError: a Parquet file is damaged or has no column ``field``.
@@ -63,7 +65,8 @@ def plan_units(files: Sequence[Path], unit_size: int, field: str) -> list[Unit]:
 
     def flush() -> None:
         if texts:
-            units.append(Unit("text", tuple(name for name, _ in texts), size=sum(size for _, size in texts)))
+            names, size = tuple(name for name, _ in texts), sum(size for _, size in texts)
+            units.append(Unit("text", names, size=size, is_any=binary))
             texts.clear()
 
     for file in files:
@@ -83,12 +86,15 @@ def read_documents(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[D
     """The documents of a unit in order; those of JSONL and Parquet from the key or column ``field``.
 
     Raises:
-        ConfigError: damaged input, or ``field`` is missing or not text.
+        ConfigError: damaged input, a text file that is no text, or ``field`` is missing or not text.
     """
     if unit.kind == "text":
         for name in unit.files:
-            with _open(Path(name)) as handle:
-                yield Document(handle.read(), name)
+            with open_unpacked(Path(name)) as handle:
+                content = handle.read()
+            if not unit.is_any:
+                refuse_what_is_no_text(content, name)
+            yield Document(content, name)
     elif unit.kind == "jsonl":
         yield from _read_jsonl(unit, field, errors)
     else:
@@ -99,7 +105,7 @@ def _kind(file: Path) -> Literal["text", "jsonl", "parquet"]:
     ending = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
     if ending in PARQUET:
         return "parquet"
-    return "jsonl" if ending in JSONL else "text"
+    return "jsonl" if ending in JSON_LINES else "text"
 
 
 def _line_ranges(file: Path, unit_size: int) -> list[Unit]:
@@ -138,7 +144,7 @@ def _row_groups(file: Path, unit_size: int, field: str) -> list[Unit]:
 def _read_jsonl(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Document]:
     """The lines that begin within the unit's bytes, so that each line of a file is in exactly one unit."""
     file = Path(unit.files[0])
-    with _open(file) as handle:
+    with open_unpacked(file) as handle:
         position = unit.start
         if unit.start:
             handle.seek(unit.start - 1)
@@ -196,20 +202,3 @@ def _parquet(file: Path) -> Iterator[pq.ParquetFile]:
             yield parquet
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(f"{file} is damaged: {error}") from error
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed. Errors of decompression are raised as sentences."""
-    try:
-        if file.suffix == ".gz":
-            with gzip.open(file) as handle:
-                yield handle  # type: ignore[misc]  # a GzipFile reads like any binary file
-        elif file.suffix == ".zst":
-            with pa.input_stream(str(file), compression="zstd") as stream:
-                yield io.BufferedReader(stream, buffer_size=2**20)
-        else:
-            with file.open("rb", buffering=2**20) as handle:
-                yield handle
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error

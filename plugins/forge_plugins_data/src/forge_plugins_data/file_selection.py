@@ -13,6 +13,7 @@ from pathlib import Path
 import attrs
 
 from forge_core.errors import ConfigError
+from forge_plugins_data.unpacking import COMPRESSED
 
 
 @attrs.frozen
@@ -47,6 +48,21 @@ def select_files(
         for one in sorted(kept, key=lambda one: one.relative):
             selected.setdefault(one.path.resolve(), one)
     return list(selected.values())
+
+
+def count_left_out(paths: Sequence[str], selected: Sequence[SelectedFile]) -> dict[str, int]:
+    """How many files of the folders among ``paths`` are not in ``selected``, by their ending, the commonest first.
+    Hidden ones are not counted."""
+    taken = {file.path.resolve() for file in selected}
+    endings: Counter[str] = Counter()
+    for folder in {_location(path).resolve() for path in paths if is_folder(path)}:
+        endings.update(_ending(file.path) for file in _matches(folder, "**/*") if file.path.resolve() not in taken)
+    return dict(endings.most_common())
+
+
+def _ending(file: Path) -> str:
+    """``.tar.gz`` of ``x.tar.gz``: what is compressed has two."""
+    return "".join(file.suffixes[-2:]) if file.suffix in COMPRESSED else file.suffix
 
 
 def is_folder(path: str) -> bool:

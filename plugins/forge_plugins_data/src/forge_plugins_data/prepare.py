@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from forge_plugins_data.bpe import train_bpe
 from forge_plugins_data.config import EncodingErrors, TokenizerFileConfig
 from forge_plugins_data.documents import DEFAULT_PATTERNS, Unit, plan_units, read_documents
 from forge_plugins_data.encoding import encode_document
-from forge_plugins_data.file_selection import SelectedFile, select_files
+from forge_plugins_data.file_selection import SelectedFile, count_left_out, select_files
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_format import (
@@ -45,6 +45,8 @@ from forge_plugins_data.token_format import (
 from forge_plugins_data.tokenizer_file import FILE_NAME, TokenizerFile
 
 UNIT_SIZE = 64 * 2**20
+_ENDINGS = 5
+"""Named of those that are left out."""
 
 
 def prepare(
@@ -55,6 +57,7 @@ def prepare(
     text_field: str = "text",
     patterns: Sequence[str] = DEFAULT_PATTERNS,
     encoding_errors: EncodingErrors = "strict",
+    binary: bool = False,
     workers: int = 1,
     unit_size: int = UNIT_SIZE,
     progress: Progress,
@@ -69,6 +72,7 @@ def prepare(
         text_field: the key or column of JSONL and Parquet files that holds the text.
         patterns: which files to take from folders.
         encoding_errors: what becomes of documents that are not UTF-8.
+        binary: whether text files may hold anything, such as NUL bytes.
         workers: processes; with 1 the work is done in this one.
         unit_size: bytes of input that become one file of tokens.
 
@@ -80,10 +84,13 @@ def prepare(
         ForgeError: a process was killed; what is finished stays.
     """
     files = select_files(list(inputs), list(patterns))
-    units = plan_units([file.path for file in files], unit_size, text_field)
+    if left_out := count_left_out(inputs, files):
+        example = f"**/*{next(filter(None, left_out), '')}"
+        progress.say(f"left out: {_listed(left_out)}; choose others with --pattern, such as --pattern '{example}'")
+    units = plan_units([file.path for file in files], unit_size, text_field, binary=binary)
     if not sum(unit.size for unit in units):
         raise ConfigError(f"the input is empty: {len(files)} file{'s' * (len(files) != 1)}, no bytes")
-    settings = _settings(files, tokenizer, text_field, encoding_errors, unit_size)
+    settings = _settings(files, tokenizer, text_field, encoding_errors, binary, unit_size)
     _require_same_settings(output, settings)
     output.mkdir(parents=True, exist_ok=True)
     with _alone(output):
@@ -110,6 +117,16 @@ def prepare(
             raise ConfigError(f"the input has no text: {len(files)} file{'s' * (len(files) != 1)}, all documents empty")
         write_header(output / INDEX, header)
         return header
+
+
+def _listed(endings: Mapping[str, int]) -> str:
+    """``{".md": 16}`` as ``16 files ending in .md``; of many endings, the commonest."""
+    common = [
+        f"{count:,} file{'s' * (count != 1)} " + (f"ending in {ending}" if ending else "without an ending")
+        for ending, count in [*endings.items()][:_ENDINGS]
+    ]
+    others = [*endings.values()][_ENDINGS:]
+    return ", ".join(common) + (f", {sum(others):,} files with {len(others)} other endings" if others else "")
 
 
 @attrs.frozen(kw_only=True)
@@ -224,6 +241,7 @@ def _settings(
     tokenizer: Tokenizer | int,
     text_field: str,
     encoding_errors: EncodingErrors,
+    binary: bool,
     unit_size: int,
 ) -> dict[str, Any]:
     """All that decides the output, as JSON values."""
@@ -238,6 +256,7 @@ def _settings(
         "unit_size": unit_size,
         "files": len(files),
         "names_sizes_and_times_of_files": inputs.hexdigest(),
+        **({"binary": True} if binary else {}),  # earlier versions did not know it, and what they began is continued
     }
 
 

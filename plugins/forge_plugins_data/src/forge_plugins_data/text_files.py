@@ -14,7 +14,9 @@ from forge_core.errors import ConfigError
 from forge_plugins_data.config import TextFilesConfig
 from forge_plugins_data.encoding import encode_document, reads_bytes
 from forge_plugins_data.file_selection import SelectedFile, is_folder, select_files
+from forge_plugins_data.plain_text import refuse_json_lines, refuse_what_is_no_text
 from forge_plugins_data.token_format import smallest_dtype
+from forge_plugins_data.unpacking import open_unpacked
 from forge_plugins_data.windows import Span, TokenWindows, count_windows, require_held_out, too_small
 
 DEFAULT_PATTERN = "**/*.txt"
@@ -26,8 +28,8 @@ def open_text_files(
     """Read and tokenise the files of a split, one document each, in the order of their relative names.
 
     Raises:
-        ConfigError: no such files, a pattern that chooses among none, not UTF-8, too few files to hold any out, or too
-            little text for one sample.
+        ConfigError: no such files, a pattern that chooses among none, no text or not UTF-8, too few files to hold any
+            out, or too little text for one sample.
     """
     require_held_out(config.validation, split)
     tokenizer = build(config.tokenizer, base=Path())
@@ -92,11 +94,21 @@ def _tokenise(files: list[SelectedFile], tokenizer: Tokenizer, config: TextFiles
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     parts: list[np.ndarray] = []
     for file in files:
-        try:
-            content = file.path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read {file.path}: {error.strerror}") from error
+        content = _read(file.path, binary=config.binary)
         ids = encode_document(tokenizer, content, config.encoding_errors, str(file.path))
         if ids is not None and len(ids):
             parts += [ids.astype(dtype), end]
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def _read(file: Path, *, binary: bool) -> bytes:
+    if binary:
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    refuse_json_lines(file)
+    with open_unpacked(file) as unpacked:
+        content = unpacked.read()
+    refuse_what_is_no_text(content, str(file))
+    return content

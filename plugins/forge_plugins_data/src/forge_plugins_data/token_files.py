@@ -39,7 +39,7 @@ def open_token_files(
         _check_ids(file, meaning.vocab_size)
     if config.document_mask and meaning.end_of_document is None:
         raise ConfigError("document_mask = true needs to know where documents end; set end_of_document or a tokenizer")
-    spans = _split([file.tokens for file in files], seq_len, config.validation, split)
+    spans = _split(files, seq_len, config.validation, split)
     if not any(span.stop > span.first for span in spans):
         tokens = max((len(file.tokens) for file in files), default=0)
         what = "the data" if split == "all" or config.validation == 0 else f"the {split} part of the data"
@@ -207,15 +207,15 @@ def _range(tokens: np.ndarray) -> tuple[int, int]:
     return smallest, largest
 
 
-def _split(arrays: list[np.ndarray], seq_len: int, validation: float, split: Split) -> list[Span]:
+def _split(files: Sequence[_TokenFile], seq_len: int, validation: float, split: Split) -> list[Span]:
     """The windows of a split in each file.
 
     Raises:
         ConfigError: there are fewer than two windows to divide.
     """
-    counts = [count_windows(len(tokens), seq_len) for tokens in arrays]
+    counts = [count_windows(len(file.tokens), seq_len) for file in files]
     if split == "all" or validation == 0:
-        return [Span(tokens, 0, count) for tokens, count in zip(arrays, counts, strict=True)]
+        return [Span(file.tokens, 0, count, str(file.path)) for file, count in zip(files, counts, strict=True)]
     total = sum(counts)
     if total < 2:
         raise ConfigError(
@@ -226,7 +226,8 @@ def _split(arrays: list[np.ndarray], seq_len: int, validation: float, split: Spl
     # Rounding the cumulative share spreads exactly held_out windows over the files, in proportion to their size.
     ends = [round(held_out * seen / total) for seen in itertools.accumulate(counts, initial=0)]
     spans = []
-    for tokens, count, before, after in zip(arrays, counts, ends, ends[1:], strict=False):
+    for file, count, before, after in zip(files, counts, ends, ends[1:], strict=False):
         border = count - (after - before)
-        spans.append(Span(tokens, 0, border) if split == "train" else Span(tokens, border, count))
+        first, stop = (0, border) if split == "train" else (border, count)
+        spans.append(Span(file.tokens, first, stop, str(file.path)))
     return spans

@@ -25,6 +25,8 @@ class Span:
     """``(N,)``, any integer type; possibly memory-mapped."""
     first: int
     stop: int
+    where: str = "the data"
+    """For messages: the file."""
 
 
 class TokenWindows:
@@ -73,10 +75,29 @@ class TokenWindows:
             stop = start + self._seq_len
             tokens[row] = span.tokens[start:stop]
             targets[row] = span.tokens[start + 1 : stop + 1]
+        self._refuse_strangers(indices, tokens, targets)
         batch = {"tokens": tokens, "targets": targets}
         if self._separator is not None:
             batch |= document_inputs(tokens, targets, self._separator)
         return batch
+
+    def _refuse_strangers(self, indices: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
+        """Files may change after they were opened, and an id beyond the vocabulary is an error of the device, far from
+        here. As unsigned numbers, negative ids are beyond it too."""
+        largest = max(tokens.view(np.uint64).max(initial=0), targets[:, -1].view(np.uint64).max(initial=0))
+        if largest < self.vocab_size:
+            return
+        windows = np.concatenate([tokens, targets[:, -1:]], axis=1)
+        row, column = np.argwhere(windows.view(np.uint64) >= self.vocab_size)[0].tolist()
+        which = int(np.searchsorted(self._starts, indices[row], side="right")) - 1
+        span = self._spans[which]
+        position = (span.first + int(indices[row] - self._starts[which])) * self._seq_len + column
+        raise ConfigError(
+            f"{span.where}: token {position} (from 0) has the id {windows[row, column]}, but the vocabulary has "
+            f"{self.vocab_size} (ids 0 to {self.vocab_size - 1}). What was opened had no such id, so the file has been "
+            "overwritten or its disk fails. Compare it with 'forge data inspect --verify'; copy it again or prepare "
+            "the data again."
+        )
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
