@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -29,9 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command's own exit code is the integer that it returns, or that it gives to ``click.Context.exit``.
     """
+    is_process = arguments is None
     arguments, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    invocation = Invocation(debug=debug)
     try:
-        result = forge.main(arguments, prog_name="forge", standalone_mode=False, obj=Invocation(debug=debug))
+        return _run(arguments, invocation)
+    finally:
+        if not is_process:
+            invocation.until_the_end.close()
+
+
+def _run(arguments: Sequence[str], invocation: Invocation) -> int:
+    debug = invocation.debug
+    try:
+        result = forge.main(arguments, prog_name="forge", standalone_mode=False, obj=invocation)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -50,6 +62,8 @@ class Invocation:
     def __init__(self, *, debug: bool = False) -> None:
         self.debug = debug
         """Whether tracebacks are wanted."""
+        self.until_the_end = ExitStack()
+        """What a command leaves in place until its process ends, or its caller goes on."""
         self.disabled: tuple[str, ...] = ()
         """Distributions named by ``--disable-plugin``."""
         self._catalogs: dict[frozenset[str], Catalog] = {}

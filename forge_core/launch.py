@@ -1,28 +1,30 @@
-"""Start one process a rank on this machine, with torch's own elastic launcher."""
+"""Start one process a rank on this machine, pass on what signals say, and start again after a crash."""
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+import attrs
 import click
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.engine.orphan import LAUNCHER
+from forge_core.engine.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
 from forge_core.errors import ConfigError, ExitCode
+from forge_core.local_ranks import LocalRanks
 
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
-"""Environment variable that tells the first rank where to leave its exit code: the launcher that passes on a signal
-does not report those of the processes it ended."""
-
+"""Environment variable that tells rank 0 where to leave its exit code: it may have ended because another one did, for a
+reason of its own."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C has been pressed twice, as shells have it."""
 
 _FINAL = (ExitCode.COMPLETED, ExitCode.INVALID, ExitCode.STOPPED, ExitCode.NON_FINITE)
 """Starting again would change nothing, or is not wanted."""
@@ -41,7 +43,15 @@ def processes_asked_for(nproc: str) -> int:
     return int(nproc)
 
 
-def launch(job_toml: str, nproc: int, options: Sequence[str], *, max_restarts: int, checkpoints: Path) -> ExitCode:
+def launch(
+    job_toml: str,
+    nproc: int,
+    options: Sequence[str],
+    *,
+    max_restarts: int,
+    checkpoints: Path,
+    heeding: ExitStack,
+) -> int:
     """Run a resolved job in ``nproc`` processes, and end as they do.
 
     Args:
@@ -49,57 +59,79 @@ def launch(job_toml: str, nproc: int, options: Sequence[str], *, max_restarts: i
         options: further arguments of ``forge run``.
         max_restarts: start all processes again when one has crashed, so many times in a row without a new checkpoint.
         checkpoints: where those of the run are.
+        heeding: signals are heeded until this is closed.
+
+    Returns:
+        An ``ExitCode``, or ``INTERRUPTED``.
     """
-    # its own reports repeat what our processes have said, with tracebacks of the launcher
-    logging.disable(logging.ERROR)
-    # a rank that was asked to save and stop may need longer than the 30 s that torch gives it before it kills
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     in_vain = 0
+    signals = heeding.enter_context(SignalsForRanks())
     while True:
         before = _newest(checkpoints)
-        code, was_signalled = _launch_once(job_toml, nproc, options)
-        if was_signalled or code in _FINAL or max_restarts == 0:
-            return code
+        ended = _launch_once(job_toml, nproc, options, signals)
         newest = _newest(checkpoints)
+        if signals.leaves or ended.code in _FINAL:
+            return ended.code
+        if signals.stop is not None and (ended.before_it_listened or (max_restarts > 0 and not ended.failed_to_stop)):
+            kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+            click.echo(f"{signals.stop.name}: stopped, and not started again; {kept}; the same command continues")
+            return ExitCode.STOPPED
+        if max_restarts == 0:
+            return ended.code
         in_vain = 0 if newest != before else in_vain + 1
         if in_vain > max_restarts:
             click.echo(f"given up after {max_restarts} restarts in a row without a new checkpoint", err=True)
-            return code
-        place = newest or "the beginning"
-        click.echo(f"exit code {code}; started again from {place}, {max_restarts - in_vain} more in vain", err=True)
+            return ended.code
+        place, left = newest or "the beginning", max_restarts - in_vain
+        click.echo(f"exit code {int(ended.code)}; started again from {place}, {left} more in vain", err=True)
 
 
-def _launch_once(job_toml: str, nproc: int, options: Sequence[str]) -> tuple[ExitCode, bool]:
-    """Returns also whether a signal has ended it."""
-    with tempfile.TemporaryDirectory(prefix="forge-") as folder:
-        job = Path(folder) / "job.toml"
+@attrs.frozen
+class _Ended:
+    """How the ranks have ended."""
+
+    code: int
+    """Of the run."""
+    before_it_listened: bool = False
+    """A rank was told to stop while it started: nothing had been trained yet."""
+    failed_to_stop: bool = False
+    """It had been told to stop, and ended by an error: a last checkpoint that could not be written, perhaps."""
+
+
+def _launch_once(job_toml: str, nproc: int, options: Sequence[str], signals: SignalsForRanks) -> _Ended:
+    with tempfile.TemporaryDirectory(prefix="forge-") as name:
+        folder = Path(name)
+        job, outcome = folder / "job.toml", folder / "outcome"
         job.write_text(job_toml)
-        outcome = Path(folder) / "outcome"
-        os.environ[OUTCOME_FILE] = str(outcome)
-        os.environ[LAUNCHER] = str(os.getpid())
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            run_id=str(os.getpid()),
-            max_restarts=0,  # torch would count those that made progress
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:  # it clears up after itself: a launcher may be called from a process that goes on
-            elastic_launch(config, sys.executable)("-m", "forge_core", "run", str(job), *options)
-        except ChildFailedError as error:
-            own = _read(outcome)
-            # the first rank may have ended because another one did, for a reason of its own
-            return (_code_of(error) if own in (None, ExitCode.LOST_PEER) else own), False
-        except SignalException:
-            return _read(outcome) or ExitCode.UNEXPECTED, True
-        finally:
-            del os.environ[OUTCOME_FILE], os.environ[LAUNCHER]
-        return ExitCode.COMPLETED, False
+        command = [sys.executable, "-m", "forge_core", "run", str(job), *options]
+        ranks = LocalRanks(command, nproc, {OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
+        was_told = False
+        while ranks.are_running() and not signals.leaves:
+            if signals.stop is not None and not was_told:
+                was_told = True
+                ranks.tell(signals.stop)
+                if signals.stop == signal.SIGINT and is_in_foreground():
+                    click.echo("Ctrl-C once more leaves at once", err=True)
+            time.sleep(0.05)
+        failed = ranks.first_failed()
+        if not signals.leaves:
+            ranks.end(lambda: signals.leaves)
+        if signals.wants_stacks:
+            ranks.leave(signal.SIGQUIT)
+            _show_stacks(folder, nproc)
+            return _Ended(ExitCode.UNEXPECTED)
+        if signals.leaves:
+            leave_file(folder).touch()
+            ranks.leave(signal.SIGINT)
+            return _Ended(INTERRUPTED)
+        if failed is None:
+            return _Ended(ExitCode.COMPLETED)
+        rank, how = failed
+        if signals.stop is not None and was_told and how in (-signals.stop, INTERRUPTED):
+            return _Ended(ExitCode.LOST_PEER, before_it_listened=True)
+        code = _code_of(rank, how, _read(outcome))
+        return _Ended(code, failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
 
 
 def leave_outcome(code: ExitCode) -> None:
@@ -119,7 +151,24 @@ def _read(outcome: Path) -> ExitCode | None:
     return ExitCode(int(outcome.read_text())) if outcome.exists() else None
 
 
-def _code_of(error: ChildFailedError) -> ExitCode:
-    """That of the process which failed first, if it is one of ours; a signal's is not."""
-    _, first = error.get_first_failure()
-    return ExitCode(first.exitcode) if first.exitcode in set(ExitCode) else ExitCode.LOST_PEER
+def _code_of(rank: int, ended: int, own: ExitCode | None) -> ExitCode:
+    """Of rank 0 if it has a reason of its own, or of the rank that failed first if it is one of ours.
+
+    Args:
+        ended: as ``LocalRanks.first_failed`` says.
+        own: what rank 0 has left.
+    """
+    if own not in (None, ExitCode.LOST_PEER):
+        return own
+    if ended in set(ExitCode):
+        return ExitCode(ended)
+    how = f"exit code {ended}" if ended > 0 else signal.Signals(-ended).name
+    click.echo(f"error: rank {rank} has ended by {how}", err=True)
+    return ExitCode.LOST_PEER
+
+
+def _show_stacks(folder: Path, nproc: int) -> None:
+    for rank in range(nproc):
+        path = stacks_file(folder, rank)
+        stacks = path.read_text().rstrip() if path.exists() else ""
+        click.echo(f"rank {rank}:\n{stacks or 'it had not begun, or did not react'}\n", err=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from forge_core.checkpoint.durable import make_folder
 from forge_core.errors import ConfigError, LeaseLostError
 from forge_core.process import Process
 
@@ -116,7 +117,7 @@ class Lease:
             self._path.unlink(missing_ok=True)
 
     def _take(self, report: Callable[[str], None], ended: Sign | None) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         try:
             with self._path.open("x") as file:
                 file.write(self._sign(0))

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from forge_core.checkpoint.durable import flush, make_folder, write_durably
 from forge_core.config.job import dump_job
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
+from forge_core.line_file import LineFile
 
 ENDS = ("completed", "preempted", "stopped", "failed")
 """Events with one of which every start ends that is not killed."""
@@ -35,9 +36,9 @@ class RunDirectory:
         self.job_file = self.path / "job.toml"
         """What the run was last started with."""
         self._writes = writes
-        self._metrics: IO[str] | None = None
-        self._log: IO[str] | None = None
-        self._events: IO[str] | None = None
+        self._metrics: LineFile | None = None
+        self._log: LineFile | None = None
+        self._events: LineFile | None = None
         self._said_before: list[str] = []
         self._complained = False
 
@@ -81,24 +82,36 @@ class RunDirectory:
             raise ConfigError(f"run.dir: cannot write {error.filename or self.path}: {error.strerror}") from error
 
     def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self._log = (self.path / "log.txt").open("a", buffering=1)
-        self._events = (self.path / "events.jsonl").open("a", buffering=1)
+        make_folder(self.checkpoints)
+        self._log = LineFile(self.path / "log.txt")
+        self._events = LineFile(self.path / "events.jsonl")
         for line in self._said_before:
             self.write_log(line)
-        _write(self.job_file, dump_job(job))
-        _write(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        write_durably(self.job_file, dump_job(job))
+        write_durably(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
         self.forget_after(resumed_step)
+        flush(self.path)  # from here on, a power cut leaves nothing that says less than this
 
     def forget_after(self, step: int) -> None:
         """Take the lines about later steps out of ``metrics.jsonl``: that work is being done again."""
         if self._metrics is not None:
+            self._metrics.sync()
             self._metrics.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= step]
-            _write(metrics, "".join(line + "\n" for line in kept))
-        self._metrics = metrics.open("a", buffering=1)
+            write_durably(metrics, "".join(line + "\n" for line in kept))
+        self._metrics = LineFile(metrics)
+
+    def sync(self) -> None:
+        """What has been written so far survives a power cut. A disk that does not take it is complained about, and no
+        reason to go without a checkpoint."""
+        for file in (self._metrics, self._events, self._log):
+            if file is not None:
+                try:
+                    file.sync()
+                except OSError as error:
+                    self._complain(error)
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """One line. A value that is not finite becomes null: JSON has no word for it."""
@@ -132,21 +145,20 @@ class RunDirectory:
     def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
         """A JSON file of its own."""
         if self._writes:
-            _write(self.path / name, json.dumps(facts, indent=1) + "\n")
+            write_durably(self.path / name, json.dumps(facts, indent=1) + "\n")
 
     def close(self) -> None:
-        for file in (self._metrics, self._log, self._events):
-            if file is not None:
-                try:
-                    file.close()
-                except OSError as error:
-                    self._complain(error)
+        files = {"metrics.jsonl": self._metrics, "events.jsonl": self._events, "log.txt": self._log}
         self._metrics = self._log = self._events = None
+        missing = {name: n for name, file in files.items() if file is not None and (n := file.close())}
+        if missing:
+            counted = ", ".join(f"{n} of {name}" for name, n in missing.items())
+            print(f"lines are missing in {self.path}, which could not be written: {counted}", file=sys.stderr)
 
-    def _append(self, file: IO[str], line: str) -> None:
-        """A full disk must not end a run that could go on: the file holds on to some lines until there is room."""
+    def _append(self, file: LineFile, line: str) -> None:
+        """A disk that is full must not end a run that could go on."""
         try:
-            file.write(line + "\n")
+            file.append(line)
             self._complained = False
         except OSError as error:
             self._complain(error)
@@ -155,7 +167,8 @@ class RunDirectory:
         """Once, until it works again."""
         if not self._complained:
             self._complained = True
-            print(f"cannot write to {self.path}: {error.strerror}; lines may be missing there", file=sys.stderr)
+            kept = "lines are kept in memory until it works again"
+            print(f"cannot write to {self.path}: {error.strerror}; {kept}", file=sys.stderr)
 
 
 def describe_environment(plugins: Mapping[str, str], mesh: Mapping[str, int], device: str) -> dict[str, Any]:
@@ -195,10 +208,3 @@ def _event_of(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one go."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -21,11 +21,20 @@ def naming(path: Path) -> Iterator[None]:
 def write_durably(path: Path, text: str) -> None:
     """Write a new file, or replace one in one go. Its name is durable once its folder has been flushed."""
     temporary = path.with_name(f".{path.name}.new")
-    with naming(temporary), temporary.open("w") as file:
+    temporary.unlink(missing_ok=True)  # of a crash; or a link that somebody has put there, which is not followed
+    with naming(temporary), temporary.open("x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def make_folder(path: Path) -> None:
+    """A folder with those above it, each of which is still there after a power cut."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        flush(one.parent)
 
 
 def flush_tree(folder: Path) -> None:

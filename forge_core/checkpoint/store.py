@@ -208,8 +208,8 @@ class CheckpointStore:
             attempt += 1
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
-        flush(target.parent)
-        flush(self.path)
+        for folder in (target.parent, self.path, self.path.parent):
+            flush(folder)
         return target
 
     def remove(self, steps: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from forge_core.engine.rendezvous import world_size_of
 from forge_core.engine.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError
 from forge_core.garbage import imported_for_good
+from forge_core.output import LossyOutput
 from forge_core.run_directory import RunDirectory
 
 
@@ -51,6 +52,7 @@ def run(
     Exit codes: 0 reached its end, 1 unexpected, 2 invalid configuration, data or plugin, 3 stopped early with a
     checkpoint saved, 4 non-finite loss or gradient, 5 lost another rank.
     """
+    obj.until_the_end.enter_context(LossyOutput())
     if resume is not None:
         overrides = (*overrides, f"checkpoint.resume={json.dumps(resume, ensure_ascii=False)}")
     ranks = world_size_of(os.environ)
@@ -75,7 +77,16 @@ def run(
     os.environ["FORGE_DISABLE_PLUGINS"] = ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])
     options = [*(["--dry-run"] if dry_run else []), *(["--debug"] if obj.debug else [])]
     checkpoints = RunDirectory(job, writes=False).checkpoints
-    _end(launch(dump_job(job), world_size, options, max_restarts=max_restarts, checkpoints=checkpoints))
+    _end(
+        launch(
+            dump_job(job),
+            world_size,
+            options,
+            max_restarts=max_restarts,
+            checkpoints=checkpoints,
+            heeding=obj.until_the_end,
+        )
+    )
 
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:
@@ -85,6 +96,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
         from forge_core.engine.host_memory import keep_freed_memory
         from forge_core.engine.mesh import choose_device
         from forge_core.engine.run import run_job
+        from forge_core.engine.signals import stacks_on_quit
         from forge_core.launch import leave_outcome
 
     # torch 2.13 announces new names for collectives that its own FSDP and DTensor still call by the old ones
@@ -94,7 +106,8 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
         job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))
         if choose_device(job.run.device).type == "cpu":
             keep_freed_memory()
-        code = run_job(job, obj.catalog(job.plugins.disable), dry_run=dry_run)
+        with stacks_on_quit():
+            code = run_job(job, obj.catalog(job.plugins.disable), dry_run=dry_run, heeding=obj.until_the_end)
     except ForgeError as error:
         code = error.exit_code
         raise
@@ -103,7 +116,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
     return code
 
 
-def _end(code: ExitCode) -> None:
-    if code is not ExitCode.COMPLETED:
+def _end(code: int) -> None:
+    if code != ExitCode.COMPLETED:
         sys.exit(int(code))
     click.get_current_context().exit(0)

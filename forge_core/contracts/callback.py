@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 TIME_LIMIT = "the time limit"
-PREEMPTIONS = ("SIGUSR1", "SIGTERM", TIME_LIMIT)
-"""Reasons to stop with which a run loses its machine, and should go on elsewhere or later. With any other, somebody
-wanted it to end."""
+PREEMPTIONS = ("SIGUSR1", "SIGTERM", "SIGHUP", TIME_LIMIT)
+"""Reasons to stop with which a run loses its machine or its terminal, and should go on elsewhere or later.
+With any other, somebody wanted it to end."""
 
 
 @attrs.define

@@ -47,8 +47,12 @@ from forge_core.hardware import peak_flops
 from forge_core.run_directory import RunDirectory, describe_environment
 
 
-def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
+def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False, heeding: ExitStack | None = None) -> ExitCode:
     """Run ``job`` in this process, which is one rank of the group that the environment describes, or a group of one.
+
+    Args:
+        heeding: signals are heeded until this is closed, to the end of the process perhaps: a scheduler says the same
+            thing several times, and closing takes its time. By default, until the run ends.
 
     Returns:
         COMPLETED or STOPPED.
@@ -63,13 +67,24 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False) -> ExitCode:
     peers = Peers(job.run, RunDirectory(job, writes=False).path)
     try:
         with peers.lost_ones_named():
-            return _run(job, catalog, device, peers, started, dry_run)
+            if heeding is not None:
+                return _run(job, catalog, device, peers, started, dry_run, heeding)
+            with ExitStack() as own:
+                return _run(job, catalog, device, peers, started, dry_run, own)
     finally:
         dist.destroy_process_group()
         peers.close()
 
 
-def _run(job: Job, catalog: Catalog, device: torch.device, peers: Peers, started: float, dry_run: bool) -> ExitCode:
+def _run(
+    job: Job,
+    catalog: Catalog,
+    device: torch.device,
+    peers: Peers,
+    started: float,
+    dry_run: bool,
+    heeding: ExitStack,
+) -> ExitCode:
     on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
     prepared = on_all_ranks(lambda: prepare(job, catalog, device, peers, dry_run=dry_run))
     peers.sign()
@@ -84,7 +99,7 @@ def _run(job: Job, catalog: Catalog, device: torch.device, peers: Peers, started
     if dry_run:
         describe(prepared, built.model)
         return ExitCode.COMPLETED
-    return _train(prepared, built, deadline)
+    return _train(prepared, built, deadline, heeding)
 
 
 @attrs.frozen
@@ -100,7 +115,7 @@ def _build(prepared: Prepared) -> _Built:
     return _Built(model, build_optimizer(prepared.job, model, prepared.build))
 
 
-def _train(prepared: Prepared, built: _Built, deadline: Deadline) -> ExitCode:
+def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitStack) -> ExitCode:
     mesh, checkpoint = prepared.mesh, prepared.checkpoint
     if checkpoint is not None:
         restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, prepared.console.line)
@@ -111,8 +126,7 @@ def _train(prepared: Prepared, built: _Built, deadline: Deadline) -> ExitCode:
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
     deadline.learn(prepared.directory.events(), prepared.console.line)
-    # signals are heeded to the very end: a scheduler says the same thing several times, and closing takes its time
-    with ExitStack() as heeding, tenancy(prepared, environment, deadline) as held:
+    with tenancy(prepared, environment, deadline) as held:
         announce(prepared, built.model, held.attempt)
         if loaded is not None:
             prepared.directory.write_facts("loaded.json", attrs.asdict(loaded))
@@ -219,6 +233,7 @@ def _train_there(
         prepared.directory.write_log(f"failed at step {trainer.step}: {type(error).__name__}: {error}")
         raise
     finally:
+        requests.stop = requests.stop or outcome  # nobody can ask for more
         loader.close()
         saving.close()
         trackers.close("stopped" if outcome == "preempted" else outcome)
@@ -244,6 +259,10 @@ def _saving(
         else:
             directory.write_event("save_failed", step=saved.step, error=str(saved.error))
 
+    def may_commit() -> None:
+        directory.sync()  # a run that is said to be saved has its history up to there
+        held.refuse_if_lost()
+
     def committed(saved: Saved) -> None:
         deadline.must_hold(saved.seconds, prepared.console.line)
         prepared.lifecycle.call("checkpoint_saved", run=context, step=saved.step, path=saved.path)
@@ -265,7 +284,7 @@ def _saving(
             prepared.device,
             background=job.checkpoint.background,
             timeout=job.checkpoint.timeout,
-            may_commit=held.refuse_if_lost,
+            may_commit=may_commit,
         ),
         prepared.peers,
         prepared.store,

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ KILL_AFTER = 8.0
 LAUNCHER_AFTER = 10.0
 """Seconds after the end of a rank that has not reached its own, in which torchrun should have noticed. An agent that
 waits for a host which is no longer there does not."""
+
+_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a watchdog does not hear, ever: whoever sends them to all processes means the ranks, which it watches
+until they have ended."""
 
 
 class Watchdog:
@@ -52,13 +57,14 @@ class Watchdog:
             "dump": self._dump.fileno(),
             "launcher": launcher,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, json.dumps(facts)],
-            stdin=inbox,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[self._dump.fileno()],
-            start_new_session=True,  # Ctrl-C is for the ranks
-        )
+        with _held_back(_FOR_RANKS):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, json.dumps(facts)],
+                stdin=inbox,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[self._dump.fileno()],
+                start_new_session=True,
+            )
         os.close(inbox)
 
     def tell(self, step: int, seconds: float) -> None:
@@ -79,6 +85,16 @@ class Watchdog:
             self._process.wait()
         faulthandler.unregister(signal.SIGUSR2)
         self._dump.close()
+
+
+@contextlib.contextmanager
+def _held_back(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """What this thread starts meanwhile holds them back for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Rank:

@@ -12,6 +12,7 @@ import pytest
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
+from forge_core.engine import signals
 from forge_core.engine.trainer import Trainer
 from forge_core.run_directory import ENDS
 
@@ -97,16 +98,35 @@ def test_the_story_of_a_run_that_is_stopped_fails_and_comes_back(run, capsys):
     )
 
 
-def test_a_second_ctrl_c_leaves_at_once(run):
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_that_comes_again_changes_nothing(run, monkeypatch, number):
+    monkeypatch.setattr(signals, "is_in_foreground", lambda: False)  # wherever these tests are run
 
-    code, events = run(at_step=3, happens=twice)
+    code, events = run(at_step=3, happens=lambda: [os.kill(os.getpid(), number) for _ in range(5)])
+
+    assert code == 3
+    assert events[-1]["event"] == ("stopped" if number == signal.SIGINT else "preempted")
+    assert (events[-1]["step"], events[-1]["reason"]) == (3, number.name)
+
+
+def test_a_second_ctrl_c_leaves_at_once(run, monkeypatch):
+    monkeypatch.setattr(signals, "is_in_foreground", lambda: True)
+
+    code, events = run(at_step=3, happens=lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
 
     assert code == 130
     assert (events[-1]["event"], events[-1]["exit_code"]) == ("failed", 130)
     assert run.store.steps() == []
+
+
+def test_a_terminal_that_is_closed_means_nothing_to_a_run_that_was_told_to_ignore_it(run):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code, events = run(at_step=3, happens=lambda: os.kill(os.getpid(), signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert (code, events[-1]["event"]) == (0, "completed")
 
 
 def test_the_clock_stops_a_run_as_a_signal_does(run):

@@ -171,6 +171,8 @@ class Stuck(Callback):
         if context.step == 5 and run.rank == 1:
             if self.how == "fails":
                 raise KeyError("a bug")
+            if self.how == "leaves":
+                os._exit(7)
             if self.how == "dies once":
                 if not (run.run_dir / "died").exists():
                     (run.run_dir / "died").touch()
@@ -229,6 +231,7 @@ def callback(how):
         ("sleeps", "is alive and does not come: it is in step 5, at stuck.py"),
         ("locks", "has given no sign of life"),
         ("fails", "has ended: KeyError: 'a bug'"),
+        ("leaves", "has ended without a word"),
     ],
 )
 def test_what_holds_a_rank_up_is_found_and_the_launcher_ends_with_its_code(tiny, start, stuck, how, said):
@@ -238,7 +241,8 @@ def test_what_holds_a_rank_up_is_found_and_the_launcher_ends_with_its_code(tiny,
     assert re.search(LOST.format(0, 1) + said, errors), errors
     assert run.returncode == (1 if how == "fails" else 5), errors
     wait_until(lambda: not processes_of(tiny), 30)
-    if how != "fails":
+    assert ("error: rank 1 has ended by exit code 7" in errors) is (how == "leaves")
+    if how in ("sleeps", "locks"):
         assert "stuck.py" in (tiny.path() / "stacks" / "rank_1.txt").read_text()
         assert not (tiny.path() / "stacks" / "rank_0.txt").exists()
 
@@ -337,6 +341,22 @@ def test_restarts_that_get_no_further_are_counted_and_given_up(tiny, start, stuc
     assert run.returncode == 1
     assert starts(tiny) == [("started", 0), ("resumed", 4), ("resumed", 4)]
     assert "given up after 1 restarts in a row without a new checkpoint" in said
+
+
+def test_a_stop_is_remembered_while_the_ranks_start_again(tiny, start, stuck):
+    settings = ["train.batch_size=2", "checkpoint.interval=2", "checkpoint.background=false", callback("dies once")]
+    run = start(tiny.command("--nproc", "2", "--max-restarts", "3", *settings), PYTHONPATH=str(stuck))
+    said = []
+    while not any("started again from step_00000004" in line for line in said):
+        said.append(run.stderr.readline())
+        assert said[-1], said
+
+    run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=120)
+
+    assert run.returncode == 3, (out, said)
+    assert "SIGTERM: stopped, and not started again; the newest checkpoint is step_00000004" in out
+    assert starts(tiny) == [("started", 0)]
 
 
 def starts(tiny):
