@@ -1,4 +1,4 @@
-"""Trackers: where metrics are sent. A failing tracker is reported once and never stops training."""
+"""Trackers: where metrics are sent. One that is slow or fails is named once, and never holds up training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 
 class Tracker:
-    """Base class. Lives on the first rank only. Override what you need."""
+    """Base class. Lives on the first rank only, on a thread of its own, from its factory to ``close``. Override what
+    you need."""
 
     state_version: int = 1
     """Saved with the state; ``load_state`` is given the saved one."""
@@ -25,7 +26,7 @@ class Tracker:
 
     def state(self) -> Mapping[str, Any]:
         """What must survive a resume, such as the run's id at a service, as JSON values. Saved with each checkpoint
-        under ``plugin.<distribution>.tracker.<name>``."""
+        under ``plugin.<distribution>.tracker.<name>``, after all lines up to there have been given to ``log``."""
         return {}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
