@@ -25,6 +25,8 @@ OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 reason of its own."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C has been pressed twice, as shells have it."""
+_MOST_PER_CORE = 32
+"""Processes on a core: each takes about 300 MB, and more than a few only try out a layout."""
 
 _FINAL = (ExitCode.COMPLETED, ExitCode.INVALID, ExitCode.STOPPED, ExitCode.NON_FINITE)
 """Starting again would change nothing, or is not wanted."""
@@ -34,12 +36,19 @@ def processes_asked_for(nproc: str) -> int:
     """The number that ``--nproc`` means; ``auto`` is one a GPU, or one on a machine without.
 
     Raises:
-        ConfigError: not a positive number or ``auto``.
+        ConfigError: not a positive number or ``auto``, or more than this machine could start.
     """
     if nproc == "auto":
         return max(1, torch.cuda.device_count())
     if not nproc.isdecimal() or int(nproc) < 1:
         raise ConfigError(f"--nproc: expected a positive number or auto, got {nproc!r}")
+    cores = os.cpu_count() or 1
+    most = max(_MOST_PER_CORE * cores, torch.cuda.device_count())
+    if int(nproc) > most:
+        raise ConfigError(
+            f"--nproc: {nproc} processes are more than the {cores} cores of this machine can serve; at most {most} "
+            f"({_MOST_PER_CORE} a core)"
+        )
     return int(nproc)
 
 

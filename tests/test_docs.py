@@ -45,7 +45,7 @@ PAGES = [
 BASE = """
 [model]
 name = "transformer"
-dim = 64
+dim = 2048
 n_layers = 2
 n_heads = 4
 

@@ -158,10 +158,16 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     train, found = _with_batches(job.train, degrees)
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
     problems += [*found, *found_in_passes, *_grad_norm_problems(job, degrees), *checkpoint_problems(job)]
+    on_ranks = job if degrees is None else _with_degrees(job, degrees)
     for path, use in components(job):
-        problems += _component_problems(path, use, job)
+        problems += _component_problems(path, use, on_ranks)
         problems += _factory_problems(path, use, catalog)
     return job, problems
+
+
+def _with_degrees(job: Job, degrees: Mapping[str, int]) -> Job:
+    """With the number that ``dp_shard = -1`` stands for among these ranks."""
+    return attrs.evolve(job, parallel=attrs.evolve(job.parallel, dp_shard=degrees["dp_shard"]))
 
 
 def _with_passes(job: Job, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:

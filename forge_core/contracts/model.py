@@ -209,6 +209,32 @@ class MultiTokenModel(Model, Protocol):
         ...
 
 
+class ModelConfig(Protocol):
+    """Numbers that a model's config class may have as fields or properties, each optional.
+
+    Passes ask for them by these names, so that `forge validate` refuses what a build would refuse. A number that is not
+    there is not checked before the build.
+    """
+
+    dim: int
+    """Width of the residual stream, D."""
+    n_layers: int
+    """Entries of ``blocks``, those of ``n_predictors`` not counted."""
+    n_predictors: int
+    """As ``MultiTokenModel.n_predictors``; 0 where it is not there."""
+    n_experts: int | None
+    """Routed experts of a sparse block; 0 if no block is sparse, ``None`` if that is not known before the build."""
+    vocab_size: int | None
+    """Rows of the embedding table and of the head, where the model says so and not the data."""
+
+    def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
+        """Output features, input features and role of the kinds of linear layers, by the keys that decide their sizes.
+
+        All kinds that the model has, or none if they are not known before the build.
+        """
+        ...
+
+
 class ModelFactory(Protocol):
     """The signature of the factory that a description names."""
 

@@ -30,6 +30,7 @@ def world_size_of(environment: MutableMapping[str, str]) -> int | None:
         _refuse_unless_of_slurm(environment, tasks)
     if "RANK" not in environment:
         if tasks is None:
+            _refuse_size_without_rank(environment)
             return None
         for name, value in _from_slurm(environment, tasks).items():
             environment.setdefault(name, value)
@@ -47,6 +48,16 @@ def world_size_of(environment: MutableMapping[str, str]) -> int | None:
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
     return world_size
+
+
+def _refuse_size_without_rank(environment: Mapping[str, str]) -> None:
+    """A process that is meant to be one of several would train alone, each of them into the same directory."""
+    size = environment.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise ConfigError(
+            f"WORLD_SIZE={size} is set, and RANK is not: start with torchrun, srun or --nproc, or unset WORLD_SIZE to "
+            "train in one process"
+        )
 
 
 def slurm_tasks(environment: Mapping[str, str]) -> str | None:

@@ -85,6 +85,10 @@ ENVIRONMENTS = {
         r"the end of the Slurm job is [78]\d s away, and the run stops run\.stop_before_end = 120 s before it",
     ),
     "20 a rank beyond the group": ({**GROUP, "RANK": "2"}, r"RANK=2 is not below WORLD_SIZE=2"),
+    "20 a size without a rank": (
+        {"WORLD_SIZE": "2"},
+        r"WORLD_SIZE=2 is set, and RANK is not: start",
+    ),
     "20 half a group": ({"RANK": "0"}, r"RANK is set, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"),
     "20 a number in words": ({**GROUP, "WORLD_SIZE": "two"}, r"WORLD_SIZE must be a number, got 'two'"),
     "20 no port": ({**GROUP, "MASTER_PORT": "99999"}, r"MASTER_PORT=99999 is no port; the last one is 65535"),

@@ -52,6 +52,14 @@ def _with_overlap(config: ExpertParallelConfig, _: attrs.Attribute[int], value: 
         raise ValueError("has no effect without overlap = true")
 
 
+def no_experts(job: Job) -> str:
+    """Why there is nothing to share out."""
+    return (
+        f"the model {job.model.qualified_name} has no experts; set parallel.ep = 1, or make its feed-forward layers "
+        "sparse (model.num_experts)"
+    )
+
+
 @attrs.frozen(kw_only=True)
 class ExpertParallelConfig:
     """Experts shared out over the axis ``ep``."""
@@ -66,6 +74,8 @@ class ExpertParallelConfig:
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this pass in this job."""
+        if getattr(job.model.config, "n_experts", None) == 0:
+            yield "", f"parallel.ep = {job.parallel.ep}: {no_experts(job)}"
         layer = getattr(job.model.config, "feed_forward", None)
         layer = getattr(layer, "config", None)
         if self.overlap and self.chunks == 1 and isinstance(layer, MoEConfig) and layer.shared_experts == 0:
@@ -199,6 +209,9 @@ class MoEConfig:
         n_layers = getattr(job.model.config, "n_layers", None)
         n_layers = n_layers and n_layers + getattr(job.model.config, "n_predictors", 0)
         sparse = [layer for layer in range(n_layers or 0) if self.is_sparse(layer)]
+        if len(sparse) < (n_layers or 0) and hasattr(self.dense.config, "contradictions_in"):
+            for key, sentence in self.dense.config.contradictions_in(job):
+                yield f"dense.{key}", sentence
         if n_layers is not None and not sparse:
             key = "layers" if self.layers is not None else "first_dense" if self.first_dense >= n_layers else "every"
             yield key, f"leaves none of the {n_layers} layers sparse"

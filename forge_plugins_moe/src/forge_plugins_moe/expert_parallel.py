@@ -13,7 +13,7 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.errors import ConfigError, PluginError
 from forge_core.module_pattern import fits
-from forge_plugins_moe.config import ExpertParallelConfig
+from forge_plugins_moe.config import ExpertParallelConfig, no_experts
 from forge_plugins_moe.traffic import expert_traffic
 
 
@@ -47,10 +47,7 @@ class ExpertParallel:
                 self._overlap(name, model)
             touched.append(name)
         if not touched and context.mesh.degrees["pp"] == 1:  # a stage may have none, where another has some
-            raise ConfigError(
-                f"parallel.ep = {mesh.size()}: the model {context.job.model.qualified_name} has no experts; set "
-                "parallel.ep = 1, or make its feed-forward layers sparse (model.num_experts)"
-            )
+            raise ConfigError(f"parallel.ep = {mesh.size()}: {no_experts(context.job)}")
         return model, touched
 
     def traffic(self, model: nn.Module, context: PassContext) -> Sequence[Traffic]:

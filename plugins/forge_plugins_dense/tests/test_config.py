@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from forge_core.component import Use
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig, YarnScaling
 
 
@@ -87,6 +88,21 @@ def test_a_job_that_this_model_cannot_run_is_told_by_key(tiny_config, keys, give
     assert list(config.check(job(tp=2))) == []
 
 
-def test_a_hidden_width_that_tensor_parallelism_cannot_cut_is_told():
-    assert [key for key, _ in MLPConfig(hidden_dim=50).check(job(tp=4))] == ["hidden_dim"]
-    assert list(MLPConfig(hidden_dim=48).check(job(tp=4))) == []
+@pytest.mark.parametrize(
+    ("keys", "tp", "said"),
+    [
+        ({"hidden_dim": 50}, 4, "50 features cannot"),
+        ({"hidden_dim": 48}, 4, ""),
+        ({}, 3, "256 features (the default) cannot"),
+        ({}, 4, ""),
+    ],
+)
+def test_a_hidden_width_that_tensor_parallelism_cannot_cut_is_told(tiny_config, keys, tp, said):
+    layer = MLPConfig(**keys)
+    here = job(tp=tp)
+    own = Use(kind="feed_forward", name="mlp", provider="forge-plugins-dense", factory="", config=layer)
+    here.model = SimpleNamespace(config=tiny_config(feed_forward=own))
+
+    found = [sentence for key, sentence in layer.check(here) if key == "hidden_dim"]
+
+    assert [sentence.startswith(said) for sentence in found] == ([True] if said else [])

@@ -14,7 +14,7 @@ device = "cpu"
 
 [model]
 name = "transformer"
-dim = 32
+dim = 2048
 n_layers = 4
 n_heads = 4
 

@@ -2,7 +2,6 @@
 
 import attrs
 import pytest
-import torch
 
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
@@ -44,7 +43,8 @@ def test_without_a_loss_logits_and_gradients_are_those_of_one_process(launcher: 
     assert found.keys() == expected.keys()
     assert len(found) > 40
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        error = (tensor - expected[name]).norm() / expected[name].norm()
+        assert error < 1e-5, (name, error)  # of the whole tensor: single elements round as the processor adds up
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from forge_plugins_dense.sparse_shorthand import with_feed_forward
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
+    from forge_core.contracts.model import ShardRole
 
 AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math", "flex"]
 CUDA_KERNELS = ("efficient", "cudnn", "flex")
@@ -218,6 +219,29 @@ class TransformerConfig:
         return 0 if self.multi_token is None else self.multi_token.depths
 
     @property
+    def n_experts(self) -> int | None:
+        """As ``ModelConfig.n_experts``: the layer's own word, or none in ours."""
+        layer = self.feed_forward.config
+        return 0 if isinstance(layer, MLPConfig) else getattr(layer, "n_experts", None)
+
+    def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
+        """As ``ModelConfig.matrices``, for heads with keys and values of their own and our own feed-forward layer."""
+        layer = self.feed_forward.config
+        if self.latent_attention is not None or not isinstance(layer, MLPConfig):
+            return {}
+        dim, queries, keys, width = (
+            self.dim, self.n_heads * self.head_size, self.kv_heads * self.head_size, layer.width(self.dim),
+        )  # fmt: skip
+        kinds: dict[str, tuple[int, int, ShardRole]] = {
+            "n_heads": (queries, dim, "column"),
+            "n_kv_heads": (keys, dim, "column"),
+            "head_dim": (dim, queries, "row"),
+            "feed_forward.hidden_dim": (width, dim, "column"),
+            "feed_forward": (dim, width, "row"),
+        }
+        return kinds if self.vocab_size is None else {**kinds, "vocab_size": (self.vocab_size, dim, "vocab")}
+
+    @property
     def head_size(self) -> int:
         """Features a head, the default filled in."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
@@ -280,7 +304,16 @@ class MLPConfig:
         return 256 * math.ceil(int(8 / 3 * dim * self.multiplier) / 256)
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """What is wrong with this layer in this job."""
+        """What is wrong with this layer in this job, unless it is part of another one, which knows where it stands."""
+        own = getattr(job.model.config, "feed_forward", None)
+        if own is None or own.config is self:
+            yield from self.contradictions_in(job)
+
+    def contradictions_in(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this layer in a block of this job's model."""
         tp = job.parallel.tp
-        if self.hidden_dim is not None and self.hidden_dim % tp:
-            yield "hidden_dim", f"{self.hidden_dim} features cannot be shared out evenly to parallel.tp = {tp} ranks"
+        dim: int | None = getattr(job.model.config, "dim", None)
+        width = self.hidden_dim if dim is None else self.width(dim)
+        if width is not None and width % tp:
+            default = "" if self.hidden_dim is not None else " (the default)"
+            yield "hidden_dim", f"{width} features{default} cannot be shared out evenly to parallel.tp = {tp} ranks"

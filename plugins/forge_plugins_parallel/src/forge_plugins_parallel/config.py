@@ -1,6 +1,6 @@
 """Keys of the passes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -97,6 +97,33 @@ class FullyShardConfig:
             yield "keep_gathered", 'contradicts reshard_after_forward = "always"; leave out one of the two'
         if self.keep_gathered and job.train.grad_accumulation == 1:
             yield "keep_gathered", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
+        yield from self._check_what_tp_leaves(job)
+
+    def _check_what_tp_leaves(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Matrices that ``tp`` has cut by rows, and that are sharded once more."""
+        tp, ranks = job.parallel.tp, job.parallel.dp_shard * job.parallel.cp
+        if tp == 1 or ranks <= 1:
+            return
+        for key, (rows, columns, role) in _matrices(job).items():
+            if role in ("column", "vocab") and even_dimension((rows, columns), (tp, 1), ranks) is None:
+                sentence = (
+                    f"a matrix of {rows} × {columns} (model.{key}), cut into parallel.tp = {tp} parts by rows, cannot "
+                    f"be shared out evenly to {ranks} ranks (dp_shard × cp) along either side; change one of them"
+                )
+                yield "", sentence
+                return
+
+
+def _matrices(job: Job) -> Mapping[str, tuple[int, int, str]]:
+    """As ``ModelConfig.matrices``; none where the model does not say."""
+    config = job.model.config
+    return config.matrices() if hasattr(config, "matrices") else {}
+
+
+def even_dimension(shape: Sequence[int], parts: Sequence[int], ranks: int) -> int | None:
+    """The first dimension that ``ranks`` can share evenly when it has been cut into ``parts`` already, or ``None``."""
+    places = enumerate(zip(shape, parts, strict=True))
+    return next((dim for dim, (size, cut) in places if size % (ranks * cut) == 0), None)
 
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -145,6 +172,12 @@ class PipelineConfig:
         if pp == 1:
             yield "", "there is one stage only, as parallel.pp = 1; raise it or take the pass out"
             return
+        n_layers: int | None = getattr(job.model.config, "n_layers", None)
+        if n_layers is not None:
+            at_head: int = getattr(job.model.config, "n_predictors", 0)
+            problem = too_few_blocks(n_layers + at_head, pp * self.stages_a_rank, at_head)
+            if problem:
+                yield "", problem
         if microbatches is not None:  # it is not known yet if it follows from the world size
             yield from self._check_microbatches(pp, microbatches)
 
@@ -158,6 +191,24 @@ class PipelineConfig:
         elif self.schedule.startswith("Interleaved") and microbatches % rounds:
             why = f"{self.schedule} cannot run train.grad_accumulation = {microbatches} microbatches in {rounds} "
             yield "schedule", f"{why}rounds of one length; take a multiple of parallel.pp = {pp}"
+
+
+def too_few_blocks(n_blocks: int, n_stages: int, at_head: int) -> str:
+    """Why blocks, of which the last ``at_head`` stay together, cannot be shared out to stages; empty if they can."""
+    if n_blocks >= n_stages - 1 + max(1, at_head):
+        return ""
+    last = f", the last {at_head} of them in one stage" if at_head > 1 else ""
+    return (
+        f"the model has {n_blocks} layers{last}, and each of {n_stages} stages needs at least one; lower parallel.pp "
+        "or stages_per_rank, or raise model.n_layers"
+    )
+
+
+def rank_without_rows(rows: int, tp: int) -> str:
+    """Why a table of ``rows`` cannot be cut into ``tp`` parts of one size, the last one smaller; empty if it can."""
+    if (tp - 1) * -(-rows // tp) < rows:
+        return ""
+    return f"{rows} rows, cut into parallel.tp = {tp} parts, leave a rank with none; lower tp"
 
 
 def _for_mode(*modes: str) -> Callable[[Any, "attrs.Attribute[Any]", Any], None]:
@@ -200,6 +251,10 @@ class ActivationCheckpointingConfig:
             yield "memory_gib", f'must be given with mode = "auto" where run.device = "{job.run.device}"'
 
 
+FLOAT8_MULTIPLE = 16
+"""Sizes of what is multiplied in float8 must be multiples of this."""
+
+
 @attrs.frozen(kw_only=True)
 class Float8Config:
     """``[parallel.passes.fp8]``."""
@@ -224,6 +279,18 @@ class Float8Config:
         """What torchao cannot do with one value of a key and another of another."""
         if self.all_gather and self.recipe != "tensorwise":
             yield "all_gather", f"is for tensorwise scales only (torchao), and recipe is {self.recipe}"
+        tp, layers = job.parallel.tp, [one for one in _matrices(job).values() if one[2] in ("column", "row")]
+        on_a_rank = [(out // tp, into) if role == "column" else (out, into // tp) for out, into, role in layers]
+        if layers and not self.experts and not any(self.takes(features) for features in on_a_rank):
+            sentence = (
+                f"no linear layer of a block has at least {self.min_dim} input and output features on a rank, in "
+                f"multiples of {FLOAT8_MULTIPLE}, so that none would be in float8; lower it, or take the pass out"
+            )
+            yield "min_dim", sentence
+
+    def takes(self, features: Sequence[int]) -> bool:
+        """Whether a linear layer with so many features on a rank is converted, its name permitting."""
+        return all(size >= self.min_dim and size % FLOAT8_MULTIPLE == 0 for size in features)
 
 
 @attrs.frozen(kw_only=True)
@@ -256,3 +323,6 @@ class TensorParallelConfig:
                 "sequence_parallel",
                 f"train.seq_len = {seq_len} cannot be shared out evenly to {ranks}; change one, or set this to false",
             )
+        rows: int | None = getattr(job.model.config, "vocab_size", None)
+        if rows is not None and rank_without_rows(rows, parallel.tp):
+            yield "", f"the vocabulary of model.vocab_size = {rank_without_rows(rows, parallel.tp)}"

@@ -19,8 +19,6 @@ from forge_core.module_pattern import fits, is_within
 from forge_plugins_parallel.config import Float8Config
 
 _KEY = "parallel.passes.fp8"
-_MULTIPLE = 16
-"""Kernels ask for features in multiples of this."""
 
 
 class Float8:
@@ -107,8 +105,8 @@ class Float8:
             and _is_plain(type(module))
             and roles.get(f"{name}.weight") == "matrix"
             and not any(is_within(name, pattern) for pattern in kept)
-            and self._is_wanted(name, _local_shape(module.weight))
-            and all(size % _MULTIPLE == 0 for size in _local_shape(module.weight))
+            and not self._is_excluded(name)
+            and self._config.takes(_local_shape(module.weight))
         ]
 
     def _chosen_experts(self, model: Any) -> list[tuple[str, Any]]:
@@ -116,12 +114,12 @@ class Float8:
             (name, module)
             for name, module in _stacks_of(model)
             if hasattr(module, "multiply_in_float8")
-            and all(self._is_wanted(name, _local_shape(stack)[1:]) for stack in module.parameters(recurse=False))
+            and not self._is_excluded(name)
+            and all(min(_local_shape(stack)[1:]) >= self._config.min_dim for stack in module.parameters(recurse=False))
         ]
 
-    def _is_wanted(self, name: str, features: Sequence[int]) -> bool:
-        is_excluded = any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
-        return not is_excluded and all(size >= self._config.min_dim for size in features)
+    def _is_excluded(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._config.exclude)
 
     def _why_no_experts(self, model: nn.Module) -> str:
         stacks = _stacks_of(model)

@@ -21,7 +21,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.initialisation import canonical_name
 from forge_core.engine.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
-from forge_plugins_parallel.config import FullyShardConfig
+from forge_plugins_parallel.config import FullyShardConfig, even_dimension
 
 
 class FullyShard:
@@ -163,9 +163,9 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     is_stack = parameter.ndim > 2 and parameter.shape[0] < ranks
     if parts[0] == 1 and not is_stack:
         return None
-    for dim, size in enumerate(parameter.shape):
-        if size % (ranks * parts[dim]) == 0:
-            return Shard(dim)
+    dim = even_dimension(parameter.shape, parts, ranks)
+    if dim is not None:
+        return Shard(dim)
     if parts[0] == 1:
         return None
     raise ConfigError(

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from forge_core.contracts.loss import Loss
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
-from forge_plugins_parallel.config import PipelineConfig
+from forge_plugins_parallel.config import PipelineConfig, too_few_blocks
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -99,13 +99,9 @@ def cut_blocks(
     Raises:
         ConfigError: there are fewer blocks than stages.
     """
+    if problem := too_few_blocks(len(names), n_stages, at_head):
+        raise ConfigError(f"parallel.passes.pipeline: {problem}")
     counts = [1] * (n_stages - 1) + [max(1, at_head)]
-    if len(names) < sum(counts):
-        last = f", the last {at_head} of them in one stage" if at_head > 1 else ""
-        raise ConfigError(
-            f"parallel.passes.pipeline: the model has {len(names)} layers{last}, and each of {n_stages} stages needs "
-            "at least one; lower parallel.pp or stages_per_rank"
-        )
 
     def cost_with_one_more(stage: int) -> float:
         return (counts[stage] + 1) * block_cost + (head_cost if stage == n_stages - 1 else 0)

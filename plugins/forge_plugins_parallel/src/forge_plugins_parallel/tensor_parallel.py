@@ -24,7 +24,7 @@ from forge_core.contracts.model import ShardRole
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, PluginError
 from forge_core.module_pattern import fits
-from forge_plugins_parallel.config import TensorParallelConfig
+from forge_plugins_parallel.config import TensorParallelConfig, rank_without_rows
 from forge_plugins_parallel.cut_layers import (
     POSITION,
     CutByInput,
@@ -274,8 +274,8 @@ def _refuse_uneven(name: str, features: int, what: str, ranks: Ranks) -> None:
 
 
 def _refuse_small_vocabulary(name: str, rows: int, ranks: Ranks) -> None:
-    if (ranks.size - 1) * -(-rows // ranks.size) >= rows:
-        raise ConfigError(f"parallel.tp = {ranks.size}: the {rows} rows of {name} leave a rank with none")
+    if problem := rank_without_rows(rows, ranks.size):
+        raise ConfigError(f"parallel.passes.tensor_parallel: {name}: {problem}")
 
 
 def _refuse_special_embedding(name: str, module: nn.Embedding) -> None:
