@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,10 +235,13 @@ class CheckpointStore:
             self._removal.join()
             self._removal = None
 
+    def unfinished(self, pattern: str = ".step_*") -> Iterator[Path]:
+        """What a killed process left half written or half deleted, or another one is writing or deleting now."""
+        return self.path.glob(pattern)
+
     def remove_unfinished(self, pattern: str = ".step_*") -> None:
-        """What a killed process left half written or half deleted. Call it on the first rank, with nothing being
-        saved."""
-        for path in self.path.glob(pattern):
+        """Call it on the first rank, with nothing being saved."""
+        for path in self.unfinished(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -159,6 +159,7 @@ def prune(path: Path, keep_last: int | None, dry_run: bool) -> None:
         return
     lease = Lease(run.path, click.echo)  # no trainer can start, and none is running
     try:
+        run.store.remove_unfinished()
         _prune(run.store, section, dry_run=False)
     finally:
         lease.give_back()

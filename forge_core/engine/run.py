@@ -37,7 +37,7 @@ from forge_core.engine.rolling_back import RollingBack
 from forge_core.engine.saving import Contents, Saving
 from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.start_report import announce, describe
-from forge_core.engine.tenancy import Tenancy, complete_mirror, tenancy
+from forge_core.engine.tenancy import Tenancy, complete, tenancy
 from forge_core.engine.timeouts import longer_timeouts
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
@@ -91,7 +91,7 @@ def _run(
     if prepared.is_complete:
         prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
         if not dry_run:
-            complete_mirror(prepared)
+            complete(prepared)
         return ExitCode.COMPLETED
     deadline = on_all_ranks(lambda: Deadline(job.run, started))
     built = on_all_ranks(lambda: _build(prepared))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from forge_core.engine.mesh import Mesh
 from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.peers import Peers
 from forge_core.errors import LeaseLostError
+
+TRIED_AGAIN_AFTER = (2.0, 5.0, 10.0)
+"""Seconds to wait before the last save of a run is tried again, each time that it has failed."""
 
 
 @attrs.frozen
@@ -108,6 +113,8 @@ class Saving:
         self._ended = ended
         self._committed = committed
         self._begun_at: int | None = None
+        self._snapshot: Callable[[], Snapshot] | None = None
+        """Of the step of the last save, which must not be over yet."""
 
     @property
     def is_writing(self) -> bool:
@@ -136,8 +143,9 @@ class Saving:
         if self._mirroring is not None:
             self._mirroring.refuse_if_failed()
         self._begun_at = step
+        self._snapshot = partial(self._contents.snapshot, step, tokens, progress, metrics)
         with self._waiting():
-            self._saver.save(self._contents.snapshot(step, tokens, progress, metrics))
+            self._saver.save(self._snapshot())
         if not self._contents.job.checkpoint.background:
             self._finish(must_succeed)
 
@@ -177,6 +185,8 @@ class Saving:
         if saved is None:
             return
         self._ended(saved)
+        if must_succeed:
+            saved = self._persist(saved)
         if saved.error is None:
             self._report(f"saved {saved.path.name}")
             self._committed(saved)
@@ -191,6 +201,22 @@ class Saving:
         ):
             raise saved.error
         self._report(f"saving step {saved.step} failed, training goes on: {saved.error}")
+
+    def _persist(self, saved: Saved) -> Saved:
+        """Try again what has failed: a disk that is full or away for a moment must not cost the last steps."""
+        assert self._snapshot is not None, "a save has ended"
+        for seconds in TRIED_AGAIN_AFTER:
+            if saved.error is None or isinstance(saved.error, LeaseLostError):
+                break
+            self._report(f"saving step {saved.step} failed, it is tried again in {seconds:g} s: {saved.error}")
+            with self._waiting():
+                time.sleep(seconds)
+                self._saver.save(self._snapshot())
+                again = self._saver.finish()
+            assert again is not None, "it has just been begun"
+            saved = again
+            self._ended(saved)
+        return saved
 
     def close(self) -> None:
         """After a failure, too: what is being written is not cut off."""

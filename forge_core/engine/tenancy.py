@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.preparation import Prepared, mirror_of
 from forge_core.engine.ranks import from_first_rank, on_all_ranks, slowly_from_first_rank
 from forge_core.errors import ConfigError, MirrorError
-from forge_core.lease import Lease, refuse_unless_shared
+from forge_core.lease import FILE_NAME, Lease, refuse_unless_shared
 
 
 @attrs.frozen
@@ -55,17 +56,28 @@ def tenancy(prepared: Prepared, environment: Mapping[str, Any], deadline: Deadli
             prepared.directory.close()
 
 
-def complete_mirror(prepared: Prepared) -> None:
-    """Copy what a run that has ended could not copy then."""
-    if prepared.job.checkpoint.mirror is None:
+def complete(prepared: Prepared) -> None:
+    """Do what a run that has all its steps could not do any more: copy to the mirror, and clear up, if it was killed
+    while it ended."""
+    has_mirror = prepared.job.checkpoint.mirror is not None
+    if not has_mirror and not from_first_rank(lambda: _is_left_untidy(prepared)):
         return
     with _held(prepared) as lease:
+        if lease is not None:
+            prepared.store.remove_unfinished()
         mirroring = _mirroring(prepared, lease, None)
-        assert mirroring is not None, "there is a mirror"
-        try:
-            mirroring.finish()
-        finally:
-            mirroring.close()
+        if mirroring is not None:
+            try:
+                mirroring.finish()
+            finally:
+                mirroring.close()
+
+
+def _is_left_untidy(prepared: Prepared) -> bool:
+    """By an attempt that was killed, and it can be mended: a run that is only to be looked at is left alone."""
+    path, store = prepared.directory.path, prepared.store
+    untidy = (path / FILE_NAME).exists() or any(store.unfinished())
+    return untidy and os.access(path, os.W_OK) and os.access(store.path, os.W_OK)
 
 
 @contextmanager

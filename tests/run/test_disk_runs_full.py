@@ -4,11 +4,13 @@ import json
 import os
 import re
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
+from forge_core.engine import saving
 from forge_core.engine.trainer import Trainer
 
 
@@ -74,16 +76,40 @@ def test_training_goes_on_and_the_next_checkpoint_is_written_once_there_is_room(
 
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize(("since", "stop_in", "last"), [(9, None, 10), (7, 7, 7)], ids=["at its end", "on a signal"])
-def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed(start, disk, capfd, background, since, stop_in, last):
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed(
+    start, disk, capfd, monkeypatch, background, since, stop_in, last
+):
+    monkeypatch.setattr(saving, "TRIED_AGAIN_AFTER", (0.01, 0.02, 0.03))
     assert start(f"checkpoint.background={background}", since=since, stop_in=stop_in) == 1
 
     said = capfd.readouterr()
     assert re.search(r"/tiny/checkpoints has [\d.]+ K?i?B free, and the checkpoint needs", said.err)
     assert "done: " not in said.out
     assert "stopped at step" not in said.out
+    again = re.findall(rf"saving step {last} failed, it is tried again in ([\d.]+) s: {disk}/tiny", said.out)
+    assert again == ["0.01", "0.02", "0.03"]
     assert CheckpointStore(disk / "tiny" / "checkpoints").newest(print).step < last
     events = [json.loads(line)["event"] for line in (disk / "tiny" / "events.jsonl").read_text().splitlines()]
-    assert events[-2:] == ["save_failed", "failed"]
+    assert events[-5:] == [*["save_failed"] * 4, "failed"]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_the_last_checkpoint_of_a_run_is_written_once_there_is_room(start, disk, capfd, monkeypatch, background):
+    def wait(seconds):
+        waited.append(seconds)
+        if len(waited) == 2:
+            (disk / "filler").unlink()
+
+    waited = []
+    monkeypatch.setattr(saving, "time", SimpleNamespace(sleep=wait))
+
+    with pytest.raises(SystemExit) as left:
+        start(f"checkpoint.background={background}", since=7, stop_in=7)
+
+    assert left.value.code == 3
+    assert waited == [*saving.TRIED_AGAIN_AFTER[:2]]
+    assert CheckpointStore(disk / "tiny" / "checkpoints").newest(print).step == 7
+    assert _events(disk, "save_failed") == [7, 7]
 
 
 def test_a_run_that_must_not_go_on_without_checkpoints_ends(start, disk, capfd):

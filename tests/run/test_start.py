@@ -1,6 +1,8 @@
 """``--resume``: where a run starts from, and that it does not lose its work by being started again."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -122,3 +124,19 @@ def test_what_is_not_there_is_named(run, resume, said, capfd):
     assert run("--resume", resume) == 2
 
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("start", ["again", "prune"])
+def test_what_a_kill_at_the_end_of_a_run_leaves_is_removed_by_whatever_is_started_next(run, start):
+    gone, half = (run.path / "checkpoints" / name for name in (".step_00000004.removed", ".step_00000010.ab.partial"))
+    for folder in (gone, half):
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+    take = "import os, pathlib, sys; from forge_core.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
+    subprocess.run([sys.executable, "-c", f"{take}; os._exit(9)", run.path], timeout=100)
+    assert (run.path / "lease.json").exists()
+
+    assert (run() if start == "again" else main(["checkpoint", "prune", str(run.path), "--keep-last", "9"])) == 0
+
+    assert _steps(run) == [2, 4, 6, 8, 10]
+    assert [path for path in (gone, half, run.path / "lease.json") if path.exists()] == []
