@@ -1,7 +1,12 @@
 """``forge``, and ``python -m forge_core``."""
 
-import atexit
+import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():  # noqa: PTH109  # before imports
+    del sys.path[0]  # `python -m` puts it there, and a file random.py in it would be taken for Python's own
+
+import atexit
 
 from forge_core import cli
 from forge_core.errors import ExitCode

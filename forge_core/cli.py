@@ -17,6 +17,7 @@ from forge_core import __version__
 from forge_core.commands import CORE_COMMANDS
 from forge_core.component import Command
 from forge_core.errors import ConfigError, ExitCode, ForgeError, PluginError
+from forge_core.printable import printable
 
 if TYPE_CHECKING:
     from forge_core.catalog import Catalog
@@ -224,13 +225,13 @@ def _report(error: BaseException, debug: bool) -> int:
     if debug:
         from traceback import format_exception
 
-        click.echo("".join(format_exception(error)), err=True, nl=False)
+        click.echo(printable("".join(format_exception(error))), err=True, nl=False)
     expected = isinstance(error, ForgeError)
     message = str(error) if expected else f"{type(error).__name__}: {error}"
     if message:  # another rank says it
-        click.echo(f"error: {message}", err=True)
+        click.echo(printable(f"error: {message}"), err=True)
     for note in getattr(error, "__notes__", ()):
-        click.echo(note, err=True)
+        click.echo(printable(note), err=True)
     if not expected and not debug:
         click.echo(_place_of(error), err=True)
         click.echo("re-run with --debug for the traceback; it is a bug in Forge or in a plugin", err=True)

@@ -113,7 +113,7 @@ def _launch_once(job_toml: str, nproc: int, options: Sequence[str], signals: Sig
         folder = Path(name)
         job, outcome = folder / "job.toml", folder / "outcome"
         job.write_text(job_toml)
-        command = [sys.executable, "-m", "forge_core", "run", str(job), *options]
+        command = [sys.executable, "-P", "-m", "forge_core", "run", str(job), *options]
         ranks = LocalRanks(command, nproc, {OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
         was_told = False
         while ranks.are_running() and not signals.leaves:

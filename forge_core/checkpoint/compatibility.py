@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,9 +34,32 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
     return changes
 
 
-def plugins_missing(versions: Mapping[str, str]) -> list[str]:
-    """Of those that a manifest names, the distributions that are not installed here, with the version it was."""
-    return [f"{name} {number}" for name, number in versions.items() if installed(name) is None]
+def used_plugins(*tables: object) -> set[str]:
+    """The distributions whose components plain tables name: those of ``name = "distribution:component"``."""
+    used: set[str] = set()
+    for table in tables:
+        if isinstance(table, Mapping):
+            name = table.get("name")
+            if isinstance(name, str) and ":" in name:
+                used.add(name.partition(":")[0])
+            used |= used_plugins(*table.values())
+        elif isinstance(table, list):
+            used |= used_plugins(*table)
+    return used
+
+
+def plugins_missing(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
+    """Of ``used``, the distributions that are not installed here, with the version it was, as a manifest says it."""
+    return [f"{name} {versions[name]}" for name in sorted(used) if name in versions and installed(name) is None]
+
+
+def plugins_changed(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
+    """Of ``used``, those that are installed in another version than then: ``acme-norm 1.0 (now 2.0)``."""
+    return [
+        f"{name} {versions[name]} (now {now})"
+        for name in sorted(used)
+        if name in versions and (now := installed(name)) not in (None, versions[name])
+    ]
 
 
 def installed(distribution: str) -> str | None:

@@ -15,9 +15,12 @@ import xxhash
 from attrs.validators import and_, deep_mapping, ge, instance_of
 
 from forge_core.checkpoint.durable import naming, write_durably
+from forge_core.regular_file import read_regular_file
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
+_MAX_BYTES = 2**26
+"""Some hundred thousand files."""
 
 NEEDED = (".metadata", "state.json")
 """Files without which there is no checkpoint."""
@@ -85,9 +88,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / FILE_NAME
     try:
+        if folder.is_symlink():
+            raise DamagedError("it is a link, not a folder of its own")
         if file.is_symlink():
             raise DamagedError(f"{FILE_NAME} is not a file of its own")
-        text = file.read_bytes()
+        text = read_regular_file(file, _MAX_BYTES, follow_link=False)
     except OSError as error:
         raise DamagedError(f"{FILE_NAME} cannot be read ({error.strerror})") from error
     manifest = parse_manifest(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from forge_core.checkpoint.contents import read_job, read_state
 from forge_core.checkpoint.durable import flush
 from forge_core.checkpoint.manifest import (
     FILE_NAME,
@@ -53,16 +53,20 @@ class Checkpoint:
             ConfigError: it cannot be read, or is no table of JSON values.
         """
         try:
-            state = json.loads((self.path / "state.json").read_text())
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoint {self.path} cannot be used: state.json cannot be read ({error.strerror})"
-            ) from error
-        except (ValueError, RecursionError):
-            state = None
-        if not isinstance(state, dict):
-            raise ConfigError(f"checkpoint {self.path} cannot be used: state.json is no table of JSON values")
-        return state
+            return read_state(self.path)
+        except DamagedError as error:
+            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
+
+    def job(self) -> dict[str, Any]:
+        """The resolved job that wrote it, as plain data.
+
+        Raises:
+            ConfigError: it cannot be read, or is no TOML that stands alone.
+        """
+        try:
+            return read_job(self.path)
+        except DamagedError as error:
+            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 
     def saved_tensors(self) -> Mapping[str, Any]:
         """Descriptions (``size``, ``properties.dtype``) of the tensors, by key.
@@ -93,11 +97,15 @@ class CheckpointStore:
 
     Args:
         fetching: brings those that are not here, or are damaged here, from a mirror when they are asked for.
+        problem_of: why one that is whole cannot be used, or ``None``.
     """
 
-    def __init__(self, path: Path, fetching: Fetching | None = None) -> None:
+    def __init__(
+        self, path: Path, fetching: Fetching | None = None, problem_of: Callable[[Path], str | None] | None = None
+    ) -> None:
         self.path = path
         self._fetching = fetching
+        self._problem_of = problem_of
         self._removal: threading.Thread | None = None
 
     def folder(self, step: int) -> Path:
@@ -164,7 +172,7 @@ class CheckpointStore:
         folder = self.folder(step)
         problem = None
         if step in here:
-            problem = whole_problem(folder)
+            problem = usage_problem(folder, self._problem_of)
             if problem is None:
                 return None
             from_first_rank(lambda: _refuse_newer(folder))
@@ -179,7 +187,7 @@ class CheckpointStore:
         )
         if wrong_there is not None:
             return f"{problem or ''}at {source}, {wrong_there}"
-        return whole_problem(folder)
+        return usage_problem(folder, self._problem_of)
 
     def commit(self, unfinished: Path, step: int) -> None:
         """Give a written checkpoint its name. Called on the first rank, with everything flushed; once this returns, a
@@ -245,16 +253,21 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def find_checkpoint(path: Path, report: Callable[[str], None]) -> Checkpoint:
+def find_checkpoint(
+    path: Path, report: Callable[[str], None], problem_of: Callable[[Path], str | None] | None = None
+) -> Checkpoint:
     """The checkpoint that ``path`` means: itself, or the newest of a run. If there is a process group, all ranks of it
     call it together.
+
+    Args:
+        problem_of: as in ``CheckpointStore``.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
     if from_first_rank(lambda: _is_checkpoint(path)):
-        return open_checkpoint(path)
-    found = CheckpointStore(path / "checkpoints").newest(report)
+        return open_checkpoint(path, problem_of)
+    found = CheckpointStore(path / "checkpoints", problem_of=problem_of).newest(report)
     if found is None:
         raise ConfigError(f"{path} holds no checkpoint; give a run's directory or a checkpoint's")
     return found
@@ -272,8 +285,9 @@ def _is_checkpoint(path: Path) -> bool:
     raise ConfigError(f"{path} does not exist; give a run's directory or a checkpoint's")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in ``path``.
+def open_checkpoint(path: Path, problem_of: Callable[[Path], str | None] | None = None) -> Checkpoint:
+    """The checkpoint in ``path``, which may be a link to it, such as ``latest``. ``problem_of`` is as in
+    ``CheckpointStore``.
 
     Raises:
         ConfigError: it is damaged.
@@ -282,10 +296,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
         path = path.resolve()  # not through `latest`, which may move on while we read
     except (OSError, RuntimeError) as error:  # links in a circle, or a disk that fails
         raise ConfigError(f"checkpoint {path} cannot be used: {error}") from error
-    problem = whole_problem(path)
+    problem = usage_problem(path, problem_of)
     if problem is not None:
         raise ConfigError(f"checkpoint {path} cannot be used: {problem}")
     return Checkpoint(path, read_manifest(path))
+
+
+def usage_problem(path: Path, problem_of: Callable[[Path], str | None] | None) -> str | None:
+    """What is wrong with a checkpoint, or why it cannot be used though it is whole; or ``None``. All ranks get the same
+    answer."""
+    problem = whole_problem(path)
+    if problem is None and problem_of is not None:
+        problem = from_first_rank(lambda: problem_of(path))
+    return problem
 
 
 def whole_problem(path: Path) -> str | None:

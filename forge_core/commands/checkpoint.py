@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import click
 
 from forge_core.catalog import Catalog
 from forge_core.checkpoint.compatibility import installed
+from forge_core.checkpoint.contents import JOB, read_job
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
 from forge_core.checkpoint.schedule import reasons_to_keep, superfluous
 from forge_core.config.converter import structure
@@ -22,6 +22,7 @@ from forge_core.config.problems import InvalidError
 from forge_core.config.sections import CheckpointSection
 from forge_core.errors import ConfigError, ExitCode, MirrorError
 from forge_core.lease import Lease
+from forge_core.printable import printable
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.mirror import Mirror
@@ -70,7 +71,7 @@ def list_checkpoints(path: str, as_json: bool) -> None:
         if mirror is not None:
             row["mirror"] = "whole" if isinstance(there.get(step), Manifest) else there.get(step)
         rows.append(row)
-    click.echo(_as_json(rows) if as_json else _table(rows) if rows else f"{path} has no checkpoints")
+    click.echo(printable(_as_json(rows) if as_json else _table(rows) if rows else f"{path} has no checkpoints"))
 
 
 @checkpoint.command()
@@ -80,7 +81,7 @@ def show(path: Path, as_json: bool) -> None:
     """Show what is in the checkpoint in PATH, or in the newest whole one of the run in PATH."""
     from forge_core.checkpoint.store import find_checkpoint
 
-    found = find_checkpoint(path, lambda line: click.echo(line, err=True))
+    found = find_checkpoint(path, lambda line: click.echo(printable(line), err=True))
     tensors = _tensors_by_namespace(found.saved_tensors())
     facts = {
         "path": str(found.path),
@@ -96,7 +97,7 @@ def show(path: Path, as_json: bool) -> None:
         "versions": {name: {"then": then, "now": installed(name)} for name, then in found.manifest.versions.items()},
         "changed_since": _changed_since(found.path),
     }
-    click.echo(_as_json(facts) if as_json else "\n".join(_described(facts)))
+    click.echo(printable(_as_json(facts) if as_json else "\n".join(_described(facts))))
 
 
 @checkpoint.command()
@@ -110,7 +111,7 @@ def verify(ctx: click.Context, path: str, with_mirror: bool) -> None:
     """
     are_whole = []
     for name, problem in _problems(path, with_mirror):
-        click.echo(f"{name}: {problem or 'whole'}")
+        click.echo(printable(f"{name}: {problem or 'whole'}"))
         are_whole.append(problem is None)
     if not are_whole:
         raise ConfigError(f"{path} has no checkpoints")
@@ -174,7 +175,7 @@ def _prune(store: CheckpointStore, section: CheckpointSection, *, dry_run: bool)
     for step in steps:
         click.echo(f"{'would remove' if dry_run else 'removed'} {store.folder(step).name}")
     for step in manifests.keys() - whole.keys():
-        click.echo(f"left {store.folder(step).name}, which is damaged: {manifests[step]}")
+        click.echo(printable(f"left {store.folder(step).name}, which is damaged: {manifests[step]}"))
     freed = as_size(sum(whole[step].n_bytes for step in steps))
     click.echo(f"{len(steps)} of {len(manifests)} checkpoints, {freed}")
 
@@ -217,12 +218,12 @@ class _Run:
         )
 
     def _job(self) -> Mapping[str, Any]:
-        try:
-            return tomllib.loads((self.path / "job.toml").read_text())
-        except OSError:
+        if not (self.path / JOB).exists():
             return {}
-        except ValueError as error:
-            raise ConfigError(f"{self.path / 'job.toml'} is not what Forge wrote: {error}") from error
+        try:
+            return read_job(self.path)
+        except DamagedError as error:
+            raise ConfigError(f"{self.path} is not what Forge wrote: {error}") from error
 
 
 def _mirror(url: str) -> Mirror:
@@ -260,7 +261,7 @@ def _look_there(mirror: Mirror, *, must_answer: bool) -> dict[int, Manifest | st
     except MirrorError as error:
         if must_answer:
             raise
-        click.echo(f"warning: {error}", err=True)
+        click.echo(printable(f"warning: {error}"), err=True)
         return {}
 
 
@@ -281,10 +282,13 @@ def _state_by_namespace(state: Mapping[str, Any]) -> dict[str, int]:
 
 def _changed_since(folder: Path) -> list[dict[str, Any]]:
     """Keys in which the run's job differs now; nothing for a checkpoint without its run."""
-    job = folder.parent.parent / "job.toml"
-    if folder.parent.name != "checkpoints" or not job.is_file():
+    run = folder.parent.parent
+    if folder.parent.name != "checkpoints" or not (run / JOB).is_file():
         return []
-    then, now = (tomllib.loads(file.read_text()) for file in (folder / "job.toml", job))
+    try:
+        then, now = read_job(folder), read_job(run)
+    except DamagedError as error:
+        raise ConfigError(f"{folder} or its run cannot be read: {error}") from error
     return [attrs.asdict(difference) for difference in differences(then, now)]
 
 
@@ -330,4 +334,4 @@ def _mesh(degrees: Mapping[str, int]) -> str:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    return json.dumps(value, indent=2)

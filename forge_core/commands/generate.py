@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from forge_core.errors import ConfigError
+from forge_core.printable import printable
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import GenerativeModel
@@ -56,12 +57,13 @@ def generate(
 
     import torch
 
+    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.engine.mesh import choose_device
     from forge_core.generation import generate as sample
     from forge_core.loading import load_model
 
-    checkpoint = find_checkpoint(run, lambda line: print(line, file=sys.stderr))
+    checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
     place = choose_device(device)
     loaded = load_model(checkpoint, obj.catalog, place, getattr(torch, dtype))
     tokenizer = loaded.tokenizer
@@ -84,7 +86,9 @@ def generate(
     for i, (text, completion) in enumerate(zip(texts, completions, strict=True)):
         if len(texts) > 1:
             print(f"--- {i + 1} of {len(texts)}")
-        print(text + tokenizer.decode(completion))
+        generated = text + tokenizer.decode(completion)
+        # a model may have learned to steer a terminal
+        print(printable(generated) if sys.stdout.isatty() else generated)
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge_core.config.problems import nearest
+from forge_core.printable import has_password, without_passwords
 
 
 def mirror_problem(url: str) -> str | None:
@@ -14,6 +15,11 @@ def mirror_problem(url: str) -> str | None:
     except ImportError:
         return "needs the package fsspec, which is not installed: pip install fsspec"
     protocol, separator, path = url.rpartition("://")
+    if has_password(url):
+        return (
+            f"{without_passwords(url)!r} has credentials in it, which would be written into the run's files; leave "
+            f"them out and set {_variables(protocol.rpartition('::')[2])} in the environment"
+        )
     if separator and not path.strip("/"):
         return f"{url!r} names no folder"
     for name in filter(None, protocol.split("::")):
@@ -26,6 +32,21 @@ def mirror_problem(url: str) -> str | None:
         except ImportError as error:
             return f"{url!r} needs a package that is not installed: {error}"
     return None
+
+
+def _variables(protocol: str) -> str:
+    """By which the package of a file system learns what opens it."""
+    named = {
+        "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        "s3a": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+        "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+        "az": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+        "abfs": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+        "abfss": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    }
+    prefix = f"FSSPEC_{protocol.upper()}_"  # fsspec itself reads these, for every one of its file systems
+    return named.get(protocol, f"{prefix}USERNAME and {prefix}PASSWORD")
 
 
 def url_of_run(mirror: str, name: str) -> str:

@@ -21,7 +21,7 @@ def look(_: Surroundings) -> Iterator[Finding]:
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", __name__, str(store.port)]
+    command = [sys.executable, "-P", "-m", __name__, str(store.port)]
     processes = [
         subprocess.Popen([*command, str(rank)], env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -8,6 +8,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
+from forge_core.printable import printable
 
 
 class Console(Callback):
@@ -21,6 +22,7 @@ class Console(Callback):
     def line(self, text: str) -> None:
         if not self._speaks:
             return
+        text = printable(text)
         self._record(text)
         if self._terminal.is_terminal:
             self._terminal.print(text, markup=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 
 import attrs
@@ -43,7 +42,7 @@ def with_global_batch(job: Job, ranks: int, checkpoint: Checkpoint | None, repor
 
 def _unchanged(job: Job, checkpoint: Checkpoint) -> int | None:
     """The checkpoint's global batch, if this job asks for nothing else; ``None`` if it does."""
-    saved = tomllib.loads((checkpoint.path / "job.toml").read_text())["train"]
+    saved = checkpoint.job()["train"]
     batch_size, total = int(saved["batch_size"]), int(saved["global_batch_size"])
     ranks = 1
     for axis in DATA_AXES:

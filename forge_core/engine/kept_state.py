@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from forge_core.errors import PluginError
+from forge_core.checkpoint.compatibility import installed
+from forge_core.errors import ForgeError, PluginError
 
 
 class Stateful(Protocol):
@@ -41,14 +42,39 @@ def state_entry(namespace: str, one: Stateful) -> dict[str, Any]:
     return {"version": one.state_version, "state": dict(state)}
 
 
-def load_states(named: Sequence[tuple[str, Stateful]], saved: Mapping[str, Any]) -> list[str]:
-    """Give each its state back; returns the namespaces nobody claims."""
+def load_states(
+    named: Sequence[tuple[str, Stateful]], saved: Mapping[str, Any], versions: Mapping[str, str] | None = None
+) -> list[str]:
+    """Give each its state back; returns the namespaces nobody claims.
+
+    Args:
+        versions: of the distributions that saved it, if they may be others than are here.
+
+    Raises:
+        PluginError: one does not take its state.
+    """
     remaining = dict(saved)
     for namespace, one in by_namespace(named):
         entry = remaining.pop(namespace, None)
         if entry is not None:
-            one.load_state(entry["state"], entry["version"])
+            try:
+                one.load_state(entry["state"], entry["version"])
+            except ForgeError:
+                raise
+            except Exception as error:
+                why = _not_taken(namespace, entry["version"], one.state_version, versions or {}, error)
+                raise PluginError(why) from error
     return sorted(remaining)
+
+
+def _not_taken(namespace: str, then: int, now: int, versions: Mapping[str, str], error: Exception) -> str:
+    distribution = namespace.split(".")[1] if namespace.startswith("plugin.") else namespace
+    return (
+        f"{namespace} does not take the state of the checkpoint ({type(error).__name__}: {error}). It was saved with "
+        f"{distribution} {versions.get(distribution, 'of an unknown version')} (state_version {then}); here is "
+        f"{installed(distribution) or 'none'} (state_version {now}). Install the earlier version to go on. If both are "
+        f"the same, it is a bug in {distribution}: load_state has to take what earlier versions have saved."
+    )
 
 
 def by_namespace(named: Sequence[tuple[str, S]]) -> Iterator[tuple[str, S]]:

@@ -24,6 +24,7 @@ from forge_core.contracts.callback import Callback, RunContext
 from forge_core.engine.torchrun import agent_without_restarts
 from forge_core.engine.watchdog import Watchdog
 from forge_core.errors import ExitCode, LostPeerError, SaveError
+from forge_core.printable import printable
 from forge_core.process import Process
 
 BEAT = 1.0
@@ -335,7 +336,7 @@ class Peers(Callback):
                 sentence = self._too_slow()
             if now - since > say_after and not has_said and not self._is_finding_out:
                 has_said = True
-                print(f"error: {sentence}", file=sys.stderr, flush=True)
+                print(printable(f"error: {sentence}"), file=sys.stderr, flush=True)
             if now - since > leave_after:
                 os._exit(ExitCode.LOST_PEER)
 

@@ -10,6 +10,7 @@ import torch
 
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
+from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.fetching import Fetching
 from forge_core.checkpoint.mirror import Mirror, open_mirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
@@ -86,7 +87,7 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
     mesh = build_mesh(job, device)
     directory = RunDirectory(job, writes=mesh.rank == 0)
     console = Console(speaks=mesh.rank == 0, record=directory.write_log)
-    store = CheckpointStore(directory.checkpoints)
+    store = CheckpointStore(directory.checkpoints, problem_of=resume_problem)
     # ranks talk to each other here, so it comes before anything that may fail on one of them alone
     ended = from_first_rank(lambda: refuse_if_held(directory.path))
     fetching = None
@@ -96,7 +97,8 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
         fetching = Fetching(mirror, job.checkpoint.on_failure == "stop", peers.sign)
     last_job = (fetching.last_job() if fetching else None) or directory.last_job()
     resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
-    start = choose_start(resume, CheckpointStore(store.path, fetching), console.line)
+    found = CheckpointStore(store.path, fetching, resume_problem)
+    start = choose_start(resume, found, console.line, directory.events())
     checkpoint = start.checkpoint
     warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
     accumulation_asked_for = job.train.grad_accumulation or 1

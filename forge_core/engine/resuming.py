@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.checkpoint.compatibility import changed_keys
+from forge_core.checkpoint.compatibility import changed_keys, plugins_changed, used_plugins
+from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.reading import refuse_misfits
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from forge_core.checkpoint.tensors import empty_optimizer_state
@@ -18,6 +18,7 @@ from forge_core.config.diff import differences
 from forge_core.config.job import job_table
 from forge_core.config.plain import plain
 from forge_core.config.sections import Job
+from forge_core.config.toml_text import parse_toml
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.data_source import DataSource
@@ -60,7 +61,7 @@ def resume_asked_for(job: Job, last_job: str | None, report: Callable[[str], Non
     if resume != "never" and not resume.isdecimal():
         return resume
     try:
-        last = tomllib.loads(last_job or "")
+        last = parse_toml(last_job or "")
     except ValueError:
         return resume
     # a job that is put back into the queue may get another machine, and more or fewer ranks
@@ -74,8 +75,13 @@ def resume_asked_for(job: Job, last_job: str | None, report: Callable[[str], Non
     return "auto"
 
 
-def choose_start(resume: str, store: CheckpointStore, report: Callable[[str], None]) -> Start:
+def choose_start(
+    resume: str, store: CheckpointStore, report: Callable[[str], None], events: Sequence[Mapping[str, Any]] = ()
+) -> Start:
     """What ``resume``, a value of ``checkpoint.resume``, means here. All ranks come to the same conclusion.
+
+    Args:
+        events: of the run so far, on the first rank.
 
     Raises:
         ConfigError: it names a checkpoint that is not there or is damaged; or there are checkpoints, and none is whole.
@@ -85,28 +91,39 @@ def choose_start(resume: str, store: CheckpointStore, report: Callable[[str], No
     if resume.isdecimal():
         chosen = store.at(int(resume), report)
         return Start(chosen, from_first_rank(store.steps), keeps_until=int(resume))
+    if resume != "auto":
+        from_first_rank(lambda: _refuse_if_nothing(resume))
     newest = store.newest(report)
     seen = from_first_rank(store.steps)
     if resume == "auto" or newest is not None:
         if resume != "auto" and newest is not None:
-            report(
-                f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own {newest.path.name}"
-            )
+            report(f"checkpoint.resume = {resume!r} {_why_not(resume, events)}; it goes on from {newest.path.name}")
         return Start(newest, seen)
-    from_first_rank(lambda: _refuse_if_nothing(resume))
-    return Start(find_checkpoint(Path(resume).expanduser(), report), seen)
+    return Start(find_checkpoint(Path(resume).expanduser(), report, resume_problem), seen)
+
+
+def _why_not(resume: str, events: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run that has checkpoints of its own does not start from a path."""
+    place = Path(resume).expanduser().resolve()
+    began_from = [Path(event["checkpoint"]) for event in events if isinstance(event.get("checkpoint"), str)]
+    if any(place in (one, one.parent, one.parent.parent) for one in began_from):
+        return "is where this run began"
+    return "is not used, as this run has checkpoints of its own (to start there, choose another run.name)"
 
 
 def _refuse_if_nothing(resume: str) -> None:
+    expected = (
+        f"checkpoint.resume = {resume!r}: expected auto, never, the step of one of this run's checkpoints, or the path "
+        "of a checkpoint or of a run"
+    )
     try:
-        is_there = Path(resume).expanduser().exists()
-    except OSError:
-        is_there = True  # and cannot be looked at: `find_checkpoint` says why
-    if not is_there:
-        raise ConfigError(
-            f"checkpoint.resume = {resume!r}: expected auto, never, the step of one of this run's checkpoints, or the "
-            "path of a checkpoint or of a run, and there is nothing of that name"
-        )
+        place = Path(resume).expanduser()
+        if place.is_file():
+            raise ConfigError(f"{expected}, and this is a file")
+        if not place.exists():
+            raise ConfigError(f"{expected}, and there is nothing of that name")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{expected}, and it cannot be looked at ({error})") from error
 
 
 def refuse_if_incompatible(
@@ -117,7 +134,7 @@ def refuse_if_incompatible(
     Raises:
         ConfigError: something does that cannot, each with both values.
     """
-    saved_job = tomllib.loads((checkpoint.path / "job.toml").read_text())
+    saved_job = checkpoint.job()
     saved_job["model"] = _with_new_keys(saved_job["model"], build)
     changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
     if checkpoint.state()["data_fingerprint"] != source.fingerprint:
@@ -130,6 +147,9 @@ def refuse_if_incompatible(
         raise ConfigError(
             f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
         )
+    used = {*used_plugins(job_table(job)), "forge-core", "torch"}
+    if changed := plugins_changed(checkpoint.manifest.versions, used):
+        report(f"resuming with other versions than {checkpoint.path.name} was saved with: {', '.join(changed)}")
     for change in changes:
         if not change.key.startswith(("run.", "metrics.", "checkpoint.")) and (change.old or change.new):
             report(f"resuming with another {change.key}: {change.old} -> {change.new}")
@@ -170,7 +190,7 @@ def restore(
     read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
     on_all_ranks(lambda: _refuse_unread(saved.keys() - read, checkpoint))
     checkpoint.load(tensors)
-    for namespace in load_states(callbacks, state["callbacks"]):
+    for namespace in load_states(callbacks, state["callbacks"], checkpoint.manifest.versions):
         report(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
 
 

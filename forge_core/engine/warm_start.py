@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import attrs
 import torch
 
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.reading import refuse_misfits
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.checkpoint.tensors import empty_optimizer_state
@@ -55,8 +55,8 @@ def choose_warm_start(job: Job, report: Callable[[str], None]) -> WarmStart | No
     section = job.checkpoint.load
     if section is None:
         return None
-    checkpoint = find_checkpoint(section.path.expanduser(), report)
-    keys = {*checkpoint.saved_tensors(), *checkpoint.state()["optimizer"]["values"]}
+    checkpoint = find_checkpoint(section.path.expanduser(), report, model_problem)
+    keys = {*checkpoint.saved_tensors(), *_optimizer_facts(checkpoint)["values"]}
     chosen = _chosen(keys, section)
     start = WarmStart(checkpoint, frozenset(chosen), frozenset(keys - chosen))
     _refuse_foreign_optimizer(job, start)
@@ -78,7 +78,7 @@ def load_warm_start(
 
     def match() -> None:
         saved = {key: entry for key, entry in checkpoint.saved_tensors().items() if key in state}
-        facts = checkpoint.state()["optimizer"]
+        facts = _optimizer_facts(checkpoint)
         values = {key: value for key, value in facts["values"].items() if key in state}
         elsewhere = in_all_stages - names.keys()
         tensors.update(empty_optimizer_state(optimizer, names, saved, {**facts, "values": values}, elsewhere))
@@ -153,10 +153,10 @@ def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:
     if not state:
         return
     path = start.checkpoint.path
-    saved: dict[str, Any] = tomllib.loads((path / "job.toml").read_text())["optimizer"]
-    if saved["name"] != job.optimizer.qualified_name:
+    saved = start.checkpoint.job().get("optimizer", {}).get("name")
+    if saved != job.optimizer.qualified_name:
         raise ConfigError(
-            f"checkpoint.load: {path} has state of the optimizer {saved['name']}, and this job has "
+            f"checkpoint.load: {path} has state of the optimizer {saved}, and this job has "
             f'{job.optimizer.qualified_name}; leave it out with exclude = ["optimizer.*"]'
         )
     for key in sorted(start.others):
@@ -165,6 +165,10 @@ def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:
                 f"checkpoint.load: the patterns leave out {key}, but not all state of {_parameter(key)}; an optimizer "
                 "needs all of it or none"
             )
+
+
+def _optimizer_facts(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    return checkpoint.state().get("optimizer") or {"values": {}, "on_host": []}
 
 
 def _parameter(key: str) -> str:

@@ -29,6 +29,9 @@ from forge_core.config.job import job_table
         (["mirror=runs"], "checkpoint.mirror: 'runs' is run.dir, where the checkpoints are already"),
         (["mirror=file://"], "checkpoint.mirror: 'file://' names no folder"),
         (["mirror=memry://x"], "fsspec knows no file system of the name 'memry'; did you mean 'memory'?"),
+        (["mirror=ftp://me:hunter2@host/x"], "'ftp://me:***@host/x' has credentials in it, which would be written"),
+        (["mirror=ftp://me:hunter2@host/x"], "set FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD in the environment"),
+        (["mirror=s3://KEY:se/cret@bucket/x"], "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the"),
         (["mirror=oss://bucket/x"], "needs a package that is not installed: Install ossfs"),
     ],
 )

@@ -1,3 +1,4 @@
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,21 @@ def test_state_goes_back_to_the_callback_of_the_same_namespace_and_the_rest_is_n
 
     assert (again.count, twice.count) == (5, 7)
     assert unclaimed == ["plugin.gone"]
+
+
+def test_state_that_a_component_does_not_take_is_told_with_the_versions_of_then_and_now():
+    class Renamed(Callback):
+        state_version = 2
+
+        def load_state(self, state, version):
+            self.count = state["count"]
+
+    saved = {"plugin.click.callback.counter": {"version": 1, "state": {"counter": 3}}}
+
+    with pytest.raises(PluginError) as caught:
+        load_states([("plugin.click.callback.counter", Renamed())], saved, {"click": "0.1"})
+
+    assert str(caught.value).startswith(
+        "plugin.click.callback.counter does not take the state of the checkpoint (KeyError: 'count'). It was saved "
+        f"with click 0.1 (state_version 1); here is {version('click')} (state_version 2). Install the earlier version"
+    )

@@ -193,7 +193,11 @@ def test_a_rank_that_dies_ends_the_others_with_5(tiny):
     assert running.returncode == 5, out + err
 
 
-def test_torchrun_starts_the_same_run(tiny, shared_tiny, training_values):
+def test_torchrun_starts_the_same_run_and_the_working_folder_is_no_source_of_modules(
+    tiny, shared_tiny, training_values, tmp_path, monkeypatch
+):
+    for name in ("random", "atexit", "forge_plugins_dense"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the working folder')")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     settings = ["train.batch_size=2"]
     done = subprocess.run(
@@ -205,6 +209,7 @@ def test_torchrun_starts_the_same_run(tiny, shared_tiny, training_values):
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
+    monkeypatch.chdir(tmp_path)
     assert training_values(tiny.metrics()) == training_values(
         shared_tiny.completed("--nproc", "2", *settings, "run.name=launched")
     )

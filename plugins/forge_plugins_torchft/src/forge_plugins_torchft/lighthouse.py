@@ -33,7 +33,7 @@ def lighthouse(port: int | None, settings: TorchftConfig, heartbeat_timeout: flo
     bind = f"[::]:{port}" if port else "127.0.0.1:0"
     arguments = [bind, str(settings.min_replicas), str(settings.join_timeout), str(heartbeat_timeout)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "forge_plugins_torchft.lighthouse", *arguments],
+        [sys.executable, "-P", "-m", "forge_plugins_torchft.lighthouse", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -134,6 +134,7 @@ class _Replica:
         # a session of its own: what a terminal's Ctrl-C sends must come once, from here
         bound = [
             sys.executable,
+            "-P",
             "-m",
             "forge_plugins_torchft.with_parent",
             str(os.getpid()),
@@ -269,7 +270,7 @@ def _job_of_replica(job: Job, number: int) -> Job:
 def _command(folder: Path, job: Job, nproc: int) -> list[str]:
     file = folder / f"{job.run.name}.toml"
     file.write_text(dump_job(job))
-    return [sys.executable, "-m", "forge_core", "run", str(file), "--nproc", str(nproc)]
+    return [sys.executable, "-P", "-m", "forge_core", "run", str(file), "--nproc", str(nproc)]
 
 
 def _resume(job: Job) -> list[str]:
