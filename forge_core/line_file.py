@@ -19,6 +19,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         # a link that somebody else has put there is not followed
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._waiting = bytearray()

@@ -40,7 +40,7 @@ class RunDirectory:
         self._log: LineFile | None = None
         self._events: LineFile | None = None
         self._said_before: list[str] = []
-        self._complained = False
+        self._complained_of: set[LineFile] = set()
 
     def last_job(self) -> str | None:
         """The text of ``job_file``, if there is one."""
@@ -111,7 +111,7 @@ class RunDirectory:
                 try:
                     file.sync()
                 except OSError as error:
-                    self._complain(error)
+                    self._complain(file, error)
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """One line. A value that is not finite becomes null: JSON has no word for it."""
@@ -159,16 +159,16 @@ class RunDirectory:
         """A disk that is full must not end a run that could go on."""
         try:
             file.append(line)
-            self._complained = False
+            self._complained_of.discard(file)
         except OSError as error:
-            self._complain(error)
+            self._complain(file, error)
 
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, file: LineFile, error: OSError) -> None:
         """Once, until it works again."""
-        if not self._complained:
-            self._complained = True
+        if file not in self._complained_of:
+            self._complained_of.add(file)
             kept = "lines are kept in memory until it works again"
-            print(f"cannot write to {self.path}: {error.strerror}; {kept}", file=sys.stderr)
+            print(f"cannot write to {file.path}: {error.strerror}; {kept}", file=sys.stderr)
 
 
 def describe_environment(plugins: Mapping[str, str], mesh: Mapping[str, int], device: str) -> dict[str, Any]:

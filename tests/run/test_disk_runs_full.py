@@ -4,10 +4,12 @@ import json
 import os
 import re
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from forge_core import line_file
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
 from forge_core.engine import saving
@@ -64,7 +66,7 @@ def test_training_goes_on_and_the_next_checkpoint_is_written_once_there_is_room(
     said = capfd.readouterr()
     assert f"saving step 4 failed, training goes on: {disk}/tiny/checkpoints has " in said.out
     assert re.search(r"has [\d.]+ K?i?B free, and the checkpoint needs", said.out)
-    assert f"cannot write to {disk}/tiny: No space left on device; lines are kept in memory" in said.err
+    assert re.search(rf"cannot write to {disk}/tiny/\S+: No space left on device; lines are kept in memory", said.err)
     store = CheckpointStore(disk / "tiny" / "checkpoints")
     assert store.steps() == [2, 6, 8, 10]
     assert store.newest(print).step == 10
@@ -104,7 +106,7 @@ def test_the_last_checkpoint_of_a_run_is_written_once_there_is_room(start, disk,
     monkeypatch.setattr(saving, "time", SimpleNamespace(sleep=wait))
 
     with pytest.raises(SystemExit) as left:
-        start(f"checkpoint.background={background}", since=7, stop_in=7)
+        start(f"checkpoint.background={background}", "checkpoint.interval=0", since=7, stop_in=7)
 
     assert left.value.code == 3
     assert waited == [*saving.TRIED_AGAIN_AFTER[:2]]
@@ -125,3 +127,26 @@ def test_a_start_on_a_full_disk_is_refused(start, disk, capfd):
     assert start() == 2
 
     assert f"run.dir: cannot write to {disk}/tiny: No space left on device" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("again_at", "missing"), [(8, 0), (None, 8)])
+def test_lines_of_metrics_wait_for_a_file_that_can_be_written_and_are_counted_if_it_never_can(
+    tiny, capfd, monkeypatch, again_at, missing
+):
+    write, written = os.write, []
+
+    def failing(file, text):
+        if Path(f"/proc/self/fd/{file}").readlink().name == "metrics.jsonl":
+            written.append(text)
+            if len(written) > 2 and (again_at is None or len(written) < again_at):
+                raise OSError(5, "Input/output error")
+        return write(file, text)
+
+    monkeypatch.setattr(line_file.os, "write", failing)
+
+    assert main(["run", str(tiny.config), "train.steps=10"]) == 0
+
+    assert [line["step"] for line in tiny.metrics()] == [*range(1, 11 - missing)]
+    said = capfd.readouterr().err
+    assert said.count("metrics.jsonl: Input/output error; lines are kept in memory until it works again") == 1
+    assert (f"could not be written: {missing} of metrics.jsonl" in said) is (missing > 0)
