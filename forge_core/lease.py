@@ -17,12 +17,14 @@ import attrs
 from forge_core.checkpoint.durable import make_folder
 from forge_core.errors import ConfigError, LeaseLostError
 from forge_core.process import Process
+from forge_core.regular_file import read_regular_file
 
 FILE_NAME = "lease.json"
 BEAT = 1.0
 """Seconds between signs of life."""
 SILENCE = 10.0
 """Seconds without one after which the holder is taken for dead, if its process cannot be looked at."""
+_MAX_BYTES = 2**16
 SHOWS_AFTER = 60.0
 """Seconds after which a new file is seen on every host: on NFS, what a folder holds may be remembered for a minute."""
 
@@ -124,6 +126,8 @@ class Lease:
             return
         except FileExistsError:
             pass
+        if self._path.is_symlink():
+            raise ConfigError(f"{self._path} is a link, which is not followed; remove it, or choose another run.name")
         found = _read(self._path)
         if found is not None:
             if found != ended:
@@ -217,7 +221,7 @@ def _read(path: Path) -> Sign | None:
     """A file that is being written to may be read half: then again, and if it stays so, it holds nothing."""
     for _ in range(5):
         try:
-            entry: Mapping[str, Any] = json.loads(path.read_text())
+            entry: Mapping[str, Any] = json.loads(read_regular_file(path, _MAX_BYTES, follow_link=False))
             fields = {name: entry[name] for name in (field.name for field in attrs.fields(Holder))}
             return Holder(**fields), int(entry["beat"])
         except (FileNotFoundError, NotADirectoryError):  # of the latter, the run's directory speaks
@@ -229,7 +233,7 @@ def _read(path: Path) -> Sign | None:
 
 def _write(path: Path, text: str) -> None:
     """Into the same file: on NFS, opening a name that now means another file may show the old one for a minute."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         os.pwrite(handle, text.encode(), 0)
         os.ftruncate(handle, len(text.encode()))

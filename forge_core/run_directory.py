@@ -8,9 +8,10 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from forge_core.checkpoint.durable import flush, make_folder, write_durably
@@ -64,6 +65,11 @@ class RunDirectory:
             raise ConfigError(f"run.dir: {self.path} cannot be a directory, because {place} is a file")
         if not os.access(place, os.W_OK | os.X_OK):
             raise ConfigError(f"run.dir: no permission to write in {place}; choose another run.dir")
+        if place == self.path and os.geteuid() not in (0, owner := place.stat().st_uid):
+            raise ConfigError(
+                f"run.dir: {place} belongs to another user (number {owner}), who could put other files in the place of "
+                "this run's; choose another run.dir or run.name"
+            )
 
     def open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
         """Create the directory, or take it up again after ``resumed_step``.
@@ -99,9 +105,22 @@ class RunDirectory:
             self._metrics.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= step]
+            lines = metrics.read_bytes().split(b"\n")
+            if odd := [line for line in lines if line and _step_of(line) is None]:
+                self._set_aside(metrics, odd)
+            kept = [line.decode() for line in lines if (of := _step_of(line)) is not None and of <= step]
             write_durably(metrics, "".join(line + "\n" for line in kept))
         self._metrics = LineFile(metrics)
+
+    def _set_aside(self, file: Path, odd: Sequence[bytes]) -> None:
+        """Lines that are none of ours stay readable for people, and get in nobody's way."""
+        aside = LineFile(file.with_name(f"{file.name}.aside"))
+        for line in odd:
+            aside.append(line.decode(errors="backslashreplace"))
+        aside.close()
+        sentence = f"{len(odd)} of the lines of {file} are no metrics ; they are in {file}.aside now"
+        print(sentence, file=sys.stderr)
+        self.write_log(sentence)
 
     def sync(self) -> None:
         """What has been written so far survives a power cut. A disk that does not take it is complained about, and no
@@ -137,8 +156,8 @@ class RunDirectory:
         if not self._writes:
             return []
         try:
-            lines = (self.path / "events.jsonl").read_text().splitlines()
-        except (OSError, ValueError):
+            lines = (self.path / "events.jsonl").read_text(errors="replace").splitlines()
+        except OSError:
             return []
         return [event for event in map(_event_of, lines) if event is not None]
 
@@ -193,12 +212,12 @@ def _product(mesh: Mapping[str, int]) -> int:
     return size
 
 
-def _step_of(line: str) -> float:
-    """The step of a line of metrics; a line cut short by a crash counts as after everything."""
+def _step_of(line: bytes) -> float | None:
+    """The step of a line of metrics; ``None`` if it is none."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return float(json.loads(line.decode())["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _event_of(line: str) -> dict[str, Any] | None:

@@ -163,7 +163,9 @@ class _Rank:
         text = text or "It did not react to the signal that asks for stacks.\n"
         try:
             self.stacks.parent.mkdir(parents=True, exist_ok=True)
-            with self.stacks.open("a") as file:
+            # a link that somebody else has put there is not followed
+            place = os.open(self.stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with os.fdopen(place, "a") as file:
                 now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 file.write(f"{now} {self.who}, process {self.process}, step {self.step}\n{text}\n")
         except OSError as error:

@@ -1,0 +1,61 @@
+"""The files of a run, in a folder that others may have had their hands in."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from forge_core.errors import ConfigError
+from forge_core.lease import Lease, refuse_if_held
+from forge_core.line_file import LineFile
+from forge_core.run_directory import RunDirectory
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "run").mkdir()
+    return RunDirectory(SimpleNamespace(run=SimpleNamespace(dir=tmp_path, name="run")), writes=True)
+
+
+def test_lines_of_the_metrics_that_are_none_are_put_aside_and_said_and_the_others_stay(directory, capsys):
+    file = directory.path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"st\xff\xfep": 2}\n[3]\n\n{"step": 2}\n{"step": 3}\n' + b"[" * 100_000 + b"\n")
+
+    directory.forget_after(2)
+    directory.write_metrics({"step": 3, "loss": 1.5})
+    directory.close()
+
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 1.5}\n'
+    aside = file.with_name("metrics.jsonl.aside").read_text().splitlines()
+    assert aside[:2] == [r'{"st\xff\xfep": 2}', "[3]"]
+    assert f"3 of the lines of {file} are no metrics" in capsys.readouterr().err
+
+
+def test_events_that_a_disk_has_damaged_do_not_hide_the_others(directory):
+    (directory.path / "events.jsonl").write_bytes(b'{"event": "saved"}\n{"ev\xffnt\n{"event": "failed"}\n')
+
+    assert [event["event"] for event in directory.events()] == ["saved", "failed"]
+
+
+def test_a_directory_of_another_user_is_refused(directory, monkeypatch):
+    directory.refuse_if_unwritable()
+    monkeypatch.setattr(os, "geteuid", lambda: directory.path.stat().st_uid + 1)
+
+    with pytest.raises(ConfigError, match=r"run\.dir: .*run belongs to another user \(number \d+\), who could put"):
+        directory.refuse_if_unwritable()
+
+
+def test_links_that_somebody_has_planted_are_not_written_through(directory, tmp_path):
+    treasure = tmp_path / "treasure"
+    treasure.write_text("mine\n")
+    for name in ("metrics.jsonl", "metrics.jsonl.aside", "lease.json"):
+        (directory.path / name).symlink_to(treasure)
+
+    with pytest.raises(OSError, match="symbolic links"):
+        LineFile(directory.path / "metrics.jsonl.aside")
+    with pytest.raises(ConfigError, match=r"lease\.json is a link, which is not followed; remove it"):
+        Lease(directory.path, print)
+    with pytest.raises(ConfigError, match=r"lease\.json cannot be read, .*: it is a link, not a file of its own"):
+        refuse_if_held(directory.path)
+
+    assert treasure.read_text() == "mine\n"
