@@ -294,7 +294,7 @@ def test_an_interrupt_ends_with_130(make_distribution):
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=20)
+        _, shown = process.communicate(timeout=200)
 
     assert process.returncode == 130
     assert "Traceback" not in shown

@@ -15,8 +15,8 @@ from forge_core.cli import main
 from forge_core.hookspecs import CORE_KINDS
 from forge_core.scaffold.package import HOOKS, write_package
 
-KINDS = [*(kind.name for kind in CORE_KINDS), "command"]
-WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("feed_forward", "data_source", "tokenizer", "command")]
+KINDS = [*(kind.name for kind in CORE_KINDS), "command", "check"]
+WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("command", "check")]
 
 
 def name_of(kind: str) -> str:
@@ -164,9 +164,19 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path}/noisy-gate: a package with the router 'noisy_gate'. Next:",
         f"    cd {tmp_path}/noisy-gate",
-        "    pip install -e .",
+        "    pip install -e . pytest",
         "    pytest",
     ]
+
+
+def test_a_configuration_to_start_from_is_valid_and_not_written_over(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "config", "first"]) == 0
+    assert "forge run first.toml" in capsys.readouterr().out
+    assert main(["validate", "first.toml"]) == 0
+
+    assert main(["new", "config", "first.toml"]) == 2
+    assert "first.toml exists already; choose another name" in capsys.readouterr().err
 
 
 def test_names_follow_from_the_given_one(tmp_path: Path) -> None:

@@ -157,6 +157,9 @@ def _array_hook(cls: Any, converter: Converter) -> Hook:
     make = set if origin is set else list if origin is list else frozenset if issubclass(origin, AbstractSet) else tuple
 
     def hook(value: Any, _: Any) -> Any:
+        if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
+            entry = next(iter(value))  # `optimizer.groups.0.lr_scale=0.5` changes an entry, and makes none
+            raise InvalidError.because(f"has no entries; '{entry}' is not one of them. Write them in the file first")
         if not isinstance(value, (list, tuple)):
             raise InvalidError.because(f"expected an array, got {describe(value)}")
         if fixed and len(value) != len(arguments):

@@ -14,7 +14,7 @@ from forge_core.errors import ConfigError
 from forge_core.hookspecs import CORE_KINDS
 from forge_core.not_found import did_you_mean
 
-HOOKS = {**{kind.name: kind.hook for kind in CORE_KINDS}, "command": "forge_commands"}
+HOOKS = {**{kind.name: kind.hook for kind in CORE_KINDS}, "command": "forge_commands", "check": "forge_checks"}
 """The hook of each kind that a package can be written for."""
 
 
@@ -48,6 +48,26 @@ def write_package(kind: str, name: str, parent: Path) -> Path:
     for path, text in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(text, encoding="utf-8")
+    return target
+
+
+def write_config(name: str, parent: Path) -> Path:
+    """Write a configuration to start from, ``NAME.toml``.
+
+    Raises:
+        ConfigError: ``parent`` is no directory, or the file exists already. Nothing is written.
+    """
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} is not a directory; make it first, or leave out --dir")
+    target = parent / f"{name.removesuffix('.toml')}.toml"
+    text = Path(__file__).with_name("config.txt").read_text(encoding="utf-8")
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{target} exists already; choose another name, or remove it first") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
     return target
 
 

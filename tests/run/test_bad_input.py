@@ -14,7 +14,10 @@ OVERRIDES = {
     "unknown section": (["trian.steps=3"], "trian: unknown key; did you mean 'train'?"),
     "unknown key": (["optimizer.lrr=3"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
     "unknown component": (["model.name=transfomer"], "Did you mean 'transformer'?"),
-    "one of ours that is not installed": (['trackers=[{name="wandb"}]'], "pip install --upgrade forge-plugins-monitor"),
+    "one that is not written yet": (
+        ['trackers=[{name="wandb"}]'],
+        "provides a tracker named 'wandb'",
+    ),
     "string for a number": (['optimizer.lr="fast"'], 'optimizer.lr: expected a number, got the string "fast"'),
     "float for an integer": (["train.steps=5.0"], "train.steps: expected an integer, got the float 5.0 (write 5)"),
     "a word for false": (['data.shuffle="false"'], "write false without quotes"),
