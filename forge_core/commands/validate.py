@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from forge_core.config.job import deprecations, load_job
+from forge_core.config.job import load_job, notes
 from forge_core.config.sections import Job
 from forge_core.passes import resolve_degrees, sort_passes
 
@@ -25,7 +25,7 @@ def validate(ctx: click.Context, config: Path, overrides: tuple[str, ...], world
     """
     job = load_job(config, overrides, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
     catalog = ctx.obj.catalog(job.plugins.disable)
-    for line in deprecations(job, catalog):
+    for line in notes(job, catalog):
         click.echo(f"note: {line}", err=True)
     passes = [use.name for use in sort_passes(job, catalog)]
     click.echo(f"{config} is valid: {summary(job, world_size)}; passes: {', '.join(passes) or 'none'}")

@@ -103,6 +103,18 @@ def deprecations(job: Job, catalog: Catalog) -> list[str]:
     return lines
 
 
+def notes(job: Job, catalog: Catalog) -> list[str]:
+    """A line for each thing that is allowed and that one should know: deprecated components, and what the configs of
+    components say of themselves in ``notes(job)``."""
+    lines = deprecations(job, catalog)
+    for path, use in components(job):
+        if hasattr(use.config, "notes"):
+            with output_of(use.provider):
+                said = [*use.config.notes(job)]
+            lines += [f"{key_text(_written((*path, *key_path(key)), job))}: {sentence}" for key, sentence in said]
+    return lines
+
+
 def _written(path: KeyPath, job: Job) -> KeyPath:
     """The way to what the user wrote, from the root of a file."""
     for at, use in reversed([*components(job)]):  # the innermost first, as the ways of others lead through it

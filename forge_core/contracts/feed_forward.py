@@ -18,8 +18,9 @@ class FeedForward(Protocol):
 
     It may have an attribute ``needs``, names of ``TOKEN_FACTS`` (``forge_core.contracts.router``), which ``forward`` is
     then given as keyword arguments, ``(B, S)`` each; a method ``generate``, called in place of ``forward`` when text is
-    generated, where that is another thing; and ``recompute_plan``, as ``Model.recompute_plan``, for operations
-    that other layers do not have.
+    generated, where that is another thing; ``recompute_plan``, as ``Model.recompute_plan``, for operations
+    that other layers do not have; and ``looks_ahead``, whether what a position gets depends on later ones in the mode
+    that the module is in. The engine says so beside ``eval/loss``, of any module.
     """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:

@@ -49,9 +49,10 @@ class Console(Callback):
         self.line("  ".join(parts))
 
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        ahead = "  looks ahead: later tokens are seen" if metrics.get("eval/looks_ahead") else ""
         self.line(
             f"step {step}  eval/loss {metrics['eval/loss']:.4f} nats a token  "
-            f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens)"
+            f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens){ahead}"
         )
 
 

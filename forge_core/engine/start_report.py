@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forge_core.component import PassComponent, Use
+from forge_core.config.job import notes
 from forge_core.engine.build import BuiltModel
 from forge_core.engine.pass_table import PassRow, pass_table
 from forge_core.engine.preparation import Prepared
@@ -26,6 +27,8 @@ def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
         f"{job.run.name}: {_start_words(prepared)}; {model.n_parameters:,} parameters, {job.train.precision} on "
         f"{prepared.device.type}, {mesh}; {job.train.steps} steps; files in {prepared.directory.path}"
     )
+    for line in notes(job, prepared.catalog):
+        prepared.console.line(f"note: {line}")
 
 
 def _axes(prepared: Prepared) -> dict[str, int]:

@@ -138,6 +138,7 @@ class Trainer:
         self._log_pending()
         sums = torch.zeros(2, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         self._set_training(False)
+        n_ahead = torch.full_like(sums, sum(getattr(one, "looks_ahead", False) for one in self._modules()))
         n_targets = 0
         for batch in self.evaluation():
             n_targets += _count_targets(batch)
@@ -154,6 +155,8 @@ class Trainer:
         loss = total / max(count, 1)
         perplexity = math.inf if loss > 700 else math.exp(loss)
         values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
+        if self.mesh.sum_over(n_ahead, ("pp",))[0].item():
+            values["eval/looks_ahead"] = 1
         self.record({"step": self.step, **values})
         self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)
         self.measurement.restart(self.loader.seconds_waiting)
@@ -228,6 +231,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.loader.restart(self.loader.stream, self.loader.position - self.loader.samples_per_step)
         self.step -= 1
+
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for part in self.parts for module in part.modules())
 
     def _set_training(self, training: bool) -> None:
         for part in self.parts:

@@ -156,7 +156,8 @@ class MoEConfig:
     capacity_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """An expert takes at most ``ceil(assignments / n_experts · capacity_factor)`` tokens of a microbatch, and the rest
     of its tokens go without it, so that the result depends on ``train.batch_size`` and ``parallel.cp``. Padding makes
-    no room. By default an expert takes all, whatever their number, and in any case when text is generated."""
+    no room. By default an expert takes all, whatever their number, and in any case in evaluation and when text is
+    generated, so that ``eval/loss`` does not depend on how many are evaluated together."""
     drop: DropPolicy = attrs.field(default="weight", validator=_has_capacity)
     """Which assignments an expert beyond its capacity leaves out: those of least ``weight``, or the last by
     ``position``."""

@@ -75,8 +75,13 @@ class MoE(nn.Module):
         """What its router needs to know of tokens."""
         return frozenset(getattr(self.router, "needs", ()))
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the router chooses by later tokens, in the mode that it is in."""
+        return not getattr(self.router, "causal", True)
+
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
-        return self._routed_by(self.router, hidden, valid, facts)
+        return self._routed_by(self.router, hidden, valid, facts, drops=self.training)
 
     def generate(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
         """As ``forward``, where later tokens are not there yet. Experts take all tokens that come, whatever their
@@ -85,15 +90,15 @@ class MoE(nn.Module):
         Raises:
             ConfigError: the router needs them, and has no other for this.
         """
-        router = self.router
-        if not getattr(router, "causal", True):
-            router = router.inference_router() if hasattr(router, "inference_router") else None
-            if router is None:
+        router = self.router.inference_router() if hasattr(self.router, "inference_router") else None
+        if router is None:
+            router = self.router
+            if not getattr(router, "causal", True):
                 raise ConfigError(
                     f"the router {self.config.router.name} chooses among later tokens too, and cannot generate text; "
                     "train it with a router for that, as expert_choice has with predictor = true"
                 )
-        return self._routed_by(router, hidden, valid, facts, generating=True)
+        return self._routed_by(router, hidden, valid, facts, drops=False)
 
     def _routed_by(
         self,
@@ -102,7 +107,7 @@ class MoE(nn.Module):
         valid: torch.Tensor | None,
         facts: Mapping[str, torch.Tensor],
         *,
-        generating: bool = False,
+        drops: bool,
     ) -> torch.Tensor:
         tokens = hidden.flatten(0, 1)
         flat = None if valid is None else valid.flatten()
@@ -114,7 +119,7 @@ class MoE(nn.Module):
         assignments = _given(routing, some_to_none=valid is not None)
         load = count_by_expert(assignments.expert, self.config.n_experts)
         dropped = torch.zeros_like(load)
-        if self.config.capacity_factor is not None and not generating:
+        if self.config.capacity_factor is not None and drops:
             assignments, dropped = drop_beyond_capacity(assignments, len(tokens), self.config)
 
         shared = None if self.shared is None else Meanwhile(self.shared, hidden)

@@ -293,8 +293,8 @@ class ExpertChoiceConfig:
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """``softmax`` over the experts (Zhou et al.), ``sigmoid`` for each by itself (MoMa)."""
     predictor: bool = False
-    """Learn to predict from a token alone which experts will choose it, so that the model can generate text. What the
-    predictor learns from reaches no other parameter."""
+    """Learn to predict from a token alone which experts will choose it. Evaluation and generated text go by that, and
+    without it ``eval/loss`` looks ahead. What the predictor learns from reaches no other parameter."""
 
     def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
         """What cannot be with so many experts."""
@@ -316,6 +316,17 @@ class ExpertChoiceConfig:
                 f"{self.experts_per_token:g} / {n_experts}, rounded down, which is none; the layer would give nothing"
             )
             yield "experts_per_token", sentence
+
+    def notes(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What one should know of it in this job."""
+        if self.predictor:
+            return
+        ahead = (
+            "eval/loss looks ahead, as experts choose among later tokens in evaluation, too, and "
+            if (job.eval.interval)
+            else ""
+        )
+        yield "predictor", f"{ahead}the model cannot generate text; predictor = true mends it"
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this router in this job."""

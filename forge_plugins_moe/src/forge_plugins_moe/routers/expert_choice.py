@@ -26,15 +26,15 @@ class ExpertChoice(GatedRouter):
     as weights; the load is even by construction (Zhou et al. 2022, arXiv 2202.09368, section 3.2). It also reports
     ``router_passed_over``, the fraction of tokens that no expert takes: all those of a group of less than ``E / c``.
 
-    Whether a token is taken depends on later ones, so the model cannot generate text with it. A predictor can stand in
-    for the choice: a second gate, trained to tell from the token alone whether an expert takes it (Raposo et al. 2024,
-    arXiv 2404.02258, section 3.5; Lin et al. 2024, arXiv 2407.21770); its gradient stops at the hidden state.
+    Whether a token is taken depends on later ones, so the model cannot generate text with it, and a loss that is
+    evaluated with it looks ahead. A predictor stands in for the choice in both: a second gate, trained to tell from the
+    token alone whether an expert takes it (Raposo et al. 2024, arXiv 2404.02258, section 3.5; Lin et al. 2024,
+    arXiv 2407.21770); its gradient stops at the hidden state.
 
     Raises:
         ConfigError: a token cannot visit as many experts as the config says.
     """
 
-    causal = False
     taken: torch.Tensor
     last_taken: torch.Tensor
 
@@ -47,9 +47,15 @@ class ExpertChoice(GatedRouter):
         self.register_buffer("taken", torch.empty(1), persistent=False)
         self.register_buffer("last_taken", torch.empty(1), persistent=False)
 
+    @property
+    def causal(self) -> bool:
+        return self.predictor is not None and not self.training
+
     def forward(
         self, hidden: torch.Tensor, valid: torch.Tensor | None = None, *, sequence: torch.Tensor | None = None
     ) -> Routing:
+        if self.predictor is not None and not self.training:
+            return self.predicted(hidden, valid)
         logits = self.logits(hidden, valid)
         scores = score(logits, self.config.score_function)
         takes = self._takes(scores.detach(), valid, sequence)
@@ -60,12 +66,19 @@ class ExpertChoice(GatedRouter):
             taken = takes.any(1).sum(dtype=torch.float32).reshape(1)
             scores = accumulate(scores, self.taken, taken)
         auxiliary = {}
-        if self.predictor is not None and self.training:
+        if self.predictor is not None:
             predicted = masked_logits(hidden.detach(), self.predictor.weight, valid)
             by_token = F.binary_cross_entropy_with_logits(predicted, routed, reduction="none").mean(-1)
             auxiliary["expert_prediction"] = (by_token if valid is None else by_token * valid).sum()
         rows = int(len(hidden) * self._share)
         return by_expert(takes, scores, rows, auxiliary)
+
+    def predicted(self, hidden: torch.Tensor, valid: torch.Tensor | None) -> Routing:
+        """Each token goes to the experts of which the predictor says that they would take it, in any number."""
+        assert self.predictor is not None, "without one, nothing is predicted"
+        scores = score(self.logits(hidden, valid), self.config.score_function)
+        takes = masked_logits(hidden, self.predictor.weight, valid) > 0  # more likely than not; never padding, with 0
+        return by_expert(takes, scores, len(hidden), {})
 
     def inference_router(self) -> PredictedChoice | None:
         """A router that can generate text, made of this one's parameters."""
@@ -108,7 +121,7 @@ class ExpertChoice(GatedRouter):
 
 
 class PredictedChoice(nn.Module):
-    """Each token goes to the experts of which the predictor says that they would take it, in any number."""
+    """``ExpertChoice.predicted``, in training mode, too."""
 
     causal = True
 
@@ -118,11 +131,7 @@ class PredictedChoice(nn.Module):
         self.experts_per_token = router.experts_per_token
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> Routing:
-        router = self.router
-        assert router.predictor is not None, "without one, there is no such router"
-        scores = score(router.logits(hidden, valid), router.config.score_function)
-        takes = masked_logits(hidden, router.predictor.weight, valid) > 0  # more likely than not; never padding, with 0
-        return by_expert(takes, scores, len(hidden), {})
+        return self.router.predicted(hidden, valid)
 
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         self.router.init_weights(rng, f"{prefix}router.", std)
