@@ -178,7 +178,7 @@ def test_the_host_does_not_wait_for_the_device_in_steps_that_are_not_logged_also
     rarely = ["checkpoint.interval=0", "metrics.interval=100"]
 
     assert sick.run(*rarely) == 0
-    assert waited == [0] * 12
+    assert waited[2:] == [0] * 10, "what plugins do is looked into in the first two"
     assert ("skipped", 6) in sick.events()
 
     waited.clear()
