@@ -1,0 +1,203 @@
+"""The commands of README and docs do what the pages say, typed in their order in one folder.
+
+The demo and ``c.toml`` are cut short here, so that a page takes seconds; the commands are those of the page, word for
+word. Commands that need what a test does not have are named with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER))
+
+ELSEWHERE = {
+    r"^make (demo|test)\b": "CI runs the second, and its reader the first",
+    r"^python3 -m venv|^pip install": "tests/outsider installs wheels in an environment of its own",
+    r"^torchrun .*(--nnodes|…)|^export TORCH": "needs several hosts",
+    r"^srun ": "needs a job of Slurm; test_preemption has one",
+    r"s3://|--mirror\b": "needs an object store; tests/run/test_mirror.py has one",
+    r"^forge new .*pip install": "tests/test_new.py installs what it writes",
+    r"my_optimizer": "is in the package of the line before",
+    r"^forge doctor": "tests/test_doctor.py looks at this machine",
+    r"^forge (submit|status)": "the tests of forge-plugins-slurm have a Slurm",
+    r"^forge plan c.toml --world-size 1024": "is about a model of 70B; tests/plan",
+    r"--nproc auto|--nproc 8": "takes as many processes as there are GPUs",
+    r"^forge run c.toml .*--parallel\.(tp|pp)=2": "tests/parity has these layouts",
+}
+"""What is not typed here, by pattern, and who does it."""
+
+C = """
+[run]
+name = "c"
+[model]
+name = "transformer"
+dim = 128
+n_layers = 4
+n_heads = 8
+max_seq_len = 128
+[data]
+name = "text_files"
+path = "corpus"
+pattern = "**/*.txt"
+validation = 0.2
+[train]
+steps = 4
+seq_len = 32
+batch_size = 2
+[optimizer]
+name = "adamw"
+lr = 1e-3
+[[optimizer.groups]]
+pattern = "*norm*"
+lr_scale = 0.1
+[metrics]
+interval = 1
+[checkpoint]
+interval = 100
+"""
+
+EXPERIMENT = """\
+[model]
+name = "transformer"
+dim = 96
+n_layers = 2
+n_heads = 7
+[data]
+name = "text_files"
+path = "corpus"
+
+[train]
+seq_len = 64
+steps = "100"
+
+batch_sise = 4
+
+[optimizer]
+name = "adamww"
+lr = 1e-3
+"""
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Each command of a page's blocks, and the lines that the page shows as its output."""
+    found: list[tuple[str, list[str]]] = []
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(console|)\n(.*?)^```$", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:].strip(), []))
+            elif not language and re.match(r"(make|forge|pip|python3?) ", line):
+                found.append((line.strip(), []))
+            elif language and found:
+                found[-1][1].append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what the pages speak of: the demo and ``c.toml``, a corpus, prompts, two configurations to compare."""
+    folder = tmp_path_factory.mktemp("reader")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    demo = folder / "configs/demo.toml"
+    short = {"steps = 400": "steps = 100", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
+    short |= {"n_layers = 4": "n_layers = 1", "{stdlib}": "corpus", ".py": ".txt"}
+    text = demo.read_text()
+    for long, brief in short.items():
+        assert long in text, long
+        text = text.replace(long, brief)
+    demo.write_text(text.replace("validation = 0.03", "validation = 0.2"))
+    (folder / "c.toml").write_text(C)
+    (folder / "experiment.toml").write_text(EXPERIMENT)
+    for name, steps in (("a", 4), ("b", 8)):
+        (folder / f"{name}.toml").write_text(C.replace("steps = 4", f"steps = {steps}"))
+    for number in range(30):
+        (folder / "corpus" / f"{number}.txt").parent.mkdir(exist_ok=True)
+        words = " ".join(str(one * one % 997) for one in range(number, number + 400))
+        (folder / "corpus" / f"{number}.txt").write_text(words)
+    (folder / "prompts.txt").write_text("def \nclass \n")
+    _write_more_text(folder)
+    return folder
+
+
+def _write_more_text(folder: Path) -> None:
+    """What ``forge data prepare`` reads on its page."""
+    import pyarrow
+    from pyarrow import parquet
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE({chr(256 + one): one for one in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "wiki").mkdir()
+    parquet.write_table(pyarrow.table({"text": ["a page", "another"]}), folder / "wiki/0.parquet")
+    with pyarrow.CompressedOutputStream(str(folder / "more.jsonl.zst"), "zstd") as stream:
+        stream.write(b'{"text": "a line"}\n')
+
+
+@pytest.fixture
+def type_in(folder, monkeypatch, capfd):
+    """Types a command of ``forge``; gives back its exit code and what it said. Several ranks are real processes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HOME", str(folder))
+
+    def run(command: str) -> tuple[int, str]:
+        line, _, target = command.partition(" > ")
+        words = shlex.split(line, comments=True)
+        words = [str(Path(one).expanduser()) if one.startswith("~") else one for one in words]
+        capfd.readouterr()
+        if "--nproc" in words:
+            done = subprocess.run(
+                [sys.executable, "-m", "forge_core", *words[1:]], capture_output=True, text=True, env=os.environ
+            )
+            return done.returncode, done.stdout + done.stderr
+        code = main(words[1:])
+        said = capfd.readouterr()
+        if target:
+            Path(target.strip()).write_text(said.out)
+        return code, said.out + said.err
+
+    return run
+
+
+@pytest.mark.slow
+def test_what_a_page_types_works_and_says_what_it_shows(type_in, folder, monkeypatch, tmp_path):
+    """README first; each page begins where its reader is then."""
+    wrong = []
+    for page in PAGES:
+        monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
+        for command, shown in commands(page):
+            if any(re.search(pattern, command) for pattern in ELSEWHERE):
+                continue
+            code, said = type_in(command)
+            missing = [line for line in fixed_parts(shown) if line not in said]
+            if missing or code != (2 if shown and shown[0].startswith("error: ") else 0):
+                wrong.append(f"{page}: {command}: exit code {code}; not said: {missing}; said:\n{said}")
+    assert not wrong, "\n".join(wrong)
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["demo", "four", "wider"]
+
+
+def fixed_parts(shown: list[str]) -> list[str]:
+    """What of the lines that a page shows is the same on every machine."""
+    return [line for line in shown if line.strip() and "…" not in line and not re.search(r"\d\.\d", line)]
+
+
+def test_every_command_of_a_page_is_typed_here_or_said_to_be_elsewhere():
+    every = [command for page in PAGES for command, _ in commands(page)]
+
+    unused = [pattern for pattern in ELSEWHERE if not any(re.search(pattern, command) for command in every)]
+    assert unused == []
+    unknown = [one for one in every if not one.startswith("forge ") and not any(re.search(p, one) for p in ELSEWHERE)]
+    assert unknown == []
