@@ -44,7 +44,9 @@ class RunContext:
     world_size: int
     device: torch.device
     parts: Sequence[nn.Module]
-    """This rank's parts of the model: one, unless a pipeline interleaves. A sharded parameter is a ``DTensor``."""
+    """This rank's parts of the model: one, unless a pipeline interleaves. They have the parameters of its own pipeline
+    stages only (``sum_over_stages``), by their names in the whole model. A sharded parameter is a ``DTensor``: its
+    ``full_tensor()`` is the whole one, and all ranks that have a part must ask for it."""
     optimizer: torch.optim.Optimizer
     total_steps: int
     requests: Requests
@@ -52,6 +54,9 @@ class RunContext:
     """Prints a line and writes it to ``log.txt``, on the first rank only."""
     track_series: Callable[[int, Mapping[str, Sequence[float]]], None] = lambda step, series: None
     """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on the first rank only."""
+    sum_over_stages: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    """Adds up, in place, what each pipeline stage has of a sum over the whole model, such as the square of a norm. All
+    ranks must call it; without a pipeline nothing happens."""
 
 
 @attrs.frozen

@@ -163,6 +163,7 @@ def _train_there(
         requests=requests,
         log=prepared.console.line,
         track_series=trackers.log_series,
+        sum_over_stages=lambda tensor: mesh.sum_over(tensor, ("pp",)),
     )
     lifecycle = prepared.lifecycle
     loader = prepared.loader
