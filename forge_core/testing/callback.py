@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import difflib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.engine.lifecycle import EVENTS, Lifecycle
+from forge_core.engine.timeouts import set_timeouts
 from forge_core.errors import PluginError
 from forge_core.testing.component_case import ComponentCase
+from forge_core.testing.several_ranks import on_ranks
 from forge_core.testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job
 
 
@@ -26,6 +30,8 @@ class CallbackConformance(ComponentCase):
     kind = "callback"
     steps: ClassVar[int] = 4
     """Length of the small run that the callback goes through."""
+    patience: ClassVar[float] = 20.0
+    """Seconds that one of two ranks waits for the other in a collective of the callback."""
     host_reads_when_not_logged: ClassVar[bool] = False
     """Whether the callback may read device tensors on the host in steps that are not logged. It costs every user of the
     callback a synchronisation a step."""
@@ -77,6 +83,33 @@ class CallbackConformance(ComponentCase):
             "only when context.logged is true"
         )
 
+    def test_two_ranks_go_through_a_run_together(self) -> None:
+        """A collective that only one of them calls would make a real run wait until its timeout."""
+        problems = on_ranks(type(self), "_go_with_another_rank", 2)
+
+        for rank, problem in enumerate(problems):
+            assert not problem, (
+                f"rank {rank} waited {self.patience:g} s for another one: {problem}; what talks to other ranks must be "
+                "called by all of them, in the same events and the same order"
+            )
+
+    def _go_with_another_rank(self) -> str:
+        """What went wrong on this rank. Ranks meet in the store, as a collective here could be taken for the missing
+        one."""
+        set_timeouts(self.patience)
+        store, problem = dist.distributed_c10d._get_default_store(), ""
+        with tempfile.TemporaryDirectory() as folder:
+            _, run = self.start(Path(folder))
+            try:
+                run.go()
+            except RuntimeError as error:
+                if "imed out" not in str(error) and "onnection closed" not in str(error):
+                    raise
+                problem = f"in {error.__notes__[0].rpartition(' in ')[2]}"
+        store.set(f"done/{dist.get_rank()}", "")
+        store.wait([f"done/{rank}" for rank in range(dist.get_world_size())])
+        return problem
+
     def test_state_survives(self, tmp_path: Path) -> None:
         callback, run = self.start(tmp_path)
         run.go()
@@ -112,8 +145,8 @@ class SmallRun:
         self.run = RunContext(
             job=small_job(steps),
             run_dir=directory,
-            rank=0,
-            world_size=1,
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device=torch.device("cpu"),
             parts=[self.model],
             optimizer=self.optimizer,
@@ -140,7 +173,7 @@ class SmallRun:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._call("step_end", context=StepContext(step, 2 * SEQ_LEN * step, metrics, logged))
-            if logged:
+            if logged and self.run.rank == 0:
                 values = {
                     "loss": loss.item(),
                     "grad_norm": metrics["grad_norm"].item(),

@@ -84,6 +84,17 @@ class PluginConformance:
             "wait for it"
         )
 
+    def test_importing_it_prints_nothing(self) -> None:
+        (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
+        modules = sorted({component.config.partition(":")[0] for _, component in self.plugin().components})
+
+        *printed, _ = _imported(point.module, *modules)
+
+        assert not printed, (
+            f"importing {', '.join([point.module, *modules])} prints {printed[0]!r}; standard output belongs to the "
+            "command, whose JSON or TOML somebody may read"
+        )
+
     def test_configs_are_frozen_attrs_classes(self) -> None:
         for label, cls in self._configs():
             assert attrs.has(cls), f"{label} must be an attrs class"
@@ -199,6 +210,12 @@ class PluginConformance:
 
 def _heavy_imports(*modules: str) -> list[str]:
     """Which heavy modules a fresh interpreter has imported after ``modules``."""
+    heavy: list[str] = json.loads(_imported(*modules)[-1])
+    return heavy
+
+
+def _imported(*modules: str) -> list[str]:
+    """What a fresh interpreter prints while it imports them; the last line is the heavy modules that it has then."""
     program = (
         f"import importlib, json, sys\nfor module in {modules!r}: importlib.import_module(module)\n"
         f"print(json.dumps([name for name in {HEAVY_MODULES!r} if name in sys.modules]))"
@@ -208,8 +225,7 @@ def _heavy_imports(*modules: str) -> list[str]:
         [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{program}"], capture_output=True, text=True
     )
     assert run.returncode == 0, f"importing {', '.join(modules)} fails: {run.stderr.strip().splitlines()[-1]}"
-    heavy: list[str] = json.loads(run.stdout.splitlines()[-1])
-    return heavy
+    return run.stdout.splitlines()
 
 
 def _is_required(field: attrs.Attribute[Any]) -> bool:

@@ -14,12 +14,27 @@ import tomli_w
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.testing.component_case import ComponentCase, builder
 
+CORPUS = """Straße, ŒUVRE, ǅ and İstanbul: Capitals and ACCENTS, e\u0301 composed and é in one.
+\tTabs\u00a0and\u2003spaces that are no blanks,\r\nlines of both kinds, \u200bnothing between, \ufeff and the end.
+Ελληνικά, русский, हिन्दी, العربية, עברית, 日本語, 한국어, ไทย; 👩🏽‍🚀 is one emoji of four, 🇪🇺 of two. ½ ﬁ Ⅷ ℌ
+<|endoftext|> [UNK] <pad> &amp; %20 \\u0041 are text as any other. \x00\x07\x1b[0m\x7f
+"""
+"""Capitals, accents in two forms, scripts, emoji of several code points, control characters, and what looks like a
+special token: whoever lower-cases, normalises, strips or leaves something out does not give it back."""
+
 
 class TokenizerConformance(ComponentCase):
     """Subclass it, name the component, and pytest runs every check below on it."""
 
     kind = "tokenizer"
-    texts: ClassVar[tuple[str, ...]] = ("", "a", "def f(x):\n    return x + 1\n", "  two  spaces\t", "naïve – 東京 🦀")
+    texts: ClassVar[tuple[str, ...]] = (
+        "",
+        "a",
+        "def f(x):\n    return x + 1\n",
+        "  two  spaces\t",
+        "naïve – 東京 🦀",
+        CORPUS,
+    )
     """What is encoded and decoded again; restrict it for a tokenizer that cannot express everything."""
 
     @pytest.fixture
@@ -70,7 +85,7 @@ class TokenizerConformance(ComponentCase):
 
         for text in self.texts:
             again = tokenizer.decode(tokenizer.encode(text).tolist())
-            assert again == text, f"decode(encode(text)) is {again!r} for {text!r}"
+            assert again == text, f"decode(encode(text)) is {again!r} for {text!r}{_difference(again, text)}"
 
     def test_end_of_document_has_no_text(self, base: Path) -> None:
         tokenizer = self.make(base=base)
@@ -106,3 +121,11 @@ class TokenizerConformance(ComponentCase):
             assert np.array_equal(again.encode(text), tokenizer.encode(text)), (
                 f"the tokenizer built from what save wrote encodes {text!r} differently"
             )
+
+
+def _difference(again: str, text: str) -> str:
+    """Where it begins, in a text of more than a line."""
+    if text.count("\n") < 2:
+        return ""
+    place = next((i for i, (one, other) in enumerate(zip(again, text, strict=False)) if one != other), len(again))
+    return f"; from character {place} on {again[place : place + 20]!r} in place of {text[place : place + 20]!r}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from forge_core.contracts.tracker import Tracker
+from forge_core.engine.trackers import SLOW_LINE
 from forge_core.testing.component_case import ComponentCase
 
 _JOB = {"run": {"name": "conformance"}, "train": {"steps": 3, "seq_len": 8}, "optimizer": {"betas": [0.9, 0.95]}}
@@ -92,6 +94,22 @@ class TrackerConformance(ComponentCase):
         second.close("completed")
 
         assert restored == saved, f"a tracker that loads the state {saved} has the state {restored}"
+
+    def test_takes_no_time_for_a_line(self, tmp_path: Path) -> None:
+        """It has a thread of its own, on which it falls behind."""
+        tracker = self.start(tmp_path)
+
+        seconds = []
+        for step in (1, 2):
+            started = time.monotonic()
+            tracker.log(step, {"loss": 3.5})
+            seconds.append(time.monotonic() - started)
+        tracker.close("completed")
+
+        assert min(seconds) < SLOW_LINE, (
+            f"log takes {min(seconds):.1f} s for a line, and a run may log several a second; collect lines, and send "
+            "them together"
+        )
 
     def test_writes_into_the_run_directory_only(self, tmp_path: Path) -> None:
         tracker = self.start(tmp_path)

@@ -1,6 +1,7 @@
 """The callback kit passes a callback that keeps the contract, and has a sentence for each way to break it."""
 
 import pytest
+import torch.distributed as dist
 
 from forge_core.contracts.callback import Callback
 from forge_core.testing.callback import CallbackConformance
@@ -39,6 +40,7 @@ class TestWatch(Case):
 
 class TestNothing(Case):
     callback = Callback
+    test_two_ranks_go_through_a_run_together = None  # another one has shown that nothing is nothing
 
 
 def faulty(**methods):
@@ -51,6 +53,26 @@ def missing_metric(self, context):
 
 def careless(self, error):
     raise RuntimeError("in the handler")
+
+
+class Lonely(Watch):
+    """Asks the other ranks on the first one alone."""
+
+    def step_end(self, run, context):
+        if run.rank == 0 and context.step == 2:
+            dist.all_reduce(context.metrics["loss"].clone())
+
+
+class LonelyCase(CallbackConformance):
+    patience = 3.0
+
+    def make(self):
+        return Lonely()
+
+
+def test_a_collective_that_one_rank_calls_alone_is_found_and_told():
+    with pytest.raises(AssertionError, match=r"rank 0 waited 3 s for another one: in step_end; what talks to other"):
+        LonelyCase().test_two_ranks_go_through_a_run_together()
 
 
 FAULTS = [
@@ -104,4 +126,4 @@ def test_a_fault_is_found_and_told(tmp_path, callback, check, error, sentence):
 def test_every_check_has_a_fault_that_it_finds():
     checks = {name for name in vars(CallbackConformance) if name.startswith("test_")}
 
-    assert {check for _, check, *_ in FAULTS} == checks
+    assert {check for _, check, *_ in FAULTS} | {"test_two_ranks_go_through_a_run_together"} == checks

@@ -137,6 +137,38 @@ class CountsBesideIt(Momentum):
         super().update(parameter, {"lr": group["lr"] / self.count})
 
 
+class Folds(Momentum):
+    """Adds up gradients beside its state, and folds them in every eighth step."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        super().step()
+
+    def update(self, parameter, group):
+        kept = self.__dict__.setdefault("kept", {})
+        kept[parameter] = kept.get(parameter, 0) + parameter.grad
+        if self.count % 8 == 0:
+            super().update(parameter, group)
+            parameter.sub_(group["lr"] * kept.pop(parameter))
+        else:
+            parameter.sub_(group["lr"] * parameter.grad)
+
+
+class Later(CountsBesideIt):
+    """Its count shows every fortieth step only."""
+
+    def update(self, parameter, group):
+        Momentum.update(self, parameter, {"lr": group["lr"] * (2 if self.count % 40 == 0 else 1)})
+
+
+class Idle(Momentum):
+    def step(self, closure=None):
+        pass
+
+
 class GlobalState(Momentum):
     def step(self, closure=None):
         super().step()
@@ -197,6 +229,7 @@ FAULTS = [
     (EagerState, "test_construction_changes_nothing", (), "there is state before the first step"),
     (Initialising, "test_construction_changes_nothing", (), "the constructor changes embed.weight"),
     (Climbing, "test_lowers_a_quadratic", FP32, "20 steps on ½‖embed.weight − goal‖² in torch.float32 lead"),
+    (Idle, "test_lowers_a_quadratic", FP32, "20 steps leave embed.weight where it was"),
     (Upcasting, "test_lowers_a_quadratic", FP32, "step changes embed.weight to torch.float64"),
     (OwnRate, "test_reads_the_learning_rate_at_each_step", (), "from the parameter group at each step"),
     (DividesByRate, "test_bears_a_learning_rate_of_zero", (), "step raises ZeroDivisionError"),
@@ -207,6 +240,7 @@ FAULTS = [
     (DottedState, "test_keeps_its_state_by_parameter", FP32, "the key 'moment.first'; only strings without dots"),
     (HistoryState, "test_keeps_its_state_by_parameter", FP32, "the state 'history' of embed.weight is a list"),
     (CountsBesideIt, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
+    (Folds, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
     (MixedUp, "test_updates_shards_like_whole_tensors", "folder", "sharded over 1 ranks differs by"),
 ]
 
@@ -231,6 +265,19 @@ def test_a_fault_is_found_and_told(optimizer, check, given, sentence, tmp_path):
 def test_a_fault_on_two_ranks_is_found_and_told(case, sentence, tmp_path):
     with pytest.raises(AssertionError, match=sentence):
         case().test_updates_shards_like_whole_tensors_on_two_ranks(tmp_path)
+
+
+def test_a_period_is_gone_through_whatever_its_length():
+    class Case(OptimizerConformance):
+        period = 40
+
+        def make(self, *, parameters):
+            return Later([entry.parameter for entry in parameters])
+
+    with pytest.raises(AssertionError, match=r"embed\.weight differs after a resume"):
+        Case().test_resumes_bit_identical()
+    Case.period = 1
+    Case().test_resumes_bit_identical()
 
 
 def test_an_optimizer_of_whole_matrices_is_not_given_shards(tmp_path):

@@ -103,6 +103,11 @@ FAULTS = [
         r"importing the config classes \(acme.config\) imports numpy",
     ),
     (
+        {"config": f"    print('flat')\n{CONFIG}"},
+        "test_importing_it_prints_nothing",
+        "importing acme.plugin, acme.config prints 'flat'; standard output belongs to the command",
+    ),
+    (
         {"config": "class FlatConfig: height = 1.0"},
         "test_configs_are_frozen_attrs_classes",
         "acme.config:FlatConfig must be an attrs class",

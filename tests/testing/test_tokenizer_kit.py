@@ -74,6 +74,11 @@ FAULTS = [
         "encode adds end_of_document to 'a'",
     ),
     (encoding(lambda ids: ids[::-1]), "test_text_survives", r"decode\(encode\(text\)\) is .* for 'def f"),
+    (
+        faulty(encode=lambda self, text: Bytes().encode(text if text.isascii() and len(text) < 40 else text.lower())),
+        "test_text_survives",
+        "from character 0 on 'straße, œuvre, ǆ and' in place of 'Straße, ŒUVRE, ǅ and'",
+    ),
     (faulty(decode=lambda self, ids: "<end>"), "test_end_of_document_has_no_text", "got '<end>'"),
     (Counted, "test_is_deterministic", "two tokenizers of one configuration differ in fingerprint"),
     (Nameless, "test_saved_is_the_same", "must return a table with the key name, got {}"),

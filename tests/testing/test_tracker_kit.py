@@ -1,5 +1,6 @@
 """The tracker kit passes a tracker that keeps the contract, and has a sentence for each way to break it."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,13 @@ FAULTS = [
         (),
         AssertionError,
         "a tracker that loads the state .* has the state",
+    ),
+    (
+        faulty(log=lambda self, step, metrics: time.sleep(1.1)),
+        "test_takes_no_time_for_a_line",
+        (),
+        AssertionError,
+        "log takes 1.1 s for a line",
     ),
     (
         Stray,
