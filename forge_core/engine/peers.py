@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import Callback, RunContext
+from forge_core.engine.place import place_of_error, place_of_thread
 from forge_core.engine.torchrun import agent_without_restarts
 from forge_core.engine.watchdog import Watchdog
 from forge_core.errors import ExitCode, LostPeerError, SaveError
@@ -88,6 +90,7 @@ class Peers(Callback):
         self._failure = ""
         self._is_done = False
         self._sentence = ""
+        self._gave_up_at = ""
         self._leaving_since = 0.0
         self._verdict: tuple[str, Sequence[int]] | None = None
         self._verdict_at = 0.0
@@ -159,6 +162,7 @@ class Peers(Callback):
             if self._alone or not any(sign in str(error) for sign in _LOST):
                 self._fail(error)
                 raise
+            self._gave_up_at = place_of_error(error)
             self._sentence = self._find_out(is_timeout="imed out" in str(error))
             self._leaving_since = time.monotonic()
             self._watchdog.tell(self._step, _LEAVING)
@@ -208,7 +212,9 @@ class Peers(Callback):
 
     def _worded(self, found: tuple[str, Sequence[int]] | None) -> str:
         if found is None:
-            return f"{self._who} has lost another rank in step {self._step}: all of them still give signs of life"
+            sentence = f"{self._who} has lost another rank in step {self._step}: all of them still give signs of life"
+            waiting = self._waiting_for_each_other()
+            return f"{sentence}, and wait for each other: {waiting}" if waiting else sentence
         sentence, ranks = found
         if self._rank in ranks:
             return f"{self._who} was given up by the others in step {self._step}: {sentence}"
@@ -249,6 +255,18 @@ class Peers(Callback):
                 if not one.said["gave_up"] and not one.said["done"]
             ]
         )
+
+    def _waiting_for_each_other(self) -> str:
+        """Where each rank has waited in vain; first those that are where few are."""
+        seen = sorted(self._seen.items())
+        places = Counter(one.said["where"] for _, one in seen)
+        found = self._described(
+            [
+                (rank, f"is in step {one.said['step']}, at {one.said['where']}")
+                for rank, one in sorted(seen, key=lambda entry: places[entry[1].said["where"]])
+            ]
+        )
+        return found[0] if found else ""
 
     def _described(self, ranks: Sequence[tuple[int, str]]) -> tuple[str, Sequence[int]] | None:
         hosts = {rank: f" on {one.said['host']}" for rank, one in self._seen.items()}
@@ -291,11 +309,8 @@ class Peers(Callback):
         self._store.set(str(self._rank), json.dumps(said))
 
     def _where(self) -> str:
-        """What the training thread is doing, outside of torch."""
-        frame = sys._current_frames().get(self._main)
-        while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename and frame.f_back is not None:
-            frame = frame.f_back
-        return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        """What the training thread is doing, or was doing when it gave up waiting."""
+        return self._gave_up_at or place_of_thread(self._main)
 
     def _exchange_verdict(self) -> None:
         """What the first one has found out is what all say."""

@@ -161,6 +161,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(tiny, start_ranks):
 
 STUCK = """
 import ctypes, os, time
+import torch
 from forge_core.contracts.callback import Callback
 
 class Stuck(Callback):
@@ -168,7 +169,9 @@ class Stuck(Callback):
         self.how = config.how
 
     def step_end(self, run, context):
-        if context.step == 5 and run.rank == 1:
+        if self.how == "collective" and context.step == 5 and run.rank == 0:
+            torch.distributed.all_reduce(torch.zeros(3))
+        elif context.step == 5 and run.rank == 1:
             if self.how == "fails":
                 raise KeyError("a bug")
             if self.how == "leaves":
@@ -177,6 +180,8 @@ class Stuck(Callback):
                 if not (run.run_dir / "died").exists():
                     (run.run_dir / "died").touch()
                     os.kill(os.getpid(), 9)
+                return
+            if self.how == "collective":
                 return
             if self.how == "sleeps":
                 time.sleep(1000)
@@ -225,6 +230,12 @@ def callback(how):
     return f'callbacks=[{{name="stuck", how="{how}"}}]'
 
 
+WAIT_FOR_EACH_OTHER = (
+    r"all of them still give signs of life, and wait for each other: rank 0 on \S+ is in step 5, at stuck.py:\d+, in "
+    r"callbacks\[\d\] plugin.acme-stuck.callback.stuck, step_end; rank 1 on \S+ is in step 6, at \w+.py:\d+"
+)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -232,13 +243,15 @@ def callback(how):
         ("locks", "has given no sign of life"),
         ("fails", "has ended: KeyError: 'a bug'"),
         ("leaves", "has ended without a word"),
+        ("collective", WAIT_FOR_EACH_OTHER),
     ],
 )
 def test_what_holds_a_rank_up_is_found_and_the_launcher_ends_with_its_code(tiny, start, stuck, how, said):
     run = start(tiny.command("--nproc", "2", *SETTINGS, callback(how)), PYTHONPATH=str(stuck))
     _, errors = run.communicate(timeout=120)
 
-    assert re.search(LOST.format(0, 1) + said, errors), errors
+    lost = r"rank 0 on \S+ has lost another rank in step \d+: " if how == "collective" else LOST.format(0, 1)
+    assert re.search(lost + said, errors), errors
     assert run.returncode == (1 if how == "fails" else 5), errors
     wait_until(lambda: not processes_of(tiny), 30)
     assert ("error: rank 1 has ended by exit code 7" in errors) is (how == "leaves")
