@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
@@ -52,6 +53,24 @@ class DataSource(Protocol):
             ``tokens[:, s]`` in the same document and −100 where there is none; optionally ``document`` and
             ``positions`` ``(B, S)`` int64 for packed documents, and whatever else the model's forward takes.
         """
+        ...
+
+
+@runtime_checkable
+class CheckedSource(Protocol):
+    """What a source may have besides, if it can tell whether its files are what was written."""
+
+    def refuse_damaged(self) -> None:
+        """Called once, on rank 0, before anything is built. The other ranks wait, however long it takes.
+
+        Raises:
+            ConfigError: a file is damaged, and this was to be known before the first step.
+        """
+        ...
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Called once, on rank 0, when the run begins. From then on, ``report`` takes a sentence about each file that
+        turns out to be damaged, from any thread; the run says it, adds an event, and goes on."""
         ...
 
 

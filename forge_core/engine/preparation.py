@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import attrs
@@ -19,7 +19,7 @@ from forge_core.config.job import check_device
 from forge_core.config.mirror_url import url_of_run
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
-from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.data_source import CheckedSource, DataSource, Split
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
@@ -29,7 +29,7 @@ from forge_core.engine.global_batch import with_global_batch
 from forge_core.engine.lifecycle import Lifecycle
 from forge_core.engine.mesh import Mesh, build_mesh
 from forge_core.engine.peers import Peers
-from forge_core.engine.ranks import from_first_rank, on_all_ranks
+from forge_core.engine.ranks import from_first_rank, on_all_ranks, slowly_from_first_rank
 from forge_core.engine.replicas import refuse_several_replications
 from forge_core.engine.resuming import Start, choose_start, refuse_if_incompatible, resume_asked_for
 from forge_core.engine.schedule_check import CheckedSchedule
@@ -106,7 +106,7 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
-    source = _data_source(job.data, "data", build, seq_len=job.train.seq_len, split="train")
+    source = _data_source(job.data, "data", build, peers.sign, seq_len=job.train.seq_len, split="train")
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
@@ -122,7 +122,7 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
         passes=sort_passes(job, catalog),
         source=source,
         loader=_loader(job, source, mesh, device, checkpoint),
-        validation=_validation_source(job, source, build) if job.eval.interval else None,
+        validation=_validation_source(job, source, build, peers.sign) if job.eval.interval else None,
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(
             build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
@@ -171,18 +171,25 @@ def _loader(
     )
 
 
-def _data_source(use: Use, key: str, build: ComponentBuilder, **given: Any) -> DataSource:
+def _data_source(
+    use: Use, key: str, build: ComponentBuilder, sign: Callable[[], None], *, seq_len: int, split: Split
+) -> DataSource:
     """What is wrong with it is told with its key, as there may be two."""
     try:
-        source: DataSource = build(use, **given)
+        source: DataSource = build(use, seq_len=seq_len, split=split)
+        if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
+            slowly_from_first_rank(source.refuse_damaged, sign)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     return source
 
 
-def _validation_source(job: Job, training: DataSource, build: ComponentBuilder) -> DataSource:
-    use, key, split = (job.data, "data", "validation") if job.eval.data is None else (job.eval.data, "eval.data", "all")
-    source = _data_source(use, key, build, seq_len=job.train.seq_len, split=split)
+def _validation_source(job: Job, training: DataSource, build: ComponentBuilder, sign: Callable[[], None]) -> DataSource:
+    seq_len, own = job.train.seq_len, job.eval.data
+    if own is None:
+        source = _data_source(job.data, "data", build, sign, seq_len=seq_len, split="validation")
+    else:
+        source = _data_source(own, "eval.data", build, sign, seq_len=seq_len, split="all")
     if source.vocab_size > training.vocab_size:
         raise ConfigError(
             f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "

@@ -17,6 +17,7 @@ from forge_core.checkpoint.saver import Saved, Saver
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
+from forge_core.contracts.data_source import CheckedSource
 from forge_core.contracts.replication import Replication
 from forge_core.data.loader import evaluation_batches
 from forge_core.engine.anomalies import Anomalies
@@ -219,6 +220,7 @@ def _train_there(
             prepared.directory.write_event("stopping", step=trainer.step, lead=lead)
 
         by_the_clock = deadline.watched(requests, prepared.console.line, stopping) if mesh.rank == 0 else nullcontext()
+        _watch_data(prepared, lambda: trainer.step)
         with by_the_clock, prepared.peers.lost_ones_named():
             stopped = trainer.run()
         if not stopped:
@@ -239,6 +241,22 @@ def _train_there(
         saving.close()
         trackers.close("stopped" if outcome == "preempted" else outcome)
         prepared.directory.write_event(outcome, step=trainer.step, **why)
+
+
+def _watch_data(prepared: Prepared, step: Callable[[], int]) -> None:
+    """Files that turn out to be damaged while they are read are told; whether to go on is for a person to say."""
+    if prepared.mesh.rank > 0:
+        return
+
+    def report(sentence: str) -> None:
+        prepared.console.line(f"data: {sentence}")
+        prepared.directory.write_event("data_damaged", step=step(), error=sentence)
+
+    separate = prepared.validation if prepared.job.eval.data is not None else None
+    sources: tuple[object, ...] = (prepared.source, separate)
+    for source in sources:
+        if isinstance(source, CheckedSource):
+            source.watch(report)
 
 
 def _saving(

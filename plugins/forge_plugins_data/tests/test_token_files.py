@@ -196,9 +196,18 @@ def test_damaged_files_are_refused_with_a_sentence(tmp_path, open_tokens):
         ("text", lambda f: (f / INDEX).write_text("{"), r"index\.json is damaged: it is not JSON"),
         ("other", lambda f: (f / INDEX).write_text("{}"), r"index\.json does not describe token files"),
         ("later", edit(version=2), r"index\.json has version 2 of the format; this forge-plugins-data reads 1"),
-        ("dtype", edit(dtype="float16"), r"index\.json is damaged: dtype must be one of uint8, .* got 'float16'"),
-        ("count", edit(shards=[shard | {"tokens": "40"}]), r"damaged: tokens must be an integer from 0, got '40'"),
-        ("outside", edit(shards=[shard | {"file": "../0.bin"}]), r"damaged: file must be the name of a file beside"),
+        ("dtype", edit(dtype="float16"), r"index\.json is damaged: dtype: must be one of 'uint8', .* got \"float16\""),
+        ("count", edit(shards=[shard | {"tokens": "40"}]), r"damaged: shards\[0\]\.tokens: expected an integer, got"),
+        (
+            "outside",
+            edit(shards=[shard | {"file": "../0.bin"}]),
+            r"shards\[0\]\.file: must be the name of a file",
+        ),
+        ("none", edit(shards=[]), r"index\.json is damaged: shards: it lists no file"),
+        ("deep", lambda f: (f / INDEX).write_text("[" * 100_000), r"index\.json is damaged: it is not JSON"),
+        ("huge", edit(vocab_size=2**70), r"index\.json is damaged: vocab_size: must be at most 4294967296"),
+        ("long tokens", edit(shards=[shard | {"tokens": 10**30}]), r"shards\[0\]\.tokens: must be less than"),
+        ("words", edit(shards="0.bin"), r"damaged: shards: expected an array, got the string"),
         ("lacking", edit(shards=[{"file": "0.bin"}]), r"damaged: .*tokens"),
         ("strange", edit(colour="red"), r"damaged: .*colour"),
         ("ids", edit(vocab_size=59), r"1\.bin has the id 59, but the vocabulary has 59"),
@@ -296,3 +305,52 @@ def test_an_id_beyond_the_vocabulary_that_comes_after_the_file_was_opened_is_nam
         ):
             source.read(np.array([0, index]))
     assert source.read(np.array([0, 5, 8]))["tokens"].shape == (3, 8)
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Three files with checksums."""
+    shards = []
+    for i in range(3):
+        with ShardWriter(tmp_path / f"{i}.bin", dtype="uint16", end_of_document=0) as writer:
+            writer.add(np.arange(1, 100) + i)
+            shards.append(writer.finish())
+    write_header(tmp_path / INDEX, TokenHeader(dtype="uint16", vocab_size=1000, shards=tuple(shards)))
+    return tmp_path
+
+
+def flip_bit(file):
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_within_the_vocabulary_is_told_once_after_the_first_read(prepared, open_tokens):
+    flip_bit(prepared / "1.bin")
+    source, told = open_tokens(prepared), []
+
+    source.refuse_damaged()
+    source.watch(told.append)
+    for index in (0, 0, 14):
+        source.read(np.array([index]))
+        source._verification.finish()
+
+    (sentence,) = told
+    assert sentence.startswith(f"{prepared / '1.bin'} is damaged: its checksum is not the one of its JSON")
+
+
+def test_damage_is_refused_before_the_first_step_or_never_looked_for_if_that_is_asked_for(prepared, open_tokens):
+    open_tokens(prepared, verify="before").refuse_damaged()
+    flip_bit(prepared / "2.bin")
+
+    with pytest.raises(ConfigError, match=r"2\.bin is damaged: its checksum is not the one of its JSON"):
+        open_tokens(prepared, verify="before").refuse_damaged()
+    never = open_tokens(prepared, verify="never")
+    never.refuse_damaged()
+    never.watch(pytest.fail)
+    never.read(np.arange(30))
+
+
+def test_verifying_files_without_checksums_is_refused(tmp_path, open_tokens):
+    with pytest.raises(ConfigError, match=r'verify = "before" has no effect: no file has a checksum'):
+        open_tokens(write_folder(tmp_path, np.arange(50)), verify="before")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from forge_plugins_data.documents import DEFAULT_PATTERNS
 from forge_plugins_data.prepare import UNIT_SIZE, prepare
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_format import INDEX, map_shard, read_header
+from forge_plugins_data.verification import damage_of
 
 if TYPE_CHECKING:
     from forge_core.cli import Invocation
@@ -116,8 +116,8 @@ def inspect_command(path: Path, verify: bool) -> None:
     click.echo(f"tokenizer   {dict(header.tokenizer) if header.tokenizer else 'unknown'}")
     for shard in header.shards:
         ids = map_shard(description.parent, header, shard)
-        if verify and shard.sha256 not in (None, hashlib.sha256(ids.data).hexdigest()):
-            raise ConfigError(f"{description.parent / shard.file} is damaged: its checksum is not the one of its JSON")
+        if verify and shard.sha256 and (problem := damage_of(description.parent / shard.file, shard.sha256)):
+            raise ConfigError(problem)
         if verify and shard.max_id not in (None, int(ids.max(initial=0))):
             raise ConfigError(
                 f"{description.parent / shard.file} has the id {ids.max()}, beyond the {shard.max_id} of its JSON"

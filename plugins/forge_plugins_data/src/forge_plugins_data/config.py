@@ -107,3 +107,7 @@ class TokenFilesConfig(_FilesConfig):
     """For files that do not say, without a ``tokenizer``: all ids are below this, which is checked by reading them."""
     end_of_document: int | None = attrs.field(default=None, validator=[optional(ge(0)), _for_document_mask])
     """For files that do not say, without a ``tokenizer``: the id that ends a document, for ``document_mask``."""
+    verify: Literal["before", "first_read", "never"] = "first_read"
+    """When rank 0 compares files with the checksums that ``forge data prepare`` has noted: ``before`` the first step,
+    which waits, and is refused if one is damaged; in the background from the ``first_read`` on, which tells; or
+    ``never``."""

@@ -147,10 +147,11 @@ class _Work:
             return None
         try:
             header = read_header(description)
-            map_shard(self.folder, header, header.shards[0])
-        except ConfigError:  # damaged, or removed so that it be made again
+            (shard,) = header.shards
+            map_shard(self.folder, header, shard)
+        except (ConfigError, ValueError):  # damaged, or removed so that it be made again
             return None
-        return header.shards[0]
+        return shard
 
     def make(self, index: int, unit: Unit) -> Shard:
         file = self.folder / f"{_name(index)}.bin"

@@ -17,6 +17,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.file_selection import select_files
 from forge_plugins_data.token_format import FORMAT, INDEX, SETTINGS, VERSION, Shard, TokenHeader, map_shard, read_header
+from forge_plugins_data.verification import Verification
 from forge_plugins_data.windows import Span, TokenWindows, count_windows, require_held_out, too_small
 
 _SCAN = 2**24
@@ -51,6 +52,7 @@ def open_token_files(
         tokenizer=meaning.tokenizer,
         separator=meaning.end_of_document if config.document_mask else None,
         identity=["token_files", [file.identity for file in files], [[span.first, span.stop] for span in spans]],
+        verification=_verification(files, config),
     )
 
 
@@ -94,6 +96,8 @@ def _open_folder(folder: Path) -> list[_TokenFile]:
     index = folder / INDEX
     if index.is_file():
         header = read_header(index)
+        if not header.shards:
+            raise ConfigError(f"{index} is damaged: shards: it lists no file")
         return [_open_bin(folder, header, shard) for shard in header.shards]
     if (folder / SETTINGS).is_file():
         raise ConfigError(
@@ -184,6 +188,13 @@ def _one_value(key: str, said: Sequence[tuple[Path, int | None]], configured: in
         if configured not in (None, value):
             raise ConfigError(f"{key} = {configured} contradicts {path}, which says {value}; remove the key")
     return known[0][1] if known else configured
+
+
+def _verification(files: list[_TokenFile], config: TokenFilesConfig) -> Verification | None:
+    checksums = {str(file.path): file.shard.sha256 for file in files if file.shard is not None and file.shard.sha256}
+    if config.verify == "before" and not checksums:
+        raise ConfigError('verify = "before" has no effect: no file has a checksum in the JSON beside it; remove it')
+    return Verification(checksums, before=config.verify == "before") if config.verify != "never" else None
 
 
 def _check_ids(file: _TokenFile, vocab_size: int) -> None:

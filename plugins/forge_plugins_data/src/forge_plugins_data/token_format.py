@@ -14,8 +14,13 @@ from typing import Any
 
 import attrs
 import numpy as np
+from attrs.validators import ge, in_, le, lt, optional
 
+from forge_core.catalog import Catalog
+from forge_core.config.converter import structure
+from forge_core.config.problems import InvalidError
 from forge_core.errors import ConfigError
+from forge_core.regular_file import read_regular_file
 
 INDEX = "index.json"
 SETTINGS = "settings.json"
@@ -25,19 +30,15 @@ VERSION = 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
-def _one_of_dtypes(_: object, __: object, value: str) -> None:
-    if value not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {value!r}")
-
-
-def _count(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{attribute.name} must be an integer from 0, got {value!r}")
+_COUNT = [ge(0), lt(2**62)]
+"""Of what is multiplied by a few bytes in 64 bits."""
+_MAX_BYTES = 2**28
+_MAX_VOCABULARY = 2**32
 
 
 def _file_name(_: object, __: object, value: str) -> None:
-    if not isinstance(value, str) or Path(value).name != value:
-        raise ValueError(f"file must be the name of a file beside the JSON, got {value!r}")
+    if Path(value).name != value or not value.isprintable():
+        raise ValueError(f"must be the name of a file beside the JSON, got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -45,11 +46,11 @@ class Shard:
     """One ``.bin`` file."""
 
     file: str = attrs.field(validator=_file_name)
-    tokens: int = attrs.field(validator=_count)
-    documents: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count))
-    skipped: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count))
+    tokens: int = attrs.field(validator=_COUNT)
+    documents: int | None = attrs.field(default=None, validator=optional(_COUNT))
+    skipped: int | None = attrs.field(default=None, validator=optional(_COUNT))
     """Documents left out: those without any text, and those that were not UTF-8."""
-    max_id: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count))
+    max_id: int | None = attrs.field(default=None, validator=optional(_COUNT))
     """The largest id; without it the file is read once when it is opened. 0 if there are no tokens."""
     sha256: str | None = None
 
@@ -58,9 +59,9 @@ class Shard:
 class TokenHeader:
     """What the JSON says."""
 
-    dtype: str = attrs.field(validator=_one_of_dtypes)
-    vocab_size: int = attrs.field(validator=_count)
-    end_of_document: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count))
+    dtype: str = attrs.field(validator=in_(DTYPES))
+    vocab_size: int = attrs.field(validator=[ge(0), le(_MAX_VOCABULARY)])
+    end_of_document: int | None = attrs.field(default=None, validator=optional(_COUNT))
     """The id that ends a document."""
     tokenizer: Mapping[str, Any] | None = None
     """The table that names the tokenizer; paths in it are relative to the folder."""
@@ -88,22 +89,20 @@ def read_header(file: Path) -> TokenHeader:
         ConfigError: it is not one, or one of a later version.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_regular_file(file, _MAX_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged: it is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged: it is not JSON ({str(error)[:200]})") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ConfigError(f'{file} does not describe token files: it lacks "format": "{FORMAT}"')
     version = content.pop("version", None)
     if version != VERSION:
         raise ConfigError(f"{file} has version {version!r} of the format; this forge-plugins-data reads {VERSION}")
     try:
-        return TokenHeader(**content | {"shards": tuple(Shard(**shard) for shard in content["shards"])})
-    except KeyError as error:
-        raise ConfigError(f"{file} is damaged: it lacks {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file} is damaged: {error}") from error
+        return structure(content, TokenHeader, Catalog([]))
+    except InvalidError as error:
+        raise ConfigError(f"{file} is damaged: {'; '.join(map(str, error.problems[:3]))}") from error
 
 
 def write_header(file: Path, header: TokenHeader) -> None:

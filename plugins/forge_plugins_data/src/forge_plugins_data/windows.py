@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +15,7 @@ from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.packing import document_inputs
+from forge_plugins_data.verification import Verification
 
 
 @attrs.frozen
@@ -46,12 +47,15 @@ class TokenWindows:
         tokenizer: Tokenizer | None,
         separator: int | None,
         identity: Sequence[Any],
+        verification: Verification | None = None,
     ) -> None:
         """Args:
         spans: in order; at least one window altogether.
         separator: the id that ends a document, if documents are to be kept apart.
         identity: JSON values that decide the tokens; ``seq_len`` and ``separator`` are added.
+        verification: told which files are read.
         """
+        self._verification = verification
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         content = json.dumps([*identity, seq_len, separator], sort_keys=True)
@@ -69,6 +73,8 @@ class TokenWindows:
         tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         which = np.searchsorted(self._starts, indices, side="right") - 1
         windows = indices - self._starts[which]
+        if self._verification is not None:
+            self._verification.touch({self._spans[index].where for index in set(which.tolist())})
         for row, (index, window) in enumerate(zip(which.tolist(), windows.tolist(), strict=True)):
             span = self._spans[index]
             start = (span.first + window) * self._seq_len
@@ -80,6 +86,16 @@ class TokenWindows:
         if self._separator is not None:
             batch |= document_inputs(tokens, targets, self._separator)
         return batch
+
+    def refuse_damaged(self) -> None:
+        """As ``CheckedSource`` has it."""
+        if self._verification is not None:
+            self._verification.refuse_damaged()
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """As ``CheckedSource`` has it."""
+        if self._verification is not None:
+            self._verification.watch(report)
 
     def _refuse_strangers(self, indices: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
         """Files may change after they were opened, and an id beyond the vocabulary is an error of the device, far from

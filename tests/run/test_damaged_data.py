@@ -1,0 +1,83 @@
+"""Token files that change while a run reads them."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from forge_core.cli import main
+from forge_core.data.loader import BatchLoader
+from forge_plugins_data.shard_writer import ShardWriter
+from forge_plugins_data.token_format import INDEX, TokenHeader, write_header
+
+
+@pytest.fixture
+def train(tiny, capfd):
+    """A function that trains on prepared tokens, of which ``tokens_file`` has the ids; returns exit code, output."""
+    with ShardWriter(tiny.folder / "0.bin", dtype="uint16", end_of_document=256) as writer:
+        writer.add(np.arange(20_000) % 256)
+        shard = writer.finish()
+    header = TokenHeader(dtype="uint16", vocab_size=257, end_of_document=256, shards=(shard,))
+    write_header(tiny.folder / INDEX, header)
+    data = f'data={{name = "token_files", path = "{tiny.folder}", validation = 0.1}}'
+
+    def train(*settings):
+        code = main(["run", str(tiny.config), data, *settings])
+        return code, "".join(capfd.readouterr())
+
+    train.file, train.run = tiny.folder / "0.bin", tiny.path()
+    return train
+
+
+def overwrite(file, position, token):
+    np.memmap(file, dtype="uint16", mode="r+")[position] = token
+
+
+def test_a_flipped_bit_is_told_with_a_line_and_an_event_and_the_run_goes_on(train, monkeypatch):
+    overwrite(train.file, 7000, 3)
+    read = BatchLoader.__next__
+
+    def waiting(loader):
+        found = train.run / "events.jsonl"
+        deadline = time.monotonic() + 60
+        while loader.position and "data_damaged" not in found.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return read(loader)
+
+    monkeypatch.setattr(BatchLoader, "__next__", waiting)
+
+    code, printed = train("train.steps=4")
+
+    assert code == 0
+    assert f"data: {train.file} is damaged: its checksum is not the one of its JSON" in printed
+    events = [json.loads(line) for line in (train.run / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "data_damaged"]
+    assert event["error"].startswith(f"{train.file} is damaged")
+
+
+def test_with_verify_before_a_flipped_bit_is_refused_and_nothing_is_written(train):
+    overwrite(train.file, 7000, 3)
+
+    code, printed = train("data.verify=before")
+
+    assert code == 2
+    assert f"{train.file} is damaged: its checksum is not" in printed
+    assert not train.run.exists()
+
+
+def test_ids_beyond_the_vocabulary_that_come_while_a_run_reads_end_it_with_file_position_and_id(train, monkeypatch):
+    read = BatchLoader.__next__
+
+    def harmed(loader):
+        np.memmap(train.file, dtype="uint16", mode="r+")[:] = 999
+        return read(loader)
+
+    monkeypatch.setattr(BatchLoader, "__next__", harmed)
+
+    code, printed = train("data.workers=0", "data.verify=never")
+
+    assert code == 2
+    assert f"{train.file}: token " in printed
+    assert "has the id 999, but the vocabulary has 257 (ids 0 to 256)" in printed
+    assert "bug in Forge" not in printed
