@@ -80,7 +80,8 @@ class FirstSave:
             dist.all_gather_object(found, own)
         problems = [problem for one in found for problem in one.problems] or _differing(found)
         if problems:
-            raise PluginError(f"{self._words} keeps {problems[0]}. This is a bug in the optimizer.")
+            sentence = f"{self._words} keeps {problems[0]}. This is a bug in the optimizer."
+            raise PluginError("" if dist.get_rank() else sentence)
         updated, missing = ({name for one in found for name in getattr(one, key)} for key in ("updated", "missing"))
         if missing:
             self._tell(sorted(missing), len(updated))

@@ -1,5 +1,7 @@
 """A run that changes its pipeline goes on where it was, and what cannot be one is refused. Curves: tests/parity."""
 
+import re
+
 import pytest
 import torch
 
@@ -73,6 +75,15 @@ def test_checkpoints_of_stages_are_those_of_one_process_bit_for_bit(launcher, sa
     latest = (launcher.run_dir(name) / "checkpoints/latest" for name in (chain, "straight"))
     state, reference = (open_checkpoint(path).state()["optimizer"] for path in latest)
     assert state == reference
+
+
+def test_a_callback_sums_over_the_stages_what_each_of_them_has(launcher, said):
+    norms = [
+        float(re.search(r"weights: (\S+)", (launcher.run_dir(name) / "log.txt").read_text())[1])
+        for name in ("straight", "stages-one-process", "stages-shards-stages")
+    ]
+
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
 
 
 def test_a_dry_run_shows_the_stages_of_all_ranks(said):

@@ -40,6 +40,7 @@ class Probe(Callback):
     def run_start(self, run: RunContext) -> None:
         self._parameters = named_parameters(run.parts)  # FSDP has others in the modules after the first forward
         self._start = self._digests(run)
+        run.log(f"weights: {weight_norm(run):.9g}")
 
     def before_optimizer_step(self, context: StepContext) -> None:
         self._norms[str(context.step)] = context.metrics["grad_norm"].item()
@@ -57,6 +58,16 @@ class Probe(Callback):
         state, _ = optimizer_state(run.optimizer, self._parameters)
         tensors = {**model_tensors(self._parameters, run.parts), **state}
         return {key: digest(whole(tensor)) for key, tensor in tensors.items()}
+
+
+def weight_norm(run: RunContext) -> float:
+    """The L2 norm of all weights, in any layout, as ``docs/hooks/forge_callbacks.md`` has it."""
+    squares = torch.zeros((), device=run.device)
+    for part in run.parts:
+        for parameter in part.parameters():
+            square = parameter.detach().float().square().sum()
+            squares += square.full_tensor() if isinstance(square, DTensor) else square
+    return run.sum_over_stages(squares).sqrt().item()
 
 
 def seen_by(run_dir: Path, rank: int) -> Seen:
