@@ -22,7 +22,7 @@ import os, time
 from forge_core.contracts.callback import Callback
 
 class Hold(Callback):
-    '''Waits at a step until the run is told to stop, or for ever.'''
+    '''Waits at a step until the run is told to stop, or to go on; or for ever.'''
 
     def __init__(self, config):
         pass
@@ -30,7 +30,8 @@ class Hold(Callback):
     def step_end(self, run, context):
         if context.step == int(os.environ.get("HOLD_AT", "0")):
             (run.run_dir / f"held_{run.rank}").touch()
-            while not run.requests.stop or "FOR_EVER" in os.environ:
+            go = run.run_dir / "go"
+            while not (run.requests.stop or go.exists()) or "FOR_EVER" in os.environ:
                 time.sleep(0.01)
 """
 PLUGIN = """
@@ -42,20 +43,27 @@ def forge_callbacks():
     yield Component(name="hold", summary="-", factory="acme_hold.hold:Hold", config="acme_hold.config:Config")
 """
 CONFIG = "import attrs\n\n@attrs.frozen(kw_only=True)\nclass Config:\n    pass\n"
-TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+TERMINAL = """
+import os, pty, signal, sys
+if "NOHUP" in os.environ:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
+"""
 """What it is given is started on a terminal, on which its own input is typed."""
+ON_TERMINAL = (sys.executable, "-c", TERMINAL)
+READ_NO_MORE = ("bash", "-c", '"$@" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}', "bash")
 
 
 class Held:
     """A run that waits at a step until it is told to stop."""
 
-    def __init__(self, tiny, packages, ranks, *overrides, name="tiny", at=0, on_terminal=False, **environment):
+    def __init__(self, tiny, packages, ranks, *overrides, name="tiny", at=0, within=(), **environment):
         self.folder, self.ranks = tiny.path(name), ranks
         for file in self.folder.glob("held_*"):
             file.unlink()
         command = tiny.command("--nproc", str(ranks), f"run.name={name}", "checkpoint.interval=0", *overrides)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TERMINAL, *command] if on_terminal else command,
+            [*within, *command],
             env={**tiny.environment(), "PYTHONPATH": str(packages), "HOLD_AT": str(at), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -182,8 +190,8 @@ def test_two_ranks_stopped_by_every_signal_make_one_unbroken_history(held):
 
 
 def test_ctrl_c_twice_leaves_at_once_and_a_closed_terminal_saves(held):
-    twice = [held(n, name=f"twice-{n}", at=2, on_terminal=True, FOR_EVER="1") for n in (1, 2)]
-    closed = [held(n, name=f"closed-{n}", at=2, on_terminal=True) for n in (1, 2)]
+    twice = [held(n, name=f"twice-{n}", at=2, within=ON_TERMINAL, FOR_EVER="1") for n in (1, 2)]
+    closed = [held(n, name=f"closed-{n}", at=2, within=ON_TERMINAL) for n in (1, 2)]
 
     for run in twice:
         run.wait().type("\x03")
@@ -205,3 +213,20 @@ def test_ctrl_c_twice_leaves_at_once_and_a_closed_terminal_saves(held):
             time.sleep(0.1)
         assert run.last_event()["reason"] == "SIGHUP"
         assert run.checkpoints() == [f"step_{run.ranks + 1:08d}"]
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(held):
+    """A terminal that is closed under ``nohup``, with the progress bar on it; and ``| head``."""
+    terminal = held(1, name="terminal", at=2, within=ON_TERMINAL, NOHUP="1").wait()
+    terminal.process.kill()
+    (terminal.folder / "go").touch()
+    piped = held(2, name="piped", within=READ_NO_MORE)
+
+    assert piped.ended()[::2] == (0, "")
+    deadline = time.monotonic() + 100
+    while terminal.last_event()["event"] != "completed":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for run in (piped, terminal):
+        assert "done: 10 steps" in (run.folder / "log.txt").read_text()
+        assert run.checkpoints() == ["step_00000010"]
