@@ -17,10 +17,10 @@ from forge_core.testing.component_case import ComponentCase, builder
 CORPUS = """Straße, ŒUVRE, ǅ and İstanbul: Capitals and ACCENTS, e\u0301 composed and é in one.
 \tTabs\u00a0and\u2003spaces that are no blanks,\r\nlines of both kinds, \u200bnothing between, \ufeff and the end.
 Ελληνικά, русский, हिन्दी, العربية, עברית, 日本語, 한국어, ไทย; 👩🏽‍🚀 is one emoji of four, 🇪🇺 of two. ½ ﬁ Ⅷ ℌ
-<|endoftext|> [UNK] <pad> &amp; %20 \\u0041 are text as any other. \x00\x07\x1b[0m\x7f
+[UNK] <pad> &amp; %20 \\u0041 are text as any other. \x00\x07\x1b[0m\x7f
 """
-"""Capitals, accents in two forms, scripts, emoji of several code points, control characters, and what looks like a
-special token: whoever lower-cases, normalises, strips or leaves something out does not give it back."""
+"""Capitals, accents in two forms, scripts, emoji of several code points, control characters, and what looks like
+markup: whoever lower-cases, normalises, strips or leaves something out does not give it back."""
 
 
 class TokenizerConformance(ComponentCase):
