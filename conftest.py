@@ -18,8 +18,8 @@ import forge_plugins_moe  # noqa: F401
 COMMANDS = """
 basename bash blockdev cat cc chmod chown cp cut date dd df dirname dmsetup echo env false find flock g++ gcc getconf
 git grep head hostname id ip kill ld as ln losetup ls make mkdir mkfs.ext4 mkfs.xfs mknod mktemp mount mountpoint mv
-nohup nproc nvidia-smi openssl pgrep pidof pkill ps readlink realpath rm rmdir sed seq sh sleep sort stat strace sync tail
-tc tee test timeout touch tr true truncate umount uname uniq unshare wc xargs
+nohup nproc nvidia-smi openssl pgrep pidof pkill ps readlink realpath rm rmdir sed seq sh sleep sort stat strace sync
+tail tc tee test timeout touch tr true truncate umount uname uniq unshare wc xargs
 """
 """Programs of the machine that tests may start, where it has them. None is of Slurm: tests bring their own."""
 
