@@ -18,7 +18,9 @@ import torch
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.engine.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
 from forge_core.errors import ConfigError, ExitCode
+from forge_core.fatal import note_end, signal_words
 from forge_core.local_ranks import LocalRanks
+from forge_core.run_directory import ENDS
 
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 """Environment variable that tells rank 0 where to leave its exit code: it may have ended because another one did, for a
@@ -79,6 +81,9 @@ def launch(
     while True:
         before = _newest(checkpoints)
         ended = _launch_once(job_toml, nproc, options, signals)
+        if ended.killed_by:
+            words = signal_words(ended.killed_by)
+            note_end(checkpoints.parent, f"a rank was killed by {words}", ended.code, ENDS)
         newest = _newest(checkpoints)
         if signals.leaves or ended.code in _FINAL:
             return ended.code
@@ -96,6 +101,10 @@ def launch(
         click.echo(f"exit code {int(ended.code)}; started again from {place}, {left} more in vain", err=True)
 
 
+RANK_PROGRAM = ("-P", "-m", "forge_core")
+"""What Python runs as a rank; without the working folder among the sources of modules."""
+
+
 @attrs.frozen
 class _Ended:
     """How the ranks have ended."""
@@ -104,6 +113,8 @@ class _Ended:
     """Of the run."""
     before_it_listened: bool = False
     """A rank was told to stop while it started: nothing had been trained yet."""
+    killed_by: int = 0
+    """The signal by which the rank ended that failed first, if it did not get it from here."""
     failed_to_stop: bool = False
     """It had been told to stop, and ended by an error: a last checkpoint that could not be written, perhaps."""
 
@@ -113,7 +124,7 @@ def _launch_once(job_toml: str, nproc: int, options: Sequence[str], signals: Sig
         folder = Path(name)
         job, outcome = folder / "job.toml", folder / "outcome"
         job.write_text(job_toml)
-        command = [sys.executable, "-P", "-m", "forge_core", "run", str(job), *options]
+        command = [sys.executable, *RANK_PROGRAM, "run", str(job), *options]
         ranks = LocalRanks(command, nproc, {OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
         was_told = False
         while ranks.are_running() and not signals.leaves:
@@ -140,7 +151,7 @@ def _launch_once(job_toml: str, nproc: int, options: Sequence[str], signals: Sig
         if signals.stop is not None and was_told and how in (-signals.stop, INTERRUPTED):
             return _Ended(ExitCode.LOST_PEER, before_it_listened=True)
         code = _code_of(rank, how, _read(outcome))
-        return _Ended(code, failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
+        return _Ended(code, killed_by=max(0, -how), failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
 
 
 def leave_outcome(code: ExitCode) -> None:
@@ -171,7 +182,7 @@ def _code_of(rank: int, ended: int, own: ExitCode | None) -> ExitCode:
         return own
     if ended in set(ExitCode):
         return ExitCode(ended)
-    how = f"exit code {ended}" if ended > 0 else signal.Signals(-ended).name
+    how = f"exit code {ended}" if ended > 0 else signal_words(-ended)
     click.echo(f"error: rank {rank} has ended by {how}", err=True)
     return ExitCode.LOST_PEER
 

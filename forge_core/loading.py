@@ -17,6 +17,7 @@ from forge_core.checkpoint.manifest import as_size
 from forge_core.checkpoint.reading import refuse_misfits
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.tensors import model_tensors, named_parameters
+from forge_core.checkpoint.upgrading import module_changes
 from forge_core.config.job import load_job
 from forge_core.config.plain import plain
 from forge_core.config.sections import Job
@@ -64,7 +65,7 @@ def load_model(
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_within(checkpoint, job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
-    checkpoint.load(model_tensors(named_parameters([model]), [model]))
+    checkpoint.load(_to_read(checkpoint, model))
     if dtype is not None:
         cast_parameters(model, dtype)
     return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint, build))
@@ -102,9 +103,15 @@ def build_within(checkpoint: Checkpoint, job: Job, vocab_size: int, build: Compo
         ) from error
     finally:
         watch.remove()
-    refuse_misfits(checkpoint.path, model_tensors(named_parameters([model]), [model]))
+    refuse_misfits(checkpoint.path, _to_read(checkpoint, model))
     _refuse_large_buffers(checkpoint, model)
     return model
+
+
+def _to_read(checkpoint: Checkpoint, model: nn.Module) -> dict[str, torch.Tensor]:
+    """By their keys in the checkpoint."""
+    changes = module_changes([model], checkpoint.state().get("modules", {}))
+    return changes.to_read(model_tensors(named_parameters([model]), [model]))
 
 
 def _refuse_large_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -33,6 +33,8 @@ class OptimizerFacts:
 
     values: Mapping[str, bool | int | float | str | None]
     on_host: tuple[str, ...]
+    version: int = attrs.field(default=1, validator=_COUNT)
+    """The optimizer's ``state_version``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -85,6 +87,8 @@ class ModelState:
     step: int = attrs.field(validator=_COUNT)
     vocab_size: int = attrs.field(validator=[ge(1), le(2**31)])
     tokenizer: Mapping[str, Any] | None = None
+    modules: Mapping[str, int] = attrs.field(factory=dict)
+    """The ``state_version`` of those that have one."""
     optimizer: OptimizerFacts | None = None
     """``None`` where its state has been left out."""
 

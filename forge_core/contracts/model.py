@@ -95,7 +95,8 @@ class Float8Experts(StackedExperts, Protocol):
 
 
 class Model(Protocol):
-    """An ``nn.Module`` made of an embedding, blocks, a norm and a head. It is built on the meta device.
+    """An ``nn.Module`` made of an embedding, blocks, a norm and a head. It is built on the meta device. Once its
+    tensors are not named as they were, it has ``state_version`` and ``load_state`` (``VersionedModule``).
 
     The four parts are attributes with these names, and ``None`` on a pipeline stage that does not hold them.
     """

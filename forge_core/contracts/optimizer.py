@@ -36,6 +36,7 @@ class OptimizerFactory(Protocol):
       as it is), or of any shape if they are equal on all ranks; plain numbers are fine. The engine saves and restores
       it by parameter name, without calling ``step``.
     * State is created in the first ``step``, not in the constructor.
+    * An optimizer whose state is not what it was has ``state_version`` and ``load_state`` (``VersionedOptimizer``).
     * A class attribute ``compute_layout`` says what ``step`` works on: ``"local"`` (the default) on local shards;
       ``"full_matrix"`` needs whole matrices, and is refused on a mesh that shards them.
     """

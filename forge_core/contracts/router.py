@@ -52,7 +52,8 @@ class Router(Protocol):
     A router may have three more attributes. ``needs``: names of what ``forward`` is to be given besides, as keyword
     arguments (``TOKEN_FACTS``). ``causal = False``: a token's experts depend on later tokens, so that it cannot
     generate text; ``inference_router()`` may then return one that can. ``experts_per_token``: the mean number of
-    experts a token visits, for counting FLOPs; without it, all of them.
+    experts a token visits, for counting FLOPs; without it, all of them. A router whose parameters or buffers are not
+    named as they were has ``state_version`` and ``load_state`` (``VersionedModule``), as any module may.
     """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> Routing:

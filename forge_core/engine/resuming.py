@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,13 @@ from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.reading import refuse_misfits
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from forge_core.checkpoint.tensors import empty_optimizer_state
+from forge_core.checkpoint.upgrading import (
+    Changes,
+    module_changes,
+    module_versions,
+    refuse_versions_lost,
+    upgrade_optimizer,
+)
 from forge_core.config.diff import differences
 from forge_core.config.job import job_table
 from forge_core.config.plain import plain
@@ -176,11 +185,17 @@ def restore(
 
     Raises:
         ConfigError: it has tensors that these have not, or lacks some that they have.
+        PluginError: a component does not take what an earlier version of it has saved.
     """
     state, saved = on_all_ranks(lambda: (checkpoint.state(), checkpoint.saved_tensors()))
-    names, tensors = model.parameters, model.tensors()
+    own = on_all_ranks(lambda: module_changes(model.parts, state.get("modules", {})))
+    here = reduce(operator.or_, mesh.gather_over("pp", module_versions(model.parts)))
+    on_all_ranks(lambda: refuse_versions_lost(state.get("modules", {}), here))
+    changes = reduce(Changes.joined, mesh.gather_over("pp", own))
+    names = {changes.then.get(name, name): parameter for name, parameter in model.parameters.items()}
+    tensors = own.to_read(model.tensors())
     in_all_stages = {name for stage in mesh.gather_over("pp", [*names]) for name in stage}
-    elsewhere = in_all_stages - names.keys()
+    elsewhere = (in_all_stages | changes.dropped) - names.keys()
 
     def match() -> None:
         tensors.update(empty_optimizer_state(optimizer, names, saved, state["optimizer"], elsewhere))
@@ -188,10 +203,18 @@ def restore(
 
     on_all_ranks(match)  # before they read together
     read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
-    on_all_ranks(lambda: _refuse_unread(saved.keys() - read, checkpoint))
+    dropped = {key for key in saved if _name_of(key) in changes.dropped}
+    on_all_ranks(lambda: _refuse_unread(saved.keys() - read - dropped, checkpoint))
     checkpoint.load(tensors)
+    on_all_ranks(lambda: upgrade_optimizer(optimizer, state["optimizer"].get("version", 1)))
     for namespace in load_states(callbacks, state["callbacks"], checkpoint.manifest.versions):
         report(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+
+
+def _name_of(key: str) -> str:
+    """The tensor of a model that a key of a checkpoint is about."""
+    namespace, _, name = key.partition(".")
+    return name if namespace == "model" else name.rpartition(".")[0]
 
 
 def _refuse_unread(keys: Collection[str], checkpoint: Checkpoint) -> None:

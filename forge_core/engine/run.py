@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 import forge_core
 from forge_core.catalog import Catalog
+from forge_core.checkpoint.compatibility import plugins_changed, used_plugins
 from forge_core.checkpoint.saver import Saved, Saver
 from forge_core.checkpoint.store import Checkpoint
+from forge_core.config.job import job_table
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
@@ -43,7 +45,8 @@ from forge_core.engine.timeouts import longer_timeouts
 from forge_core.engine.trackers import Trackers
 from forge_core.engine.trainer import Trainer
 from forge_core.engine.warm_start import load_warm_start
-from forge_core.errors import ExitCode, exit_code_of
+from forge_core.errors import ExitCode, ForgeError, exit_code_of
+from forge_core.fatal import fatal_errors_kept
 from forge_core.hardware import peak_flops
 from forge_core.run_directory import RunDirectory, describe_environment
 
@@ -127,7 +130,10 @@ def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitS
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
     environment = describe_environment(versions, mesh.degrees, str(prepared.device))
     deadline.learn(prepared.directory.events(), prepared.console.line)
-    with tenancy(prepared, environment, deadline) as held:
+    with (
+        tenancy(prepared, environment, deadline) as held,
+        fatal_errors_kept(prepared.directory.path, mesh.rank),
+    ):
         announce(prepared, built.model, held.attempt)
         if loaded is not None:
             prepared.directory.write_facts("loaded.json", attrs.asdict(loaded))
@@ -232,6 +238,7 @@ def _train_there(
         return ExitCode.STOPPED
     except BaseException as error:
         why = {"error": f"{type(error).__name__}: {error}", "exit_code": exit_code_of(error)}
+        _note_versions(prepared, trainer.step, error)
         lifecycle.call_failed(prepared.console.line, run=context, step=trainer.step, error=error)
         prepared.directory.write_log(f"failed at step {trainer.step}: {type(error).__name__}: {error}")
         raise
@@ -241,6 +248,19 @@ def _train_there(
         saving.close()
         trackers.close("stopped" if outcome == "preempted" else outcome)
         prepared.directory.write_event(outcome, step=trainer.step, **why)
+
+
+def _note_versions(prepared: Prepared, step: int, error: BaseException) -> None:
+    """What fails right after a resume may be state of another version."""
+    checkpoint = prepared.checkpoint
+    if checkpoint is None or step > checkpoint.step + 1 or isinstance(error, ForgeError):
+        return
+    used = used_plugins(job_table(prepared.job))
+    if changed := plugins_changed(checkpoint.manifest.versions, used):
+        error.add_note(
+            f"{checkpoint.path.name} was saved with {', '.join(changed)}; state that has another name or meaning now "
+            "needs a state_version and a load_state in the component. With the versions of then, the run goes on."
+        )
 
 
 def _watch_data(prepared: Prepared, step: Callable[[], int]) -> None:

@@ -17,6 +17,7 @@ from forge_core.checkpoint.saver import Saved, Saver, Snapshot
 from forge_core.checkpoint.schedule import superfluous
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.checkpoint.tensors import optimizer_state
+from forge_core.checkpoint.upgrading import module_versions, optimizer_version
 from forge_core.config.job import dump_job
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
@@ -50,6 +51,7 @@ class Contents:
         """Of now. Its tensors are the ones that are trained; everything else has been copied."""
         tensors, own_facts = optimizer_state(self.optimizer, self.model.parameters)
         facts = self.mesh.gather_over("pp", own_facts)
+        modules = self.mesh.gather_over("pp", module_versions(self.model.parts))
         job_toml, tokenizer = dump_job(self.job), self.source.tokenizer
 
         def write_more(folder: Path) -> Mapping[str, Any]:
@@ -72,7 +74,9 @@ class Contents:
                 "optimizer": {
                     "values": {name: value for stage in facts for name, value in stage["values"].items()},
                     "on_host": sorted({slot for stage in facts for slot in stage["on_host"]}),
+                    "version": optimizer_version(self.optimizer),
                 },
+                "modules": {name: version for stage in modules for name, version in stage.items()},
                 "callbacks": states_of(self.callbacks),
                 "trackers": self.tracker_states(),
             },

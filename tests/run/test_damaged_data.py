@@ -8,6 +8,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.data.loader import BatchLoader
+from forge_core.fatal import fatal_error
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_format import INDEX, TokenHeader, write_header
 
@@ -23,7 +24,10 @@ def train(tiny, capfd):
     data = f'data={{name = "token_files", path = "{tiny.folder}", validation = 0.1}}'
 
     def train(*settings):
-        code = main(["run", str(tiny.config), data, *settings])
+        try:
+            code = main(["run", str(tiny.config), data, *settings])
+        except SystemExit as ended:  # of a launcher
+            code = ended.code
         return code, "".join(capfd.readouterr())
 
     train.file, train.run = tiny.folder / "0.bin", tiny.path()
@@ -81,3 +85,37 @@ def test_ids_beyond_the_vocabulary_that_come_while_a_run_reads_end_it_with_file_
     assert f"{train.file}: token " in printed
     assert "has the id 999, but the vocabulary has 257 (ids 0 to 256)" in printed
     assert "bug in Forge" not in printed
+
+
+SHRINKS = """
+import os, sys
+from forge_core.cli import main
+from forge_core.data.loader import BatchLoader
+
+read = BatchLoader.__next__
+
+def harmed(loader):
+    if loader.position >= 8 and os.environ.get("RANK", "0") == "0":
+        os.truncate({file!r}, 0)
+    return read(loader)
+
+BatchLoader.__next__ = harmed
+sys.exit(main())
+"""
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told_by_launcher_status_and_event(train, tiny, monkeypatch):
+    """A process that reads what is not there any more gets SIGBUS."""
+    script = tiny.folder / "forge_that_shrinks.py"
+    script.write_text(SHRINKS.format(file=str(train.file)))
+    monkeypatch.setattr("forge_core.launch.RANK_PROGRAM", (str(script),))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    code, printed = train("--nproc", "2", "train.batch_size=2", "data.verify=never", "data.workers=0")
+
+    assert code == 5
+    assert "rank 0 has ended by SIGBUS: a file that was being read has become shorter, or a disk has failed" in printed
+    events = [json.loads(line) for line in (train.run / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "failed"
+    assert events[-1]["error"].startswith("a rank was killed by SIGBUS: a file that was being read has become shorter")
+    assert fatal_error(train.run).startswith("SIGBUS: a file that was being read has become shorter")

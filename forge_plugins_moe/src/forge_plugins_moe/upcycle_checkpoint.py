@@ -14,6 +14,7 @@ import torch
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog
 from forge_core.checkpoint.store import Checkpoint
+from forge_core.checkpoint.upgrading import module_versions
 from forge_core.checkpoint.writing import write_checkpoint
 from forge_core.component import Use
 from forge_core.config.describe import literal
@@ -83,6 +84,7 @@ def upcycle_checkpoint(
         lambda key: upcycled[key.removeprefix("model.")],
         state={
             **state,
+            "modules": module_versions([sparse]),
             "optimizer": {"values": {}, "on_host": []},
             "callbacks": {},
             "trackers": {},

@@ -63,7 +63,9 @@ def test_every_state_of_a_run_is_told(folder, queue, capsys):
     make_run(folder, "c-requeued", step=7, saved=7, says="stopped at step 7, saved", job="5")
     make_run(folder, "d-stopped", step=9, saved=9, says="stopped at step 9, saved; the same command continues")
     make_run(folder, "e-failed", step=9, saved=5, says="failed at step 9: ValueError: no")
-    make_run(folder, "f-killed", step=9, saved=5, job="6")
+    killed = make_run(folder, "f-killed", step=9, saved=5, job="6")
+    (killed / "stacks").mkdir()
+    (killed / "stacks/fatal_rank_1.txt").write_text("Fatal Python error: Bus error\n\nThread 0x1:\n")
     make_run(folder, "g-submitted", job="7")
     make_run(folder, "h-here", step=2, age=1)
     (folder / "i-no-run").mkdir()
@@ -78,7 +80,11 @@ def test_every_state_of_a_run_is_told(folder, queue, capsys):
         ("c-requeued", "queued", "(BeginTime)"),
         ("d-stopped", "stopped", ""),
         ("e-failed", "failed", ""),
-        ("f-killed", "failed", ""),
+        (
+            "f-killed",
+            "failed",
+            "killed by SIGBUS: a file that was being read has become shorter, or a disk has failed",
+        ),
         ("g-submitted", "queued", "(Priority)"),
         ("h-here", "running", ""),
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from forge_core.fatal import fatal_error
 from forge_plugins_slurm.job_record import JobRecord, last_job
 from forge_plugins_slurm.queue import QueuedJob
 
@@ -36,7 +37,7 @@ class RunProgress:
     """Step of the newest checkpoint."""
     job_id: str | None
     reason: str
-    """What Slurm adds: why the job waits, or on which nodes it runs."""
+    """What Slurm adds: why the job waits, or on which nodes it runs; or what has killed the run."""
     age: float | None
     """Seconds since the run has last written something."""
 
@@ -55,16 +56,18 @@ def progress_of(run: Path, job: JobRecord | None, queue: Mapping[str, QueuedJob]
     checkpoint = max(checkpoint_steps(run), default=None)
     in_queue = queue.get(job.job_id) if job else None
     age = _age(run)
+    state = _state(run, in_queue, age, is_complete=steps is not None and checkpoint == steps)
+    killed = fatal_error(run) if state == "failed" else None
     return RunProgress(
         name=run.name,
         path=run,
-        state=_state(run, in_queue, age, is_complete=steps is not None and checkpoint == steps),
+        state=state,
         step=int(logged.get("step", 0)),
         steps=steps,
         loss=logged.get("loss"),
         checkpoint=checkpoint,
         job_id=job.job_id if job else None,
-        reason=in_queue.reason if in_queue else "",
+        reason=in_queue.reason if in_queue else f"killed by {killed}" if killed else "",
         age=age,
     )
 
