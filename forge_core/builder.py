@@ -12,6 +12,7 @@ from forge_core.config.converter import structure
 from forge_core.config.problems import ConfigProblems, InvalidError
 from forge_core.errors import ForgeError, PluginError
 from forge_core.imports import load_reference
+from forge_core.plugin_output import output_of
 
 
 class ComponentBuilder:
@@ -27,7 +28,8 @@ class ComponentBuilder:
             given["build"] = self
         self._refuse_signature(use, factory, given)
         try:
-            built = factory(use.config, **given)
+            with output_of(use.provider):
+                built = factory(use.config, **given)
         except Exception as error:
             if not isinstance(error, ForgeError):
                 error.add_note(f"raised by the factory of {self.words_for(use)}")

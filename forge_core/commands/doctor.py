@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -17,6 +17,7 @@ from forge_core.doctor import CORE_CHECKS
 from forge_core.engine.rendezvous import world_size_of
 from forge_core.errors import ConfigError, ExitCode, ForgeError
 from forge_core.imports import load_reference
+from forge_core.plugin_output import output_of
 
 
 @click.command()
@@ -48,14 +49,18 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
     ctx.exit(ExitCode.INVALID if any(one.state == "wrong" for one in findings) else ExitCode.COMPLETED)
 
 
-def _findings(check: Check, owner: str, surroundings: Surroundings) -> Iterator[Finding]:
+def _findings(check: Check, owner: str, surroundings: Surroundings) -> list[Finding]:
     """A check that fails is a finding, and the others are done all the same."""
+    findings: list[Finding] = []
     try:
         function = load_reference(check.run, what=f"the check '{check.name}'", owner=owner)
-        yield from function(surroundings)
+        with output_of(owner):
+            for finding in function(surroundings):
+                findings.append(finding)
     except Exception as error:  # noqa: BLE001  # whatever is wrong with one check, the report is about the machine
         found = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
-        yield Finding(check.name, "wrong", found, f"the check of {owner} itself has failed; report it there")
+        findings.append(Finding(check.name, "wrong", found, f"the check of {owner} itself has failed; report it there"))
+    return findings
 
 
 def _of_all_ranks(run_dir: Path, look: Callable[[], list[Finding]]) -> list[Finding]:

@@ -37,6 +37,11 @@ def nothing(config, /, *, dim):
     return None
 
 
+def talkative(config, /):
+    print("built")
+    return config
+
+
 def use(build, factory: str, kind: str = "parallel_pass"):
     """Of a kind whose objects may be of any class, unless another is asked for."""
     return attrs.evolve(build.resolve("optimizer", {"name": "muon", "lr": 1}), factory=factory, kind=kind)
@@ -79,6 +84,11 @@ def test_a_factory_that_returns_something_else_is_named_with_what_was_expected(b
 def test_a_factory_of_another_signature_is_named_with_what_it_is_given(build):
     with pytest.raises(PluginError, match=r"called with a config and width: missing .* 'dim'\. This is a bug"):
         build(use(build, f"{__name__}:plain_factory"), width=3)
+
+
+def test_what_a_factory_prints_goes_to_the_error_stream_with_its_plugin(build, capsys):
+    build(use(build, f"{__name__}:talkative"))
+    assert capsys.readouterr() == ("", "acme-routers: built\n")
 
 
 def test_a_factory_that_fails_is_named(build):
