@@ -25,7 +25,7 @@ PLUGIN = """
 
     @hookimpl
     def forge_optimizers():
-        return [component("in_backward"), component("on_itself"), component("rows")]
+        return [component("in_backward"), component("on_itself"), component("rows"), component("local")]
 
     @hookimpl
     def forge_parallel_passes():
@@ -141,6 +141,17 @@ PARTS = """
             return parameter.grad.sign()
 
 
+    class Local(Signed):
+        def direction(self, parameter):
+            gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            self.state[parameter]["largest"] = gradient.abs().max()
+            return parameter.grad.sign()
+
+
+    def local(config, /, *, parameters):
+        return Local(parameters, config.lr)
+
+
     def on_itself(config, /, *, parameters):
         return OnItself(parameters, config.lr)
 
@@ -191,14 +202,13 @@ PARTS = """
 """
 
 
+FILES = {"wrong/plugin.py": PLUGIN, "wrong/config.py": CONFIG, "wrong/parts.py": PARTS}
+
+
 @pytest.fixture
 def run(tiny, make_distribution, capsys):
     """Runs the tiny job with wrong components in this process; returns exit code, what it said, and metrics."""
-    make_distribution(
-        "wrong",
-        "1.2",
-        files={"wrong/plugin.py": PLUGIN, "wrong/config.py": CONFIG, "wrong/parts.py": PARTS},
-    )
+    make_distribution("wrong", "1.2", files=FILES)
 
     def run(*overrides):
         code = main(["run", str(tiny.config), *overrides])
@@ -314,3 +324,29 @@ def test_a_pass_that_changes_the_names_of_parameters_is_refused(run, name, what)
 
     assert code == 2
     assert re.search(f"error: parallel pass '{name}' of wrong 1.2 {what}\\. A pass leaves the names", text), text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "said"),
+    [
+        (
+            [SPARSE, "parallel.pp=2", "train.grad_accumulation=2", "anomalies.roll_back_after=2"],
+            4,
+            "first output that is not finite is that of blocks.0.feed_forward.router (nan_router of wrong 1.2)",
+        ),
+        (
+            ["optimizer={name='local'}", "checkpoint.interval=2"],
+            2,
+            "optimizer 'local' of wrong 1.2 keeps a plain tensor as the state 'largest' of embed.weight, (), that differs",
+        ),
+    ],
+    ids=["stages", "shards"],
+)
+def test_two_ranks_end_together_and_say_it_once(tiny, make_distribution, monkeypatch, overrides, code, said):
+    site = make_distribution("wrong", "1.2", files=FILES)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+
+    done = tiny.run("--nproc", "2", *overrides)
+
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count(said) == 1
