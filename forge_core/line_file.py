@@ -21,7 +21,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # a link that somebody else has put there is not followed
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._waiting = bytearray()
         self._dropped = 0
         self._lock = threading.Lock()
@@ -34,6 +34,8 @@ class LineFile:
     def append(self, line: str) -> None:
         """Raises ``OSError`` if nothing can be written for now: the line is kept, and written with a later one."""
         with self._lock:
+            if self._file is None:
+                return  # another thread still had something to say
             text = line.encode(errors="replace") + b"\n"
             if len(self._waiting) + len(text) > MOST_KEPT:
                 self._dropped += 1
@@ -44,19 +46,22 @@ class LineFile:
     def sync(self) -> None:
         """What has been appended survives a power cut from here on. Raises ``OSError`` if it does not."""
         with self._lock:
-            self._write()
-            os.fsync(self._file)
+            if self._file is not None:
+                self._write()
+                os.fsync(self._file)
 
     def close(self) -> int:
         """Returns how many lines could not be written."""
         with self._lock:
             with suppress(OSError):  # said when lines were kept
                 self._write()
-            os.close(self._file)
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None  # its number may be that of another file soon
             return self._dropped + self._waiting.count(b"\n")
 
     def _write(self) -> None:
-        while self._waiting:
+        while self._waiting and self._file is not None:
             written = os.write(self._file, self._waiting)
             del self._waiting[:written]
 

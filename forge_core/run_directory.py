@@ -105,7 +105,8 @@ class RunDirectory:
             self._metrics.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            lines = metrics.read_bytes().split(b"\n")
+            *lines, torn = metrics.read_bytes().split(b"\n")  # nothing, unless a crash has cut a line short
+            lines += [torn] if _step_of(torn) is not None else []
             if odd := [line for line in lines if line and _step_of(line) is None]:
                 self._set_aside(metrics, odd)
             kept = [line.decode() for line in lines if (of := _step_of(line)) is not None and of <= step]
@@ -118,7 +119,7 @@ class RunDirectory:
         for line in odd:
             aside.append(line.decode(errors="backslashreplace"))
         aside.close()
-        sentence = f"{len(odd)} of the lines of {file} are no metrics ; they are in {file}.aside now"
+        sentence = f"{len(odd)} of the lines of {file} are no metrics; they are in {file}.aside now"
         print(sentence, file=sys.stderr)
         self.write_log(sentence)
 

@@ -87,3 +87,15 @@ def test_a_link_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         LineFile(tmp_path / "lines")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_line_that_comes_after_the_end_is_written_nowhere(tmp_path):
+    lines = LineFile(tmp_path / "lines")
+    lines.close()
+    another = (tmp_path / "another").open("w")
+
+    lines.append("late")
+    lines.sync()
+
+    another.close()
+    assert (tmp_path / "another").read_text() == (tmp_path / "lines").read_text() == ""

@@ -109,3 +109,4 @@ def test_torn_last_lines_are_cut_off_when_a_run_goes_on(tiny):  # noqa: F811
     log = (tiny.path() / "log.txt").read_text()
     assert "step 5/1" not in log
     assert "\0" not in log
+    assert not (tiny.path() / "metrics.jsonl.aside").exists()
