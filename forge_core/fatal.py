@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import sys
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +44,8 @@ def fatal_errors_kept(run_directory: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         faulthandler.disable()
-        if was_enabled:
-            faulthandler.enable()
+        if was_enabled and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # sys.stderr may be no file, as in a notebook
         os.close(file)
         path.unlink(missing_ok=True)
 
