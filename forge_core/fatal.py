@@ -5,8 +5,8 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import sys
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
