@@ -222,9 +222,12 @@ def _step_of(line: bytes) -> float | None:
 
 
 def _event_of(line: str) -> dict[str, Any] | None:
-    """``None`` for a line that a crash has cut short."""
+    """``None`` for a line that a crash has cut short, or that is no event."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    needed = {"saved": "seconds", "mirrored": "seconds", "stopping": "lead"}.get(event["event"])
+    return event if needed is None or isinstance(event.get(needed), (int, float)) else None

@@ -32,7 +32,10 @@ def test_lines_of_the_metrics_that_are_none_are_put_aside_and_said_and_the_other
 
 
 def test_events_that_a_disk_has_damaged_do_not_hide_the_others(directory):
-    (directory.path / "events.jsonl").write_bytes(b'{"event": "saved"}\n{"ev\xffnt\n{"event": "failed"}\n')
+    (directory.path / "events.jsonl").write_bytes(
+        b'{"event": "saved", "seconds": 1}\n{"ev\xffnt\n[1]\n'
+        b'{"event": "saved", "seconds": "x"}\n{"event": "stopping"}\n' + b"[" * 100_000 + b'\n{"event": "failed"}\n'
+    )
 
     assert [event["event"] for event in directory.events()] == ["saved", "failed"]
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from forge_core.checkpoint.durable import write_durably
 from forge_plugins_moe.load_history import Loads, read_loads
 
 FILE = "experts.html"
@@ -31,10 +32,8 @@ def draw(run_dir: Path) -> Path:
         ConfigError: there is nothing in it.
     """
     page = "\n".join(_page(run_dir.name, read_loads(run_dir)))
-    temporary = run_dir / f"{FILE}.new"
-    temporary.write_text(page)
     path = run_dir / FILE
-    temporary.replace(path)
+    write_durably(path, page)
     return path
 
 

@@ -37,7 +37,7 @@ class LoadHistory:
     def forget_after(self, step: int) -> None:
         """Take out lines about later steps: that work is being done again."""
         try:
-            lines = self._path.read_text().splitlines() if self._path.exists() else []
+            lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
         except OSError as error:
             self._complain("read", error)
             return

@@ -282,7 +282,7 @@ def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
     """Two processes would write the same partial files."""
-    with (output / "lock").open("w") as handle:
+    with os.fdopen(os.open(output / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -21,7 +21,8 @@ class ShardWriter:
     def __init__(self, file: Path, *, dtype: str, end_of_document: int) -> None:
         self._file = file
         self._partial = file.with_name(file.name + ".partial")
-        self._handle = self._partial.open("wb")
+        self._partial.unlink(missing_ok=True)  # of an interruption; or a link, which is not followed
+        self._handle = self._partial.open("xb")
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._end = np.array([end_of_document], dtype=self._dtype)
         self._pending: list[np.ndarray] = []

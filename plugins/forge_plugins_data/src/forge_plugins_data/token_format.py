@@ -114,7 +114,8 @@ def write_header(file: Path, header: TokenHeader) -> None:
 def write_atomically(file: Path, content: str) -> None:
     """Replace ``file`` by ``content`` in one moment, after it has reached the disk."""
     partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8") as handle:
+    partial.unlink(missing_ok=True)  # of an interruption; or a link, which is not followed
+    with partial.open("x", encoding="utf-8") as handle:
         handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())

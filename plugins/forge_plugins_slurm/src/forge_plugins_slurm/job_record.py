@@ -7,6 +7,8 @@ from pathlib import Path
 
 import attrs
 
+from forge_core.line_file import LineFile
+
 
 @attrs.frozen(kw_only=True)
 class JobRecord:
@@ -22,8 +24,9 @@ class JobRecord:
 
 def record_job(run: Path, job: JobRecord) -> None:
     """Add a line."""
-    with (run / "slurm" / "jobs.jsonl").open("a") as file:
-        file.write(json.dumps(attrs.asdict(job)) + "\n")
+    file = LineFile(run / "slurm" / "jobs.jsonl")
+    file.append(json.dumps(attrs.asdict(job)))
+    file.close()
 
 
 def last_job(run: Path) -> JobRecord | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from forge_core.config.toml_text import MAX_BYTES, parse_toml
 from forge_core.fatal import fatal_error
+from forge_core.regular_file import read_regular_file
 from forge_plugins_slurm.job_record import JobRecord, last_job
 from forge_plugins_slurm.queue import QueuedJob
 
@@ -102,7 +103,7 @@ def _state(run: Path, job: QueuedJob | None, age: float | None, *, is_complete: 
 def _total_steps(run: Path) -> int | None:
     for path in (run / "job.toml", run / "slurm" / "job.toml"):
         try:
-            return int(tomllib.loads(path.read_text())["train"]["steps"])
+            return int(parse_toml(read_regular_file(path, MAX_BYTES).decode())["train"]["steps"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None
@@ -112,7 +113,7 @@ def _last_logged(run: Path) -> dict[str, Any]:
     for line in reversed(_tail(run / "metrics.jsonl")):
         try:
             values = json.loads(line)
-        except ValueError:  # the end of it is being written, or the beginning is before the tail
+        except (ValueError, RecursionError):  # the end of it is being written, or the beginning is before the tail
             continue
         if isinstance(values, dict) and "loss" in values:
             return values
@@ -121,6 +122,8 @@ def _last_logged(run: Path) -> dict[str, Any]:
 
 def _tail(path: Path, n_bytes: int = 16_384) -> list[str]:
     """The last lines; a run of weeks has metrics of megabytes."""
+    if not path.is_file():  # a pipe would be waited for
+        return []
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - n_bytes))

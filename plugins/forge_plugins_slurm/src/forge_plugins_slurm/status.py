@@ -10,6 +10,7 @@ import attrs
 import click
 
 from forge_core.errors import ConfigError
+from forge_core.printable import printable
 from forge_plugins_slurm.job_record import last_job
 from forge_plugins_slurm.queue import queued_jobs
 from forge_plugins_slurm.run_progress import RunProgress, progress_of, runs_in
@@ -29,7 +30,7 @@ def status(folder: Path, as_json: bool) -> None:
     found = [progress_of(run, job, queue or {}) for run, job in jobs.items()]
     if as_json:
         rows = [{**attrs.asdict(one), "path": str(one.path)} for one in found]
-        click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(rows, indent=2))
     elif found:
         _print_table(found)
     else:
@@ -51,12 +52,12 @@ def _print_table(runs: Sequence[RunProgress]) -> None:
     for run in runs:
         job = " ".join(filter(None, (run.job_id, run.reason)))
         table.add_row(
-            Text(run.name),
+            Text(printable(run.name)),
             Text(run.state, style=_STYLES.get(run.state, "")),
             f"{run.step}/{'?' if run.steps is None else run.steps}",
             "-" if run.loss is None else f"{run.loss:.4f}",
             "-" if run.checkpoint is None else str(run.checkpoint),
-            Text(job or "-"),
+            Text(printable(job) or "-"),
             "-" if run.age is None else _duration(run.age),
         )
     Console().print(table)
