@@ -224,7 +224,8 @@ def test_a_preparation_that_was_killed_is_completed_as_if_nothing_had_happened(t
 def test_a_worker_that_dies_is_reported_and_what_is_finished_stays(tmp_path):
     write_jsonl(tmp_path / "x.jsonl", texts(600))
     program = tmp_path / "dying.py"
-    program.write_text(SLOWLY.replace("time.sleep(0.002)", "'599 ' in content.decode() and __import__('os')._exit(9)"))
+    dies = "'599 ' in content.decode() and __import__('os')._exit(9)"
+    program.write_text(SLOWLY.replace("time.sleep(0.01)", f"{dies}; break"))
 
     ended = subprocess.run(
         [sys.executable, program, tmp_path / "x.jsonl", tmp_path / "out", "2"],
