@@ -130,7 +130,7 @@ def test_work_that_is_done_again_is_told_once(tmp_path):
 
 
 def test_what_cannot_be_drawn_or_written_does_not_end_a_run(config, capsys):
-    for name, blocked in (("picture", "experts.html.new"), ("history", "experts.jsonl")):
+    for name, blocked in (("picture", ".experts.html.new"), ("history", "experts.jsonl")):
         folder = config.parent / "runs" / name / blocked
         folder.mkdir(parents=True)
         (folder / "in the way").touch()

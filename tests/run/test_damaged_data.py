@@ -89,13 +89,16 @@ def test_ids_beyond_the_vocabulary_that_come_while_a_run_reads_end_it_with_file_
 
 SHRINKS = """
 import os, sys
+import torch
 from forge_core.cli import main
 from forge_core.data.loader import BatchLoader
 
 read = BatchLoader.__next__
 
 def harmed(loader):
-    if loader.position >= 8 and os.environ.get("RANK", "0") == "0":
+    if loader.position >= 8:
+        if os.environ["RANK"] == "1":
+            torch.distributed.barrier()  # rank 0 is the one that finds out
         os.truncate({file!r}, 0)
     return read(loader)
 
