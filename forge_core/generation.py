@@ -99,7 +99,8 @@ def sample(
     applied before top-p (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    # of the distance to the likeliest, in float64: a temperature that is all but 0 leaves nothing else
+    logits = (logits.double() - logits.max(-1, keepdim=True).values) / temperature
     if 0 < top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -119,6 +119,8 @@ def frequencies(**settings):
         ({"top_p": 0.01}, [1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.7}, [4 / 7, 3 / 7, 0, 0]),
         ({"temperature": 0}, [1, 0, 0, 0]),
+        ({"temperature": 1e-300}, [1, 0, 0, 0]),
+        ({"temperature": 5e-324, "top_p": 0.9}, [1, 0, 0, 0]),
     ],
 )
 def test_samples_follow_the_distribution_that_was_asked_for(settings, expected):

@@ -48,6 +48,19 @@ def test_a_light_command_imports_nothing_heavy(poisoned, arguments):
     assert finished.returncode == 0, finished.stderr
 
 
+def test_a_run_of_a_wrong_job_is_refused_before_anything_heavy_is_imported(poisoned):
+    finished = subprocess.run(
+        [sys.executable, "-m", "forge_core", "run", "configs/demo.toml", "train.steps=abc"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(poisoned)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert finished.returncode == 2, finished.stderr
+    assert finished.stderr.startswith("error: train.steps=abc: train.steps: expected an integer")
+
+
 def test_every_installed_component_can_be_described_without_torch(poisoned):
     program = """if True:
         from forge_core.catalog import Catalog

@@ -53,7 +53,7 @@ def generate(
     dtype: str,
 ) -> None:
     """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's."""
-    texts = [*prompts, *_lines(prompt_file)] or [""]
+    texts = [*map(_utf_8, prompts), *_lines(prompt_file)] or [""]
 
     import torch
 
@@ -91,10 +91,23 @@ def generate(
         print(printable(generated) if sys.stdout.isatty() else generated)
 
 
+def _utf_8(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--prompt: {prompt!r} is not UTF-8") from None
+    return prompt
+
+
 def _lines(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file: {path} cannot be read: {error}") from error
+    if not lines:
+        raise ConfigError(f"--prompt-file: {path} is empty; write one prompt a line")
+    if "" in lines:
+        raise ConfigError(f"--prompt-file: {path}:{lines.index('') + 1}: the line is empty; a prompt has some text")
+    return lines

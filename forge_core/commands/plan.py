@@ -16,7 +16,9 @@ from forge_core.errors import ConfigError
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="Ranks of the run.")
+@click.option(
+    "--world-size", type=click.IntRange(1, 32_768), metavar="N", required=True, help="Ranks of the run, up to 32768."
+)
 @click.option(
     "--ranks-per-node", type=click.IntRange(min=1), metavar="N", default=8, show_default=True, help="GPUs of one."
 )

@@ -67,6 +67,8 @@ def run(
         if max_restarts:
             raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or Slurm starts the ranks: ask them")
         _end(_run_here(obj, config, overrides, ranks, dry_run))
+    if nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
+        load_job(config, overrides, catalog=obj.catalog, world_size=int(nproc) or None, options=options_of(run))
     with imported_for_good():
         from forge_core.launch import launch, processes_asked_for
 

@@ -93,6 +93,8 @@ def _bool(value: Any, _: Any) -> bool:
 
 def _int(value: Any, _: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise InvalidError.because(f"expected an integer of at most 64 bits, got one of {value.bit_length()}")
         return value
     hint = f" (write {int(value)})" if isinstance(value, float) and value.is_integer() else ""
     raise InvalidError.because(f"expected an integer, got {describe(value)}{hint}")
@@ -112,8 +114,15 @@ def _float(value: Any, _: Any) -> float:
 
 def _str(value: Any, _: Any) -> str:
     if isinstance(value, str):
-        return value
+        return _without_null(value)
     raise InvalidError.because(f"{EXPECTED_STRING}, got {describe(value)}")
+
+
+def _without_null(value: str) -> str:
+    """No name of a file, of a variable or of anything else that the system knows has a null character."""
+    if "\0" in value:
+        raise InvalidError.because(f"cannot hold a null character, got {describe(value)}")
+    return value
 
 
 def _path(value: Any, _: Any) -> Path:
@@ -122,7 +131,7 @@ def _path(value: Any, _: Any) -> Path:
         raise InvalidError.because(f"{EXPECTED_STRING} (a path), got {describe(value)}")
     if not value:
         raise InvalidError.because("expected a path, got the empty string")
-    return Path(value)
+    return Path(_without_null(value))
 
 
 def _is_literal(cls: Any) -> bool:

@@ -31,7 +31,7 @@ class RunSection:
     """The run's files are in ``<dir>/<name>/``. Relative to the working directory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """``auto`` takes CUDA, then MPS, then the CPU."""
-    time_limit: str | None = attrs.field(default=None, validator=optional(is_time_limit))
+    time_limit: int | str | None = attrs.field(default=None, validator=optional(is_time_limit))
     """How long one start of the run may last, such as ``"11:50:00"``, ``"2-00:00:00"`` or minutes, ``"30"``. The run
     saves and stops before that. The end of a Slurm job is known without it."""
     stop_before_end: float | None = attrs.field(default=None, validator=optional(gt(0)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -26,6 +26,10 @@ class DataSourceConfig:
     """Background threads that read ahead; 0 reads in the training thread. The stream is the same for any number."""
     prefetch: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     """Microbatches to read ahead, over all workers."""
+
+    def missing(self) -> Iterable[str]:
+        """A sentence for each thing that the data need and this machine does not have; a run may start elsewhere."""
+        return ()
 
 
 class DataSource(Protocol):

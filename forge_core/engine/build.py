@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,8 @@ def build_model(
             raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
         applied.append(AppliedPass(use, touched))
         known = _all_names(parts)
+    if fill is None:
+        _refuse_too_large(parts, torch.device("cpu") if on_host else device)
     for part in parts:
         if fill is not None:
             fill(part, device, job.train.seed)
@@ -121,6 +124,21 @@ def build_model(
     loss = CheckedLoss(build(job.loss), build.words_for(job.loss))
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
     return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss)
+
+
+def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:
+    """Parameters alone that are more than the memory of this machine or its GPU; gradients and state come on top."""
+    if device.type == "cuda":
+        memory, where = torch.cuda.get_device_properties(device).total_memory, "its GPU"
+    else:
+        memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    tensors = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
+    size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    if size > memory:
+        raise ConfigError(
+            f"model: the parameters of one rank take {size / 2**30:,.0f} GiB, and {where} has "
+            f"{memory / 2**30:,.0f}; make the model smaller, or share it out to more ranks (see forge plan)"
+        )
 
 
 def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) -> tuple[list[nn.Module], list[str]]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.cli import main
 from forge_core.contracts.callback import Requests, RunContext, StepContext
+from forge_core.errors import ConfigError
 from forge_core.testing.callback import CallbackConformance
 from forge_core.testing.small_model import small_job
 from forge_plugins_moe.coactivation import Coactivation
@@ -114,6 +115,18 @@ def test_draws_every_expert_of_every_layer(watched, capsys):
     assert (watched / "experts.html").read_text() == page
     assert main(["moe", "heat-map", str(watched.parent)]) == 2
     assert "experts.jsonl has no line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "5", '{"step": 2}', '{"step": "2", "load": {"a": [1]}}', "\x00", '{"step": 2, "load": 3}']
+)
+def test_a_damaged_line_is_named(tmp_path, line):
+    (tmp_path / "experts.jsonl").write_text(f'{{"step": 1, "load": {{"a": [1, 2]}}}}\n{line}\n')
+
+    with pytest.raises(ConfigError, match=r"experts\.jsonl:2: is damaged"):
+        read_loads(tmp_path)
+    LoadHistory(tmp_path, pytest.fail).forget_after(9)
+    assert [one.step for one in read_loads(tmp_path)] == [1]
 
 
 def test_work_that_is_done_again_is_told_once(tmp_path):

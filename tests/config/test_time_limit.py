@@ -14,7 +14,11 @@ def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "12h", "1:2:3:4", "-1", "1-", "UNLIMITED"])
+def test_a_number_is_minutes():
+    assert seconds_of(90) == seconds_of("90") == 5400
+
+
+@pytest.mark.parametrize("text", ["", "0", "12h", "1:2:3:4", "-1", "1-", "UNLIMITED", 0, -1])
 def test_what_is_no_time_limit_is_refused(text):
     with pytest.raises(ConfigError, match="is not a time limit"):
         seconds_of(text)

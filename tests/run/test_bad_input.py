@@ -13,6 +13,23 @@ from forge_core.lease import Lease
 OVERRIDES = {
     "unknown section": (["trian.steps=3"], "trian: unknown key; did you mean 'train'?"),
     "unknown key": (["optimizer.lrr=3"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
+    "more GiB than there are": (["model.dim=1000000000"], "model.dim: 1000000000 in 2 layers makes about 1.6e+19"),
+    "more parameters than this machine can hold": (
+        ["model.dim=131072", "model.feed_forward.hidden_dim=524288"],
+        "model: the parameters of one rank take",
+    ),
+    "more layers than can be": (["model.n_layers=10000000"], "model.n_layers: must be at most 10000, got 10000000"),
+    "an integer beyond 64 bits": (["train.steps=9223372036854775808"], "expected an integer of at most 64 bits"),
+    "an integer of many digits": (
+        [f"train.steps={'9' * 400}"],
+        "expected an integer of at most 64 bits, got one of 1329",
+    ),
+    "a null character": (['run.dir="a\\u0000b"'], "run.dir: cannot hold a null character"),
+    "an entry of an array that has none": (
+        ["optimizer.groups.0.lr_scale=0.5"],
+        "optimizer.groups: has no entries; '0' is not one of them",
+    ),
+    "no time limit": (["run.time_limit=0"], "run.time_limit: 0 is not a time limit"),
     "unknown component": (["model.name=transfomer"], "Did you mean 'transformer'?"),
     "one that is not written yet": (
         ['trackers=[{name="wandb"}]'],
@@ -38,6 +55,7 @@ OVERRIDES = {
     "a kernel that this device does not have": (["model.attention=cudnn"], '"cudnn" needs CUDA'),
     "a name too long for a directory": (["run.name=" + "x" * 300], "run.name: 300 characters"),
     "more processes than the mesh uses": (["--nproc", "3", "parallel.dp_shard=2"], "ask for 2 ranks"),
+    "more processes than a machine can serve": (["--nproc", "10000"], "--nproc: 10000 processes are more than the"),
     "no number of processes": (["--nproc", "some"], "--nproc: expected a positive number or auto"),
     "evaluation of nothing": (["data.validation=0.0", "eval.interval=5"], "nothing to evaluate"),
     "vocabulary too small": (["model.vocab_size=100"], "smaller than the data's vocabulary of 257"),

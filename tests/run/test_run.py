@@ -111,6 +111,28 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
     assert (finished.path() / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (b"", "prompts.txt is empty; write one prompt a line"),
+        (b"one\n\ntwo\n", "prompts.txt:2: the line is empty; a prompt has some text"),
+        (b"\xff\n", "prompts.txt cannot be read"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(tmp_path, capsys, prompts, said):
+    (tmp_path / "prompts.txt").write_bytes(prompts)
+
+    assert main(["generate", "runs/none", "--prompt-file", str(tmp_path / "prompts.txt")]) == 2
+
+    assert said in capsys.readouterr().err
+
+
+def test_a_prompt_of_other_bytes_than_utf_8_is_refused(capsys):
+    assert main(["generate", "runs/none", "--prompt", os.fsdecode(b"\xff")]) == 2
+
+    assert "--prompt: '\\udcff' is not UTF-8" in capsys.readouterr().err
+
+
 def test_a_checkpoint_alone_can_be_sampled_from(finished, tmp_path, capsys):
     alone = tmp_path / "elsewhere"
     (finished.path() / "checkpoints" / "step_00000008").rename(alone)

@@ -41,7 +41,7 @@ class LoadHistory:
         except OSError as error:
             self._complain("read", error)
             return
-        kept = [line for line in lines if _step_of(line) <= step]
+        kept = [line for line in lines if (one := _loads_of(line)) is not None and one.step <= step]
         if lines:
             self._write("w", "".join(f"{line}\n" for line in kept))
 
@@ -75,25 +75,33 @@ def read_loads(run_dir: Path) -> list[Loads]:
         ConfigError: there are none.
     """
     path = run_dir / FILE
-    lines = path.read_text().splitlines() if path.exists() else []
-    loads = [Loads(line["step"], line["load"], line.get("pairs", {})) for line in map(_parsed, lines) if line]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    loads = []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):  # cut short by a crash
+            break
+        one = _loads_of(line)
+        if one is None:
+            raise ConfigError(
+                f"{path}:{number}: is damaged: a line has a step and, for each layer, the loads of its experts"
+            )
+        loads.append(one)
     if not loads:
         raise ConfigError(f'{path} has no line; a run writes it that has the callback "experts" and sparse layers')
     return loads
 
 
+def _loads_of(line: bytes | str) -> Loads | None:
+    """``None`` of a line that was cut short or damaged."""
+    try:
+        values = json.loads(line)
+        step, load, pairs = values["step"], values["load"], values.get("pairs", {})
+        numbers = [one for layer in load.values() for one in layer]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    is_whole = isinstance(step, int) and all(isinstance(one, (int, float)) for one in numbers)
+    return Loads(step, load, pairs) if is_whole else None
+
+
 def _rows(flat: Sequence[float], size: int) -> list[list[float]]:
     return [[round(one, 4) for one in flat[row * size : (row + 1) * size]] for row in range(size)]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """Empty if the line was cut short by a crash."""
-    try:
-        values: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {}
-    return values
-
-
-def _step_of(line: str) -> float:
-    return float(_parsed(line).get("step", "inf"))

@@ -313,7 +313,7 @@ def test_text_that_is_not_utf8_is_refused_replaced_or_skipped(tmp_path):
         b'{"text": "good"}\n{"text": "b\xe4d"}\n{"text": "half \\ud83d"}\n{"text": "end"}\n'
     )
 
-    with pytest.raises(ConfigError, match=r"a\.jsonl, the line at byte 17 is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2 is not UTF-8"):
         run(tmp_path, tmp_path / "strict")
     replaced, _ = run(tmp_path, tmp_path / "replaced", encoding_errors="replace")
     skipped, _ = run(tmp_path, tmp_path / "skipped", encoding_errors="skip")
@@ -349,9 +349,9 @@ def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
         (
             "good.jsonl",
             {"text_field": "body"},
-            r"the line at byte 0 has no 'body'; its keys are id, text \(choose with",
+            r"good\.jsonl, line 1 has no 'body'; its keys are id, text \(choose with",
         ),
-        ("bad.jsonl", {}, r"bad\.jsonl, the line at byte 14 is not JSON"),
+        ("bad.jsonl", {}, r"bad\.jsonl, line 2 is not JSON: Expecting value at character 11"),
         ("list.jsonl", {}, r"has no 'text'; it is not an object"),
         ("number.jsonl", {}, r"'text' must be text, it is 5"),
         ("cut.jsonl.gz", {}, r"cannot read .*cut\.jsonl\.gz|is not UTF-8|is not JSON"),
@@ -367,10 +367,18 @@ def test_input_that_cannot_be_used_is_refused_with_a_sentence(tmp_path):
     run(good, tmp_path / "out", workers=4)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a place that not even root can write to")
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", ["a"])
+
+    with pytest.raises(ConfigError, match="--output: cannot make the folder /proc/tokens: No such file or directory"):
+        run(tmp_path / "x.jsonl", Path("/proc/tokens"))
+
+
 def test_an_error_in_another_process_arrives_as_the_same_sentence(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' * 100 + "{\n")
 
-    with pytest.raises(ConfigError, match=r"the line at byte 1400 is not JSON"):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 101 is not JSON"):
         run(tmp_path, tmp_path / "out", unit_size=300, workers=2)
 
 

@@ -115,7 +115,7 @@ def test_what_would_break_the_lines_of_the_script_is_refused(forge, tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text(
         'partition = "a\\nb"\naccount = "my lab"\nqos = ""\nsbatch_options = ["--exclusive\\r"]\n'
-        '[environment]\n"A B" = "x"\n"1" = "x"\nGOOD_1 = "any\\nthing"\nBAD = "\\u0000"\n'
+        '[environment]\n"A B" = "x"\n"1" = "x"\nGOOD_1 = "any\\nthing"\n'
     )
 
     with pytest.raises(ConfigError) as caught:
@@ -128,8 +128,10 @@ def test_what_would_break_the_lines_of_the_script_is_refused(forge, tmp_path):
     assert f"{file}:4: sbatch_options" in said
     assert f"{file}:6: environment.A B: 'A B' cannot be the name of an environment variable" in said
     assert f"{file}:7: environment.1: '1' cannot be the name of an environment variable" in said
-    assert f"{file}:9: environment.BAD: an environment variable cannot hold a null character" in said
-    assert "7 problems" in said
+    assert "6 problems" in said
+    file.write_text('[environment]\nBAD = "\\u0000"\n')
+    with pytest.raises(ConfigError, match=r"environment\.BAD: cannot hold a null character"):
+        read_cluster(file)
     file.unlink()
     code, _, error = forge("submit", "--time", "10", "--partition", "a b", "--print")
     assert (code, "'partition' must be a name without spaces, got 'a b'" in error) == (2, True), error
@@ -183,6 +185,26 @@ def test_what_cannot_work_is_refused_with_a_sentence(forge, slurm_job, arguments
     assert code == 2
     assert sentence in error
     assert not list(slurm_job.folder.glob("runs/*/slurm/jobs.jsonl"))
+
+
+def test_a_sweep_of_a_million_runs_is_refused_before_any_of_them_is_looked_at(forge, monkeypatch):
+    monkeypatch.setattr("forge_plugins_slurm.submit.load_job", lambda *_, **__: pytest.fail("a job would be loaded"))
+    thousand = ",".join(map(str, range(1, 1001)))
+
+    code, _, error = forge(
+        "submit", "--time", "30", "--sweep", f"train.seed={thousand}", "--sweep", f"train.x={thousand}"
+    )
+
+    assert code == 2
+    assert "that makes 1,000,000 runs; at most 10,000 are submitted at once" in error
+
+
+def test_data_that_this_machine_does_not_see_is_told(forge, sbatch):
+    code, _, said = forge("submit", "--time", "30", "data.path=corpsu")
+
+    assert code == 0
+    assert "note: data: path = 'corpsu': there is no file or folder corpsu." in said
+    assert "The nodes of the job must see it." in said
 
 
 def test_a_run_that_has_a_job_in_the_queue_is_not_submitted_again(forge, sbatch, slurm_job):

@@ -11,6 +11,7 @@ from attrs.validators import ge, gt, lt, optional
 from forge_core.api import Slot, Use
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSourceConfig
+from forge_core.errors import ConfigError
 
 EncodingErrors = Literal["strict", "replace", "skip"]
 
@@ -50,6 +51,16 @@ class _FilesConfig(DataSourceConfig):
     document_mask: bool = False
     """Keep documents that share a sample apart: attention does not cross from one into the next, positions start again
     at 0, and the first token of a document is nobody's target. Otherwise a sample is a plain window of the text."""
+
+    def missing(self) -> Iterable[str]:
+        """Paths that are not there."""
+        from forge_plugins_data.file_selection import refuse_missing  # validation does not need it
+
+        for path in (self.path,) if isinstance(self.path, str) else self.path:
+            try:
+                refuse_missing(path)
+            except ConfigError as error:
+                yield str(error)
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         """Evaluation must have data, and what is held out must be used by somebody."""

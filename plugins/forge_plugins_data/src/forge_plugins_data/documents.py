@@ -153,13 +153,27 @@ def _read_jsonl(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Docu
             line = handle.readline()
             if not line:
                 return
-            where = f"{file}, the line at byte {position}"
-            position += len(line)
+            begin, position = position, position + len(line)
             if line.strip():
-                yield Document(_text_of(line, field, errors, where), where)
+                yield Document(_text_of(line, field, errors, _Line(file, begin)), f"{file}, the line at byte {begin}")
 
 
-def _text_of(line: bytes, field: str, errors: EncodingErrors, where: str) -> str | None:
+@attrs.frozen
+class _Line:
+    """A line of a file, by where it begins. Its number is counted when somebody is told of it."""
+
+    file: Path
+    begin: int
+
+    def __str__(self) -> str:
+        with open_unpacked(self.file) as handle:
+            number, left = 1, self.begin
+            while left and (part := handle.read(min(left, 1 << 20))):
+                number, left = number + part.count(b"\n"), left - len(part)
+        return f"{self.file}, line {number}"
+
+
+def _text_of(line: bytes, field: str, errors: EncodingErrors, where: _Line) -> str | None:
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -171,7 +185,8 @@ def _text_of(line: bytes, field: str, errors: EncodingErrors, where: str) -> str
             ) from error
         return _text_of(line.decode("utf-8", "replace").encode(), field, errors, where)
     except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
+        said = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise ConfigError(f"{where} is not JSON: {said}") from error
     if not isinstance(record, dict) or field not in record:
         has = f"its keys are {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
         raise ConfigError(f"{where} has no {field!r}; {has} (choose with --text-field)")

@@ -74,6 +74,19 @@ def _location(path: str) -> Path:
     return Path(path.replace("{stdlib}", sysconfig.get_path("stdlib"))).expanduser()
 
 
+def refuse_missing(path: str) -> None:
+    """
+    Raises:
+        ConfigError: ``path`` is neither a pattern nor the name of anything that exists.
+    """
+    location = _location(path)
+    if location.exists() or glob.has_magic(str(location)):
+        return
+    near = get_close_matches(location.name, _names_in(location.parent), n=1)
+    hint = f" Did you mean {location.parent / near[0]}?" if near else ""
+    raise ConfigError(f"path = {path!r}: there is no file or folder {location}.{hint}")
+
+
 def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
     location = _location(path)
     if location.is_file():
@@ -82,9 +95,8 @@ def _find(path: str, patterns: Sequence[str]) -> list[SelectedFile]:
         return _find_in_folder(location, patterns)
     if glob.has_magic(str(location)):
         return _find_by_glob(location)
-    near = get_close_matches(location.name, _names_in(location.parent), n=1)
-    hint = f" Did you mean {location.parent / near[0]}?" if near else ""
-    raise ConfigError(f"path = {path!r}: there is no file or folder {location}.{hint}")
+    refuse_missing(path)
+    return []
 
 
 def _find_in_folder(folder: Path, patterns: Sequence[str]) -> list[SelectedFile]:

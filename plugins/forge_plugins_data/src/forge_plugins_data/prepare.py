@@ -92,7 +92,10 @@ def prepare(
         raise ConfigError(f"the input is empty: {len(files)} file{'s' * (len(files) != 1)}, no bytes")
     settings = _settings(files, tokenizer, text_field, encoding_errors, binary, unit_size)
     _require_same_settings(output, settings)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot make the folder {output}: {error.strerror}") from error
     with _alone(output):
         if not (output / SETTINGS).is_file():
             write_atomically(output / SETTINGS, json.dumps(settings, indent=2) + "\n")

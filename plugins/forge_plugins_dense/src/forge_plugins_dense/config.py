@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, le, optional
 
 from forge_core.api import Slot, Use
 from forge_plugins_dense.latent_config import LatentAttentionConfig
@@ -67,6 +67,10 @@ class YarnScaling:
     is interpolated."""
     logit_scale: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """What the logits of attention are multiplied by; by default ``(0.1 · ln(factor) + 1)²``."""
+
+
+_MOST = 10**14
+"""Parameters; the largest models that have been trained have some 10¹²."""
 
 
 def _divides_dim(config: TransformerConfig, _: attrs.Attribute[int], value: int) -> None:
@@ -142,7 +146,7 @@ class TransformerConfig:
 
     dim: int = attrs.field(validator=gt(0))
     """Width of the residual stream."""
-    n_layers: int = attrs.field(validator=gt(0))
+    n_layers: int = attrs.field(validator=[gt(0), le(10_000)])
     """Blocks."""
     n_heads: int = attrs.field(validator=[gt(0), _divides_dim])
     """Query heads."""
@@ -255,6 +259,10 @@ class TransformerConfig:
         """What is wrong with this model in this job."""
         if job.train.seq_len > self.max_seq_len:
             yield "max_seq_len", f"{self.max_seq_len} is shorter than train.seq_len = {job.train.seq_len}"
+        if (parameters := self.n_layers * sum(out * into for out, into, _ in self.matrices().values())) > _MOST:
+            gib = 4 * parameters / 2**30
+            shape = f"{self.dim} in {self.n_layers} layers makes about {parameters:.1e} parameters"
+            yield "dim", f"{shape}, {gib:,.0f} GiB in fp32, more than any cluster holds; lower one of them"
         if self.n_predictors >= job.train.seq_len:
             reach = f"no token is {self.n_predictors} ahead of another in train.seq_len = {job.train.seq_len}"
             yield "multi_token.depths", reach

@@ -44,11 +44,6 @@ def _is_variable(_: object, attribute: attrs.Attribute[Any], name: str) -> None:
         raise ValueError(f"{name!r} cannot be the name of an environment variable: letters, _ and, not first, digits")
 
 
-def _is_value(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
-    if "\0" in value:
-        raise ValueError("an environment variable cannot hold a null character")
-
-
 @attrs.frozen(kw_only=True)
 class Cluster:
     """The facts of one cluster. Every key can be left out; ``forge submit`` has options for those that change often."""
@@ -81,7 +76,7 @@ class Cluster:
     """What to ``module load``."""
     setup: tuple[str, ...] = ()
     """Further lines of shell before the run is started, such as ``source env.sh``."""
-    environment: Mapping[str, str] = attrs.field(factory=dict, validator=deep_mapping(_is_variable, _is_value))
+    environment: Mapping[str, str] = attrs.field(factory=dict, validator=deep_mapping(_is_variable))
     """Environment variables of the run: ``{NCCL_SOCKET_IFNAME = "ib0"}``."""
     python: str | None = attrs.field(default=None, validator=optional(min_len(1)))
     """The interpreter on the nodes, or in the container; by default the one that submits."""

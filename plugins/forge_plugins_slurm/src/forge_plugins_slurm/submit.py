@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time as clock
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from forge_core.config.lead_rules import timeout_problems
 from forge_core.config.problems import ConfigProblems
 from forge_core.config.sections import Job
 from forge_core.config.time_limit import lead_problem, seconds_of
+from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_slurm.cluster import FILE, VARIABLE, Cluster, find_cluster_file, read_cluster, with_options
 from forge_plugins_slurm.job_record import JobRecord, last_job, record_job
@@ -84,6 +85,8 @@ def submit(
     limit = _time_limit(cluster, cluster_file)
     points = points_of(sweeps)
     jobs = _jobs(obj, config, overrides, points, nodes * cluster.ranks_on_each_node, cluster, limit)
+    for missing in dict.fromkeys(one for job in jobs for one in _missing_data(job)):
+        click.echo(f"note: {missing} The nodes of the job must see it.", err=True)
     name = str(jobs[0].run.name).removesuffix(points[0].suffix)
     here = Path.cwd()
     runs = [here / job.run.dir.expanduser() / str(job.run.name) for job in jobs]
@@ -113,6 +116,13 @@ def submit(
     what = f"{len(jobs)} runs" if submission.is_array else summary(jobs[0], nodes * cluster.ranks_on_each_node)
     click.echo(f"submitted job {job}: {what}")
     click.echo(f"script {submission.script}\nlog    {submission.log}")
+
+
+def _missing_data(job: Job) -> Iterator[str]:
+    """What this machine, from which the job is submitted, does not have of the job's data."""
+    for section, use in (("data", job.data), ("eval.data", job.eval.data)):
+        if use is not None and isinstance(use.config, DataSourceConfig):
+            yield from (f"{section}: {sentence}" for sentence in use.config.missing())
 
 
 def _time_limit(cluster: Cluster, file: Path | None) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
 import attrs
 
 from forge_core.errors import ConfigError
+
+_MOST_RUNS = 10_000
+"""Each is checked, and has files of its own; arrays of Slurm have 1,001 tasks unless a cluster says otherwise."""
 
 
 @attrs.frozen
@@ -37,6 +41,8 @@ def points_of(sweeps: Sequence[str]) -> list[Point]:
         if key in axes:
             raise ConfigError(f"--sweep {text}: {key} is swept twice; give all its values in one")
         axes[key] = split
+    if (runs := math.prod(map(len, axes.values()))) > _MOST_RUNS:
+        raise ConfigError(f"--sweep: that makes {runs:,} runs; at most {_MOST_RUNS:,} are submitted at once")
     short = {key: _shortest(key, axes) for key in axes}
     points = [
         Point(
@@ -45,10 +51,12 @@ def points_of(sweeps: Sequence[str]) -> list[Point]:
         )
         for values in itertools.product(*axes.values())
     ]
-    for one, other in itertools.combinations(points, 2):
-        if one.suffix == other.suffix:
+    seen: dict[str, Point] = {}
+    for one in points:
+        other = seen.setdefault(one.suffix, one)
+        if other is not one:
             raise ConfigError(
-                f"--sweep: {' '.join(one.overrides)} and {' '.join(other.overrides)} would both be called "
+                f"--sweep: {' '.join(other.overrides)} and {' '.join(one.overrides)} would both be called "
                 f"…{one.suffix}; leave one out"
             )
     return points
