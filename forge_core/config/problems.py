@@ -12,6 +12,9 @@ from forge_core.errors import ConfigError
 MAX_SHOWN = 20
 """Problems that are told in full; of more, their number."""
 
+_SHOWN_OF_OVERRIDE = 200
+"""Characters."""
+
 KeyPath = tuple[str | int, ...]
 """``("callbacks", 0, "name")``: the way from the root of a configuration to a value."""
 
@@ -27,6 +30,8 @@ class Location:
     is_override: bool = False
 
     def __str__(self) -> str:
+        if self.is_override:
+            return self.source if len(self.source) <= _SHOWN_OF_OVERRIDE else f"{self.source[:_SHOWN_OF_OVERRIDE]}…"
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 

@@ -223,3 +223,10 @@ def test_an_override_mends_a_wrong_value_of_the_file(write, catalog):
     path.write_text(path.read_text().replace("steps = 10", 'steps = "ten"'))
 
     assert load_job(path, ["train.steps=3"], catalog=catalog).train.steps == 3
+
+
+def test_a_long_setting_is_told_by_its_beginning(complaint):
+    said = complaint(f"train.steps={'9' * 5000}")
+
+    assert said.startswith("train.steps=999")
+    assert len(said) < 500
