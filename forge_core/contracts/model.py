@@ -231,7 +231,7 @@ class ModelConfig(Protocol):
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
         """Output features, input features and role of the kinds of linear layers, by the keys that decide their sizes.
 
-        All kinds that the model has, or none if they are not known before the build.
+        Those that are known before the build; of a model with ``n_experts = 0``, all.
         """
         ...
 

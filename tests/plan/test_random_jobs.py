@@ -91,7 +91,7 @@ def _feed_forward(chance: random.Random, *, is_sparse: bool) -> Iterator[str]:
     router = chance.choice(ROUTERS)
     yield "model.feed_forward.name=moe"
     yield f"model.feed_forward.n_experts={chance.choice([2, 4, 6, 8])}"
-    yield f"model.feed_forward.hidden_dim={chance.choice([16, 24, 48])}"
+    yield f"model.feed_forward.hidden_dim={chance.choice([32, 64, 96])}"
     yield f"model.feed_forward.router.name={router}"
     if router.endswith("topk"):
         yield f"model.feed_forward.router.top_k={chance.choice([1, 2])}"

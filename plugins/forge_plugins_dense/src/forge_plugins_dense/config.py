@@ -230,19 +230,18 @@ class TransformerConfig:
 
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
         """As ``ModelConfig.matrices``, for heads with keys and values of their own and our own feed-forward layer."""
-        layer = self.feed_forward.config
-        if self.latent_attention is not None or not isinstance(layer, MLPConfig):
+        if self.latent_attention is not None:
             return {}
-        dim, queries, keys, width = (
-            self.dim, self.n_heads * self.head_size, self.kv_heads * self.head_size, layer.width(self.dim),
-        )  # fmt: skip
+        dim, layer = self.dim, self.feed_forward.config
+        queries, keys = self.n_heads * self.head_size, self.kv_heads * self.head_size
         kinds: dict[str, tuple[int, int, ShardRole]] = {
             "n_heads": (queries, dim, "column"),
             "n_kv_heads": (keys, dim, "column"),
             "head_dim": (dim, queries, "row"),
-            "feed_forward.hidden_dim": (width, dim, "column"),
-            "feed_forward": (dim, width, "row"),
         }
+        if isinstance(layer, MLPConfig):
+            width = layer.width(dim)
+            kinds |= {"feed_forward.hidden_dim": (width, dim, "column"), "feed_forward": (dim, width, "row")}
         return kinds if self.vocab_size is None else {**kinds, "vocab_size": (self.vocab_size, dim, "vocab")}
 
     @property
