@@ -170,7 +170,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> Non
     ctx.exit()
 
 
-@click.group(cls=ForgeGroup, no_args_is_help=True)
+@click.group(cls=ForgeGroup, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 # Taken out of the arguments before click sees them, so that it may stand anywhere; here for the help only.
 @click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks. May stand after the command, too.")
 @click.option(
@@ -183,6 +183,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> Non
     help="Do not import this plugin. May be repeated.",
 )
 @click.option(
+    "-V",
     "--version",
     is_flag=True,
     expose_value=False,

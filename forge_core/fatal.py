@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,6 +48,8 @@ def fatal_errors_kept(run_directory: Path, rank: int) -> Iterator[None]:
             faulthandler.enable(sys.__stderr__)  # sys.stderr may be no file, as in a notebook
         os.close(file)
         path.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            path.parent.rmdir()
 
 
 def fatal_error(run_directory: Path) -> str | None:

@@ -23,6 +23,9 @@ from forge_core.line_file import LineFile
 ENDS = ("completed", "preempted", "stopped", "failed")
 """Events with one of which every start ends that is not killed."""
 
+BETWEEN_STARTS = "-" * 80
+"""In ``log.txt``, where a run was started again."""
+
 
 class RunDirectory:
     """Written by the first rank only; other ranks know the paths.
@@ -89,10 +92,13 @@ class RunDirectory:
 
     def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
         make_folder(self.checkpoints)
-        self._log = LineFile(self.path / "log.txt")
+        log = self.path / "log.txt"
+        self._log = LineFile(log)
         self._events = LineFile(self.path / "events.jsonl")
+        if log.stat().st_size:
+            self._append(self._log, BETWEEN_STARTS)
         for line in self._said_before:
-            self.write_log(line)
+            self._append(self._log, line)
         write_durably(self.job_file, dump_job(job))
         write_durably(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
         self.forget_after(resumed_step)
@@ -140,7 +146,9 @@ class RunDirectory:
             self._append(self._metrics, json.dumps(finite))
 
     def write_log(self, line: str) -> None:
-        """What is said before the directory is opened is written when it is."""
+        """With the local time. What is said before the directory is opened is written when it is."""
+        now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")  # as people's clocks show it
+        line = "\n".join(f"{now}  {part}" for part in line.split("\n"))
         if self._log is not None:
             self._append(self._log, line)
         elif self._writes:

@@ -185,8 +185,19 @@ def test_disabling_a_plugin_that_is_not_there_is_an_error(acme, capsys):
     assert "no plugin of that name is installed. Did you mean 'acme'?" in capsys.readouterr().err
 
 
-def test_version_names_core_python_torch_and_plugins(acme, capsys):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("command", [[], ["config"], ["plugins", "show"], ["acme", "say"]], ids=" ".join)
+def test_h_is_short_for_help(acme, command, capsys):
+    assert main([*command, "--help"]) == 0
+    long = capsys.readouterr().out
+
+    assert main([*command, "-h"]) == 0
+    assert capsys.readouterr().out == long
+    assert "-h, --help" in long
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version_names_core_python_torch_and_plugins(acme, capsys, option):
+    assert main([option]) == 0
 
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("forge-core 0.1.0 (plugin API 1.0), Python 3.")

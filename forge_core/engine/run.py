@@ -25,6 +25,7 @@ from forge_core.data.loader import evaluation_batches
 from forge_core.engine.anomalies import Anomalies
 from forge_core.engine.build import BuiltModel, build_model, build_optimizer
 from forge_core.engine.deadline import Deadline
+from forge_core.engine.end_report import EndReport
 from forge_core.engine.examination import Examination
 from forge_core.engine.fingerprint import refuse_unequal_ranks
 from forge_core.engine.live_state import LiveParts
@@ -174,9 +175,11 @@ def _train_there(
     )
     lifecycle = prepared.lifecycle
     loader = prepared.loader
+    end_report = EndReport(prepared)
 
     def record(values: Mapping[str, float]) -> None:
         if mesh.rank == 0:
+            end_report.note(values)
             prepared.directory.write_metrics(values)
             trackers.log(values)
 
@@ -231,7 +234,7 @@ def _train_there(
             stopped = trainer.run()
         if not stopped:
             outcome = "completed"
-            prepared.console.line(f"done: {trainer.step} steps")
+            prepared.console.line(end_report.line(trainer.step))
             return ExitCode.COMPLETED
         outcome, why = "preempted" if stopped in PREEMPTIONS else "stopped", {"reason": stopped}
         prepared.console.line(f"stopped at step {trainer.step}, saved; the same command continues")

@@ -14,6 +14,7 @@ import pytest
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
+from forge_core.run_directory import BETWEEN_STARTS
 from tests.run.conftest import tiny  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says which file is flushed")
@@ -109,4 +110,7 @@ def test_torn_last_lines_are_cut_off_when_a_run_goes_on(tiny):  # noqa: F811
     log = (tiny.path() / "log.txt").read_text()
     assert "step 5/1" not in log
     assert "\0" not in log
+    first, second = log.split(f"\n{BETWEEN_STARTS}\n")
+    assert "done: 4 steps in " in first
+    assert "done: 6 steps, the last 2 in " in second
     assert not (tiny.path() / "metrics.jsonl.aside").exists()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,16 @@ def test_the_run_directory_has_the_files_that_others_rely_on(finished):
     assert "forge-plugins-dense" in environment["plugins"]
     assert environment["mesh"]["dp_shard"] == 1
     assert environment["host"]
+
+
+def test_at_its_end_a_run_says_how_long_it_took_how_good_it_is_and_what_comes_next(finished):
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+    *lines, last = (finished.path() / "log.txt").read_text().splitlines()
+
+    assert all(re.match(stamp, line) for line in lines)
+    loss = next(line["eval/loss"] for line in reversed(finished.metrics()) if "eval/loss" in line)
+    place = re.escape(str(finished.path()))
+    assert re.fullmatch(rf"{stamp}done: 10 steps in [\d.]+ s; eval/loss {loss:.4g}; forge generate {place}", last)
 
 
 def test_logged_steps_have_the_keys_that_others_rely_on(finished):

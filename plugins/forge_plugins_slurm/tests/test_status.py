@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,14 @@ def queue(tmp_path, monkeypatch):
 
 
 def make_run(
-    folder: Path, name: str, *, step: int = 0, saved: int = 0, says: str = "", job: str = "", age: float = HOUR_AGO
+    folder: Path,
+    name: str,
+    *,
+    step: int = 0,
+    saved: int = 0,
+    events: Sequence[tuple[str, int]] = (),
+    job: str = "",
+    age: float = HOUR_AGO,
 ) -> Path:
     run = folder / name
     (run / "slurm").mkdir(parents=True)
@@ -47,7 +55,10 @@ def make_run(
         (run / "job.toml").write_text("[train]\nsteps = 40\n")
         lines = [{"step": one, "loss": 10 / one} for one in range(1, step + 1)] + [{"step": step, "eval/loss": 1.0}]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (run / "log.txt").write_text(f"a line\n{says}\n")
+        (run / "log.txt").write_text("a line\n")
+    if events:
+        lines = [json.dumps({"time": "2026", "event": event, "step": at, "to_step": 3}) for event, at in events]
+        (run / "events.jsonl").write_text("\n".join(lines) + "\n")
     if saved:
         (run / f"checkpoints/step_{saved:08d}").mkdir(parents=True)
         (run / f"checkpoints/step_{saved:08d}/manifest.json").write_text("{}")
@@ -60,9 +71,9 @@ def make_run(
 def test_every_state_of_a_run_is_told(folder, queue, capsys):
     make_run(folder, "a-finished", step=40, saved=40, job="3")
     make_run(folder, "b-running", step=7, saved=5, job="4_1")
-    make_run(folder, "c-requeued", step=7, saved=7, says="stopped at step 7, saved", job="5")
-    make_run(folder, "d-stopped", step=9, saved=9, says="stopped at step 9, saved; the same command continues")
-    make_run(folder, "e-failed", step=9, saved=5, says="failed at step 9: ValueError: no")
+    make_run(folder, "c-requeued", step=7, saved=7, events=[("preempted", 7)], job="5")
+    make_run(folder, "d-stopped", step=9, saved=9, events=[("stopped", 9)])
+    make_run(folder, "e-failed", step=9, saved=5, events=[("failed", 9)])
     killed = make_run(folder, "f-killed", step=9, saved=5, job="6")
     (killed / "stacks").mkdir()
     (killed / "stacks/fatal_rank_1.txt").write_text("Fatal Python error: Bus error\n\nThread 0x1:\n")
@@ -101,6 +112,24 @@ def test_a_table_is_for_people(folder, capsys):
 
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("RUN", "demo", "7/40", "1.4286", "5", "1 h ago")), shown
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ((), 20),
+        ([("resumed", 7), ("saved", 20), ("failed", 23)], 23),
+        ([("started", 0), ("failed", 35), ("resumed", 7), ("saved", 12)], 12),
+        ([("resumed", 7), ("skipped", 30), ("rolled_back", 30)], 7),
+    ],
+    ids=["of a checkpoint", "of a failure", "since the last start", "since it went back"],
+)
+def test_the_step_is_the_last_one_that_any_file_tells_of_not_the_last_logged(folder, capsys, events, step):
+    make_run(folder, "demo", step=7, saved=20, events=events)
+
+    main(["status", "--json"])
+
+    assert json.loads(capsys.readouterr().out)[0]["step"] == step
 
 
 def test_metrics_of_weeks_are_not_read_whole(folder, capsys):

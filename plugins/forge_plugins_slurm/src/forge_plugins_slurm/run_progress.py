@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class RunProgress:
     """``queued``, ``running``, ``finished``, ``stopped`` (saved, and continued by the same command), ``failed``, or
     ``prepared`` (never started)."""
     step: int
-    """The last one that was logged."""
+    """The last one that its files tell of: metrics, checkpoints, or events."""
     steps: int | None
     loss: float | None
     """Nats a token, of the last logged step."""
@@ -57,13 +57,14 @@ def progress_of(run: Path, job: JobRecord | None, queue: Mapping[str, QueuedJob]
     checkpoint = max(checkpoint_steps(run), default=None)
     in_queue = queue.get(job.job_id) if job else None
     age = _age(run)
-    state = _state(run, in_queue, age, is_complete=steps is not None and checkpoint == steps)
+    events = _events_of_last_start(run)
+    state = _state(events, in_queue, age, is_complete=steps is not None and checkpoint == steps)
     killed = fatal_error(run) if state == "failed" else None
     return RunProgress(
         name=run.name,
         path=run,
         state=state,
-        step=int(logged.get("step", 0)),
+        step=_last_step(events, logged, checkpoint),
         steps=steps,
         loss=logged.get("loss"),
         checkpoint=checkpoint,
@@ -85,17 +86,17 @@ def _is_run(path: Path) -> bool:
     return (path / "job.toml").is_file() or last_job(path) is not None
 
 
-def _state(run: Path, job: QueuedJob | None, age: float | None, *, is_complete: bool) -> str:
+def _state(events: Sequence[Mapping[str, Any]], job: QueuedJob | None, age: float | None, *, is_complete: bool) -> str:
     if job is not None:
         return "queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING") else "running"
     if is_complete:
         return "finished"
     if age is None:
         return "prepared"
-    last_words = _tail(run / "log.txt")[-1:]
-    if any(line.startswith("stopped at step") for line in last_words):
+    ended = events[-1]["event"] if events else ""
+    if ended in ("stopped", "preempted"):
         return "stopped"
-    if any(line.startswith("failed at step") for line in last_words):
+    if ended == "failed":
         return "failed"
     return "running" if age < ALIVE else "failed"
 
@@ -110,14 +111,34 @@ def _total_steps(run: Path) -> int | None:
 
 
 def _last_logged(run: Path) -> dict[str, Any]:
-    for line in reversed(_tail(run / "metrics.jsonl")):
+    return next((values for values in reversed(_objects(run / "metrics.jsonl")) if "loss" in values), {})
+
+
+def _events_of_last_start(run: Path) -> list[dict[str, Any]]:
+    """Those since the run was last started, as far as the tail of the file goes: older ones tell of lost work, too."""
+    events = [event for event in _objects(run / "events.jsonl") if isinstance(event.get("event"), str)]
+    starts = [index for index, event in enumerate(events) if event["event"] in ("started", "resumed", "rolled_back")]
+    return events[starts[-1] :] if starts else events
+
+
+def _last_step(events: Sequence[Mapping[str, Any]], logged: Mapping[str, Any], checkpoint: int | None) -> int:
+    """A checkpoint counts where no event says that the run has begun again from an earlier one."""
+    told = [event.get("to_step" if event["event"] == "rolled_back" else "step") for event in events]
+    told += [logged.get("step"), None if events else checkpoint]
+    return max((step for step in told if isinstance(step, int)), default=0)
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects in the last lines of a file."""
+    found = []
+    for line in _tail(path):
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):  # the end of it is being written, or the beginning is before the tail
             continue
-        if isinstance(values, dict) and "loss" in values:
-            return values
-    return {}
+        if isinstance(values, dict):
+            found.append(values)
+    return found
 
 
 def _tail(path: Path, n_bytes: int = 16_384) -> list[str]:
