@@ -181,9 +181,9 @@ from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
 class Slow(BytesTokenizer):
-    # it does not get further than what the test waits for
+    # it does not get further than what the test waits for, until that has sent its signal
     def encode_bytes(self, content):
-        while len(list(Path(sys.argv[2]).glob("*.json"))) >= 4:
+        while len(list(Path(sys.argv[2]).glob("*.json"))) >= 4 and not Path(sys.argv[2] + ".told").exists():
             time.sleep(0.01)
         return super().encode_bytes(content)
 if __name__ == "__main__":
@@ -210,6 +210,7 @@ def test_a_preparation_that_was_killed_is_completed_as_if_nothing_had_happened(t
         os.killpg(process.pid, how)  # as a terminal does
     else:
         process.send_signal(how)
+    Path(f"{output}.told").touch()
     process.communicate(timeout=200)
 
     assert not (output / INDEX).exists()
