@@ -409,7 +409,7 @@ def test_the_command_prepares_and_inspects(tmp_path, monkeypatch, build):
     assert "its checksum is not the one of its JSON" in str(forge_data("inspect", output, "--verify").exception)
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
