@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     is_process = arguments is None
     arguments, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
-    invocation = Invocation(debug=debug)
+    invocation = Invocation(arguments, debug=debug)
     try:
         return _run(arguments, invocation)
     finally:
@@ -60,7 +60,9 @@ def _run(arguments: Sequence[str], invocation: Invocation) -> int:
 class Invocation:
     """What the global options say. Commands find it as ``ctx.obj`` (``@click.pass_obj``)."""
 
-    def __init__(self, *, debug: bool = False) -> None:
+    def __init__(self, arguments: Sequence[str] = (), *, debug: bool = False) -> None:
+        self.arguments = tuple(arguments)
+        """What stands behind ``forge``, without ``--debug``."""
         self.debug = debug
         """Whether tracebacks are wanted."""
         self.until_the_end = ExitStack()

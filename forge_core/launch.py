@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -62,6 +62,7 @@ def launch(
     max_restarts: int,
     checkpoints: Path,
     heeding: ExitStack,
+    variables: Mapping[str, str],
 ) -> int:
     """Run a resolved job in ``nproc`` processes, and end as they do.
 
@@ -71,6 +72,7 @@ def launch(
         max_restarts: start all processes again when one has crashed, so many times in a row without a new checkpoint.
         checkpoints: where those of the run are.
         heeding: signals are heeded until this is closed.
+        variables: of the environment, for the ranks.
 
     Returns:
         An ``ExitCode``, or ``INTERRUPTED``.
@@ -80,7 +82,7 @@ def launch(
     signals = heeding.enter_context(SignalsForRanks())
     while True:
         before = _newest(checkpoints)
-        ended = _launch_once(job_toml, nproc, options, signals)
+        ended = _launch_once(job_toml, nproc, options, signals, variables)
         if ended.killed_by:
             words = signal_words(ended.killed_by)
             note_end(checkpoints.parent, f"a rank was killed by {words}", ended.code, ENDS)
@@ -119,13 +121,15 @@ class _Ended:
     """It had been told to stop, and ended by an error: a last checkpoint that could not be written, perhaps."""
 
 
-def _launch_once(job_toml: str, nproc: int, options: Sequence[str], signals: SignalsForRanks) -> _Ended:
+def _launch_once(
+    job_toml: str, nproc: int, options: Sequence[str], signals: SignalsForRanks, variables: Mapping[str, str]
+) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="forge-") as name:
         folder = Path(name)
         job, outcome = folder / "job.toml", folder / "outcome"
         job.write_text(job_toml)
         command = [sys.executable, *RANK_PROGRAM, "run", str(job), *options]
-        ranks = LocalRanks(command, nproc, {OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
+        ranks = LocalRanks(command, nproc, {**variables, OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
         was_told = False
         while ranks.are_running() and not signals.leaves:
             if signals.stop is not None and not was_told:

@@ -18,6 +18,7 @@ from forge_core.checkpoint.durable import flush, make_folder, write_durably
 from forge_core.config.job import dump_job
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
+from forge_core.git_commit import git_commit
 from forge_core.line_file import LineFile
 
 ENDS = ("completed", "preempted", "stopped", "failed")
@@ -199,10 +200,14 @@ class RunDirectory:
             print(f"cannot write to {file.path}: {error.strerror}; {kept}", file=sys.stderr)
 
 
-def describe_environment(plugins: Mapping[str, str], mesh: Mapping[str, int], device: str) -> dict[str, Any]:
-    """What decided the numbers besides the job: versions, machine, mesh."""
+def describe_environment(
+    plugins: Mapping[str, str], mesh: Mapping[str, int], device: str, command: str | None
+) -> dict[str, Any]:
+    """What decided the numbers besides the job: command, commit of the working folder, versions, machine, mesh."""
     names = ("forge-core", "torch", "numpy")
     return {
+        "command": command,
+        "commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
         "plugins": dict(plugins),

@@ -274,12 +274,12 @@ def test_plugins_show_prints_the_keys_of_a_component(acme, capsys):
     assert rows == [
         ["KEY", "TYPE", "DEFAULT"],
         ["lr", "number", "required", "Base learning rate."],
-        ["momentum", "number", "-", "Heavy ball."],
+        ["momentum", "number", "unset", "Heavy ball."],
         ["nesterov", "true or false", "false"],
         ["mode", '"a" or "b"', '"a"'],
         ["steps", "array of integers", "[1, 2]"],
         ["where", "path", '"x"'],
-        ["router", "router", "-"],
+        ["router", "router", "unset"],
     ]
 
 

@@ -24,7 +24,7 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
     changes = differences(dict(saved), dict(now))
     refused = [change for change in changes if any(_is_within(change.key, fixed) for fixed in _FIXED)]
     if refused:
-        named = [f"{change.key}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused[:_NAMED]]
+        named = [f"{change.key}: {value_text(change.old)} -> {value_text(change.new)}" for change in refused[:_NAMED]]
         lines = "\n  ".join(named)
         lines += f"\n  and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
         raise ConfigError(
@@ -32,6 +32,16 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
             "Restore them, or choose another run.name to start afresh."
         )
     return changes
+
+
+def changes_that_matter(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """The differences that are about what is trained, without where it is done and what is written of it."""
+    elsewhere = ("run.", "metrics.", "checkpoint.")
+    return [
+        change
+        for change in differences(dict(saved), dict(now))
+        if not change.key.startswith(elsewhere) and (change.old or change.new)
+    ]
 
 
 def used_plugins(*tables: object) -> set[str]:
@@ -74,5 +84,6 @@ def _is_within(key: str, section: str) -> bool:
     return key == section or key.startswith((section + ".", section + "["))
 
 
-def _shown(value: object) -> str:
-    return "not set" if value is None else repr(value)
+def value_text(value: object) -> str:
+    """A value of a job in a message."""
+    return "unset" if value is None else repr(value)

@@ -151,7 +151,7 @@ def _default(field: attrs.Attribute[Any]) -> str:
             return "follows from others"
         default = default.factory()
     if default is None:
-        return "-"
+        return "unset"
     return "{}" if attrs.has(type(default)) else json.dumps(default, default=str)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,9 @@ from forge_core.errors import ConfigError, ExitCode, ForgeError
 from forge_core.garbage import imported_for_good
 from forge_core.output import LossyOutput
 from forge_core.run_directory import RunDirectory
+
+COMMAND = "FORGE_COMMAND"
+"""Environment variable that tells the ranks of ``--nproc`` what was typed."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -87,6 +91,7 @@ def run(
             max_restarts=max_restarts,
             checkpoints=checkpoints,
             heeding=obj.until_the_end,
+            variables={COMMAND: _command(obj)},
         )
     )
 
@@ -109,13 +114,24 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
         if choose_device(job.run.device).type == "cpu":
             keep_freed_memory()
         with stacks_on_quit():
-            code = run_job(job, obj.catalog(job.plugins.disable), dry_run=dry_run, heeding=obj.until_the_end)
+            code = run_job(
+                job,
+                obj.catalog(job.plugins.disable),
+                dry_run=dry_run,
+                heeding=obj.until_the_end,
+                command=_command(obj),
+            )
     except ForgeError as error:
         code = error.exit_code
         raise
     finally:
         leave_outcome(code)
     return code
+
+
+def _command(obj: Any) -> str:
+    """What was typed, here or for the launcher that has started this rank."""
+    return os.environ.get(COMMAND) or shlex.join(["forge", *obj.arguments])
 
 
 def _end(code: int) -> None:

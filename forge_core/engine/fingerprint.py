@@ -62,7 +62,7 @@ def _differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
     for key in sorted({key for facts in ranks for key in facts}):
         holders: dict[str, list[int]] = {}
         for rank, facts in enumerate(ranks):
-            holders.setdefault(facts.get(key, "nothing"), []).append(rank)
+            holders.setdefault(facts.get(key, "unset"), []).append(rank)
         if len(holders) > 1:
             yield f"  {key}: " + "; ".join(f"{value} on {_rank_words(held)}" for value, held in holders.items())
 

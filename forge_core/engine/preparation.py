@@ -41,32 +41,20 @@ from forge_core.passes import sort_passes
 from forge_core.run_directory import RunDirectory
 
 
-@attrs.frozen
-class Prepared:
-    """The components of a run, and where it begins."""
+@attrs.frozen(kw_only=True)
+class Begun:
+    """Where a run begins, before anything is asked that a run which has all its steps need not answer."""
 
     job: Job
     catalog: Catalog
-    build: ComponentBuilder
     device: torch.device
     mesh: Mesh
     peers: Peers
-    passes: Sequence[Use]
-    source: DataSource
-    loader: BatchLoader
-    validation: DataSource | None
-    vocab_size: int
-    schedule: Schedule
-    callbacks: Sequence[tuple[str, Callback]]
-    lifecycle: Lifecycle
     directory: RunDirectory
     store: CheckpointStore
     start: Start
-    warm_start: WarmStart | None
     ended: Sign | None
     console: Console
-    accumulation_asked_for: int
-    """``train.grad_accumulation`` before ``with_global_batch``."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -77,7 +65,25 @@ class Prepared:
         return self.checkpoint is not None and self.checkpoint.step == self.job.train.steps
 
 
-def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry_run: bool) -> Prepared:
+@attrs.frozen(kw_only=True)
+class Prepared(Begun):
+    """With the components of the run."""
+
+    build: ComponentBuilder
+    passes: Sequence[Use]
+    source: DataSource
+    loader: BatchLoader
+    validation: DataSource | None
+    vocab_size: int
+    schedule: Schedule
+    callbacks: Sequence[tuple[str, Callback]]
+    lifecycle: Lifecycle
+    warm_start: WarmStart | None
+    accumulation_asked_for: int
+    """``train.grad_accumulation`` before ``with_global_batch``."""
+
+
+def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry_run: bool) -> Begun:
     """Called by all ranks alike.
 
     Raises:
@@ -99,7 +105,28 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
     resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
     found = CheckpointStore(store.path, fetching, resume_problem)
     start = choose_start(resume, found, console.line, directory.events())
-    checkpoint = start.checkpoint
+    return Begun(
+        job=job,
+        catalog=catalog,
+        device=device,
+        mesh=mesh,
+        peers=peers,
+        directory=directory,
+        store=store,
+        start=start,
+        ended=ended,
+        console=console,
+    )
+
+
+def prepare(begun: Begun) -> Prepared:
+    """Called by all ranks alike. Nothing large is built, and nothing is written.
+
+    Raises:
+        ConfigError: as ``begin``.
+    """
+    job, catalog, device, mesh, peers = begun.job, begun.catalog, begun.device, begun.mesh, begun.peers
+    directory, console, checkpoint = begun.directory, begun.console, begun.checkpoint
     warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
     accumulation_asked_for = job.train.grad_accumulation or 1
     job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
@@ -137,10 +164,10 @@ def prepare(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, d
             ]
         ),
         directory=directory,
-        store=store,
-        start=start,
+        store=begun.store,
+        start=begun.start,
         warm_start=warm_start,
-        ended=ended,
+        ended=begun.ended,
         console=console,
         accumulation_asked_for=accumulation_asked_for,
     )

@@ -11,7 +11,13 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.checkpoint.compatibility import changed_keys, plugins_changed, used_plugins
+from forge_core.checkpoint.compatibility import (
+    changed_keys,
+    changes_that_matter,
+    plugins_changed,
+    used_plugins,
+    value_text,
+)
 from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.reading import refuse_misfits
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
@@ -159,9 +165,8 @@ def refuse_if_incompatible(
     used = {*used_plugins(job_table(job)), "forge-core", "torch"}
     if changed := plugins_changed(checkpoint.manifest.versions, used):
         report(f"resuming with other versions than {checkpoint.path.name} was saved with: {', '.join(changed)}")
-    for change in changes:
-        if not change.key.startswith(("run.", "metrics.", "checkpoint.")) and (change.old or change.new):
-            report(f"resuming with another {change.key}: {change.old} -> {change.new}")
+    for change in changes_that_matter(saved_job, job_table(job)):
+        report(f"resuming with another {change.key}: {value_text(change.old)} -> {value_text(change.new)}")
 
 
 def _with_new_keys(model: Mapping[str, Any], build: Builder) -> Mapping[str, Any]:

@@ -33,14 +33,14 @@ from forge_core.engine.measurement import Measurement
 from forge_core.engine.mesh import choose_device, join_process_group
 from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.peers import Peers
-from forge_core.engine.preparation import Prepared, prepare
+from forge_core.engine.preparation import Prepared, begin, prepare
 from forge_core.engine.ranks import on_all_ranks
 from forge_core.engine.replicas import JoinedReplicas, Replicas
 from forge_core.engine.resuming import restore
 from forge_core.engine.rolling_back import RollingBack
 from forge_core.engine.saving import Contents, Saving
 from forge_core.engine.signals import stop_on_signals
-from forge_core.engine.start_report import announce, describe
+from forge_core.engine.start_report import announce, announce_complete, describe
 from forge_core.engine.tenancy import Tenancy, complete, tenancy
 from forge_core.engine.timeouts import longer_timeouts
 from forge_core.engine.trackers import Trackers
@@ -52,12 +52,20 @@ from forge_core.hardware import peak_flops
 from forge_core.run_directory import RunDirectory, describe_environment
 
 
-def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False, heeding: ExitStack | None = None) -> ExitCode:
+def run_job(
+    job: Job,
+    catalog: Catalog,
+    *,
+    dry_run: bool = False,
+    heeding: ExitStack | None = None,
+    command: str | None = None,
+) -> ExitCode:
     """Run ``job`` in this process, which is one rank of the group that the environment describes, or a group of one.
 
     Args:
         heeding: signals are heeded until this is closed, to the end of the process perhaps: a scheduler says the same
             thing several times, and closing takes its time. By default, until the run ends.
+        command: what was typed, if this is known, for ``environment.json``.
 
     Returns:
         COMPLETED or STOPPED.
@@ -73,9 +81,9 @@ def run_job(job: Job, catalog: Catalog, *, dry_run: bool = False, heeding: ExitS
     try:
         with peers.lost_ones_named():
             if heeding is not None:
-                return _run(job, catalog, device, peers, started, dry_run, heeding)
+                return _run(job, catalog, device, peers, started, dry_run, heeding, command)
             with ExitStack() as own:
-                return _run(job, catalog, device, peers, started, dry_run, own)
+                return _run(job, catalog, device, peers, started, dry_run, own, command)
     finally:
         dist.destroy_process_group()
         peers.close()
@@ -89,22 +97,25 @@ def _run(
     started: float,
     dry_run: bool,
     heeding: ExitStack,
+    command: str | None,
 ) -> ExitCode:
     on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
-    prepared = on_all_ranks(lambda: prepare(job, catalog, device, peers, dry_run=dry_run))
+    begun = on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
     peers.sign()
-    if prepared.is_complete:
-        prepared.console.line(f"{prepared.directory.path} already has all {job.train.steps} steps; nothing to do")
+    if begun.is_complete:
+        announce_complete(begun)
         if not dry_run:
-            complete(prepared)
+            complete(begun)
         return ExitCode.COMPLETED
+    prepared = on_all_ranks(lambda: prepare(begun))
+    peers.sign()
     deadline = on_all_ranks(lambda: Deadline(job.run, started))
     built = on_all_ranks(lambda: _build(prepared))
     peers.sign()
     if dry_run:
         describe(prepared, built.model)
         return ExitCode.COMPLETED
-    return _train(prepared, built, deadline, heeding)
+    return _train(prepared, built, deadline, heeding, command)
 
 
 @attrs.frozen
@@ -120,7 +131,7 @@ def _build(prepared: Prepared) -> _Built:
     return _Built(model, build_optimizer(prepared.job, model, prepared.build))
 
 
-def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitStack) -> ExitCode:
+def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitStack, command: str | None) -> ExitCode:
     mesh, checkpoint = prepared.mesh, prepared.checkpoint
     if checkpoint is not None:
         restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, prepared.console.line)
@@ -129,7 +140,9 @@ def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitS
     if prepared.warm_start is not None:
         loaded = load_warm_start(prepared.warm_start, built.model, built.optimizer, mesh, prepared.console.line)
     versions = {plugin.distribution: plugin.version for plugin in prepared.catalog.plugins if plugin.status == "ok"}
-    environment = describe_environment(versions, mesh.degrees, str(prepared.device))
+    environment = {}
+    if mesh.rank == 0:
+        environment = describe_environment(versions, mesh.degrees, str(prepared.device), command)
     deadline.learn(prepared.directory.events(), prepared.console.line)
     with (
         tenancy(prepared, environment, deadline) as held,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.component import PassComponent, Use
-from forge_core.config.job import notes
+from forge_core.config.job import job_table, notes
 from forge_core.engine.build import BuiltModel
 from forge_core.engine.pass_table import PassRow, pass_table
-from forge_core.engine.preparation import Prepared
+from forge_core.engine.preparation import Begun, Prepared
+
+_SHOWN = 5
+"""Keys that differ, of a run that has all its steps."""
 
 
 def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
@@ -29,6 +33,20 @@ def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
     )
     for line in notes(job, prepared.catalog):
         prepared.console.line(f"note: {line}")
+
+
+def announce_complete(begun: Begun) -> None:
+    """That there is nothing to do, and with which keys it has been trained otherwise."""
+    assert begun.checkpoint is not None, "it is complete"
+    steps = begun.job.train.steps
+    begun.console.line(f"{begun.directory.path} already has all {steps} steps; nothing to do")
+    changes = changes_that_matter(begun.checkpoint.job(), job_table(begun.job))
+    if changes:
+        shown = ", ".join(f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changes[:_SHOWN])
+        more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        begun.console.line(
+            f"note: it was trained with other keys ({shown}{more}); to train with these, choose another run.name"
+        )
 
 
 def _axes(prepared: Prepared) -> dict[str, int]:

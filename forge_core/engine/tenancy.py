@@ -13,7 +13,7 @@ from forge_core.checkpoint.copier import Copier
 from forge_core.config.job import dump_job
 from forge_core.engine.deadline import Deadline
 from forge_core.engine.mirroring import Mirroring
-from forge_core.engine.preparation import Prepared, mirror_of
+from forge_core.engine.preparation import Begun, Prepared, mirror_of
 from forge_core.engine.ranks import from_first_rank, on_all_ranks, slowly_from_first_rank
 from forge_core.errors import ConfigError, MirrorError
 from forge_core.lease import FILE_NAME, Lease, refuse_unless_shared
@@ -40,7 +40,7 @@ def tenancy(prepared: Prepared, environment: Mapping[str, Any], deadline: Deadli
     """Take the run's directory over and open it, on all ranks.
 
     Args:
-        environment: as ``describe_environment`` gives it.
+        environment: as ``describe_environment`` gives it, on the first rank.
 
     Raises:
         ConfigError: somebody else trains there, it cannot be written to, or has changed meanwhile.
@@ -56,16 +56,16 @@ def tenancy(prepared: Prepared, environment: Mapping[str, Any], deadline: Deadli
             prepared.directory.close()
 
 
-def complete(prepared: Prepared) -> None:
+def complete(begun: Begun) -> None:
     """Do what a run that has all its steps could not do any more: copy to the mirror, and clear up, if it was killed
     while it ended."""
-    has_mirror = prepared.job.checkpoint.mirror is not None
-    if not has_mirror and not from_first_rank(lambda: _is_left_untidy(prepared)):
+    has_mirror = begun.job.checkpoint.mirror is not None
+    if not has_mirror and not from_first_rank(lambda: _is_left_untidy(begun)):
         return
-    with _held(prepared) as lease:
+    with _held(begun) as lease:
         if lease is not None:
-            prepared.store.remove_unfinished()
-        mirroring = _mirroring(prepared, lease, None)
+            begun.store.remove_unfinished()
+        mirroring = _mirroring(begun, lease, None)
         if mirroring is not None:
             try:
                 mirroring.finish()
@@ -73,16 +73,16 @@ def complete(prepared: Prepared) -> None:
                 mirroring.close()
 
 
-def _is_left_untidy(prepared: Prepared) -> bool:
+def _is_left_untidy(begun: Begun) -> bool:
     """By an attempt that was killed, and it can be mended: a run that is only to be looked at is left alone."""
-    path, store = prepared.directory.path, prepared.store
+    path, store = begun.directory.path, begun.store
     untidy = (path / FILE_NAME).exists() or any(store.unfinished())
     return untidy and os.access(path, os.W_OK) and os.access(store.path, os.W_OK)
 
 
 @contextmanager
-def _held(prepared: Prepared) -> Iterator[Lease | None]:
-    lease = on_all_ranks(lambda: _lease(prepared))
+def _held(begun: Begun) -> Iterator[Lease | None]:
+    lease = on_all_ranks(lambda: _lease(begun))
     try:
         yield lease
     finally:
@@ -90,14 +90,14 @@ def _held(prepared: Prepared) -> Iterator[Lease | None]:
             lease.give_back()
 
 
-def _lease(prepared: Prepared) -> Lease | None:
+def _lease(begun: Begun) -> Lease | None:
     """On the first rank: from here on, this run's directory is written to."""
-    if prepared.mesh.rank > 0:
+    if begun.mesh.rank > 0:
         return None
     try:
-        return Lease(prepared.directory.path, prepared.console.line, prepared.ended)
+        return Lease(begun.directory.path, begun.console.line, begun.ended)
     except OSError as error:
-        raise ConfigError(f"run.dir: cannot write to {prepared.directory.path}: {error.strerror}") from error
+        raise ConfigError(f"run.dir: cannot write to {begun.directory.path}: {error.strerror}") from error
 
 
 def _open_directory(prepared: Prepared, environment: Mapping[str, Any]) -> None:
@@ -113,24 +113,24 @@ def _open_directory(prepared: Prepared, environment: Mapping[str, Any]) -> None:
     prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
 
 
-def _mirroring(prepared: Prepared, lease: Lease | None, deadline: Deadline | None) -> Mirroring | None:
+def _mirroring(begun: Begun, lease: Lease | None, deadline: Deadline | None) -> Mirroring | None:
     """After the run's own directory: the mirror's ``job.toml`` says that both are done.
 
     Raises:
         MirrorError: it cannot be written to, and the run is not to go on without it, or begins only now.
     """
-    mirror = mirror_of(prepared.job)
+    mirror = mirror_of(begun.job)
     if mirror is None:
         return None
-    section, start, say = prepared.job.checkpoint, prepared.start, prepared.console.line
+    section, start, say = begun.job.checkpoint, begun.start, begun.console.line
     copier = None
     if lease is not None:
         copier = Copier(
-            prepared.store,
+            begun.store,
             mirror,
             section,
             attempt=lease.attempt,
-            job_toml=dump_job(prepared.job),
+            job_toml=dump_job(begun.job),
             start=start.step if start.checkpoint else -1,
             may_commit=lease.refuse_if_lost,
         )
@@ -145,12 +145,12 @@ def _mirroring(prepared: Prepared, lease: Lease | None, deadline: Deadline | Non
                 raise
             say(f"{error}; training goes on, and it is tried again after the next save")
 
-    slowly_from_first_rank(take_over, prepared.peers.sign)
+    slowly_from_first_rank(take_over, begun.peers.sign)
     return Mirroring(
         copier,
         section,
-        prepared.peers.sign,
+        begun.peers.sign,
         say,
-        prepared.directory.write_event,
+        begun.directory.write_event,
         lambda seconds: deadline.must_hold(seconds, say) if deadline else None,
     )

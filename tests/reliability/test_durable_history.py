@@ -5,6 +5,7 @@ Every flush is seen, and nothing else counts as being on the disk; real power cu
 
 import json
 import os
+import shlex
 import stat
 import sys
 import tomllib
@@ -64,6 +65,8 @@ def test_files_of_a_run_are_durable_up_to_each_checkpoint(tiny, left, background
     assert main([*run, "train.steps=10", "eval.interval=3"]) == 0
 
     assert [*left] == [3, 6, 7, 9, 10]
+    commands = [json.loads(files["environment.json"])["command"] for files in left.values()]
+    assert commands[2:4] == [shlex.join(["forge", *run, f"train.steps={n}", "eval.interval=3"]) for n in (7, 10)]
     for step, files in left.items():
         metrics = [json.loads(line) for line in files["metrics.jsonl"].splitlines()]
         assert [line["step"] for line in metrics if "loss" in line][:step] == [*range(1, step + 1)]

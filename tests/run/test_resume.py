@@ -1,5 +1,8 @@
 """Resume is exact: bit-identical on the same layout."""
 
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,8 @@ def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_los
     two = ["--nproc", "2", "train.batch_size=2", "eval.interval=5"]
 
     shared_tiny.completed(*whole, *two, "run.name=two-then-one", "train.steps=10")
+    environment = json.loads((shared_tiny.path("two-then-one") / "environment.json").read_text())
+    assert shlex.split(environment["command"])[:5] == ["forge", "run", str(shared_tiny.config), *whole]
     moved = shared_tiny.completed(*whole, "run.name=two-then-one", "train.steps=20")
 
     losses = [line for line in moved if "loss" in line]
@@ -135,10 +140,22 @@ def test_a_checkpoint_from_before_a_key_of_the_model_is_held_to_its_default(shar
     assert shared_tiny.metrics("updated")[-1]["step"] == 12
 
 
+def test_a_run_that_has_all_its_steps_says_so_before_it_complains_about_anything_else(shared_tiny, tmp_path, capfd):
+    shared_tiny.completed("run.name=all-steps", "train.steps=3")
+
+    changed = ["model.n_layers=1", f"data.path={tmp_path}/gone", "train.seq_len=16", "optimizer.lr=0.1"]
+    assert main(["run", str(shared_tiny.config), "run.name=all-steps", "train.steps=3", *changed]) == 0
+
+    first, note = capfd.readouterr().out.splitlines()[-2:]
+    assert first == f"{shared_tiny.path('all-steps')} already has all 3 steps; nothing to do"
+    assert re.match(r"note: it was trained with other keys \(.*model\.n_layers: 2 -> 1, .* -> 16", note)
+    assert note.endswith("to train with these, choose another run.name")
+
+
 def test_a_checkpoint_whose_model_has_a_key_that_is_gone_is_refused_by_its_name(shared_tiny, rewrite_job, capfd):
     shared_tiny.completed("run.name=outdated", "train.steps=10")
     checkpoint = shared_tiny.path("outdated") / "checkpoints/step_00000010"
     rewrite_job(checkpoint, "tie_embeddings = false\n", "tie_embeddings = false\nknots = 3\n")
 
     assert main(["run", str(shared_tiny.config), "run.name=outdated", "train.steps=12"]) == 2
-    assert "model.knots: 3 -> not set" in capfd.readouterr().err
+    assert "model.knots: 3 -> unset" in capfd.readouterr().err
