@@ -114,6 +114,26 @@ def test_a_table_is_for_people(folder, capsys):
     assert all(word in shown for word in ("RUN", "demo", "7/40", "1.4286", "5", "1 h ago")), shown
 
 
+def test_a_narrow_terminal_keeps_the_columns(folder, capsys, monkeypatch):
+    make_run(folder, "demo", step=7, saved=5, job="4_1")
+    make_run(folder, "another", step=40, saved=40)
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert main(["status"]) == 0
+
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 40, shown
+    assert [line.split() for line in lines if line.strip()] == [
+        ["RUN", "STATE", "STEP"],
+        ["another", "finished", "40/40"],
+        ["loss", "0.2500", "saved", "40", "1", "h", "ago"],
+        ["demo", "failed", "7/40"],
+        ["loss", "1.4286", "saved", "5", "1", "h", "ago"],
+        ["job", "4_1"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("events", "step"),
     [

@@ -49,18 +49,26 @@ def _print_table(runs: Sequence[RunProgress]) -> None:
         table.add_column(title, justify="right")
     table.add_column("JOB")
     table.add_column("LAST SEEN", justify="right")
+    narrow = Table(box=None, pad_edge=False, header_style="bold")
+    narrow.add_column("RUN", overflow="fold")
+    narrow.add_column("STATE", no_wrap=True)
+    narrow.add_column("STEP", justify="right", no_wrap=True)
     for run in runs:
-        job = " ".join(filter(None, (run.job_id, run.reason)))
-        table.add_row(
-            Text(printable(run.name)),
-            Text(run.state, style=_STYLES.get(run.state, "")),
-            f"{run.step}/{'?' if run.steps is None else run.steps}",
-            "-" if run.loss is None else f"{run.loss:.4f}",
-            "-" if run.checkpoint is None else str(run.checkpoint),
-            Text(printable(job) or "-"),
-            "-" if run.age is None else _duration(run.age),
-        )
-    Console().print(table)
+        job = printable(" ".join(filter(None, (run.job_id, run.reason))))
+        name = Text(printable(run.name))
+        state = Text(run.state, style=_STYLES.get(run.state, ""))
+        step = f"{run.step}/{'?' if run.steps is None else run.steps}"
+        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        saved = "-" if run.checkpoint is None else str(run.checkpoint)
+        seen = "-" if run.age is None else _duration(run.age)
+        table.add_row(name, state, step, loss, saved, Text(job or "-"), seen)
+        narrow.add_row(name, state, step)
+        narrow.add_row(f"  loss {loss}", f"saved {saved}", seen)
+        if job:
+            narrow.add_row(Text(f"  job {job}"))
+    console = Console()
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    console.print(table if needed <= console.width else narrow)
 
 
 _STYLES = {"running": "green", "failed": "red", "queued": "yellow", "finished": "dim"}
