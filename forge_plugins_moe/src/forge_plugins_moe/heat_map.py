@@ -1,7 +1,6 @@
 """``experts.html``: the load of experts in colours, in one file without scripts. Nothing here imports torch.
 
-A cell's colour is the expert's load over the layer's mean: white at 1, red above, blue below, the darker the further in
-powers of two.
+A cell's colour is the expert's load over the layer's mean, in powers of two: the darker, the more; white is nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ _RECENT = 0.1
 """Of the logged steps, the part that the first map shows."""
 _COLUMNS = 80
 """Of a map over time, at most."""
-_RED, _BLUE = (178, 24, 43), (33, 102, 172)
+_LEAST, _MOST = (253, 231, 217), (103, 0, 13)
+"""The colours of a quarter of the mean and of four times the mean, and of what is beyond."""
 _STYLE = "body{font:14px sans-serif;margin:2em;max-width:72em}text{font:11px sans-serif}h2{margin-top:2em}"
 
 
@@ -48,12 +48,12 @@ def _page(name: str, loads: Sequence[Loads]) -> Iterator[str]:
     yield _map(means, "expert")
     yield f"<h2>Over time, steps {first} to {last}</h2>"
     groups = _in_groups(loads)
-    span = f"logged steps from left to right, {len(loads)} in {len(groups)} columns"
+    span = f"logged steps from left to right, {len(loads)} in {len(groups)} columns, each with its first step"
     for layer, load in loads[-1].load.items():
         columns = [_over_mean(_summed(group, layer)) for group in groups]
         rows = {f"expert {expert}": [column[expert] for column in columns] for expert in range(len(load))}
         yield f"<h3>{html.escape(layer)}</h3><p>{span}; busiest over mean in the last: {max(columns[-1]):.2f}</p>"
-        yield _map(rows, "column")
+        yield _map(rows, "step", [group[0].step for group in groups])
     pairs = loads[-1].pairs
     if pairs:
         yield f"<h2>Experts that work on the same tokens, step {last}</h2>"
@@ -63,19 +63,21 @@ def _page(name: str, loads: Sequence[Loads]) -> Iterator[str]:
         yield _map(_over_chance(matrix, loads[-1].load[layer]), "expert")
 
 
-def _map(rows: Mapping[str, Sequence[float]], column: str) -> str:
-    """An SVG; each cell says its row, column and value when it is pointed at."""
-    width = _LEFT + _CELL * max(map(len, rows.values()))
+def _map(rows: Mapping[str, Sequence[float]], column: str, numbers: Sequence[int] = ()) -> str:
+    """An SVG; each cell says its row, column and value when it is pointed at. ``numbers`` are those of the columns, by
+    default from 0."""
+    numbers = numbers or range(max(map(len, rows.values())))
+    width = _LEFT + _CELL * (len(numbers) + 3)  # the last number is wider than its column
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_TOP + _CELL * len(rows)}">']
-    for number in range(0, max(map(len, rows.values())), 4):
-        parts.append(f'<text x="{_LEFT + _CELL * number + 2}" y="{_TOP - 6}">{number}</text>')
+    for place in range(0, len(numbers), 4):
+        parts.append(f'<text x="{_LEFT + _CELL * place + 2}" y="{_TOP - 6}">{numbers[place]}</text>')
     for place, (name, values) in enumerate(rows.items()):
         y = _TOP + _CELL * place
         label = html.escape(name)
         parts.append(f'<text x="{_LEFT - 6}" y="{y + _CELL - 4}" text-anchor="end">{label}</text>')
-        for number, value in enumerate(values):
-            said = f"{label}, {column} {number}: {value:.2f}"
-            parts.append(_cell(_LEFT + _CELL * number, y, value, said))
+        for at, value in enumerate(values):
+            said = f"{label}, {column} {numbers[at]}: {value:.2f}"
+            parts.append(_cell(_LEFT + _CELL * at, y, value, said))
     return "".join(parts) + "</svg>"
 
 
@@ -94,12 +96,11 @@ def _cell(x: int, y: int, value: float, said: str) -> str:
 
 
 def _colour(value: float) -> str:
-    """Black where there is nothing at all."""
+    """White where there is nothing at all."""
     if value <= 0:
-        return "#000000"
-    doublings = max(-2.0, min(2.0, math.log2(value)))
-    target, part = (_RED if doublings > 0 else _BLUE), abs(doublings) / 2
-    return "#" + "".join(f"{round(245 + (channel - 245) * part):02x}" for channel in target)
+        return "#ffffff"
+    part = (max(-2.0, min(2.0, math.log2(value))) + 2) / 4
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(_LEAST, _MOST, strict=True))
 
 
 def _in_groups(loads: Sequence[Loads]) -> list[Sequence[Loads]]:
