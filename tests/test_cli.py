@@ -350,3 +350,15 @@ def test_a_process_ends_with_its_exit_code_and_without_unloading_torch(make_dist
     )
 
     assert (process.returncode, process.stdout) == (code, shown), process.stderr
+
+
+@pytest.mark.parametrize("arguments", [["show", "parallel_pass", "fsdp"], ["--kind", "router"], []])
+def test_what_there_is_wraps_at_the_width_of_the_terminal(monkeypatch, capsys, arguments):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    assert main(["plugins", *arguments]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 100 and "built by" not in line] == []
+    assert len(lines) > 5

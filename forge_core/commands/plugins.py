@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
+from textwrap import fill, wrap
 from typing import Any
 
 import attrs
@@ -14,6 +17,9 @@ from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
 from forge_core.catalog import Catalog, Plugin, Provided, is_importable
 from forge_core.cli import Invocation
 from forge_core.component import PassComponent
+
+_LEAST_ROOM = 20
+"""Characters below which text is not wrapped."""
 
 
 @click.group(invoke_without_command=True)
@@ -52,7 +58,7 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
     config = load_reference(
         component.config, what=f"the config class of {kind} '{component.name}'", owner=plugin.distribution
     )
-    click.echo(f"{kind} {component.name}: {component.summary}")
+    click.echo(_wrapped(f"{kind} {component.name}: {component.summary}"))
     click.echo(f"provided by {plugin}, built by {component.factory}")
     if component.aliases:
         click.echo(f"also called {', '.join(component.aliases)}")
@@ -61,7 +67,7 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
     for module in component.modules:
         click.echo(f"needs the module {module}{'' if is_importable(module) else ', which is not installed'}")
     if isinstance(component, PassComponent):
-        click.echo("\n".join(_place_among_passes(component)))
+        click.echo("\n".join(map(_wrapped, _place_among_passes(component))))
     click.echo()
     click.echo(_key_table(config))
 
@@ -165,8 +171,15 @@ def _provides(plugin: Plugin) -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
-    """Rows as lines, columns two spaces apart; the column ``right`` is flush right."""
+    """Rows as lines, columns two spaces apart; the column ``right`` is flush right. On a terminal, the last column
+    wraps at its width, where that leaves some room."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    before_last = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = _terminal_width() - before_last
+    if room >= _LEAST_ROOM:
+        under = f"\n{' ' * before_last}"
+        rows = [(*row[:-1], under.join(wrap(row[-1], room, break_on_hyphens=False))) for row in rows]
+        widths[-1] = 0
     return [
         "  ".join(
             cell.rjust(width) if index == right else cell.ljust(width)
@@ -174,6 +187,16 @@ def _aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def _terminal_width() -> int:
+    """0 where there is none: lines are then as long as they are."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def _wrapped(text: str) -> str:
+    width = _terminal_width()
+    return fill(text, width, subsequent_indent="    ", break_on_hyphens=False) if width >= _LEAST_ROOM else text
 
 
 def _json(value: Any) -> str:

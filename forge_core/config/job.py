@@ -13,7 +13,7 @@ import attrs
 from forge_core.announcements import canonical_distribution
 from forge_core.builder import ComponentBuilder
 from forge_core.catalog import Catalog, kind_words
-from forge_core.component import Use
+from forge_core.component import PassComponent, Use
 from forge_core.config.checkpoint_rules import checkpoint_problems
 from forge_core.config.converter import EXPECTED_STRING, structure
 from forge_core.config.lead_rules import lead_problems
@@ -65,6 +65,7 @@ def load_job(
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path)) from error
     job, found = _completed(job, path.stem, installed, world_size)
     problems += [*(problem.moved(lambda path: _written(path, job)) for problem in found)]
+    problems = [_blamed_on_its_cause(problem, job, document, installed) for problem in problems]
     problems += _ineffective(job, document.table)
     if problems:
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
@@ -356,6 +357,19 @@ def _placed(problem: Problem, document: Document) -> Problem:
         setting = re.fullmatch(r"([^=\s]+)[=\s](.*)", location.source, re.DOTALL)
         sentence += f" (for the text, write {setting[1]}='\"{setting[2]}\"')" if setting else ""
     return attrs.evolve(problem, sentence=sentence, location=location)
+
+
+def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog: Catalog) -> Problem:
+    """A pass that nobody has written is there for a degree, or for a precision, that somebody has."""
+    path = problem.path if problem.at is None else problem.at
+    use = job.parallel.passes.get(str(path[2])) if path[:2] == ("parallel", "passes") and len(path) > 2 else None
+    if use is None or path[:3] in document.locations:
+        return problem
+    component = catalog.lookup("parallel_pass", use.qualified_name).component
+    served = component.serves if isinstance(component, PassComponent) else ()
+    causes = [("train" if one == "precision" else "parallel", one) for one in served]
+    written = next((cause for cause in causes if cause in document.locations), None)
+    return problem if written is None else attrs.evolve(problem, at=written)
 
 
 def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Use]]:

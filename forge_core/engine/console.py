@@ -20,14 +20,16 @@ class Console(Callback):
         self._terminal = RichConsole(highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
+        self._line(text, text)
+
+    def _line(self, text: str, on_a_terminal: str) -> None:
         if not self._speaks:
             return
-        text = printable(text)
-        self._record(text)
+        self._record(printable(text))
         if self._terminal.is_terminal:
-            self._terminal.print(text, markup=False)
+            self._terminal.print(printable(on_a_terminal), markup=False)
         else:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def progress(self) -> list[Callback]:
         """The progress bar, where there is a terminal to draw it on."""
@@ -46,7 +48,10 @@ class Console(Callback):
             parts.append(f"mfu {metrics['mfu']:.1%}")
         if "memory_gib" in metrics:
             parts.append(f"{metrics['memory_gib']:.1f} GiB")
-        self.line("  ".join(parts))
+        shown = parts
+        while len(shown) > 1 and len("  ".join(shown)) > self._terminal.width:  # the rest is in log.txt
+            shown = shown[:-1]
+        self._line("  ".join(parts), "  ".join(shown))
 
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         ahead = "  looks ahead: later tokens are seen" if metrics.get("eval/looks_ahead") else ""

@@ -180,6 +180,13 @@ def test_every_declaration_has_a_case():
     assert declared == set(CASES)
 
 
+@pytest.mark.parametrize("settings", [["parallel.tp=2", "parallel.pp=2"], ["parallel.pp=2", "parallel.tp=2"]])
+def test_the_degree_is_blamed_for_which_a_pass_is_there(problems, settings):
+    (line,) = problems([*settings, "train.grad_accumulation=1"])
+
+    assert line.startswith("parallel.pp=2: parallel.passes.pipeline: train.grad_accumulation = 1 gives")
+
+
 def test_conflicts_are_told_together_with_everything_else(problems):
     overrides = [*CASES["pipeline", "compile"][0], *CASES["compile", "fsdp"][0]]
 
