@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -36,6 +37,9 @@ MADE = "FORGE_TEST_MACHINE"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test is imported."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:  # as a shell does for what it starts in the background
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if MADE not in os.environ:
         folder = Path(tempfile.mkdtemp(prefix="forge-tests-"))
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
