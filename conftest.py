@@ -62,3 +62,4 @@ def make_machine(folder: Path, environment: MutableMapping[str, str]) -> None:
     if settings.is_file():  # says where packages come from
         environment.setdefault("PIP_CONFIG_FILE", str(settings))
     environment.update({"PATH": str(commands), "HOME": str(home), MADE: str(folder)})
+    (folder / "variables").write_text("\n".join(environment))
