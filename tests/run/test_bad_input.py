@@ -116,6 +116,31 @@ ON_RANKS = {
         ["--nproc", "2", f"{PASSES}.compile.whole_model=true"],
         "compile.whole_model: true cannot be combined with 'fsdp': it gathers and frees parameters between blocks",
     ),
+    "more stages than layers": (
+        ["--nproc", "4", "parallel.pp=4", "train.grad_accumulation=4"],
+        "the model has 2 layers, and each of 4 stages needs at least one",
+    ),
+    "more stages a rank than layers": (
+        ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", f"{PASSES}.pipeline.schedule=ZBVZeroBubble"],
+        "the model has 2 layers, and each of 4 stages needs at least one",
+    ),
+    "expert parallelism without experts": (["--nproc", "2", "parallel.ep=2"], "has no experts; set parallel.ep = 1"),
+    "a width that tp does not divide": (
+        ["--nproc", "2", "parallel.tp=2", "model.feed_forward.hidden_dim=51"],
+        "51 features cannot be shared out evenly to parallel.tp = 2 ranks",
+    ),
+    "a vocabulary that leaves a rank without rows": (
+        ["--nproc", "2", "parallel.tp=2", "model.vocab_size=1"],
+        "1 rows, cut into parallel.tp = 2 parts, leave a rank with none",
+    ),
+    "matrices that fsdp cannot share out once tp has cut them": (
+        ["--nproc", "6", "parallel.tp=2", "parallel.dp_shard=3"],
+        "a matrix of 32 × 32 (model.n_heads), cut into parallel.tp = 2 parts by rows, cannot be shared out",
+    ),
+    "fp8 that finds nothing to do": (
+        ["--nproc", "2", f"{PASSES}.fp8.emulate=true"],
+        "no linear layer of a block has at least 1024 input and output features on a rank",
+    ),
     "a pass that conflicts with an axis": (
         ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", f"{PASSES}.fsdp.keep_gathered=true"],
         "fsdp.keep_gathered: true cannot be combined with parallel.pp = 2",
