@@ -197,4 +197,4 @@ def test_what_our_installed_packages_provide_is_published(distribution):
     }  # fmt: skip
 
     published = {(kind, name) for kind, names in PUBLISHED["components"][distribution].items() for name in names}
-    assert provided <= published
+    assert provided == published, "an upgrade would be promised that does not exist"

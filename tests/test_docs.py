@@ -35,6 +35,7 @@ GENERATED = ("generated/config-reference.md", "generated/passes.md")
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]
 AFTERNOONS = [DOCS / "write-a-router.md", DOCS / "write-an-optimizer.md"]
+PACKAGES = [*sorted(ROOT.glob("plugins/*/")), *sorted(ROOT.glob("forge_plugins_*/"))]
 PAGES = [
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -393,6 +394,15 @@ def anchors(page: Path) -> set[str]:
     """The names that GitHub and MyST give to headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_is_whole_by_itself(package):
+    """Its wheel has the licence, and its README, which an index shows without the repository, no link into that."""
+    assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", (package / "README.md").read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
