@@ -55,7 +55,6 @@ OVERRIDES = {
     "a kernel that this device does not have": (["model.attention=cudnn"], '"cudnn" needs CUDA'),
     "a name too long for a directory": (["run.name=" + "x" * 300], "run.name: 300 characters"),
     "more processes than the mesh uses": (["--nproc", "3", "parallel.dp_shard=2"], "ask for 2 ranks"),
-    "more processes than a machine can serve": (["--nproc", "10000"], "--nproc: 10000 processes are more than the"),
     "no number of processes": (["--nproc", "some"], "--nproc: expected a positive number or auto"),
     "evaluation of nothing": (["data.validation=0.0", "eval.interval=5"], "nothing to evaluate"),
     "vocabulary too small": (["model.vocab_size=100"], "smaller than the data's vocabulary of 257"),
@@ -116,6 +115,7 @@ ON_RANKS = {
         ["--nproc", "2", f"{PASSES}.compile.whole_model=true"],
         "compile.whole_model: true cannot be combined with 'fsdp': it gathers and frees parameters between blocks",
     ),
+    "more processes than a machine can serve": (["--nproc", "10000"], "--nproc: 10000 processes are more than the"),
     "more stages than layers": (
         ["--nproc", "4", "parallel.pp=4", "train.grad_accumulation=4"],
         "the model has 2 layers, and each of 4 stages needs at least one",
