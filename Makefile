@@ -42,7 +42,7 @@ docs: $(VENV)/installed-dev
 clean:
 	rm -rf $(VENV) runs docs/_build docs/generated
 
-$(VENV)/installed: requirements.txt constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml forge_plugins_*/pyproject.toml)
+$(VENV)/installed: requirements.txt constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml forge_plugins_*/pyproject.toml) forge_testing/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -r requirements.txt
 	touch $@

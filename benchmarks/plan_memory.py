@@ -33,8 +33,8 @@ from forge_core.engine.gradients import clip_gradients, global_norm, squared_nor
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.leaving import leave
 from forge_core.passes import sort_passes
-from forge_core.plan.memory import bytes_of
-from forge_core.plan.simulation import simulate
+from forge_plugins_plan.memory import bytes_of
+from forge_plugins_plan.simulation import simulate
 
 JOB = """
 [model]

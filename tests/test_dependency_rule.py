@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "forge_core"
 PACKAGES = {
     package.name: package
-    for pattern in ("plugins/*/src/*", "forge_plugins_*/src/*")
+    for pattern in ("plugins/*/src/*", "forge_plugins_*/src/*", "forge_testing/src/*")
     for package in ROOT.glob(pattern)
     if (package / "__init__.py").exists()
 }
@@ -45,7 +45,8 @@ def declared_dependencies(package: Path) -> set[str]:
     import tomllib
 
     project = tomllib.loads((package.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in project["dependencies"]}
+    extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in [*project["dependencies"], *extras]}
 
 
 def test_there_is_something_to_look_at():
@@ -67,7 +68,7 @@ def test_a_plugin_imports_the_core_and_what_it_declares_and_only_public_names(pa
             owner = ours(module)
             assert owner in allowed or owner is None, f"{file} imports {module}, which {package} does not depend on"
             if owner not in (None, package):
-                private = [part for part in (*module.split("."), name) if part.startswith("_")]
+                private = [part for part in (*module.split("."), name) if re.match(r"_(?!_)", part)]
                 assert not private, f"{file} imports the private {module} {name}"
 
 

@@ -35,10 +35,10 @@ GENERATED = ("generated/config-reference.md", "generated/passes.md")
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]
 AFTERNOONS = [DOCS / "write-a-router.md", DOCS / "write-an-optimizer.md"]
-PACKAGES = [*sorted(ROOT.glob("plugins/*/")), *sorted(ROOT.glob("forge_plugins_*/"))]
+PACKAGES = [*sorted(ROOT.glob("plugins/*/")), *sorted(ROOT.glob("forge_plugins_*/")), ROOT / "forge_testing"]
 PAGES = [
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "forge_testing/README.md")),
     *sorted(ROOT.glob("plugins/*/README.md")),
     *sorted(ROOT.glob("forge_plugins_*/README.md")),
 ]

@@ -8,9 +8,9 @@ import torch
 from forge_core.component import Use
 from forge_core.engine.initialisation import initialise
 from forge_core.errors import ConfigError
-from forge_core.generation import generate, generate_steps, sample
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
 from forge_plugins_dense.transformer import Transformer
+from forge_plugins_inference.generation import generate, generate_steps, sample
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 8, 9]]
 
@@ -54,7 +54,7 @@ def test_likeliest_tokens_are_those_of_whole_forwards_for_prompts_of_any_length(
 def test_long_prompts_are_read_in_chunks(model, monkeypatch):
     whole = generate(model, PROMPTS, max_new_tokens=5, temperature=0)
     for chunk in (1, 2, 4):
-        monkeypatch.setattr("forge_core.generation.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("forge_plugins_inference.generation.PREFILL_CHUNK", chunk)
         assert generate(model, PROMPTS, max_new_tokens=5, temperature=0) == whole
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.hookspecs import CORE_KINDS
-from forge_core.scaffold.package import HOOKS, write_package
+from forge_testing.scaffold.package import HOOKS, write_package
 
 KINDS = [*(kind.name for kind in CORE_KINDS), "command", "check"]
 WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("command", "check")]
@@ -164,7 +164,7 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path}/noisy-gate: a package with the router 'noisy_gate'. Next:",
         f"    cd {tmp_path}/noisy-gate",
-        "    pip install -e . pytest",
+        "    pip install -e . forge-testing",
         "    pytest",
     ]
 

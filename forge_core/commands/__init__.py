@@ -15,11 +15,6 @@ CORE_COMMANDS = (
         run="forge_core.commands.validate:validate",
     ),
     Command(
-        name="plan",
-        summary="what a job would take on N ranks: FLOPs, passes, memory; without a GPU",
-        run="forge_core.commands.plan:plan",
-    ),
-    Command(
         name="config",
         summary="print the resolved configuration, its JSON Schema, or the difference of two",
         run="forge_core.commands.config:config",
@@ -34,12 +29,5 @@ CORE_COMMANDS = (
         summary="list, show, verify and prune the checkpoints of a run",
         run="forge_core.commands.checkpoint:checkpoint",
     ),
-    Command(
-        name="doctor",
-        summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
-        run="forge_core.commands.doctor:doctor",
-    ),
-    Command(name="generate", summary="sample text from a run", run="forge_core.commands.generate:generate"),
-    Command(name="new", summary="write an installable plugin package to start from", run="forge_core.commands.new:new"),
 )
 """In the order in which they are listed. A plugin cannot replace one."""

@@ -18,6 +18,7 @@ from forge_core.component import Use
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.executor import Executor
+from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
@@ -26,7 +27,6 @@ from forge_core.engine.initialisation import canonical_name, initialise
 from forge_core.engine.loss_check import CheckedLoss
 from forge_core.engine.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
-from forge_core.hardware import Gpu
 from forge_core.sequences import share_out_positions
 
 

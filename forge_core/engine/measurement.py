@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import attrs
 import torch
 
+from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
+
 
 @attrs.define
 class Pending:
@@ -82,3 +84,12 @@ class Measurement:
             pending.copied.synchronize()
         fetched = dict(zip(pending.names, pending.values.tolist(), strict=True))
         return {"step": pending.step, **fetched, **pending.known}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of ``device`` in bf16, or ``None`` where no data sheet says so."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = [key for key in PEAK_BF16_TFLOPS if key in name]
+    return PEAK_BF16_TFLOPS[max(known, key=len)] * 1e12 if known else None

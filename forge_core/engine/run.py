@@ -29,7 +29,7 @@ from forge_core.engine.end_report import EndReport
 from forge_core.engine.examination import Examination
 from forge_core.engine.fingerprint import refuse_unequal_ranks
 from forge_core.engine.live_state import LiveParts
-from forge_core.engine.measurement import Measurement
+from forge_core.engine.measurement import Measurement, peak_flops
 from forge_core.engine.mesh import choose_device, join_process_group
 from forge_core.engine.mirroring import Mirroring
 from forge_core.engine.peers import Peers
@@ -48,7 +48,6 @@ from forge_core.engine.trainer import Trainer
 from forge_core.engine.warm_start import load_warm_start
 from forge_core.errors import ExitCode, ForgeError, exit_code_of
 from forge_core.fatal import fatal_errors_kept
-from forge_core.hardware import peak_flops
 from forge_core.run_directory import RunDirectory, describe_environment
 
 

@@ -12,11 +12,11 @@ from forge_core.contracts.router import Routing
 from forge_core.discovery import discover
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.errors import ConfigError, PluginError
-from forge_core.testing.feed_forward import FeedForwardConformance
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.routers.hash import Hash
+from forge_testing.feed_forward import FeedForwardConformance
 
 DIM = 16
 

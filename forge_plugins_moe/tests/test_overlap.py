@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from forge_core.engine.initialisation import SeededInitializer
 from forge_core.engine.mesh import join_process_group
-from forge_core.testing.component_case import builder
 from forge_plugins_moe import exchange
+from forge_testing.component_case import builder
 
 DIM = 16
 

@@ -5,9 +5,9 @@ import pytest
 
 from forge_core.config.field_docs import field_docs
 from forge_core.config.problems import ConfigProblems
-from forge_core.testing.component_case import builder
-from forge_core.testing.small_model import small_job
 from forge_plugins_moe.router_config import ExpertChoiceConfig
+from forge_testing.component_case import builder
+from forge_testing.small_model import small_job
 
 BAD = [
     ("softmax_topk", {"top_k": 0}, "top_k"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_core.testing.router import RouterConformance as OfAnyRouter
+from forge_testing.router import RouterConformance as OfAnyRouter
 
 
 class RouterConformance(OfAnyRouter):

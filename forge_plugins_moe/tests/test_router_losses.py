@@ -8,12 +8,12 @@ import torch
 
 from forge_core import sequences
 from forge_core.engine.initialisation import SeededInitializer
-from forge_core.testing.several_ranks import on_ranks
 from forge_plugins_moe.router_config import NoisyTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.routers.loss import squared_variation
 from forge_plugins_moe.routers.noisy_topk import NoisyTopK
 from forge_plugins_moe.routers.sigmoid_topk import SigmoidTopK
 from forge_plugins_moe.routers.softmax_topk import SoftmaxTopK
+from forge_testing.several_ranks import on_ranks
 
 DIM, EXPERTS, K = 6, 8, 3
 LENGTHS = (1, 9, 4, 26)

@@ -14,11 +14,11 @@ from forge_core.cli import main
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
 from forge_core.engine.initialisation import SeededInitializer
-from forge_core.plan.simulation import simulate
-from forge_core.testing.component_case import builder
-from forge_core.testing.several_ranks import on_ranks
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.visits import MeanVisits, expected_visits, visits
+from forge_plugins_plan.simulation import simulate
+from forge_testing.component_case import builder
+from forge_testing.several_ranks import on_ranks
 
 DIM, EXPERTS, NODES, TOKENS = 64, 256, 8, 512
 ROUTERS = {

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.cli import main
 from forge_core.contracts.callback import Requests, RunContext, StepContext
 from forge_core.errors import ConfigError
-from forge_core.testing.callback import CallbackConformance
-from forge_core.testing.small_model import small_job
 from forge_plugins_moe.coactivation import Coactivation
 from forge_plugins_moe.config import WatchConfig
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.load_history import LoadHistory, read_loads
 from forge_plugins_moe.watch import WatchExperts
+from forge_testing.callback import CallbackConformance
+from forge_testing.small_model import small_job
 
 TOML = """
 [run]

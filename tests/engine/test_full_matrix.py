@@ -14,7 +14,7 @@ from forge_core.engine.build import BuiltModel, build_optimizer
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.loss_check import CheckedLoss
 from forge_core.errors import ConfigError
-from forge_core.testing.small_model import small_job
+from forge_testing.small_model import small_job
 
 
 class WholeMatrices(torch.optim.SGD):

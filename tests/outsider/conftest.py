@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from forge_core.scaffold.package import write_package
+from forge_testing.scaffold.package import write_package
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -21,7 +21,7 @@ OURS = [
     ROOT,
     *(
         path.parent
-        for pattern in ("plugins/*", "forge_plugins_*")
+        for pattern in ("plugins/*", "forge_plugins_*", "forge_testing")
         for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
     ),
 ]

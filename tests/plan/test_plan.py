@@ -15,8 +15,8 @@ from forge_core.catalog import Catalog
 from forge_core.cli import main
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
-from forge_core.plan.alternatives import alternatives
-from forge_core.plan.report import flops_by_convention
+from forge_plugins_plan.alternatives import alternatives
+from forge_plugins_plan.report import flops_by_convention
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,7 +189,7 @@ AUTO = "parallel.passes.activation_checkpointing.mode=auto"
 def test_what_is_recomputed_can_depend_on_the_gpu_that_is_planned_for(plan, planned, monkeypatch):
     small = attrs.evolve(_gpu("h100"), memory_gib=1 + 0.0075)
     roomy = planned("--world-size", "1", AUTO, "--gpu", "h100")
-    monkeypatch.setattr("forge_core.hardware.gpu_named", lambda _: small)
+    monkeypatch.setattr("forge_plugins_plan.gpus.gpu_named", lambda _: small)
     tight = planned("--world-size", "1", AUTO, "--gpu", "small")
     code, _, said = plan("--world-size", "1", AUTO)
 
@@ -264,6 +264,6 @@ def _offering(*compared):
 
 
 def _gpu(name):
-    from forge_core.hardware import gpu_named
+    from forge_plugins_plan.gpus import gpu_named
 
     return gpu_named(name)

@@ -17,7 +17,7 @@ from forge_core.config.job import load_job
 from forge_core.config.sections import AXES
 from forge_core.discovery import discover
 from forge_core.errors import ConfigError
-from forge_core.plan.simulation import simulate
+from forge_plugins_plan.simulation import simulate
 
 BASE = """
 [model]

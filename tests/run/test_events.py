@@ -198,7 +198,7 @@ def written():
     sources = [
         *ROOT.glob("forge_core/**/*.py"),
         *ROOT.glob("plugins/*/src/**/*.py"),
-        *ROOT.glob("forge_plugins_*/src/**/*.py"),
+        *ROOT.glob("forge_*/src/**/*.py"),
     ]
     for source in sources:
         for call in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):

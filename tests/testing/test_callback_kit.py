@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Callback
-from forge_core.testing.callback import CallbackConformance
+from forge_testing.callback import CallbackConformance
 
 
 class Watch(Callback):

@@ -8,11 +8,11 @@ from typing import ClassVar
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_core.testing.component_case import ComponentCase
+from forge_testing.component_case import ComponentCase
 
 SUITE = """
 import pytest
-from forge_core.testing.component_case import ComponentCase
+from forge_testing.component_case import ComponentCase
 
 class Kit(ComponentCase):
     kind = "router"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_core.testing.data_source import DataSourceConformance
+from forge_testing.data_source import DataSourceConformance
 
 
 class Numbers:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.testing.feed_forward import FeedForwardConformance
+from forge_testing.feed_forward import FeedForwardConformance
 
 
 class Layer(nn.Module):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from forge_core.contracts.loss import LossSum
-from forge_core.testing.loss import LossConformance
+from forge_testing.loss import LossConformance
 
 
 def cross_entropy(hidden, head, targets):

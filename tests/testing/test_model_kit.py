@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.loss import LossSum
-from forge_core.testing.model import ModelConformance
-from forge_core.testing.small_model import SmallModel
+from forge_testing.model import ModelConformance
+from forge_testing.small_model import SmallModel
 
 
 class CachedModel(SmallModel):

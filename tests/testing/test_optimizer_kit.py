@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge_core.testing.optimizer import OptimizerConformance
+from forge_testing.optimizer import OptimizerConformance
 
 
 class Momentum(torch.optim.Optimizer):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from forge_core.engine.mesh import join_process_group
-from forge_core.testing.parallel_pass import ParallelPassConformance
+from forge_testing.parallel_pass import ParallelPassConformance
 
 
 class Checkpointing:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core.testing.plugin import PluginConformance
+from forge_testing.package import PluginConformance
 
 PLUGIN = """
     from forge_core.api import Component, hookimpl

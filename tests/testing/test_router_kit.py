@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.router import Routing
-from forge_core.testing.router import RouterConformance
+from forge_testing.router import RouterConformance
 
 
 class BalancedRouter(nn.Module):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_core.testing.scheduler import SchedulerConformance
+from forge_testing.scheduler import SchedulerConformance
 
 
 class TestLinear(SchedulerConformance):

@@ -10,8 +10,8 @@ import torch
 
 from forge_core.contracts.loss import LossSum
 from forge_core.errors import ConfigError
-from forge_core.testing.several_ranks import on_ranks
-from forge_core.testing.split_pass import SplitPassConformance
+from forge_testing.several_ranks import on_ranks
+from forge_testing.split_pass import SplitPassConformance
 
 
 class Halves:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from forge_core.testing.tokenizer import TokenizerConformance
+from forge_testing.tokenizer import TokenizerConformance
 
 
 class Bytes:

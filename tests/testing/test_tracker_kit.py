@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.contracts.tracker import Tracker
-from forge_core.testing.tracker import TrackerConformance
+from forge_testing.tracker import TrackerConformance
 
 
 class Lines(Tracker):

@@ -5,13 +5,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from forge_core.testing.data_source import DataSourceConformance
-from forge_core.testing.tokenizer import TokenizerConformance
 from forge_plugins_data.bpe import train_bpe
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.documents import Unit
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
+from forge_testing.data_source import DataSourceConformance
+from forge_testing.tokenizer import TokenizerConformance
 
 
 def write_text(folder):

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from forge_core.testing.feed_forward import FeedForwardConformance
-from forge_core.testing.model import ModelConformance
-from forge_core.testing.plugin import PluginConformance
 from forge_plugins_dense.testing.predictor import PredictorConformance
+from forge_testing.feed_forward import FeedForwardConformance
+from forge_testing.model import ModelConformance
+from forge_testing.package import PluginConformance
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32, "feed_forward": {"name": "mlp", "hidden_dim": 48}}
 

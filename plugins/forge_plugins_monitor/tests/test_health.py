@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from forge_core.contracts.callback import StepContext
-from forge_core.testing.callback import SmallRun
 from forge_plugins_monitor import health
 from forge_plugins_monitor.config import HealthConfig
 from forge_plugins_monitor.health import Health
 from forge_plugins_monitor.nvml import GpuState, Nvml
+from forge_testing.callback import SmallRun
 
 WELL = GpuState("GPU 3 (H100)", memory_errors=0, waits_for_reset=False, slowed_down_by=(), free=0.5)
 

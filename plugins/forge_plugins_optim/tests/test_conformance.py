@@ -1,9 +1,9 @@
 from typing import ClassVar
 
-from forge_core.testing.loss import LossConformance
-from forge_core.testing.optimizer import OptimizerConformance
-from forge_core.testing.plugin import PluginConformance
-from forge_core.testing.scheduler import SchedulerConformance
+from forge_testing.loss import LossConformance
+from forge_testing.optimizer import OptimizerConformance
+from forge_testing.package import PluginConformance
+from forge_testing.scheduler import SchedulerConformance
 
 
 class TestPlugin(PluginConformance):

@@ -17,14 +17,14 @@ from forge_core.engine.build import materialise
 from forge_core.engine.initialisation import canonical_name
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
-from forge_core.testing.component_case import builder
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.several_ranks import on_ranks
-from forge_core.testing.small_model import SmallModel, small_job
 from forge_plugins_parallel import recompute_choice
 from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
 from forge_plugins_parallel.activations import measure_activations
 from forge_plugins_parallel.config import ActivationCheckpointingConfig
+from forge_testing.component_case import builder
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.several_ranks import on_ranks
+from forge_testing.small_model import SmallModel, small_job
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 2, 8  # those of small_job

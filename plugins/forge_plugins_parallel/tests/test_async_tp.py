@@ -22,8 +22,8 @@ from forge_core.discovery import discover
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.engine.run import run_job
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.testing.component_case import builder
-from forge_core.testing.small_model import SmallModel, small_job
+from forge_testing.component_case import builder
+from forge_testing.small_model import SmallModel, small_job
 
 TOML = """
 [run]

@@ -11,8 +11,8 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.build import materialise
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
-from forge_core.testing.component_case import builder
-from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
+from forge_testing.component_case import builder
+from forge_testing.small_model import SmallModel, cross_entropy, small_job
 
 CPU = torch.device("cpu")
 COMPILE = {"name": "compile"}

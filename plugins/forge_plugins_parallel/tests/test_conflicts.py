@@ -6,7 +6,7 @@ from forge_core.component import PassComponent
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
 from forge_core.errors import ConfigError
-from forge_core.testing.plugin import PluginConformance
+from forge_testing.package import PluginConformance
 
 JOB = """
 [run]

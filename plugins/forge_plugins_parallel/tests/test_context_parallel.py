@@ -10,11 +10,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.mesh import build_mesh
 from forge_core.errors import ConfigError
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.small_model import SmallBlock, SmallModel, small_job
 from forge_plugins_parallel.config import ContextParallelConfig
 from forge_plugins_parallel.context_mask import TILE, block_mask, dense_mask
 from forge_plugins_parallel.context_parallel import ContextParallel, SequencePart
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.small_model import SmallBlock, SmallModel, small_job
 
 
 class Look(nn.Module):

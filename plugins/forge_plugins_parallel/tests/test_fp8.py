@@ -11,11 +11,11 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.discovery import discover
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
-from forge_core.hardware import gpu_named
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.small_model import SmallModel, small_job
 from forge_plugins_parallel.config import Float8Config
 from forge_plugins_parallel.fp8 import Float8, _make_float8
+from forge_plugins_plan.gpus import gpu_named
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.small_model import SmallModel, small_job
 
 CPU = torch.device("cpu")
 EMULATED = {"emulate": True, "min_dim": 16}

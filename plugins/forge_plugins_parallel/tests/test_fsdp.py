@@ -11,11 +11,11 @@ from forge_core.engine.build import materialise
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import PluginError
-from forge_core.testing.component_case import builder
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
 from forge_plugins_parallel.config import FullyShardConfig
 from forge_plugins_parallel.fsdp import _placement
+from forge_testing.component_case import builder
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.small_model import SmallModel, cross_entropy, small_job
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,8 @@ from forge_core.engine.build import allocate, build_model
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.engine.run import run_job
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.testing.component_case import builder
-from forge_core.testing.small_model import SmallModel, small_job
+from forge_testing.component_case import builder
+from forge_testing.small_model import SmallModel, small_job
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts all processes
 
@@ -93,8 +93,8 @@ from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.engine.run import run_job
 from forge_core.errors import ExitCode
 from forge_core.leaving import leave
-from forge_core.testing.component_case import builder
-from forge_core.testing.small_model import SmallModel, cross_entropy, small_job
+from forge_testing.component_case import builder
+from forge_testing.small_model import SmallModel, cross_entropy, small_job
 
 catalog = discover()
 fsdp = catalog.lookup("parallel_pass", "forge-plugins-parallel:fsdp").component

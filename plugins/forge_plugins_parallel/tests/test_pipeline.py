@@ -8,10 +8,10 @@ from forge_core.config.sections import ParallelSection
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ConfigError
-from forge_core.testing.module_state import build_on_meta
-from forge_core.testing.small_model import SmallModel, small_job
 from forge_plugins_parallel.config import PipelineConfig
 from forge_plugins_parallel.pipeline import Pipeline, cut_blocks, stages_of_rank
+from forge_testing.module_state import build_on_meta
+from forge_testing.small_model import SmallModel, small_job
 
 
 def counts(n_blocks, n_stages, head):

@@ -2,8 +2,8 @@
 
 import torch
 
-from forge_core.testing.small_model import SmallModel
-from forge_core.testing.split_pass import SplitPassConformance
+from forge_testing.small_model import SmallModel
+from forge_testing.split_pass import SplitPassConformance
 
 
 class TestOneStageARank(SplitPassConformance):

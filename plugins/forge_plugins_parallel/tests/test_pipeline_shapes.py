@@ -15,12 +15,12 @@ from forge_core.engine.build import materialise
 from forge_core.engine.executor import PlainExecutor
 from forge_core.engine.initialisation import canonical_name
 from forge_core.engine.mesh import build_mesh
-from forge_core.testing.module_state import build_on_meta
-from forge_core.testing.several_ranks import on_ranks
-from forge_core.testing.small_model import SmallBlock, SmallModel, cross_entropy, small_job
 from forge_plugins_parallel.config import ContextParallelConfig, PipelineConfig, ScheduleName
 from forge_plugins_parallel.context_parallel import ContextParallel
 from forge_plugins_parallel.pipeline import Pipeline
+from forge_testing.module_state import build_on_meta
+from forge_testing.several_ranks import on_ranks
+from forge_testing.small_model import SmallBlock, SmallModel, cross_entropy, small_job
 
 CPU = torch.device("cpu")
 SCHEDULES = typing.get_args(ScheduleName)

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.engine.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.several_ranks import on_ranks
-from forge_core.testing.small_model import SmallBlock, SmallModel, small_job
 from forge_plugins_parallel import ring_attention
 from forge_plugins_parallel.config import ContextParallelConfig
 from forge_plugins_parallel.context_parallel import ContextParallel, SequencePart
 from forge_plugins_parallel.ring_attention import CPU_KERNELS, CUDA_KERNELS, attending_in_a_ring, kernel_for
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.several_ranks import on_ranks
+from forge_testing.small_model import SmallBlock, SmallModel, small_job
 
 CPU = torch.device("cpu")
 BATCH, HEADS, WIDTH = 2, 8, 16

@@ -6,9 +6,9 @@ import pytest
 from forge_core.config.job import load_job
 from forge_core.discovery import discover
 from forge_core.errors import ConfigError, PluginError
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.small_model import SmallModel
 from forge_plugins_parallel.tensor_parallel import matched_plan
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.small_model import SmallModel
 from parity_matrix.launch import JOB, Launcher, Work
 from parity_matrix.logits import logits_and_gradients
 

@@ -1,7 +1,7 @@
 """What the distribution registers keeps to the contract."""
 
-from forge_core.testing.callback import CallbackConformance
-from forge_core.testing.plugin import PluginConformance
+from forge_testing.callback import CallbackConformance
+from forge_testing.package import PluginConformance
 
 
 class TestPlugin(PluginConformance):

@@ -90,7 +90,7 @@ def test_nodes_without_gpus_and_without_a_limit(sinfo, tmp_path):
 
 
 def test_the_command_writes_it_once_and_says_where_there_is_no_slurm(sinfo, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("forge_core.doctor.gloo.look", lambda _: ())
+    monkeypatch.setattr("forge_plugins_monitor.doctor.gloo.look", lambda _: ())
     assert main(["doctor", "--init"]) == 2
     assert "there is no sinfo on this machine" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_a_real_slurm_answers(slurm_cluster, slurm_job):
     ],
 )
 def test_commands_without_a_cluster_keep_nobody_from_training(tmp_path, monkeypatch, capsys, answer, state):
-    monkeypatch.setattr("forge_core.doctor.gloo.look", lambda _: ())
+    monkeypatch.setattr("forge_plugins_monitor.doctor.gloo.look", lambda _: ())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for command in ("scontrol", "sinfo"):

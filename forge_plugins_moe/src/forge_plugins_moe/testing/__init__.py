@@ -1,4 +1,4 @@
-"""Conformance of the kinds that this package adds: pytest classes to subclass, as those of ``forge_core.testing``."""
+"""Conformance of the kinds that this package adds: pytest classes to subclass, as those of ``forge_testing``."""
 
 import pytest
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.testing.component_case import ComponentCase
-from forge_core.testing.several_ranks import on_ranks
 from forge_plugins_moe.dispatch import Assignments, Dispatched, LocalDispatcher
+from forge_testing.component_case import ComponentCase
+from forge_testing.several_ranks import on_ranks
 
 _DIM = 8
 _LARGE, _SMALL = 256, 2.6

@@ -1,1 +1,1 @@
-"""Health checks of a run's machines: see the README."""
+"""Health checks of machines, before a run and during it: see the README."""

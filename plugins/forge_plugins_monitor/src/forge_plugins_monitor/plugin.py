@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Component, hookimpl
+from forge_core.api import Check, Command, Component, hookimpl
 
 FORGE_API = "1.0"
 
@@ -15,4 +15,26 @@ def forge_callbacks() -> Iterable[Component]:
         summary="looks at GPUs, memory and the network between ranks every so many steps",
         factory="forge_plugins_monitor.health:Health",
         config="forge_plugins_monitor.config:HealthConfig",
+    )
+
+
+@hookimpl
+def forge_checks() -> Iterable[Check]:
+    """What ``forge doctor`` looks at on every machine, in the order of its report."""
+    folder = "forge_plugins_monitor.doctor"
+    yield Check(name="software", summary="Python, torch, CUDA, NCCL", run=f"{folder}.software:look")
+    yield Check(name="gpus", summary="driver, memory, health, how they reach each other", run=f"{folder}.gpus:look")
+    yield Check(name="gloo", summary="two processes add a tensor", run=f"{folder}.gloo:look")
+    yield Check(name="network", summary="names, interfaces, what launchers set", run=f"{folder}.network:look")
+    yield Check(name="storage", summary="space, speed, what the file system keeps to", run=f"{folder}.storage:look")
+    yield Check(name="plugins", summary="broken, incompatible, in conflict", run=f"{folder}.plugins:look")
+
+
+@hookimpl
+def forge_commands() -> Iterable[Command]:
+    """``forge doctor``."""
+    yield Command(
+        name="doctor",
+        summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
+        run="forge_plugins_monitor.doctor.command:doctor",
     )

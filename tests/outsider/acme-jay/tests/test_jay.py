@@ -1,5 +1,5 @@
-from forge_core.testing.model import ModelConformance
-from forge_core.testing.plugin import PluginConformance
+from forge_testing.model import ModelConformance
+from forge_testing.package import PluginConformance
 
 
 class TestPlugin(PluginConformance):

@@ -1,8 +1,8 @@
 import torch
 
-from forge_core.testing.parallel_pass import ParallelPassConformance
-from forge_core.testing.plugin import PluginConformance
-from forge_core.testing.small_model import SEQ_LEN
+from forge_testing.package import PluginConformance
+from forge_testing.parallel_pass import ParallelPassConformance
+from forge_testing.small_model import SEQ_LEN
 
 
 class TestPlugin(PluginConformance):

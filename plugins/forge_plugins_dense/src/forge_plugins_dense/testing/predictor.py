@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from forge_core.component import Use
-from forge_core.testing.component_case import builder
-from forge_core.testing.model import ModelConformance
 from forge_plugins_dense.predictor import Predictor
+from forge_testing.component_case import builder
+from forge_testing.model import ModelConformance
 
 
 class PredictorConformance(ModelConformance):

@@ -1,0 +1,244 @@
+"""Conformance of callbacks (contract: ``forge_core.contracts.callback``)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
+from forge_core.engine.initialisation import SeededInitializer
+from forge_core.engine.lifecycle import EVENTS, Lifecycle
+from forge_core.engine.timeouts import set_timeouts
+from forge_core.errors import PluginError
+from forge_testing.component_case import ComponentCase
+from forge_testing.several_ranks import on_ranks
+from forge_testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job
+
+
+class CallbackConformance(ComponentCase):
+    """Subclass it, name the component, and pytest runs every check below on it."""
+
+    kind = "callback"
+    steps: ClassVar[int] = 4
+    """Length of the small run that the callback goes through."""
+    patience: ClassVar[float] = 20.0
+    """Seconds that one of two ranks waits for the other in a collective of the callback."""
+    host_reads_when_not_logged: ClassVar[bool] = False
+    """Whether the callback may read device tensors on the host in steps that are not logged. It costs every user of the
+    callback a synchronisation a step."""
+
+    def start(self, directory: Path) -> tuple[Callback, SmallRun]:
+        callback: Callback = self.make()
+        return callback, SmallRun(callback, directory, self.steps)
+
+    def test_is_a_callback(self) -> None:
+        callback = self.make()
+
+        assert isinstance(callback, Callback), (
+            f"the factory must return a forge_core.contracts.callback.Callback, got {type(callback).__qualname__}"
+        )
+
+    def test_methods_are_events(self) -> None:
+        callback: Callback = self.make()
+
+        known = [name for name in dir(Callback) if not name.startswith("_")]
+        own = [name for name in dir(callback) if not name.startswith("_") and name not in known]
+        for name in own:
+            for near in difflib.get_close_matches(name, known, 1, cutoff=0.8):
+                pytest.fail(f"nothing calls {name}; did you mean {near!r}?")
+        try:
+            Lifecycle([("callback", callback)])
+        except PluginError as error:
+            pytest.fail(f"an event takes arguments that it is not given: {error}")
+
+    def test_goes_through_a_run(self, tmp_path: Path) -> None:
+        _, run = self.start(tmp_path)
+
+        run.go()
+
+    def test_goes_through_a_failing_run(self, tmp_path: Path) -> None:
+        _, run = self.start(tmp_path)
+
+        run.fail()
+
+    def test_does_not_wait_for_the_device_in_steps_that_are_not_logged(self, tmp_path: Path) -> None:
+        if self.host_reads_when_not_logged:
+            pytest.skip("the callback says that it reads values on the host")
+        _, run = self.start(tmp_path)
+
+        run.go(logged=False)
+
+        reads = sorted(run.host_reads & {"step_start", "before_optimizer_step", "step_end"})
+        assert not reads, (
+            f"a device tensor is read on the host in {', '.join(reads)} of a step that is not logged; look at tensors "
+            "only when context.logged is true"
+        )
+
+    def test_two_ranks_go_through_a_run_together(self) -> None:
+        """A collective that only one of them calls would make a real run wait until its timeout."""
+        if not any(self._talks_as(rank) for rank in range(2)):
+            return  # starting two processes takes seconds
+        problems = on_ranks(type(self), "_go_with_another_rank", 2)
+
+        for rank, problem in enumerate(problems):
+            assert not problem, (
+                f"rank {rank} waited {self.patience:g} s for another one: {problem}; what talks to other ranks must be "
+                "called by all of them, in the same events and the same order"
+            )
+
+    def _talks_as(self, rank: int) -> bool:
+        """Whether the callback may talk to the other one of two ranks, which is not there. What fails does."""
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            with tempfile.TemporaryDirectory() as folder, _Collectives() as collectives:
+                _, run = self.start(Path(folder))
+                try:
+                    run.go()
+                except Exception:  # noqa: BLE001 - on two real ranks it will be seen why
+                    return True
+                return bool(collectives.count)
+        finally:
+            dist.destroy_process_group()
+
+    def _go_with_another_rank(self) -> str:
+        """What went wrong on this rank. Ranks meet in the store, as a collective here could be taken for the missing
+        one."""
+        set_timeouts(self.patience)
+        store, problem = dist.distributed_c10d._get_default_store(), ""
+        with tempfile.TemporaryDirectory() as folder:
+            _, run = self.start(Path(folder))
+            try:
+                run.go()
+            except RuntimeError as error:
+                if "imed out" not in str(error) and "onnection closed" not in str(error):
+                    raise
+                problem = f"in {error.__notes__[0].rpartition(' in ')[2]}"
+        store.set(f"done/{dist.get_rank()}", "")
+        store.wait([f"done/{rank}" for rank in range(dist.get_world_size())])
+        return problem
+
+    def test_state_survives(self, tmp_path: Path) -> None:
+        callback, run = self.start(tmp_path)
+        run.go()
+
+        version, state = callback.state_version, dict(callback.state())
+        assert isinstance(version, int), f"state_version must be an int, got {type(version).__name__}"
+        try:
+            saved = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            pytest.fail(f"state must be made of finite JSON values: {error}")
+        again: Callback = self.make()
+        again.load_state(saved, version)
+
+        restored = json.loads(json.dumps(dict(again.state())))
+        assert restored == saved, f"a callback that loads the state {saved} has the state {restored}"
+
+
+class SmallRun:
+    """A run of a few steps of a small model on the CPU, as a callback sees it."""
+
+    def __init__(self, callback: Callback, directory: Path, steps: int) -> None:
+        self._lifecycle = Lifecycle([("callback", callback)])
+        self._checkpoint = directory / "checkpoints" / "step"
+        self._checkpoint.mkdir(parents=True, exist_ok=True)
+        self._steps = steps
+        self.model = SmallModel()
+        self.model.init_weights(SeededInitializer(0))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.lines: list[str] = []
+        """What the callback has logged."""
+        self.host_reads: set[str] = set()
+        """Events in which a tensor was read on the host."""
+        self.run = RunContext(
+            job=small_job(steps),
+            run_dir=directory,
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            device=torch.device("cpu"),
+            parts=[self.model],
+            optimizer=self.optimizer,
+            total_steps=steps,
+            requests=Requests(),
+            log=self.lines.append,
+        )
+
+    def go(self, logged: bool = True) -> None:
+        """All events of a run that reaches its end; every step, or none, is logged."""
+        generator = torch.Generator().manual_seed(0)
+        self._call("run_start")
+        for step in range(1, self._steps + 1):
+            self._call("step_start", step=step)
+            tokens = torch.randint(32, (2, SEQ_LEN + 1), generator=generator)
+            total, count = self.model(tokens[:, :-1], targets=tokens[:, 1:], loss=cross_entropy)
+            loss = total / count
+            loss.backward()
+            metrics = {"loss": loss.detach()}
+            self._call("before_optimizer_step", context=StepContext(step, 2 * SEQ_LEN * step, metrics, logged))
+            metrics["grad_norm"] = nn.utils.get_total_norm(
+                [p.grad for p in self.model.parameters() if p.grad is not None]
+            )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self._call("step_end", context=StepContext(step, 2 * SEQ_LEN * step, metrics, logged))
+            if logged and self.run.rank == 0:
+                values = {
+                    "loss": loss.item(),
+                    "grad_norm": metrics["grad_norm"].item(),
+                    "lr": 1e-3,
+                    "tokens": 2.0 * SEQ_LEN * step,
+                }
+                self._call("step_logged", step=step, metrics=values)
+        if logged:
+            self._call("eval_end", step=self._steps, metrics={"eval/loss": 1.0, "eval/perplexity": 2.718})
+            self._call("checkpoint_saved", step=self._steps, path=self._checkpoint)
+            self._call("run_end", step=self._steps, stopped="")
+
+    def fail(self) -> None:
+        """A run that ends with an error in its first step."""
+        self._call("run_start")
+        self._call("step_start", step=1)
+        self._call("run_failed", step=1, error=RuntimeError("the step failed"))
+
+    def _call(self, event: str, **given: Any) -> None:
+        assert event in EVENTS
+        with _HostReads() as reads:
+            self._lifecycle.call(event, run=self.run, **given)
+        if reads.count:
+            self.host_reads.add(event)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts what talks to other ranks, and lets none of it happen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.count += 1
+            raise RuntimeError("no other rank is there")
+        return func(*args, **(kwargs or {}))
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts what would make a device wait: ``item()``, ``float()`` and ``bool()`` of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,340 @@
+"""Conformance of models (contract: ``forge_core.contracts.model``)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, ClassVar, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forge_core.contracts.loss import IGNORED, LossSum
+from forge_core.contracts.model import ParameterRole, Recompute, ShardRole
+from forge_core.engine.build import cast_parameters
+from forge_core.engine.initialisation import SeededInitializer
+from forge_core.module_pattern import fits
+from forge_testing.component_case import ComponentCase
+from forge_testing.module_state import (
+    assert_forward_is_pure,
+    assert_gradients_everywhere,
+    assert_initialised,
+    build_on_meta,
+    materialise,
+    snapshot,
+)
+from forge_testing.small_model import cross_entropy
+
+_PARTS = ("embed", "blocks", "norm", "head")
+
+
+class ModelConformance(ComponentCase):
+    """Subclass it, name the component with a small configuration, and pytest runs every check below on it."""
+
+    kind = "model"
+    vocab_size: ClassVar[int] = 61
+    seq_len: ClassVar[int] = 12
+    """Length of the sequences in the checks; at most the model's ``max_seq_len``."""
+    learning_rate: ClassVar[float] = 1e-2
+    """For the 20 AdamW steps that must lower the loss."""
+    takes_documents: ClassVar[bool] = True
+    """Whether forward takes ``document`` and ``positions``, for packed sequences."""
+
+    def build_model(self, seed: int = 0) -> Any:
+        """Build on meta, materialise and initialise, as the engine does."""
+        model = self._on_meta()
+        materialise(model)
+        model.init_weights(SeededInitializer(seed))
+        return model
+
+    # -- what it declares
+
+    def test_declares_its_parts(self) -> None:
+        model = self._on_meta()
+
+        for part in _PARTS:
+            assert isinstance(getattr(model, part, None), nn.Module), f"the whole model must have the module {part!r}"
+        assert isinstance(model.blocks, nn.ModuleDict), "blocks must be an nn.ModuleDict"
+        keys = list(model.blocks)
+        assert keys == [str(layer) for layer in range(len(keys))], (
+            f"the keys of blocks must be the global layer indices 0, 1, …, got {keys}"
+        )
+        assert keys, "blocks is empty"
+        outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in _PARTS]
+        assert not outside, f"{', '.join(outside)}: parameters outside of embed, blocks, norm and head are in no stage"
+
+    def test_states_its_sizes(self) -> None:
+        model = self._on_meta()
+
+        assert model.vocab_size == self.vocab_size, f"vocab_size must be {self.vocab_size}, got {model.vocab_size}"
+        shape = tuple(model.head.weight.shape)
+        assert shape[0] == self.vocab_size, f"head.weight must be (V, D) with V = {self.vocab_size}, got {shape}"
+        longest = model.max_seq_len
+        assert isinstance(longest, int), f"max_seq_len must be an int, got {type(longest).__name__}"
+        assert longest >= self.seq_len, f"max_seq_len is {longest}; set seq_len of this test class to at most that"
+
+    def test_parameter_roles_cover_every_parameter(self) -> None:
+        _assert_roles(self._on_meta())
+
+    def test_parallel_plan_names_modules(self) -> None:
+        model = self._on_meta()
+        modules = [name for name, _ in model.named_modules()]
+
+        for pattern, role in model.parallel_plan().items():
+            assert any(fits(name, pattern) for name in modules), f"parallel_plan: {pattern!r} matches no module"
+            assert role in get_args(ShardRole), f"parallel_plan gives {pattern!r} the unknown role {role!r}"
+
+    def test_recompute_plan_names_operations(self) -> None:
+        for operation, choice in self._on_meta().recompute_plan().items():
+            namespace, _, name = operation.partition(".")
+            known = hasattr(getattr(torch.ops, namespace), name) if name else False
+            assert known, f"recompute_plan names {operation!r}, which torch does not have; write as in 'aten.mm'"
+            assert choice in get_args(Recompute), f"recompute_plan says {choice!r} for {operation!r}"
+
+    def test_flops_per_token_is_plausible(self) -> None:
+        model = self._on_meta()
+        short, long = (model.flops_per_token(length) for length in (self.seq_len, 2 * self.seq_len))
+
+        head = 6 * model.head.weight.numel()
+        assert short > head, (
+            f"flops_per_token is {short:.4g}, less than the head alone takes forward and backward ({head:.4g})"
+        )
+        assert long >= short, f"flops_per_token falls with the sequence's length: {short:.4g} to {long:.4g}"
+
+    # -- initial values
+
+    def test_init_weights_fills_everything(self) -> None:
+        model = self._on_meta()
+        materialise(model)
+        rng = SeededInitializer(0)
+        model.init_weights(rng)
+
+        assert_initialised(model, rng)
+
+    def test_same_seed_same_weights(self) -> None:
+        torch.manual_seed(1)
+        first = snapshot(self.build_model(seed=0))
+        torch.manual_seed(2)
+        second, other = snapshot(self.build_model(seed=0)), snapshot(self.build_model(seed=1))
+
+        for name in first:
+            assert torch.equal(first[name], second[name]), (
+                f"{name} differs between two models of one seed; init_weights must use the generator that it is given"
+            )
+        assert any(not torch.equal(first[name], other[name]) for name in first), "another seed gives the same weights"
+
+    def test_a_stage_has_the_weights_of_the_whole(self) -> None:
+        whole = snapshot(self.build_model())
+
+        last = self._on_meta()
+        _drop(last, "embed", *list(last.blocks)[:-1])
+        materialise(last)
+        last.init_weights(SeededInitializer(0))
+
+        for name, value in snapshot(last).items():
+            # a tied head has a name of its own only where the embedding is not
+            assert name not in whole or torch.equal(value, whole[name]), (
+                f"{name} differs when the model holds only its last block, norm and head; init_weights must give every "
+                "tensor under its own name"
+            )
+
+    # -- what it computes
+
+    def test_logits_have_the_right_shape(self) -> None:
+        logits = self.build_model()(self._tokens())
+
+        expected = (2, self.seq_len, self.vocab_size)
+        assert tuple(logits.shape) == expected, f"logits must be (B, S, V) = {expected}, got {tuple(logits.shape)}"
+        assert torch.isfinite(logits).all(), "the logits have values that are not finite"
+
+    def test_is_causal(self) -> None:
+        model = self.build_model().eval()
+        tokens = self._tokens()
+        other = tokens.clone()
+        place = self.seq_len // 2
+        other[:, place] = (other[:, place] + 1) % self.vocab_size
+
+        difference = (model(other) - model(tokens)).abs().amax(dim=(0, 2))
+
+        early = difference[:place].max().item()
+        assert early < 1e-5, (
+            f"changing token {place} changes logits before it (by {early:.3g}): the model sees the future"
+        )
+        assert difference[place] > 0, f"changing token {place} does not change the logits there"
+
+    def test_loss_is_applied_to_its_hidden_states(self) -> None:
+        model = self.build_model().eval()
+        tokens, targets = self._tokens(), self._targets()
+
+        result = model(tokens, targets=targets, loss=cross_entropy)
+        logits = model(tokens)
+
+        assert isinstance(result, LossSum), f"with a loss, forward must return its LossSum, got {type(result).__name__}"
+        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        torch.testing.assert_close(
+            result.total,
+            expected,
+            rtol=1e-5,
+            atol=1e-4,
+            msg=f"forward with a loss gives {result.total.item():.6f}, the loss of its own logits is "
+            f"{expected.item():.6f}; the loss must see the normed hidden states and self.head",
+        )
+
+    def test_documents_do_not_see_each_other(self) -> None:
+        if not self.takes_documents:
+            pytest.skip("the model says that it takes no documents")
+        model = self.build_model().eval()
+        tokens, cut = self._tokens(), self.seq_len // 3
+        document = (torch.arange(self.seq_len) >= cut).long().expand(2, -1)
+        positions = torch.cat([torch.arange(cut), torch.arange(self.seq_len - cut)]).expand(2, -1)
+
+        packed = model(tokens, document=document, positions=positions)
+        alone = torch.cat([model(tokens[:, :cut]), model(tokens[:, cut:])], dim=1)
+
+        difference = (packed - alone).abs().max().item()
+        assert difference < 1e-4, (
+            f"two documents packed into one sequence give other logits than each alone (by {difference:.3g}); "
+            "attention must keep to equal document ids, and positions must be used where they are given"
+        )
+
+    def test_stages_chained_equal_the_whole(self) -> None:
+        whole = self.build_model().eval()
+        first, last = copy.deepcopy(whole), copy.deepcopy(whole)
+        keys = list(whole.blocks)
+        cut = (len(keys) + 1) // 2
+        _drop(first, "norm", "head", *keys[cut:])
+        _drop(last, "embed", *keys[:cut])
+        tokens, targets = self._tokens(), self._targets()
+
+        hidden = first(tokens)
+        chained = last(hidden)
+
+        expected = whole(tokens)
+        assert hidden.shape[:2] == tokens.shape, (
+            f"a stage without head must return hidden states (B, S, D), got {tuple(hidden.shape)}"
+        )
+        difference = (chained - expected).abs().max().item()
+        assert difference < 1e-4, f"two stages in a row give other logits than the whole model (by {difference:.3g})"
+        loss = last(hidden, targets=targets, loss=cross_entropy)
+        torch.testing.assert_close(
+            loss.total,
+            whole(tokens, targets=targets, loss=cross_entropy).total,
+            msg="the last stage gives another loss than the whole model",
+        )
+        for stage in (first, last):
+            _assert_roles(stage)
+
+    def test_works_in_bf16(self) -> None:
+        tokens, targets = self._tokens(), self._targets()
+        full = self.build_model().eval()(tokens, targets=targets, loss=cross_entropy).total.item()
+
+        model = cast_parameters(self.build_model(), torch.bfloat16).eval()
+        logits, half = model(tokens), model(tokens, targets=targets, loss=cross_entropy).total.item()
+
+        assert logits.dtype == torch.bfloat16, f"with bf16 weights the logits are {logits.dtype}; something is cast up"
+        assert abs(half - full) < 0.05 * full, f"the loss is {half:.4f} in bf16 and {full:.4f} in fp32"
+
+    def test_cache_gives_the_logits_of_the_whole(self) -> None:
+        model = self.build_model().eval()
+        if not hasattr(model, "make_cache"):
+            pytest.skip("the model has no make_cache")
+        tokens = self._tokens()
+        chunks = torch.split(tokens, [self.seq_len // 2, 2, *[1] * (self.seq_len - self.seq_len // 2 - 2)], dim=1)
+
+        with torch.no_grad():
+            expected = model(tokens)
+            cache = model.make_cache(2, self.seq_len)
+            cached = torch.cat([model(chunk, cache=cache) for chunk in chunks], dim=1)
+
+        difference = (cached - expected).abs().max().item()
+        assert difference < 1e-4, (
+            f"feeding the sequence in chunks through a cache changes the logits by {difference:.3g}"
+        )
+
+    def test_left_padding_in_the_cache_is_not_seen(self) -> None:
+        model = self.build_model().eval()
+        if not hasattr(model, "make_cache"):
+            pytest.skip("the model has no make_cache")
+        tokens, padding = self._tokens(), 3
+        positions = (torch.arange(self.seq_len) - padding).clamp(min=-1).expand(2, -1)
+
+        with torch.no_grad():
+            expected = model(tokens[:, padding:])
+            cache = model.make_cache(2, self.seq_len)
+            padded = model(tokens, cache=cache, positions=positions)[:, padding:]
+
+        difference = (padded - expected).abs().max().item()
+        assert difference < 1e-4, (
+            f"padding on the left (positions −1) changes the logits by {difference:.3g}; nothing may attend to it"
+        )
+
+    # -- how it learns
+
+    def test_gradients_reach_every_parameter(self) -> None:
+        model = self.build_model().train()
+        tokens = torch.arange(2 * self.seq_len).view(2, -1) % self.vocab_size
+
+        model(tokens, targets=self._targets(), loss=cross_entropy).total.backward()
+
+        assert_gradients_everywhere(model)
+
+    def test_forward_changes_only_accumulators(self) -> None:
+        model = self.build_model().train()
+        before = snapshot(model)
+
+        model(self._tokens(), targets=self._targets(), loss=cross_entropy).total.backward()
+
+        assert_forward_is_pure(before, model)
+
+    def test_loss_falls_in_twenty_steps(self) -> None:
+        model = self.build_model().train()
+        tokens = self._tokens()
+        targets = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate)
+
+        losses = []
+        for _ in range(20):
+            result = model(tokens, targets=targets, loss=cross_entropy)
+            mean = result.total / result.count
+            mean.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean.item())
+
+        assert losses[-1] < 0.7 * losses[0], (
+            f"20 AdamW steps on one batch bring the loss from {losses[0]:.3f} to {losses[-1]:.3f}; hardly anything is "
+            "learned"
+        )
+
+    def _on_meta(self) -> Any:  # a Model is an nn.Module with more, which a Protocol cannot say
+        return build_on_meta(functools.partial(self.make, vocab_size=self.vocab_size))
+
+    def _tokens(self) -> torch.Tensor:
+        """``(2, S)`` int64."""
+        return torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(0))
+
+    def _targets(self) -> torch.Tensor:
+        """``(2, S)`` int64, some of them −100."""
+        targets = torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(1))
+        targets[:, -2:] = IGNORED
+        return targets
+
+
+def _assert_roles(model: Any) -> None:
+    roles, actual = model.parameter_roles(), {name for name, _ in model.named_parameters()}
+    forgotten, unknown = sorted(actual - set(roles)), sorted(set(roles) - actual)
+    assert not forgotten, f"parameter_roles leaves out {', '.join(forgotten)}"
+    assert not unknown, f"parameter_roles names {', '.join(unknown)}, which this stage does not have"
+    for name, role in roles.items():
+        assert role in get_args(ParameterRole), f"{name} has the unknown role {role!r}"
+
+
+def _drop(model: Any, *parts: str) -> None:
+    """Take parts off a model, as a pipeline split does: names of parts, or keys of blocks."""
+    for part in parts:
+        if part in _PARTS:
+            setattr(model, part, None)
+        else:
+            del model.blocks[part]

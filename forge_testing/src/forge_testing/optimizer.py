@@ -1,0 +1,361 @@
+"""Conformance of optimizers (contract: ``forge_core.contracts.optimizer``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from forge_core.contracts.model import ParameterRole
+from forge_core.contracts.optimizer import NamedParameter
+from forge_core.leaving import leave
+from forge_testing.component_case import ComponentCase
+
+_SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {
+    "embed.weight": ("embedding", (11, 6)),
+    "blocks.0.norm.weight": ("norm", (5,)),  # an odd length, so that two ranks hold unequal shards
+    "blocks.0.attention.q.weight": ("matrix", (8, 6)),
+    "blocks.0.attention.q.bias": ("bias", (8,)),
+    "blocks.0.feed_forward.experts.up": ("expert", (3, 4, 6)),
+    "head.weight": ("head", (11, 6)),
+}
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+class OptimizerConformance(ComponentCase):
+    """Subclass it, name the component, and pytest runs every check below on it.
+
+    Choose a learning rate with which 20 steps get somewhere. The check on two ranks starts processes that import the
+    file of the subclass, so define it at the top level of its module.
+    """
+
+    kind = "optimizer"
+    period: ClassVar[int] = 1
+    """Steps after which everything that the optimizer does has been done: 100 for one that recomputes something every
+    100. It is resumed, and compared with itself on shards, over so many, and over 24 at least."""
+
+    def test_takes_every_parameter_once(self) -> None:
+        parameters = _parameters()
+        optimizer = self.make(parameters=parameters)
+
+        assert isinstance(optimizer, torch.optim.Optimizer), (
+            f"the factory must return a torch.optim.Optimizer, got {type(optimizer).__qualname__}"
+        )
+        taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        for entry in parameters:
+            count = taken.count(id(entry.parameter))
+            assert count == 1, f"{entry.name} is in param_groups {count} times; every parameter must be there once"
+        assert len(taken) == len(parameters), "param_groups holds parameters that were not given"
+
+    def test_states_its_base_learning_rates(self) -> None:
+        for group in self.make(parameters=_parameters()).param_groups:
+            lr = float(group["lr"])
+            assert math.isfinite(lr) and lr >= 0, (  # noqa: PT018 – one sentence for both
+                f'the base learning rate must stand in param_groups[i]["lr"] after construction, found {lr}'
+            )
+
+    def test_states_what_it_works_on(self) -> None:
+        layout = _compute_layout(self.make(parameters=_parameters()))
+
+        assert layout in ("local", "full_matrix"), f'compute_layout must be "local" or "full_matrix", got {layout!r}'
+
+    def test_construction_changes_nothing(self) -> None:
+        parameters = _parameters()
+        before = _values(parameters)
+        optimizer = self.make(parameters=parameters)
+
+        assert not optimizer.state, (
+            "there is state before the first step; create it in step, the engine restores state into a fresh optimizer"
+        )
+        _assert_equal(before, _values(parameters), "the constructor changes {name}")
+
+    @each_dtype
+    def test_lowers_a_quadratic(self, dtype: torch.dtype) -> None:
+        parameters = _parameters(dtype)
+        # Away from zero, so that weight decay alone does not get there.
+        goals = {entry.name: 2 * entry.parameter.detach() + 1 for entry in parameters}
+        before = {entry.name: float((entry.parameter.detach() - goals[entry.name]).norm()) for entry in parameters}
+        optimizer = self.make(parameters=parameters)
+
+        for _ in range(20):
+            for entry in parameters:
+                entry.parameter.grad = entry.parameter.detach() - goals[entry.name]
+            optimizer.step()
+
+        for entry in parameters:
+            assert entry.parameter.dtype == dtype, f"step changes {entry.name} to {entry.parameter.dtype}"
+            after = float((entry.parameter.detach() - goals[entry.name]).norm())
+            assert after != before[entry.name] or before[entry.name] == 0, (
+                f"20 steps leave {entry.name} where it was in {dtype}; step must change every parameter whose grad is "
+                "set, in place"
+            )
+            assert after < before[entry.name], (
+                f"20 steps on ½‖{entry.name} − goal‖² in {dtype} lead from the distance {before[entry.name]:.4g} to "
+                f"{after:.4g}; a learning rate larger than {_rates(optimizer)} may help"
+            )
+
+    def test_reads_the_learning_rate_at_each_step(self) -> None:
+        changes = []
+        for factor in (1.0, 0.5):
+            parameters = _parameters()
+            optimizer = self.make(parameters=parameters)
+            for step in range(2):
+                _step(optimizer, parameters, step)
+            before = _values(parameters)
+            for group in optimizer.param_groups:
+                group["lr"] = factor * float(group["lr"])
+            _step(optimizer, parameters, 2)
+            after = _values(parameters)
+            changes.append({name: float((after[name] - before[name]).norm()) for name in before})
+
+        for name, whole in changes[0].items():
+            assert changes[1][name] <= 0.75 * whole, (
+                f'half of the learning rate changes {name} by {changes[1][name]:.4g} instead of {whole:.4g}; read "lr" '
+                "from the parameter group at each step, where the schedule puts it"
+            )
+
+    def test_bears_a_learning_rate_of_zero(self) -> None:
+        parameters = _parameters()
+        optimizer = self.make(parameters=parameters)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+        try:
+            for step in range(2):
+                _step(optimizer, parameters, step)
+        except ArithmeticError as error:
+            raise AssertionError(f"step raises {error!r} while a schedule keeps the learning rate at 0") from error
+
+        for name, value in _values(parameters).items():
+            assert torch.isfinite(value).all(), f"a step with the learning rate 0 leaves {name} with non-finite values"
+
+    def test_leaves_parameters_without_a_gradient_alone(self) -> None:
+        parameters = _parameters()
+        skipped = parameters[2::3]
+        before = _values(skipped)
+        optimizer = self.make(parameters=parameters)
+
+        for step in range(2):
+            _step(optimizer, [entry for entry in parameters if entry not in skipped], step)
+
+        _assert_equal(before, _values(skipped), "step changes {name}, which has no gradient")
+        _step(optimizer, parameters, 2)
+        for entry in skipped:
+            assert not torch.equal(entry.parameter.detach(), before[entry.name]), (
+                f"{entry.name} does not change when it gets its first gradient later than others"
+            )
+
+    @each_dtype
+    def test_keeps_its_state_by_parameter(self, dtype: torch.dtype) -> None:
+        parameters = _parameters(dtype)
+        optimizer = self.make(parameters=parameters)
+
+        _step(optimizer, parameters, 0)
+
+        unknown = set(optimizer.state) - {entry.parameter for entry in parameters}
+        assert not unknown, (
+            f"optimizer.state has {len(unknown)} keys that are no parameters; only state[parameter] is saved"
+        )
+        for entry in parameters:
+            for slot, value in optimizer.state.get(entry.parameter, {}).items():
+                assert isinstance(slot, str) and slot and "." not in slot, (  # noqa: PT018 – one sentence for all
+                    f"the state of {entry.name} has the key {slot!r}; only strings without dots can be saved by name"
+                )
+                assert value is None or isinstance(value, (torch.Tensor, bool, int, float, str)), (
+                    f"the state {slot!r} of {entry.name} is a {type(value).__name__}; only tensors, numbers and "
+                    "strings can be saved"
+                )
+
+    def test_resumes_bit_identical(self) -> None:
+        parameters = _parameters()
+        optimizer = self.make(parameters=parameters)
+        steps = self._steps()
+        half = steps // 2 + 1  # in the midst of what takes an even number of steps
+        for step in range(half):
+            _step(optimizer, parameters, step)
+
+        resumed = [
+            NamedParameter(entry.name, nn.Parameter(entry.parameter.detach().clone()), entry.role)
+            for entry in parameters
+        ]
+        fresh = self.make(parameters=resumed)
+        for old, new in zip(parameters, resumed, strict=True):
+            for slot, value in optimizer.state.get(old.parameter, {}).items():
+                fresh.state[new.parameter][slot] = value.clone() if isinstance(value, torch.Tensor) else value
+        for step in range(half, half + steps):
+            _step(optimizer, parameters, step)
+            _step(fresh, resumed, step)
+
+        _assert_equal(
+            _values(parameters),
+            _values(resumed),
+            "{name} differs after a resume: something that affects later steps is not in optimizer.state[parameter]",
+        )
+
+    def test_updates_shards_like_whole_tensors(self, tmp_path: Path) -> None:
+        """``DTensor`` parameters on a mesh of one rank."""
+        self._skip_if_it_needs_whole_matrices()
+        _join(tmp_path, rank=0, world_size=1)
+        try:
+            _compare_sharded_with_whole(self.make, self._steps())
+        finally:
+            dist.destroy_process_group()
+
+    def test_updates_shards_like_whole_tensors_on_two_ranks(self, tmp_path: Path) -> None:
+        cls = type(self)
+        assert "<locals>" not in cls.__qualname__, (
+            f"{cls.__qualname__} is defined inside a function, where two ranks cannot import it from"
+        )
+        self._skip_if_it_needs_whole_matrices()
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=_rank, args=(rank, tmp_path, inspect.getfile(cls), cls.__qualname__))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+            process.kill()
+
+        failures = [path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("failure_*"))]
+        assert not failures, f"on two ranks: {failures[0]}"
+        ended = len(list(tmp_path.glob("passed_*")))
+        assert ended == 2, f"{2 - ended} of two ranks did not finish within two minutes"
+
+    def _steps(self) -> int:
+        return max(24, self.period)
+
+    def _skip_if_it_needs_whole_matrices(self) -> None:
+        if _compute_layout(self.make(parameters=_parameters())) == "full_matrix":
+            pytest.skip('compute_layout = "full_matrix": the core refuses it where a mesh shards matrices')
+
+
+def _rank(rank: int, folder: Path, file: str, qualname: str) -> None:
+    """One of two processes: load the test class again and compare; a failure is written to ``folder``."""
+    try:
+        specification = importlib.util.spec_from_file_location("conformance_under_test", file)
+        assert specification is not None
+        assert specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        sys.modules[specification.name] = module
+        specification.loader.exec_module(module)
+        case: Any = module
+        for name in qualname.split("."):
+            case = getattr(case, name)
+
+        torch.set_num_threads(1)
+        _join(folder, rank=rank, world_size=2)
+        subject = case()
+        _compare_sharded_with_whole(subject.make, subject._steps())
+        outcome, text = "passed", ""
+    except AssertionError as error:
+        outcome, text = "failure", str(error)
+    except BaseException:  # noqa: BLE001 – whatever it is, the test shows it
+        # Sorted behind the sentences: losing the connection to a rank that failed a check is a consequence.
+        outcome, text = "failure_otherwise", traceback.format_exc()
+    (folder / f"{outcome}_{rank}").write_text(text, encoding="utf-8")
+    leave()
+
+
+def _join(folder: Path, *, rank: int, world_size: int) -> None:
+    """Enter a process group whose members meet in ``folder``."""
+    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=world_size)
+
+
+def _compare_sharded_with_whole(make: Callable[..., torch.optim.Optimizer], steps: int) -> None:
+    """So many steps on plain tensors and on ``DTensor``s of the same values, over all ranks of the process group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    whole = _parameters()
+    sharded = [
+        NamedParameter(e.name, nn.Parameter(distribute_tensor(e.parameter.detach(), mesh, _placements(e.role))), e.role)
+        for e in whole
+    ]
+    optimizers = make(parameters=whole), make(parameters=sharded)
+    for step in range(steps):
+        _step(optimizers[0], whole, step)
+        _step(optimizers[1], sharded, step, mesh)
+
+    for plain, shard in zip(whole, sharded, strict=True):
+        result = shard.parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+        error = float((result - plain.parameter.detach()).abs().max())
+        assert error <= 4e-7 * steps, (
+            f"{plain.name} sharded over {mesh.size()} ranks differs by {error:.2g} from the same parameter in one "
+            f"piece after {steps} steps"
+        )
+        for slot, value in optimizers[1].state.get(shard.parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                _assert_can_be_saved(shard, slot, value)
+
+
+def _assert_can_be_saved(entry: NamedParameter, slot: str, value: torch.Tensor) -> None:
+    """State is sharded as its parameter is, or the same on all ranks."""
+    parameter: Any = entry.parameter
+    if isinstance(value, DTensor):
+        assert value.shape == parameter.shape and value.placements == parameter.placements, (  # noqa: PT018
+            f"the state {slot!r} of {entry.name} is sharded as {value.placements} {tuple(value.shape)}, the "
+            f"parameter as {parameter.placements} {tuple(parameter.shape)}"
+        )
+        return
+    on_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(on_ranks, value)
+    assert all(torch.equal(value, other) for other in on_ranks), (
+        f"the state {slot!r} of {entry.name} is a plain tensor {tuple(value.shape)} that differs between ranks; make "
+        "it with zeros_like(parameter), so that it is sharded as the parameter is"
+    )
+
+
+def _placements(role: ParameterRole) -> list[Shard]:
+    return [Shard(1 if role == "expert" else 0)]
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> list[NamedParameter]:
+    """One parameter of each role, always with the same values."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        NamedParameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)), role)
+        for name, (role, shape) in _SHAPES.items()
+    ]
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[NamedParameter], step: int, mesh: DeviceMesh | None = None
+) -> None:
+    """One step with gradients that depend on the step and on the parameter's name only."""
+    optimizer.zero_grad(set_to_none=True)
+    for entry in parameters:
+        generator = torch.Generator().manual_seed(1000 * step + list(_SHAPES).index(entry.name))
+        gradient = torch.randn(entry.parameter.shape, generator=generator).to(entry.parameter.dtype)
+        entry.parameter.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, _placements(entry.role))
+    optimizer.step()
+
+
+def _values(parameters: Sequence[NamedParameter]) -> dict[str, torch.Tensor]:
+    return {entry.name: entry.parameter.detach().clone() for entry in parameters}
+
+
+def _assert_equal(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], sentence: str) -> None:
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), sentence.format(name=name)
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted({float(group["lr"]) for group in optimizer.param_groups}))
+
+
+def _compute_layout(optimizer: torch.optim.Optimizer) -> Any:
+    return getattr(type(optimizer), "compute_layout", "local")

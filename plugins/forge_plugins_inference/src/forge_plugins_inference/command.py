@@ -1,0 +1,113 @@
+"""``forge generate``: sample from a trained model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from forge_core.errors import ConfigError
+from forge_core.printable import printable
+
+if TYPE_CHECKING:
+    from forge_core.contracts.model import GenerativeModel
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompts", multiple=True, help="What to continue; repeat for a batch.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with one prompt a line.")
+@click.option("--max-new-tokens", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0), help="0 takes the likeliest."
+)
+@click.option(
+    "--top-k", default=0, show_default=True, type=click.IntRange(min=0), help="Only the k likeliest; 0 is all."
+)
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    help="Only the likeliest that together have this probability.",
+)
+@click.option("--ignore-end", is_flag=True, help="Go on after the end of a document.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0, max=2**63 - 1))
+@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda", "mps"]))
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.pass_obj
+def generate(
+    obj: Any,
+    run: Path,
+    prompts: tuple[str, ...],
+    prompt_file: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    ignore_end: bool,
+    seed: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's."""
+    texts = [*map(_utf_8, prompts), *_lines(prompt_file)] or [""]
+
+    import torch
+
+    from forge_core.checkpoint.contents import model_problem
+    from forge_core.checkpoint.store import find_checkpoint
+    from forge_core.engine.mesh import choose_device
+    from forge_core.loading import load_model
+    from forge_plugins_inference.generation import generate as sample
+
+    checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
+    place = choose_device(device)
+    loaded = load_model(checkpoint, obj.catalog, place, getattr(torch, dtype))
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{checkpoint.path} has no tokenizer: its data did not name one, so text means nothing to it")
+    # an empty prompt starts where documents start: after the end of the one before
+    ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
+    if not hasattr(loaded.model, "make_cache"):
+        raise ConfigError(f"model {loaded.job.model.qualified_name} cannot be sampled from: it has no make_cache")
+    completions = sample(
+        cast("GenerativeModel", loaded.model),
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=None if ignore_end else tokenizer.end_of_document,
+        generator=torch.Generator(place).manual_seed(seed),
+    )
+    for i, (text, completion) in enumerate(zip(texts, completions, strict=True)):
+        if len(texts) > 1:
+            print(f"--- {i + 1} of {len(texts)}")
+        generated = text + tokenizer.decode(completion)
+        # a model may have learned to steer a terminal
+        print(printable(generated) if sys.stdout.isatty() else generated)
+
+
+def _utf_8(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--prompt: {prompt!r} is not UTF-8") from None
+    return prompt
+
+
+def _lines(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file: {path} cannot be read: {error}") from error
+    if not lines:
+        raise ConfigError(f"--prompt-file: {path} is empty; write one prompt a line")
+    if "" in lines:
+        raise ConfigError(f"--prompt-file: {path}:{lines.index('') + 1}: the line is empty; a prompt has some text")
+    return lines

@@ -1,0 +1,1 @@
+"""``forge doctor``, and what it looks at, one file a subject."""

@@ -1,0 +1,116 @@
+"""``forge doctor``: what is fine on this machine, what is not, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import click
+
+from forge_core.cli import Invocation
+from forge_core.component import Check
+from forge_core.contracts.check import Finding, Surroundings
+from forge_core.engine.rendezvous import world_size_of
+from forge_core.errors import ConfigError, ExitCode, ForgeError
+from forge_core.imports import load_reference
+from forge_core.plugin_output import output_of
+
+OWN = "forge-plugins-monitor"
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path), default=Path("runs"))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--init", is_flag=True, help="Also write the file of facts about this cluster that plugins read.")
+@click.pass_context
+def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None:
+    """Look at this machine, and at RUN_DIR, where runs will be written (by default runs).
+
+    Under torchrun or srun it looks at all hosts, and measures how fast the ranks talk to each other.
+
+    The exit code is 2 if anything is wrong.
+    """
+    invocation: Invocation = ctx.obj
+    catalog = invocation.catalog()
+    checks = [(check, plugin.distribution) for plugin in catalog.plugins for check in plugin.checks]
+    checks.sort(key=lambda one: one[1] != OWN)  # those of every machine first
+    surroundings = Surroundings(run_dir, catalog)
+
+    def look() -> list[Finding]:
+        return [finding for check, owner in checks for finding in _findings(check, owner, surroundings)]
+
+    findings = look() if world_size_of(os.environ) is None else _of_all_ranks(run_dir, look)
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(json.dumps([attrs.asdict(one) for one in findings], indent=1) if as_json else _table(findings))
+        if init:
+            click.echo(f"wrote {', '.join(_write(checks))}", err=True)
+    ctx.exit(ExitCode.INVALID if any(one.state == "wrong" for one in findings) else ExitCode.COMPLETED)
+
+
+def _findings(check: Check, owner: str, surroundings: Surroundings) -> list[Finding]:
+    """A check that fails is a finding, and the others are done all the same."""
+    findings: list[Finding] = []
+    try:
+        function = load_reference(check.run, what=f"the check '{check.name}'", owner=owner)
+        with output_of(owner):
+            for finding in function(surroundings):
+                findings.append(finding)
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with one check, the report is about the machine
+        found = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+        findings.append(Finding(check.name, "wrong", found, f"the check of {owner} itself has failed; report it there"))
+    return findings
+
+
+def _of_all_ranks(run_dir: Path, look: Callable[[], list[Finding]]) -> list[Finding]:
+    from forge_plugins_monitor.doctor.together import look_together
+
+    try:
+        return look_together(run_dir, look)
+    except ForgeError as error:
+        advice = "look whether every rank has been started, and whether MASTER_ADDR can be reached from its host"
+        return [Finding("ranks", "wrong", str(error), advice), *look()]
+
+
+def _write(checks: Sequence[tuple[Check, str]]) -> list[str]:
+    """The files of facts. None is written over."""
+    written = []
+    for check, owner in checks:
+        if check.writes is None:
+            continue
+        name, text = load_reference(check.writes, what=f"the check '{check.name}'", owner=owner)()
+        try:
+            with Path(name).open("x") as file:
+                file.write(text)
+        except FileExistsError:
+            raise ConfigError(f"--init: {name} is here already; move it away first") from None
+        except OSError as error:
+            raise ConfigError(f"--init: cannot write {name}: {error.strerror}") from error
+        written.append(name)
+    if not written:
+        raise ConfigError("--init: no installed plugin has a file of facts to write")
+    return written
+
+
+def _table(findings: Sequence[Finding]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"fine": "green", "warning": "yellow", "wrong": "red"}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for column in ("subject", "state"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for one in findings:
+        text = Text(one.found)
+        if one.advice:
+            text.append(f"\n→ {one.advice}", style="bold")
+        table.add_row(one.subject, Text(one.state, style=colours[one.state]), text)
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    counts = {state: sum(one.state == state for one in findings) for state in colours}
+    return f"{capture.get()}\n{', '.join(f'{count} {state}' for state, count in counts.items())}"

@@ -1,0 +1,336 @@
+"""Everything that a plan says, as data and as text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog, Provided
+from forge_core.component import PassComponent, Use
+from forge_core.config.sections import Job
+from forge_core.contracts.gpu import Gpu
+from forge_core.contracts.parallel_pass import Traffic
+from forge_core.engine.build import build_on_meta
+from forge_core.engine.mesh import DATA_AXES
+from forge_core.errors import ConfigError
+from forge_core.passes import resolve_degrees
+from forge_plugins_plan.alternatives import Alternative, alternatives
+from forge_plugins_plan.memory import CATEGORIES
+from forge_plugins_plan.simulation import SimulatedRank, simulate
+
+GIB = 2**30
+_FRAGMENTATION = 1.03
+
+
+@attrs.frozen
+class PlannedPass:
+    """A pass that would be applied, and what it touched on the first rank."""
+
+    name: str
+    phase: str
+    modules: int
+    touched: Sequence[str]
+    """Names with ``*`` for numbers, each with how many it stands for if that is more than one."""
+
+
+@attrs.frozen
+class PlannedStage:
+    """The first rank of a pipeline stage; the others hold no more."""
+
+    rank: int
+    parameter_bytes: int
+    peak_bytes: int | None
+    at_peak: Mapping[str, int]
+    largest: Mapping[str, int]
+    reason: str
+    """Why a step cannot be simulated; otherwise empty."""
+    traffic: Sequence[Traffic]
+    """What it sends in a step, as far as passes tell."""
+
+
+@attrs.frozen
+class PlannedRecomputation:
+    """What a way to recompute would make of the stage that needs most."""
+
+    what: str
+    """The pass and its keys, or ``nothing``."""
+    is_the_jobs: bool
+    activation_bytes: int
+    """The most that is kept from forward to backward."""
+    peak_bytes: int
+
+
+@attrs.frozen
+class Plan:
+    """What the job would be and take."""
+
+    model: str
+    parameters: int
+    vocab_size: int
+    seq_len: int
+    tokens_per_step: int
+    """Of all ranks."""
+    flops_per_token: Mapping[str, float]
+    mesh: Mapping[str, int]
+    ep: int
+    """It borrows the ranks of other axes."""
+    ranks_per_node: int
+    passes: Sequence[PlannedPass]
+    stages: Sequence[PlannedStage]
+    recomputation: Sequence[PlannedRecomputation]
+    gpu: Gpu | None
+    fits: bool | None
+    """``None`` without a GPU, or if no step can be simulated."""
+
+    @property
+    def heaviest(self) -> PlannedStage:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: (stage.peak_bytes or 0, stage.parameter_bytes))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; sizes are bytes, FLOPs are FLOPs."""
+        table: dict[str, Any] = attrs.asdict(self)
+        return table
+
+
+def make_plan(
+    job: Job,
+    catalog: Catalog,
+    world_size: int,
+    vocab_size: int | None,
+    gpu: Gpu | None,
+    ranks_per_node: int = 8,
+) -> Plan:
+    """Simulate the job among ``world_size`` ranks.
+
+    Args:
+        vocab_size: the data's, if the job does not say.
+
+    Raises:
+        ForgeError: whatever a real run would say before its first step, data apart.
+    """
+    build = ComponentBuilder(catalog)
+    rows = _vocabulary(job, build, vocab_size)
+    degrees = resolve_degrees(job.parallel, world_size)
+    simulated = [
+        simulate(job, catalog, rows, world_size, stage, gpu, ranks_per_node) for stage in range(job.parallel.pp)
+    ]
+    stages = [_stage(one) for one in simulated]
+    plan = Plan(
+        model=job.model.qualified_name,
+        parameters=simulated[0].built.n_parameters,
+        vocab_size=rows,
+        seq_len=job.train.seq_len,
+        tokens_per_step=(job.train.grad_accumulation or 1)
+        * job.train.batch_size
+        * prod(degrees[axis] for axis in DATA_AXES)
+        * job.train.seq_len,
+        flops_per_token=flops_by_convention(job, rows, build),
+        mesh=degrees,
+        ep=job.parallel.ep,
+        ranks_per_node=ranks_per_node,
+        passes=[
+            _planned(one.use, one.touched, catalog.lookup("parallel_pass", one.use.qualified_name))
+            for one in simulated[0].built.applied
+        ],
+        stages=stages,
+        recomputation=[],
+        gpu=gpu,
+        fits=None,
+    )
+    peak = plan.heaviest.peak_bytes
+    if peak is None:
+        return plan
+    return attrs.evolve(
+        plan,
+        recomputation=_recomputation(job, catalog, rows, world_size, plan, build),
+        fits=needed_gib(peak) <= gpu.free_gib if gpu is not None else None,
+    )
+
+
+def needed_gib(peak_bytes: int) -> float:
+    """What must be free for a predicted peak: more, as an allocator cannot fill every gap."""
+    return peak_bytes / GIB * _FRAGMENTATION
+
+
+def flops_by_convention(job: Job, vocab_size: int, build: ComponentBuilder) -> dict[str, float]:
+    """FLOPs a token, forward and backward, as different people count them.
+
+    ``standard`` is ``Model.flops_per_token``, which ``mfu`` in the metrics uses: 6 a weight that is multiplied, and
+    attention over the full square (PaLM, torchtitan). ``with_embedding`` counts 6 for every parameter (litgpt,
+    llm-foundry). ``causal`` counts only the half of attention's square that a causal model needs.
+    """
+    model: Any = build_on_meta(job, vocab_size, build)
+    standard = model.flops_per_token(job.train.seq_len)
+    attention = standard - model.flops_per_token(0)
+    roles = model.parameter_roles()
+    is_tied = "head" not in roles.values()  # the head counts the table then
+    table = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "embedding")
+    return {
+        "standard": standard,
+        "with_embedding": standard + (0 if is_tied else 6 * table),
+        "causal": standard - attention / 2,
+    }
+
+
+def as_text(plan: Plan) -> Iterator[str]:
+    """The plan in lines."""
+    axes = [f"{axis} {degree}" for axis, degree in {**plan.mesh, "ep": plan.ep}.items() if degree > 1]
+    ranks = prod(plan.mesh.values())
+    yield f"model  {plan.model}: {plan.parameters:,} parameters, vocabulary {plan.vocab_size:,}"
+    yield f"ranks  {ranks}{': ' if axes else ''}{', '.join(axes)}"
+    yield f"step   {plan.tokens_per_step:,} tokens in sequences of {plan.seq_len:,}"
+    yield ""
+    yield from _flops_lines(plan)
+    yield ""
+    yield "Passes, in the order in which they are applied" if plan.passes else "No passes"
+    for one in plan.passes:
+        touched = f"{', '.join(one.touched[:_NAMES])}{' …' if len(one.touched) > _NAMES else ''}"
+        yield f"  {one.phase:<13} {one.name}: {one.modules} modules: {touched}"
+    yield ""
+    yield from _memory_lines(plan)
+    yield from _fit_lines(plan)
+    yield from _traffic_lines(plan)
+
+
+_NAMES = 4
+"""How many names of modules the text has room for."""
+
+_CONVENTIONS = {
+    "standard": "weights without the embedding, attention whole (PaLM, torchtitan; the metric mfu)",
+    "with_embedding": "weights with the embedding, attention whole (litgpt, llm-foundry)",
+    "causal": "weights without the embedding, attention halved as it is causal",
+}
+
+
+def _flops_lines(plan: Plan) -> Iterator[str]:
+    bound = f", and the tokens/s at which one {plan.gpu.name} would do them" if plan.gpu else ""
+    yield f"GFLOP a token, forward and backward{bound}"
+    for convention, words in _CONVENTIONS.items():
+        flops = plan.flops_per_token[convention]
+        speed = f" {plan.gpu.peak_flops / flops:>14,.0f}" if plan.gpu else ""
+        yield f"  {flops / 1e9:>10.5g}{speed}  {words}"
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    heaviest = plan.heaviest
+    unit = "GiB" if (heaviest.peak_bytes or heaviest.parameter_bytes) >= GIB else "MiB"
+
+    def row(what: str, *sizes: int | None) -> str:
+        scale = GIB if unit == "GiB" else GIB / 1024
+        return f"  {what:<44}" + "".join(f"{'?' if size is None else f'{size / scale:.3f}':>12}" for size in sizes)
+
+    def title(what: str, *columns: str) -> str:
+        return (f"{f'{what}, {unit}':<46}" + "".join(f"{column:>12}" for column in columns)).rstrip()
+
+    if len(plan.stages) > 1:
+        yield title("Memory of the first rank of each of pp", "parameters", "peak")
+        for number, stage in enumerate(plan.stages):
+            yield row(f"pp {number}: rank {stage.rank}", stage.parameter_bytes, stage.peak_bytes)
+        yield ""
+    if heaviest.peak_bytes is None:
+        yield title(f"Memory of rank {heaviest.rank}")
+        yield row("parameters", heaviest.parameter_bytes)
+        return
+    yield title(f"Memory of rank {heaviest.rank}", "at the peak", "at most")
+    for category in CATEGORIES:
+        yield row(category, heaviest.at_peak[category], heaviest.largest.get(category, 0))
+    yield row("all", heaviest.peak_bytes)
+    yield ""
+    yield title("Recomputed in backward", "kept", "peak")
+    for one in plan.recomputation:
+        yield row(one.what, one.activation_bytes, one.peak_bytes) + ("  (this job)" if one.is_the_jobs else "")
+    if any(one.phase == "compile" for one in plan.passes):
+        yield "  Blocks are counted as they are written; compiled, they keep less."
+
+
+def _fit_lines(plan: Plan) -> Iterator[str]:
+    if plan.gpu is None or plan.heaviest.peak_bytes is None:
+        return
+    needed = needed_gib(plan.heaviest.peak_bytes)
+    yield ""
+    yield (
+        f"{'Fits' if plan.fits else 'Does not fit'}: with 3 % for fragmentation the peak is {needed:.1f} GiB, and "
+        f"{plan.gpu.name} has {plan.gpu.free_gib:.1f} GiB beside what CUDA and NCCL take"
+    )
+
+
+def _traffic_lines(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        if not stage.traffic:
+            continue
+        yield ""
+        sent = [size for one in stage.traffic for size in (one.within_node, one.between_nodes) if size is not None]
+        unit, scale = ("GiB", GIB) if max(sent, default=0) >= GIB else ("MiB", GIB / 1024)
+        title = f"Sent by rank {stage.rank} in a step, {unit}; {plan.ranks_per_node} ranks a node"
+        yield f"{title:<62}{'within':>10}{'between':>10}"
+        for one in stage.traffic:
+            sizes = ("?" if size is None else f"{size / scale:.3f}" for size in (one.within_node, one.between_nodes))
+            yield f"  {one.what:<60}" + "".join(f"{size:>10}" for size in sizes)
+            yield f"    {one.reason}"
+
+
+def _stage(simulated: SimulatedRank) -> PlannedStage:
+    memory = simulated.memory
+    return PlannedStage(
+        simulated.rank,
+        simulated.parameter_bytes,
+        memory.peak if memory else None,
+        memory.at_peak if memory else {},
+        memory.largest if memory else {},
+        simulated.reason,
+        simulated.traffic,
+    )
+
+
+def _planned(use: Use, touched: Sequence[str], provided: Provided) -> PlannedPass:
+    assert isinstance(provided.component, PassComponent)
+    alike = Counter(re.sub(r"\d+", "*", name) or "the model" for name in touched)
+    names = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
+    return PlannedPass(use.qualified_name, provided.component.phase, len(touched), names)
+
+
+def _recomputation(
+    job: Job, catalog: Catalog, vocab_size: int, world_size: int, plan: Plan, build: ComponentBuilder
+) -> list[PlannedRecomputation]:
+    """Of the stage that needs most; ways that cannot be simulated are left out."""
+    number = plan.stages.index(plan.heaviest)
+    planned = []
+    for one in alternatives(job, catalog, world_size, build):
+        if one.is_the_jobs:
+            planned.append(_compared(one, plan.heaviest))
+        else:
+            simulated = simulate(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node)
+            stage = _stage(simulated)
+            if stage.peak_bytes is not None:
+                planned.append(_compared(one, stage))
+    return planned
+
+
+def _compared(one: Alternative, stage: PlannedStage) -> PlannedRecomputation:
+    assert stage.peak_bytes is not None
+    return PlannedRecomputation(one.what, one.is_the_jobs, stage.largest.get("activations", 0), stage.peak_bytes)
+
+
+def _vocabulary(job: Job, build: ComponentBuilder, given: int | None) -> int:
+    """The model's vocabulary, as a run would find it, without opening data."""
+    configured: int | None = getattr(job.model.config, "vocab_size", None)
+    if configured is None:
+        configured = given
+    if configured is None:
+        configured = getattr(job.data.config, "vocab_size", None)
+    tokenizer = getattr(job.data.config, "tokenizer", None)
+    if configured is None and isinstance(tokenizer, Use) and tokenizer.kind == "tokenizer":
+        configured = build(tokenizer, base=Path()).vocab_size
+    if configured is None:
+        raise ConfigError(
+            "the vocabulary is not known without opening the data; say --vocab-size N, or set model.vocab_size"
+        )
+    return configured

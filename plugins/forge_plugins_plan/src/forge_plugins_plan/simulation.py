@@ -1,0 +1,220 @@
+"""One rank of many, in one process: the real build and a real step on tensors that have shapes and no memory."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forge_core.auxiliary import LEDGER
+from forge_core.builder import ComponentBuilder
+from forge_core.catalog import Catalog
+from forge_core.config.sections import Job
+from forge_core.contracts.gpu import Gpu
+from forge_core.contracts.parallel_pass import PassContext, Traffic
+from forge_core.engine.build import BuiltModel, allocate, build_model, build_optimizer
+from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
+from forge_core.engine.mesh import Mesh, build_mesh
+from forge_core.errors import ForgeError
+from forge_core.passes import sort_passes
+from forge_plugins_plan.memory import MemoryLedger, bytes_of
+
+_CPU = torch.device("cpu")  # FSDP's streams of a GPU cannot be had without one; sizes are the same
+
+
+@attrs.frozen
+class RankMemory:
+    """What one rank holds during a step, in bytes."""
+
+    peak: int
+    at_peak: Mapping[str, int]
+    """Adds up to ``peak``; the categories are those of ``forge_plugins_plan.memory``."""
+    largest: Mapping[str, int]
+    """The most that each category has, each at its own time."""
+
+
+@attrs.frozen
+class SimulatedRank:
+    """What became of the job on one rank."""
+
+    rank: int
+    stage: int
+    built: BuiltModel
+    parameter_bytes: int
+    memory: RankMemory | None
+    """``None`` if the step cannot be simulated."""
+    reason: str
+    """Why it cannot; otherwise empty."""
+    traffic: Sequence[Traffic]
+
+
+def simulate(
+    job: Job,
+    catalog: Catalog,
+    vocab_size: int,
+    world_size: int,
+    stage: int,
+    gpu: Gpu | None = None,
+    ranks_per_node: int = 8,
+) -> SimulatedRank:
+    """Build ``job`` for the first rank of a pipeline stage among ``world_size`` ranks, and run a step of it.
+
+    The optimizer has made its state before that step, as in every step but the first. Compiled blocks run as they are
+    written.
+
+    Args:
+        gpu: what the job is to run on, for passes that decide by it.
+        ranks_per_node: what a launcher would say.
+
+    Raises:
+        ForgeError: whatever the build of a real run would say.
+    """
+    rank = stage * (world_size // job.parallel.pp)
+    ledger = MemoryLedger()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
+        with fake, ledger:
+            allocate(part, device)
+
+    with _rank_of(world_size, rank, ranks_per_node):
+        mesh = build_mesh(job, _CPU)
+        build = ComponentBuilder(catalog)
+        passes = sort_passes(job, catalog, world_size)
+        built = build_model(job, vocab_size, mesh, _CPU, passes, build, fill=allocate_only, planned_gpu=gpu)
+        size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
+        ledger.vocabulary = _vocabulary(built, vocab_size)
+        memory, reason = None, ""
+        appliers = [build(use) for use in passes]
+        context = PassContext(mesh, job, _CPU, gpu)
+        traffic = [
+            one
+            for applier in appliers
+            if hasattr(applier, "traffic")
+            for part in built.parts
+            for one in applier.traffic(part, context)
+        ]
+        if any(getattr(applier, "parameters_on_host", False) for applier in appliers):
+            reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
+            return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
+        try:
+            with fake, ledger:
+                memory = _step(job, mesh, built, build, ledger)
+        except ForgeError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001  # of torch or of a plugin; what is known without a step still is
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
+
+
+def _step(job: Job, mesh: Mesh, built: BuiltModel, build: ComponentBuilder, ledger: MemoryLedger) -> RankMemory:
+    optimizer = build_optimizer(job, built, build)
+    with ledger.during("optimizer"):
+        _make_state(optimizer)
+    microbatches = _microbatches(job)
+    ledger.restart()
+    scale = torch.ones(())
+    LEDGER.start_step(scale)
+    with ledger.during("activations"):
+        built.executor.run(microbatches, scale)
+    gradients = [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
+    with ledger.during("optimizer"):
+        clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, _CPU), job.train.clip_norm)
+        optimizer.step()
+    state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    known = {"gradients": gradients, "optimizer": state}
+    largest = {**ledger.largest, **{category: bytes_of(tensors) for category, tensors in known.items()}}
+    return RankMemory(ledger.peak, ledger.at_peak(known), largest)
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """By a step, which is when optimizers make it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _microbatches(job: Job) -> list[dict[str, torch.Tensor]]:
+    """Of one step. Without a pipeline, a third microbatch finds what the second found."""
+    count = job.train.grad_accumulation or 1
+    shape = (job.train.batch_size, job.train.seq_len)
+    names = ("tokens", "targets")
+    return [
+        {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+        for _ in range(count if job.parallel.pp > 1 else min(count, 2))
+    ]
+
+
+def _vocabulary(built: BuiltModel, vocab_size: int) -> frozenset[int]:
+    """The logits' last dimension: the whole vocabulary, or this rank's part of it."""
+    heads: list[Any] = [part.head for part in built.parts if getattr(part, "head", None) is not None]
+    return frozenset({vocab_size, *(_multiplied_rows(head.weight) for head in heads)})
+
+
+def _multiplied_rows(weight: torch.Tensor) -> int:
+    """Rows of a head that this rank multiplies with: FSDP cuts the table too, but gathers it before."""
+    if not isinstance(weight, DTensor) or "tp" not in (names := weight.device_mesh.mesh_dim_names or ()):
+        return weight.shape[0]
+    tp = names.index("tp")
+    cut = weight.placements[tp].is_shard(0)
+    return -(-weight.shape[0] // weight.device_mesh.size(tp)) if cut else weight.shape[0]
+
+
+@contextmanager
+def _rank_of(world_size: int, rank: int, ranks_per_node: int) -> Iterator[None]:
+    """Be ``rank`` of a group whose collectives do nothing."""
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)  # as a launcher would say it
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with _stages_that_do_not_vote(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about what a real run would do: it will say them then
+            yield
+    finally:
+        # it knows meshes, and the next rank's is equal to this one's but has other groups
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch's
+        dist.destroy_process_group()
+        LEDGER.start_step(torch.ones(()))  # it holds tensors of the simulation
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+@contextmanager
+def _stages_that_do_not_vote() -> Iterator[None]:
+    """Without torch's vote of all stages on whether they know their shapes, whose result has no value here.
+
+    Torch 2.11 has no such vote: a stage that is given its shapes, as ours are, takes them.
+    """
+    schedule: Any = _PipelineSchedule
+    vote = getattr(schedule, "_warmup_p2p", None)
+    if vote is None:
+        yield
+        return
+    schedule._warmup_p2p = _elect_static
+    try:
+        yield
+    finally:
+        schedule._warmup_p2p = vote
+
+
+def _elect_static(_: object, stages: Sequence[Any], *__: object) -> None:
+    from torch.distributed.pipelining._utils import InferenceMode  # torch 2.11 has none
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
