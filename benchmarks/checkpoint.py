@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from forge_core.checkpoint.saver import Saver, Snapshot
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters, optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.checkpoint.tensors import model_tensors, named_parameters, optimizer_state
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 RANKS = 2
 ROWS = 1024

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from step_overhead import Bench
 
-from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
-from forge_core.engine.mesh import choose_device, join_process_group
+from forge_core.distributed.mesh import choose_device, join_process_group
+from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 
 OVERRIDES = ["train.precision=bf16", "model.n_kv_heads=4"]
 SHAPE = {"dim": 256, "layers": 4, "vocab": 32_000, "seq_len": 512}

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from forge_core.builder import ComponentBuilder
-from forge_core.discovery import discover
-from forge_core.engine.initialisation import SeededInitializer
-from forge_core.leaving import leave
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+from forge_core.run.process import leave
+from forge_core.train.initialisation import SeededInitializer
 
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 512, 8, 1024
 SETTINGS = {"waits": None, "overlap": 1, "overlap, chunks = 2": 2, "overlap, chunks = 4": 4}

@@ -36,10 +36,10 @@ import train_gpu
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from forge_core.builder import ComponentBuilder
-from forge_core.discovery import discover
-from forge_core.engine.host_memory import keep_freed_memory
-from forge_core.engine.initialisation import SeededInitializer
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+from forge_core.run.process import keep_freed_memory
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_dense.config import MLPConfig
 from forge_plugins_dense.feed_forward import MLP
 from forge_plugins_moe import feed_forward

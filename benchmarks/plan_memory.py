@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.auxiliary import LEDGER
-from forge_core.builder import ComponentBuilder
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
-from forge_core.engine.build import build_model, build_optimizer
-from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
-from forge_core.engine.mesh import build_mesh, join_process_group
-from forge_core.leaving import leave
-from forge_core.passes import sort_passes
+from forge_core.config.builder import ComponentBuilder
+from forge_core.distributed.mesh import build_mesh, join_process_group
+from forge_core.job import load_job
+from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.passes.order import sort_passes
+from forge_core.registry.discovery import discover
+from forge_core.run.process import leave
+from forge_core.train.build import build_model, build_optimizer
+from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.memory import bytes_of
 from forge_plugins_plan.simulation import simulate
 

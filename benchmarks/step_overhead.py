@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.builder import ComponentBuilder
-from forge_core.config.job import load_job
+from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.callback import Requests, RunContext
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
-from forge_core.discovery import discover
-from forge_core.engine.anomalies import Anomalies
-from forge_core.engine.build import build_model, build_optimizer
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.lifecycle import Lifecycle
-from forge_core.engine.loss_check import CheckedLoss
-from forge_core.engine.measurement import Measurement
-from forge_core.engine.mesh import build_mesh, choose_device, join_process_group
-from forge_core.engine.trainer import Trainer
-from forge_core.passes import sort_passes
+from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
+from forge_core.job import load_job
+from forge_core.passes.order import sort_passes
+from forge_core.registry.discovery import discover
+from forge_core.train.build import build_model, build_optimizer
+from forge_core.train.events import Lifecycle
+from forge_core.train.executor import PlainExecutor
+from forge_core.train.loss_check import CheckedLoss
+from forge_core.train.metrics import Measurement
+from forge_core.train.step_guard import Anomalies
+from forge_core.train.trainer import Trainer
 
 JOB = """
 [model]

@@ -24,12 +24,12 @@ import attrs
 import numpy as np
 import torch
 
-from forge_core.builder import ComponentBuilder
-from forge_core.config.job import load_job
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
-from forge_core.discovery import discover
-from forge_core.engine.measurement import peak_flops
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.train.metrics import peak_flops
 from forge_plugins_plan.report import flops_by_convention
 
 ROOT = Path(__file__).resolve().parents[1]

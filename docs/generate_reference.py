@@ -14,14 +14,14 @@ from typing import Annotated, Any, get_args, get_origin
 
 import attrs
 
-from forge_core.catalog import Catalog, Provided
-from forge_core.component import PHASES, PassComponent, Slot
 from forge_core.config.field_docs import field_docs, type_words
-from forge_core.config.limits import schema_limits
 from forge_core.config.sections import Job
-from forge_core.conflicts import condition_words, other_words
-from forge_core.discovery import discover
-from forge_core.imports import load_reference
+from forge_core.config.validators import schema_limits
+from forge_core.passes.rules import condition_words, other_words
+from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.component import PHASES, PassComponent, Slot
+from forge_core.registry.discovery import discover
+from forge_core.registry.imports import load_reference
 
 
 def write_reference(folder: Path) -> None:

@@ -10,7 +10,7 @@ import atexit
 
 from forge_core import cli
 from forge_core.errors import ExitCode
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 
 def main() -> int:

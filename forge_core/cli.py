@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_core import __version__
-from forge_core.commands import CORE_COMMANDS
-from forge_core.component import Command
+from forge_core.config.describe import printable
 from forge_core.errors import ConfigError, ExitCode, ForgeError, PluginError
-from forge_core.printable import printable
+from forge_core.registry.component import Command
+from forge_core.registry.hookspecs import CORE_COMMANDS
 
 if TYPE_CHECKING:
-    from forge_core.catalog import Catalog
+    from forge_core.registry.catalog import Catalog
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, where a command does not handle it: 128 + SIGINT, as shells have it."""
@@ -58,31 +58,20 @@ def _run(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 class Invocation:
-    """What the global options say. Commands find it as ``ctx.obj`` (``@click.pass_obj``)."""
+    """The ``Invocation`` of ``forge_core.contracts.command``."""
 
     def __init__(self, arguments: Sequence[str] = (), *, debug: bool = False) -> None:
         self.arguments = tuple(arguments)
-        """What stands behind ``forge``, without ``--debug``."""
         self.debug = debug
-        """Whether tracebacks are wanted."""
         self.until_the_end = ExitStack()
-        """What a command leaves in place until its process ends, or its caller goes on."""
         self.disabled: tuple[str, ...] = ()
         """Distributions named by ``--disable-plugin``."""
         self._catalogs: dict[frozenset[str], Catalog] = {}
         self._noted: set[str] = set()
 
     def catalog(self, disable: Collection[str] = (), *, notes_slow: bool = True) -> Catalog:
-        """What is installed, without the disabled distributions: those of the command line, and ``disable``.
-
-        Args:
-            notes_slow: whether to say, once, which plugins take long to import.
-
-        Raises:
-            ConfigError: the command line disables a distribution that is not there.
-        """
-        from forge_core.announcements import canonical_distribution
-        from forge_core.discovery import discover
+        from forge_core.registry.discovery import discover
+        from forge_core.registry.entry_points import canonical_distribution
 
         wanted = frozenset(canonical_distribution(name) for name in (*self.disabled, *disable))
         if wanted not in self._catalogs:
@@ -91,7 +80,7 @@ class Invocation:
         installed = {plugin.distribution for plugin in catalog.plugins}
         for name in self.disabled:
             if canonical_distribution(name) not in installed:
-                from forge_core.not_found import did_you_mean
+                from forge_core.registry.suggestions import did_you_mean
 
                 near = did_you_mean(canonical_distribution(name), installed)
                 raise ConfigError(f"--disable-plugin {name}: no plugin of that name is installed.{near}")
@@ -129,7 +118,7 @@ class ForgeGroup(click.Group):
         name = args[0]
         if name.startswith("-") or self.get_command(ctx, name) is not None:
             return super().resolve_command(ctx, args)
-        from forge_core.not_found import why_no_command
+        from forge_core.registry.suggestions import why_no_command
 
         core = [command.name for command in CORE_COMMANDS]
         raise click.UsageError(why_no_command(_invocation(ctx).catalog(), name, core), ctx)
@@ -207,7 +196,7 @@ def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _load(command: Command, owner: str) -> click.Command:
-    from forge_core.imports import load_reference
+    from forge_core.registry.imports import load_reference
 
     loaded = load_reference(command.run, what=f"the command '{command.name}'", owner=owner)
     if not isinstance(loaded, click.Command):

@@ -16,11 +16,11 @@ import click
 import torch
 
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.engine.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
+from forge_core.distributed.launcher import LocalRanks
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.fatal import note_end, signal_words
-from forge_core.local_ranks import LocalRanks
-from forge_core.run_directory import ENDS
+from forge_core.run.directory import ENDS
+from forge_core.run.fatal import note_end, signal_words
+from forge_core.run.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
 
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 """Environment variable that tells rank 0 where to leave its exit code: it may have ended because another one did, for a

@@ -9,21 +9,21 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Catalog
 from forge_core.checkpoint.compatibility import plugins_missing, used_plugins
 from forge_core.checkpoint.contents import leads_outside, model_problem
 from forge_core.checkpoint.manifest import as_size
-from forge_core.checkpoint.reading import refuse_misfits
+from forge_core.checkpoint.safe_reader import refuse_misfits
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.checkpoint.store import Checkpoint
-from forge_core.checkpoint.tensors import model_tensors, named_parameters
 from forge_core.checkpoint.upgrading import module_changes
-from forge_core.config.job import load_job
-from forge_core.config.plain import plain
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.config.unstructure import plain
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_core.engine.build import build_on_meta, cast_parameters, materialise
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.train.build import build_on_meta, cast_parameters, materialise
 
 _BUFFER_BYTES = 2**30
 """A buffer that is not stored may have so many in any case."""

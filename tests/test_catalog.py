@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import forge_core
-from forge_core.catalog import Catalog, Plugin
-from forge_core.component import Command, Component
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.registry.catalog import Catalog, Plugin
+from forge_core.registry.component import Command, Component
+from forge_core.registry.discovery import discover
 
-PUBLISHED = tomllib.loads((Path(forge_core.__file__).parent / "published.toml").read_text(encoding="utf-8"))
+PUBLISHED = tomllib.loads(
+    (Path(forge_core.__file__).parent / "registry/known_plugins.toml").read_text(encoding="utf-8")
+)
 
 
 def component(name: str, **more) -> Component:

@@ -75,7 +75,7 @@ def test_a_plugin_imports_the_core_and_what_it_declares_and_only_public_names(pa
 def test_the_core_names_no_plugin():
     names = {name for package in PACKAGES for name in (package, package.replace("_", "-"))}
     for file in sorted(CORE.rglob("*")):
-        if file.suffix in (".py", ".toml", ".md") and file.name != "published.toml":
+        if file.suffix in (".py", ".toml", ".md") and file.name not in ("known_plugins.toml", "moved.toml"):
             text = file.read_text(encoding="utf-8")
             assert not [name for name in names if name in text], file
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from forge_core.catalog import Plugin
 from forge_core.cli import main
-from forge_core.discovery import discover
+from forge_core.registry.catalog import Plugin
+from forge_core.registry.discovery import discover
 
 ROUTER = """
     from forge_core.api import Command, Component, Kind, hookimpl

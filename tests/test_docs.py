@@ -18,15 +18,15 @@ from pathlib import Path
 import attrs
 import pytest
 
-from forge_core.catalog import Catalog
 from forge_core.cli import main
-from forge_core.component import PHASES
 from forge_core.config.field_docs import field_docs
-from forge_core.config.job import load_job
 from forge_core.config.sections import Job
-from forge_core.discovery import discover
-from forge_core.hookspecs import ForgeSpecs
-from forge_core.imports import load_reference
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.component import PHASES
+from forge_core.registry.discovery import discover
+from forge_core.registry.hookspecs import ForgeSpecs
+from forge_core.registry.imports import load_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

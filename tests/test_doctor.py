@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.contracts.check import Finding, Surroundings
-from forge_core.discovery import discover
+from forge_core.registry.discovery import discover
 from forge_plugins_monitor.doctor import gloo, gpus, network, storage
 from forge_plugins_monitor.doctor.together import merged
 from forge_plugins_monitor.plugin import forge_checks
@@ -251,7 +251,7 @@ def test_a_disk_on_which_a_checkpoint_could_be_written_over_is_wrong(tmp_path, m
 
 
 def test_every_check_of_the_core_can_be_loaded():
-    from forge_core.imports import load_reference
+    from forge_core.registry.imports import load_reference
 
     for check in forge_checks():
         assert callable(load_reference(check.run, what=check.name, owner="forge-core"))

@@ -3,7 +3,7 @@ import sys
 
 SCRIPT = """
 import gc, sys
-from forge_core.garbage import imported_for_good
+from forge_core.run.process import imported_for_good
 
 with imported_for_good():
     assert not gc.isenabled()

@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 
-from forge_core.component import Use
-from forge_core.engine.initialisation import initialise
+from forge_core.contracts.component_ref import Use
 from forge_core.errors import ConfigError
+from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
 from forge_plugins_dense.transformer import Transformer
 from forge_plugins_inference.generation import generate, generate_steps, sample

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from forge_core.git_commit import git_commit
+from forge_core.run.directory import git_commit
 
 
 def git(folder, *arguments):

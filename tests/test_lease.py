@@ -10,9 +10,9 @@ import time
 import attrs
 import pytest
 
-import forge_core.lease
+import forge_core.run.lease
 from forge_core.errors import ConfigError, LeaseLostError
-from forge_core.lease import FILE_NAME, Lease, refuse_if_held, refuse_unless_shared
+from forge_core.run.lease import FILE_NAME, Lease, refuse_if_held, refuse_unless_shared
 
 
 def _quiet(_):
@@ -40,7 +40,7 @@ def test_nothing_is_left_of_one_that_was_given_back(tmp_path):
 
 def test_a_second_process_is_refused_and_told_who_is_training(tmp_path):
     lease = Lease(tmp_path, _quiet)
-    code = "import sys, pathlib; from forge_core.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
+    code = "import sys, pathlib; from forge_core.run.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
 
     second = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
 
@@ -51,7 +51,7 @@ def test_a_second_process_is_refused_and_told_who_is_training(tmp_path):
 
 
 def test_one_that_a_killed_process_left_is_taken_over_at_once(tmp_path):
-    take = "from forge_core.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
+    take = "from forge_core.run.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
     code = f"import os, sys, pathlib; {take}; os._exit(9)"
     subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60)
     said = []
@@ -80,7 +80,7 @@ def test_one_on_another_host_that_gives_signs_of_life_is_respected(tmp_path, for
 
 
 def test_one_on_another_host_that_is_silent_is_taken_over(tmp_path, foreign, monkeypatch):
-    monkeypatch.setattr(forge_core.lease, "SILENCE", 0.6)
+    monkeypatch.setattr(forge_core.run.lease, "SILENCE", 0.6)
     foreign()
 
     ended = refuse_if_held(tmp_path)
@@ -124,14 +124,14 @@ def test_one_that_cannot_be_read_is_refused_with_a_sentence(tmp_path):
 def test_one_that_cannot_be_read_again_while_it_is_watched_is_refused_with_a_sentence(tmp_path, foreign, monkeypatch):
     """NFS, where another host has replaced the file."""
     foreign()
-    read, calls = forge_core.lease._read, iter(range(10))
+    read, calls = forge_core.run.lease._read, iter(range(10))
 
     def stale(path):
         if next(calls):
             raise OSError(errno.ESTALE, "Stale file handle")
         return read(path)
 
-    monkeypatch.setattr(forge_core.lease, "_read", stale)
+    monkeypatch.setattr(forge_core.run.lease, "_read", stale)
 
     with pytest.raises(ConfigError, match=r"lease\.json cannot be read, .*: Stale file handle"):
         refuse_if_held(tmp_path)
@@ -158,7 +158,7 @@ def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
 
 
 def test_a_rank_that_does_not_see_the_directory_of_the_first_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("forge_core.lease.SHOWS_AFTER", 0.3)
+    monkeypatch.setattr("forge_core.run.lease.SHOWS_AFTER", 0.3)
     lease = Lease(tmp_path / "shared", _quiet)
 
     refuse_unless_shared(tmp_path / "shared", lease.attempt)

@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from forge_core import line_file
-from forge_core.line_file import LineFile
+from forge_core.run import line_file
+from forge_core.run.line_file import LineFile
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli import main
-from forge_core.hookspecs import CORE_KINDS
+from forge_core.registry.hookspecs import CORE_KINDS
 from forge_testing.scaffold.package import HOOKS, write_package
 
 KINDS = [*(kind.name for kind in CORE_KINDS), "command", "check"]

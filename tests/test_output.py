@@ -6,7 +6,7 @@ import sys
 
 PRINTS = """
 import os, sys
-from forge_core.output import LossyOutput
+from forge_core.run.output import LossyOutput
 
 LossyOutput().__enter__()
 for i in range(2000):

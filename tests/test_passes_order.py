@@ -7,11 +7,12 @@ from itertools import permutations
 import attrs
 import pytest
 
-from forge_core.catalog import Catalog, Plugin
-from forge_core.component import Conflict, Need, PassComponent, Use
 from forge_core.config.sections import Job, ParallelSection, TrainSection
+from forge_core.contracts.component_ref import Use
 from forge_core.errors import ConfigError
-from forge_core.passes import add_required, required_capabilities, resolve_degrees, sort_passes
+from forge_core.passes.order import add_required, required_capabilities, resolve_degrees, sort_passes
+from forge_core.registry.catalog import Catalog, Plugin
+from forge_core.registry.component import Conflict, Need, PassComponent
 
 
 def declare(name: str, phase: str = "shard", **declared) -> PassComponent:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core.printable import has_password, printable
+from forge_core.config.describe import has_password, printable
 
 
 def test_what_steers_a_terminal_is_shown_as_escapes_and_text_stays_as_it_is():

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_core.lease import Lease, refuse_if_held
-from forge_core.line_file import LineFile
-from forge_core.run_directory import RunDirectory
+from forge_core.run.directory import RunDirectory
+from forge_core.run.lease import Lease, refuse_if_held
+from forge_core.run.line_file import LineFile
 
 
 @pytest.fixture

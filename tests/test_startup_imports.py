@@ -63,9 +63,9 @@ def test_a_run_of_a_wrong_job_is_refused_before_anything_heavy_is_imported(poiso
 
 def test_every_installed_component_can_be_described_without_torch(poisoned):
     program = """if True:
-        from forge_core.catalog import Catalog
+        from forge_core.registry.catalog import Catalog
         from forge_core.cli import main
-        from forge_core.discovery import discover
+        from forge_core.registry.discovery import discover
 
         catalog = discover()
         for kind in catalog.kinds:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import attrs
 from attrs.validators import ge, le, lt, min_len, optional
 
-from forge_core.catalog import Catalog
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
 from forge_core.config.converter import structure
 from forge_core.config.problems import InvalidError
+from forge_core.config.regular_file import read_regular_file
 from forge_core.config.toml_text import MAX_BYTES, parse_toml
-from forge_core.regular_file import read_regular_file
+from forge_core.registry.catalog import Catalog
 
 STATE = "state.json"
 JOB = "job.toml"

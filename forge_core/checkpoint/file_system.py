@@ -1,4 +1,4 @@
-"""The file system as torch's writers and readers of checkpoints use it, with errors that name the file."""
+"""DCP's file system, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from forge_core.checkpoint.durable import naming
+from forge_core.checkpoint.fsync import naming
 
 
 class NamingFileSystem(FileSystem):

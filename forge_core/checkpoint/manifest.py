@@ -14,8 +14,8 @@ import attrs
 import xxhash
 from attrs.validators import and_, deep_mapping, ge, instance_of
 
-from forge_core.checkpoint.durable import naming, write_durably
-from forge_core.regular_file import read_regular_file
+from forge_core.checkpoint.fsync import naming, write_durably
+from forge_core.config.regular_file import read_regular_file
 
 FORMAT = 2
 FILE_NAME = "manifest.json"

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from forge_core.checkpoint.durable import flush, flush_tree, write_durably
+from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import (
     FILE_NAME,
     DamagedError,

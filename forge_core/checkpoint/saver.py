@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from forge_core.checkpoint.durable import flush, flush_tree, write_durably
 from forge_core.checkpoint.file_system import NamingFileSystem
+from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.engine.ranks import on_all_ranks
+from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.distributed.timeouts import CHECKPOINT_GROUP
 from forge_core.errors import ForgeError, SaveError
 
-GROUP = "forge_checkpoint"
 """Description of the process group of its own over which ranks talk while they save: on the default group they would
 wait for collectives of training, and those for them."""
 
@@ -183,7 +183,7 @@ class Saver:
 
     def _new_group(self) -> dist.ProcessGroup:
         limit = timedelta(seconds=self._timeout)
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit, group_desc=GROUP)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit, group_desc=CHECKPOINT_GROUP)
         return group
 
     def _write(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.checkpoint.contents import read_job, read_state
-from forge_core.checkpoint.durable import flush
+from forge_core.checkpoint.fsync import flush
 from forge_core.checkpoint.manifest import (
     FILE_NAME,
     DamagedError,
@@ -24,12 +24,12 @@ from forge_core.checkpoint.manifest import (
     read_manifest,
     visible_damage,
 )
-from forge_core.checkpoint.reading import read_tensors, saved_tensors
-from forge_core.engine.ranks import from_first_rank
+from forge_core.checkpoint.safe_reader import read_tensors, saved_tensors
+from forge_core.distributed.collective_errors import from_first_rank
 from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forge_core.checkpoint.fetching import Fetching
+    from forge_core.checkpoint.downloader import Fetching
 
 
 @attrs.frozen

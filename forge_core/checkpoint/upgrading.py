@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import nn
 
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.state import StateChanges
-from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ForgeError, PluginError
 
 

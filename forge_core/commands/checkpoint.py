@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from forge_core.catalog import Catalog
 from forge_core.checkpoint.compatibility import installed
 from forge_core.checkpoint.contents import JOB, read_job
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
-from forge_core.checkpoint.schedule import reasons_to_keep, superfluous
+from forge_core.checkpoint.retention import reasons_to_keep, superfluous
 from forge_core.config.converter import structure
+from forge_core.config.describe import printable
 from forge_core.config.diff import differences
 from forge_core.config.mirror_url import mirror_problem, url_of_run
 from forge_core.config.problems import InvalidError
 from forge_core.config.sections import CheckpointSection
 from forge_core.errors import ConfigError, ExitCode, MirrorError
-from forge_core.lease import Lease
-from forge_core.printable import printable
+from forge_core.registry.catalog import Catalog
+from forge_core.run.lease import Lease
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.mirror import Mirror

@@ -9,8 +9,8 @@ import click
 from forge_core.commands.validate import options_of
 from forge_core.config.describe import literal
 from forge_core.config.diff import Difference, differences
-from forge_core.config.job import dump_job, job_table, load_job
 from forge_core.config.sections import Job
+from forge_core.job import dump_job, job_table, load_job
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -14,9 +14,9 @@ import click
 
 from forge_core import __version__
 from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
-from forge_core.catalog import Catalog, Plugin, Provided, is_importable
-from forge_core.cli import Invocation
-from forge_core.component import PassComponent
+from forge_core.contracts.command import Invocation
+from forge_core.registry.catalog import Catalog, Plugin, Provided, is_importable
+from forge_core.registry.component import PassComponent
 
 _LEAST_ROOM = 20
 """Characters below which text is not wrapped."""
@@ -51,7 +51,7 @@ def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
 @click.pass_obj
 def show(invocation: Invocation, kind: str, name: str) -> None:
     """Show the component NAME of KIND: who provides it, and the keys of its table in a configuration."""
-    from forge_core.imports import load_reference
+    from forge_core.registry.imports import load_reference
 
     provided = invocation.catalog().find(kind, name)
     component, plugin = provided.component, provided.plugin
@@ -74,7 +74,7 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
 
 def _place_among_passes(component: PassComponent) -> Iterator[str]:
     """What a pass declares about itself and others."""
-    from forge_core.conflicts import condition_words, other_words  # the list of plugins does without
+    from forge_core.passes.rules import condition_words, other_words  # the list of plugins does without
 
     serves = f", serves {', '.join(component.serves)}" if component.serves else ""
     yield f"in the phase {component.phase}{serves}"

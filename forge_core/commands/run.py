@@ -13,14 +13,14 @@ from typing import Any
 import click
 
 from forge_core.commands.validate import options_of
-from forge_core.config.job import dump_job, load_job
-from forge_core.engine.orphan import end_with_launcher
-from forge_core.engine.rendezvous import world_size_of
-from forge_core.engine.torchrun import refuse_split_brain
+from forge_core.distributed.environment import world_size_of
+from forge_core.distributed.parent_death import end_with_launcher
+from forge_core.distributed.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.garbage import imported_for_good
-from forge_core.output import LossyOutput
-from forge_core.run_directory import RunDirectory
+from forge_core.job import dump_job, load_job
+from forge_core.run.directory import RunDirectory
+from forge_core.run.output import LossyOutput
+from forge_core.run.process import imported_for_good
 
 COMMAND = "FORGE_COMMAND"
 """Environment variable that tells the ranks of ``--nproc`` what was typed."""
@@ -100,11 +100,11 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
     with imported_for_good():
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if nobody has done so before
 
-        from forge_core.engine.host_memory import keep_freed_memory
-        from forge_core.engine.mesh import choose_device
-        from forge_core.engine.run import run_job
-        from forge_core.engine.signals import stacks_on_quit
+        from forge_core.distributed.mesh import choose_device
         from forge_core.launch import leave_outcome
+        from forge_core.run.process import keep_freed_memory
+        from forge_core.run.run import run_job
+        from forge_core.run.signals import stacks_on_quit
 
     # torch 2.13 announces new names for collectives that its own FSDP and DTensor still call by the old ones
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

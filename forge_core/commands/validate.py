@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from forge_core.config.job import load_job, notes
 from forge_core.config.sections import Job
-from forge_core.passes import resolve_degrees, sort_passes
+from forge_core.job import load_job, notes
+from forge_core.passes.order import resolve_degrees, sort_passes
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -16,15 +16,17 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import attrs
 from cattrs import Converter
 
-from forge_core.catalog import Catalog, Provided, kind_words
-from forge_core.component import Slot, Use
 from forge_core.config.describe import describe, one_of
-from forge_core.config.limits import violations
-from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem, nearest
+from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
 from forge_core.config.shorthands import as_written, expanded
+from forge_core.config.validators import violations
+from forge_core.contracts.component_ref import Use
 from forge_core.errors import ConfigError, PluginError
-from forge_core.imports import load_reference
-from forge_core.plugin_output import output_of
+from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.component import Slot, kind_words
+from forge_core.registry.imports import load_reference
+from forge_core.registry.plugin_output import output_of
+from forge_core.registry.suggestions import nearest
 
 T = TypeVar("T")
 Hook = Callable[[Any, Any], Any]

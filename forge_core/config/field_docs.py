@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from forge_core.component import Slot
+from forge_core.registry.component import Slot
 
 
 def field_docs(cls: type) -> dict[str, str]:

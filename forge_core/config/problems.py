@@ -101,17 +101,3 @@ def key_text(path: KeyPath) -> str:
 def key_path(text: str) -> KeyPath:
     """``"groups[1].lr"`` as ``("groups", 1, "lr")``."""
     return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
-
-
-def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The name that was probably meant by ``word``: the most alike whatever their case, or one that it begins.
-
-    Args:
-        likeness: the least that counts as alike, 0 to 1.
-    """
-    import difflib  # only a mistake pays for it
-
-    meant = {name.lower(): name for name in names}
-    begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
-    matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
-    return meant[matches[0]] if matches else None

@@ -10,13 +10,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
-from forge_core.catalog import Catalog, Provided
 from forge_core.config.converter import config_class, is_optional, slot_of
 from forge_core.config.field_docs import field_docs
-from forge_core.config.limits import schema_limits
-from forge_core.config.plain import plain
 from forge_core.config.sections import Job
+from forge_core.config.unstructure import plain
+from forge_core.config.validators import schema_limits
 from forge_core.errors import PluginError
+from forge_core.registry.catalog import Catalog, Provided
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 import attrs
 from attrs.validators import ge, gt, in_, lt, optional, or_
 
-from forge_core.component import Slot, Use
 from forge_core.config.time_limit import is_time_limit
+from forge_core.contracts.component_ref import Use
+from forge_core.registry.component import Slot
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import attrs
 
-from forge_core.config.key_lines import key_lines
-from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem, nearest
+from forge_core.config.problems import ConfigProblems, KeyPath, Location, Problem
+from forge_core.config.regular_file import read_regular_file
+from forge_core.config.toml_positions import key_lines
 from forge_core.config.toml_text import MAX_BYTES, refuse_depth, toml_tokens
 from forge_core.errors import ConfigError
-from forge_core.regular_file import read_regular_file
+from forge_core.registry.suggestions import nearest
 
 MAX_FILES = 32
 """Of one configuration, those that are extended included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from forge_core.component import Use
+from forge_core.contracts.component_ref import Use
 
 
 class Builder(Protocol):

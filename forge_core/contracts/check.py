@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import attrs
 
 if TYPE_CHECKING:
-    from forge_core.catalog import Catalog
+    from forge_core.registry.catalog import Catalog
 
 State = Literal["fine", "warning", "wrong"]
 

@@ -5,3 +5,34 @@ when the command is called and not before, so it may import torch; ``forge --hel
 description. Raise ``forge_core.errors.ConfigError`` for what the user can mend: it is printed as a sentence, and the
 exit code is 2.
 """
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from forge_core.registry.catalog import Catalog
+
+
+class Invocation(Protocol):
+    """What the options of ``forge`` itself say. A command is given it by ``@click.pass_obj``."""
+
+    arguments: tuple[str, ...]
+    """What stands behind ``forge``, without ``--debug``."""
+    debug: bool
+    """Whether tracebacks are wanted."""
+    until_the_end: ExitStack
+    """What a command leaves in place until its process ends, or its caller goes on."""
+
+    def catalog(self, disable: Collection[str] = (), *, notes_slow: bool = True) -> Catalog:
+        """What is installed, without the disabled distributions: those of the command line, and ``disable``.
+
+        Args:
+            notes_slow: whether to say, once, which plugins take long to import.
+
+        Raises:
+            ConfigError: the command line disables a distribution that is not there.
+        """
+        ...

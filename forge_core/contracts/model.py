@@ -249,3 +249,8 @@ class ModelFactory(Protocol):
             build: builds nested components.
         """
         ...
+
+
+def canonical_name(name: str) -> str:
+    """The name in the model as it was built, without what wrappers (compile, checkpointing) put between."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.executor import Executor
     from forge_core.contracts.gpu import Gpu
     from forge_core.contracts.loss import Loss
-    from forge_core.engine.mesh import Mesh
+    from forge_core.distributed.mesh import Mesh
 
 
 @attrs.frozen

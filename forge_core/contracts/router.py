@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TOKEN_FACTS = ("token_ids", "sequence")
 """What can be known of each token besides its hidden state. ``token_ids``: int64 ids. ``sequence``: int64, equal for
 tokens of one sequence, or, in packed samples, of one document, and below the number of tokens on all ranks that share
-the sequences (``forge_core.sequences``)."""
+the sequences (``forge_core.ops.sequence_sum``)."""
 
 
 class Routing(NamedTuple):
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     auxiliary: Mapping[str, torch.Tensor]
     """Named auxiliary losses: fp32 scalars, already multiplied by their coefficient and **summed** over the valid
     tokens (a mean must be multiplied by their number), as a loss' total is. The layer attaches each to the graph with
-    ``forge_core.auxiliary.attach_auxiliary_loss``."""
+    ``forge_core.ops.auxiliary_loss.attach_auxiliary_loss``."""
     metrics: Mapping[str, torch.Tensor]
     """Detached tensors for whoever looks at what a router returns, as the hook of an analysis does; never host values.
     What a run is to log is ``step_metrics`` (``MeasuredModule``)."""
@@ -47,7 +47,7 @@ class Router(Protocol):
     """An ``nn.Module``. It never changes its own state in ``forward``, only in ``before_optimizer_step``.
 
     ``forward`` may add to non-persistent buffers (counts of tokens), which ``accumulators`` then names; with
-    ``forge_core.accumulation.accumulate`` each token is counted once, also where activations are computed twice.
+    ``forge_core.ops.accumulate.accumulate`` each token is counted once, also where activations are computed twice.
 
     A router may have three more attributes. ``needs``: names of what ``forward`` is to be given besides, as keyword
     arguments (``TOKEN_FACTS``). ``causal = False``: a token's experts depend on later tokens, so that it cannot

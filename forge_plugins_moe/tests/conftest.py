@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.builder import ComponentBuilder
-from forge_core.discovery import discover
-from forge_core.engine.build import materialise
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+from forge_core.train.build import materialise
 from forge_plugins_dense.transformer import Transformer
 
 VOCABULARY = 50

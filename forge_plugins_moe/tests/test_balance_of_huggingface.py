@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from forge_core.builder import ComponentBuilder
-from forge_core.discovery import discover
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
 from forge_plugins_moe.huggingface import config_from_hf, hf_config
 from forge_plugins_moe.routers.loss import load_balance
 

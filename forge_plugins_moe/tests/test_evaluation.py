@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from forge_core.builder import ComponentBuilder
 from forge_core.cli import main
-from forge_core.discovery import discover
-from forge_core.engine.initialisation import SeededInitializer
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 
 CONFIG = """
 [run]

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core.engine.initialisation import SeededInitializer
 from forge_core.errors import ConfigError
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import ExpertChoiceConfig
 from forge_plugins_moe.routers.expert_choice import ExpertChoice, ranks_in_group
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from forge_core.catalog import Catalog
-from forge_core.config.job import load_job
 from forge_core.config.problems import ConfigProblems
-from forge_core.discovery import discover
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
 from forge_plugins_moe.expert_parallel import stacks_of
 
 JOB = """

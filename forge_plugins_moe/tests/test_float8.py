@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from forge_core.catalog import Catalog
-from forge_core.config.job import load_job
 from forge_core.config.problems import ConfigProblems
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.feed_forward import MoE

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from forge_core.engine.initialisation import SeededInitializer
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe import exchange
 from forge_testing.component_case import builder
 

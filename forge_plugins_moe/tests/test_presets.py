@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core.builder import ComponentBuilder
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
+from forge_core.config.builder import ComponentBuilder
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 from forge_plugins_moe.feed_forward import MoE
 
 CONFIGS = Path(__file__).parents[2] / "configs"

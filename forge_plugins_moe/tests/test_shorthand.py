@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from forge_core.catalog import Catalog
-from forge_core.config.job import dump_job, load_job
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import dump_job, load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
 
 DENSE = """\
 [model]

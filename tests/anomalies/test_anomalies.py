@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.config.sections import AXES, AnomaliesSection
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
-from forge_core.engine.anomalies import Anomalies
-from forge_core.engine.gradients import global_norm, squared_norms
-from forge_core.engine.mesh import Mesh, join_process_group
+from forge_core.distributed.mesh import Mesh, join_process_group
+from forge_core.train.gradients import global_norm, squared_norms
+from forge_core.train.step_guard import Anomalies
 from saboteur.config import NumberedConfig
 from saboteur.numbered import numbered
 

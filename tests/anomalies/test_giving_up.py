@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.engine.trainer import Trainer
+from forge_core.train.trainer import Trainer
 
 TOML = """
 [run]

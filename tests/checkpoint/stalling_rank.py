@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from forge_core.checkpoint import saver as saver_module
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 
 def main(folder: Path, timeout: float) -> None:

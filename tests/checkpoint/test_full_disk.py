@@ -8,7 +8,7 @@ import torch
 
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 
 MIB = 1 << 20
 

@@ -9,10 +9,10 @@ import fsspec
 import pytest
 
 from faults.objects import Objects
-from forge_core.checkpoint.copier import Copier
 from forge_core.checkpoint.manifest import Manifest, describe_files, write_manifest
 from forge_core.checkpoint.mirror import open_mirror
 from forge_core.checkpoint.store import CheckpointStore
+from forge_core.checkpoint.uploader import Copier
 from forge_core.config.sections import CheckpointSection
 from forge_core.errors import LeaseLostError, MirrorError
 

@@ -6,7 +6,7 @@ import torch
 from forge_core.checkpoint import saver as saver_module
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 
 A_WHILE = 2_000_000_000
 """Clock cycles of the device: about a second."""

@@ -1,6 +1,6 @@
 import pytest
 
-from forge_core.checkpoint.schedule import is_due, superfluous
+from forge_core.checkpoint.retention import is_due, superfluous
 from forge_core.config.sections import CheckpointSection
 
 

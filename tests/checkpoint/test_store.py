@@ -10,9 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from forge_core.checkpoint import manifest
 from forge_core.checkpoint.manifest import FILE_NAME
 from forge_core.checkpoint.saver import Saver, Snapshot
+from forge_core.checkpoint.state_dict import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
 from forge_core.checkpoint.store import CheckpointStore, find_checkpoint, open_checkpoint, whole_problem
-from forge_core.checkpoint.tensors import empty_optimizer_state, model_tensors, named_parameters, optimizer_state
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import ConfigError, PluginError
 
 

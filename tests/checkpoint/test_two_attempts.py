@@ -8,9 +8,9 @@ import torch
 
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore, open_checkpoint, whole_problem
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import LeaseLostError
-from forge_core.lease import FILE_NAME, Lease
+from forge_core.run.lease import FILE_NAME, Lease
 
 
 @pytest.fixture(autouse=True)

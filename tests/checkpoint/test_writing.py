@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
+from forge_core.checkpoint.export import write_checkpoint
 from forge_core.checkpoint.store import open_checkpoint
-from forge_core.checkpoint.writing import write_checkpoint
 from forge_core.errors import ConfigError, SaveError
 
 VALUES = {f"model.{i}": torch.full((3, 4), float(i)) for i in range(5)} | {"model.half": torch.ones(2).bfloat16()}

@@ -12,9 +12,9 @@ import pytest
 from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, matches_re, max_len, min_len, optional, or_
 
 from forge_core.api import Component, PassComponent, Slot, Use
-from forge_core.catalog import Catalog, Plugin
-from forge_core.config.job import load_job
 from forge_core.config.sections import Job
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog, Plugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
-from forge_core.builder import ComponentBuilder
+from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError, PluginError
 
 

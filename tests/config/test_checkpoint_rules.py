@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from forge_core.config.job import job_table
+from forge_core.job import job_table
 
 
 @pytest.mark.parametrize(

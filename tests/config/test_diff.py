@@ -28,7 +28,7 @@ def test_values_and_types_are_compared_key_by_key(a, b, expected):
 
 
 def test_jobs_are_compared_after_resolution(load):
-    from forge_core.config.job import job_table
+    from forge_core.job import job_table
 
     old, new = job_table(load()), job_table(load("optimizer.lr=1e-4", "parallel.passes.compile=true"))
 

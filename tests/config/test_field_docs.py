@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, NewType
 import attrs
 import pytest
 
-from forge_core.component import Slot, Use
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.sections import Job, TrainSection
+from forge_core.contracts.component_ref import Use
+from forge_core.registry.component import Slot
 
 
 @attrs.frozen(kw_only=True)

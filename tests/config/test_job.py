@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.catalog import Catalog
-from forge_core.config.job import components, deprecations, dump_job, job_table, load_job
 from forge_core.config.problems import ConfigProblems
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import components, deprecations, dump_job, job_table, load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
 
 GOOD = """\
 [model]
@@ -144,7 +144,7 @@ def test_equal_jobs_are_equal_texts_whatever_order_they_were_written_in(load):
 
 def test_the_dump_does_not_depend_on_the_hash_seed(write, tmp_path):
     write('x = "y"')
-    script = "from forge_core.config.plain import plain; print(plain(frozenset({'a', 'b', 'c', 'd'})))"
+    script = "from forge_core.config.unstructure import plain; print(plain(frozenset({'a', 'b', 'c', 'd'})))"
     texts = {
         subprocess.run(
             [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True

@@ -6,11 +6,11 @@ import datetime
 
 import pytest
 
-from forge_core.config.job import load_job
 from forge_core.config.overrides import with_overrides
 from forge_core.config.problems import ConfigProblems
 from forge_core.config.toml_file import read_document
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
 
 SECTIONS = ("run", "model", "train", "optimizer", "loss", "data", "parallel", "callbacks")
 BASE = """\

@@ -10,10 +10,10 @@ import pytest
 from attrs.validators import gt
 
 from forge_core.api import Component, Slot, Use
-from forge_core.catalog import Catalog, Plugin
 from forge_core.config.converter import structure
-from forge_core.config.job import components, deprecations, dump_job, load_job
 from forge_core.errors import ConfigError
+from forge_core.job import components, deprecations, dump_job, load_job
+from forge_core.registry.catalog import Catalog, Plugin
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job

@@ -12,9 +12,9 @@ import pytest
 import tomli_w
 
 from forge_core.config import toml_file
-from forge_core.config.key_lines import key_lines
 from forge_core.config.problems import ConfigProblems, Location, Problem
 from forge_core.config.toml_file import read_document
+from forge_core.config.toml_positions import key_lines
 from forge_core.config.toml_text import toml_tokens
 from forge_core.errors import ConfigError
 

@@ -4,9 +4,9 @@ import tomllib
 
 import pytest
 
-from forge_core.config.job import dump_job, load_job
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import dump_job, load_job
+from forge_core.registry.discovery import discover
 
 JOB = """
 [model]

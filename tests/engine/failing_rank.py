@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from forge_core.engine.ranks import from_first_rank, on_all_ranks
+from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks
 from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 
 def fails_with(error):

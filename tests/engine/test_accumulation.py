@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.accumulation import accumulate
-from forge_core.auxiliary import LEDGER, attach_auxiliary_loss
+from forge_core.ops.accumulate import accumulate
+from forge_core.ops.auxiliary_loss import LEDGER, attach_auxiliary_loss
 
 DYNAMO_S_OWN = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.auxiliary import LEDGER, attach_auxiliary_loss
+from forge_core.ops.auxiliary_loss import LEDGER, attach_auxiliary_loss
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_core.engine.console import Console
+from forge_core.run.console import Console
 
 METRICS = {"loss": 2.5, "grad_norm": 1.25, "lr": 1e-3, "tokens_per_second": 12_345.0, "step_seconds": 0.5, "mfu": 0.4}
 WHOLE = "step 7/9  loss 2.5000  grad_norm 1.250  lr 1.00e-03  12,345 tokens/s  0.500 s/step  mfu 40.0%"

@@ -6,9 +6,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.engine.contributors import Contributors
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import PluginError
+from forge_core.train.step_modules import Contributors
 
 
 class Counter(nn.Module):

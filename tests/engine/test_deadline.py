@@ -6,8 +6,8 @@ import pytest
 
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import TIME_LIMIT, Requests
-from forge_core.engine.deadline import SLURM_END, Deadline
 from forge_core.errors import ConfigError
+from forge_core.run.time_limit import SLURM_END, Deadline
 
 
 def wait_for_stop(deadline, seconds=30, told=None):

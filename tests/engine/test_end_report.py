@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_core.engine.end_report import EndReport, duration_words
+from forge_core.run.summary import EndReport, duration_words
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from forge_core.engine.build import BuiltModel, build_optimizer
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.loss_check import CheckedLoss
 from forge_core.errors import ConfigError
+from forge_core.train.build import BuiltModel, build_optimizer
+from forge_core.train.executor import PlainExecutor
+from forge_core.train.loss_check import CheckedLoss
 from forge_testing.small_model import small_job
 
 

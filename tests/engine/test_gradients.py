@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from forge_core.config.sections import AXES
-from forge_core.engine.gradients import clip_gradients as clip_by_norm
-from forge_core.engine.gradients import global_norm, squared_norms
-from forge_core.engine.mesh import Mesh, join_process_group
+from forge_core.distributed.mesh import Mesh, join_process_group
+from forge_core.train.gradients import clip_gradients as clip_by_norm
+from forge_core.train.gradients import global_norm, squared_norms
 
 CPU = torch.device("cpu")
 
@@ -121,9 +121,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_core.config.sections import AXES
-from forge_core.engine.gradients import global_norm, norms_along, squared_norms
-from forge_core.engine.mesh import Mesh, join_process_group
-from forge_core.leaving import leave
+from forge_core.train.gradients import global_norm, norms_along, squared_norms
+from forge_core.distributed.mesh import Mesh, join_process_group
+from forge_core.run.process import leave
 
 cpu = torch.device("cpu")
 join_process_group(cpu)

@@ -8,7 +8,7 @@ import pytest
 MEASURE = """
 import os, sys
 from pathlib import Path
-from forge_core.engine.host_memory import keep_freed_memory
+from forge_core.run.process import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20

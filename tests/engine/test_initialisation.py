@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.engine.initialisation import canonical_name, initialise
+from forge_core.contracts.model import canonical_name
 from forge_core.errors import PluginError
+from forge_core.train.initialisation import initialise
 
 
 class Small(nn.Module):

@@ -6,7 +6,7 @@ from itertools import product
 import attrs
 
 from forge_core.config.sections import AXES
-from forge_core.engine.mesh import Mesh
+from forge_core.distributed.mesh import Mesh
 
 
 @attrs.frozen

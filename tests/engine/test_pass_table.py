@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core.engine.pass_table import WIDTH, PassRow, folded, pass_table
+from forge_core.run.summary import WIDTH, PassRow, folded, pass_table
 
 
 @pytest.mark.parametrize(

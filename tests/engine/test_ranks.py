@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forge_core.engine.ranks import from_first_rank
+from forge_core.distributed.collective_errors import from_first_rank
 
 
 def test_whatever_goes_wrong_on_the_first_rank_alone_ends_all_of_them(run_ranks):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core.engine.rendezvous import first_host, world_size_of
+from forge_core.distributed.environment import first_host, world_size_of
 from forge_core.errors import ConfigError
 
 SLURM = {

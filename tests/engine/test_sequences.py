@@ -1,6 +1,6 @@
 import torch
 
-from forge_core.sequences import number_sequences, sum_by_sequence
+from forge_core.ops.sequence_sum import number_sequences, sum_by_sequence
 
 
 def test_each_token_gets_the_sum_of_its_sequence():

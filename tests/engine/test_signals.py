@@ -6,7 +6,7 @@ import threading
 import time
 
 from forge_core.contracts.callback import Requests
-from forge_core.engine.signals import stop_on_signals
+from forge_core.run.signals import stop_on_signals
 
 
 def test_a_signal_in_the_middle_of_a_line_is_told_after_that_line():

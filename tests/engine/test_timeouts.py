@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from forge_core.config.sections import RunSection
-from forge_core.engine.timeouts import Timeouts
+from forge_core.distributed.timeouts import Timeouts
 
 
 @pytest.mark.parametrize(("seconds", "is_said"), [(10.1, True), (9.9, False)])

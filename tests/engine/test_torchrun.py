@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core.engine.torchrun import agent_without_restarts, refuse_split_brain
+from forge_core.distributed.torchrun import agent_without_restarts, refuse_split_brain
 from forge_core.errors import ConfigError
 
 RANK = {"TORCHELASTIC_RUN_ID": "r"}

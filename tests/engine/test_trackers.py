@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from forge_core.contracts.tracker import Tracker
-from forge_core.engine import trackers
-from forge_core.engine.trackers import Trackers
+from forge_core.run import trackers
+from forge_core.run.trackers import Trackers
 
 
 class Counting(Tracker):

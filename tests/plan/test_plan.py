@@ -10,11 +10,11 @@ from pathlib import Path
 import attrs
 import pytest
 
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Catalog
 from forge_core.cli import main
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
+from forge_core.config.builder import ComponentBuilder
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
 from forge_plugins_plan.alternatives import alternatives
 from forge_plugins_plan.report import flops_by_convention
 

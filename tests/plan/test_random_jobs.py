@@ -12,11 +12,11 @@ from math import prod
 
 import pytest
 
-from forge_core.config import job as job_module
-from forge_core.config.job import load_job
+from forge_core import job as job_module
 from forge_core.config.sections import AXES
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 from forge_plugins_plan.simulation import simulate
 
 BASE = """

@@ -25,7 +25,7 @@ from faults.damage import flip_bit, rewrite_manifest, rewrite_metadata, sign
 from forge_core.checkpoint.manifest import visible_damage
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore, open_checkpoint
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import ConfigError
 
 TENSORS = {"model.w": (64, 48), "model.b": (7,), "optimizer.w.exp_avg": (64, 48), "optimizer.w.step": ()}

@@ -11,10 +11,10 @@ import attrs
 import pytest
 
 from forge_core.checkpoint.manifest import describe_file, read_manifest, write_manifest
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
-from forge_core.engine.run import run_job
 from forge_core.errors import ExitCode
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.run.run import run_job
 
 TOML = """
 [run]

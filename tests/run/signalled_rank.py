@@ -14,12 +14,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from forge_core.checkpoint.saver import Saver
-from forge_core.config.job import load_job
 from forge_core.data.loader import BatchLoader
-from forge_core.discovery import discover
-from forge_core.engine.run import run_job
-from forge_core.engine.trainer import Trainer
-from forge_core.leaving import leave
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.run.process import leave
+from forge_core.run.run import run_job
+from forge_core.train.trainer import Trainer
 
 STEP = 4
 """At which the moment comes."""

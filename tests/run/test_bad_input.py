@@ -8,7 +8,7 @@ import pytest
 
 from forge_core.checkpoint.manifest import FORMAT
 from forge_core.cli import main
-from forge_core.lease import Lease
+from forge_core.run.lease import Lease
 
 OVERRIDES = {
     "unknown section": (["trian.steps=3"], "trian: unknown key; did you mean 'train'?"),
@@ -207,7 +207,7 @@ def test_a_wrong_layout_is_refused_before_any_process_is_started(refused, tiny, 
 
 def test_fp8_without_torchao_is_refused_before_any_process_is_started(refused, tiny, monkeypatch):
     monkeypatch.setattr("forge_core.launch.launch", lambda *_: pytest.fail("processes would have been started"))
-    monkeypatch.setattr("forge_core.catalog.is_importable", lambda name: name != "torchao")
+    monkeypatch.setattr("forge_core.registry.catalog.is_importable", lambda name: name != "torchao")
 
     said = refused(tiny, "--nproc", "2", f"{PASSES}.fp8.emulate=true")
 

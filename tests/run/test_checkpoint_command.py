@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from forge_core.cli import main
-from forge_core.lease import Lease
+from forge_core.run.lease import Lease
 
 
 @pytest.fixture(scope="module")

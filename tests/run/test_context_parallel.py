@@ -2,9 +2,9 @@
 
 import pytest
 
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.data.loader import BatchLoader
-from forge_core.fatal import fatal_error
+from forge_core.run.fatal import fatal_error
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_format import INDEX, TokenHeader, write_header
 

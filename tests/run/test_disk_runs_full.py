@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_core import line_file
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.engine import saving
-from forge_core.engine.trainer import Trainer
+from forge_core.run import line_file
+from forge_core.train import saving
+from forge_core.train.trainer import Trainer
 
 
 @pytest.fixture

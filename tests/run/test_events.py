@@ -12,9 +12,9 @@ import pytest
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.engine import signals
-from forge_core.engine.trainer import Trainer
-from forge_core.run_directory import ENDS
+from forge_core.run import signals
+from forge_core.run.directory import ENDS
+from forge_core.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/running.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli import main
-from forge_core.engine.torchrun import refuse_split_brain
+from forge_core.distributed.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

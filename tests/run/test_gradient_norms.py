@@ -2,9 +2,9 @@
 
 import pytest
 
-from forge_core.config.job import load_job
 from forge_core.config.problems import ConfigProblems
-from forge_core.discovery import discover
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 
 PIPED = ["parallel.pp=2", "train.batch_size=2", "train.grad_accumulation=2", "train.steps=3"]
 

@@ -17,9 +17,9 @@ from forge_core.checkpoint.manifest import read_manifest
 from forge_core.checkpoint.mirror import Mirror, open_mirror
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.engine.anomalies import Stretch
-from forge_core.engine.mirroring import Mirroring
-from forge_core.engine.trainer import Trainer
+from forge_core.run.mirror import Mirroring
+from forge_core.train.step_guard import Stretch
+from forge_core.train.trainer import Trainer
 
 _NAMES = (f"run{number}" for number in itertools.count())
 
@@ -244,7 +244,7 @@ def test_what_is_not_copied_yet_is_not_removed_here(run):
 
 def test_what_is_not_copied_yet_goes_when_the_disk_has_no_room_for_the_next_one(run, monkeypatch, capsys):
     usage = type("usage", (), {"free": 1000, "total": 0, "used": 0})
-    monkeypatch.setattr("forge_core.engine.mirroring.shutil", type("S", (), {"disk_usage": lambda path: usage}))
+    monkeypatch.setattr("forge_core.run.mirror.shutil", type("S", (), {"disk_usage": lambda path: usage}))
     removable = Mirroring.removable
 
     def after_the_copier_has_given_up(self, *arguments):
@@ -376,7 +376,8 @@ def test_two_nodes_that_do_not_share_the_directory_of_the_run_are_refused(tiny):
     runs = tiny.path().parent
     runs.mkdir()
     patient = (
-        "import forge_core.lease as lease; lease.SHOWS_AFTER = 1.0; from forge_core.__main__ import main; exit(main())"
+        "import forge_core.run.lease as lease; lease.SHOWS_AFTER = 1.0; "
+        "from forge_core.__main__ import main; exit(main())"
     )
     command = [sys.executable, "-c", patient, *tiny.command()[3:], "train.batch_size=2"]
     alone = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh"]

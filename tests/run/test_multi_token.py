@@ -5,9 +5,9 @@ import pytest
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.config.job import load_job
 from forge_core.config.problems import ConfigProblems
-from forge_core.discovery import discover
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 
 AHEAD = ["model.multi_token={depths=2, weight=0.5}", "train.batch_size=2", "train.grad_accumulation=2"]
 PACKED = ["data.document_mask=true", "train.seq_len=64"]

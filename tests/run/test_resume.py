@@ -10,10 +10,10 @@ import torch
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
-from forge_core.engine.global_batch import with_global_batch
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.run.global_batch import with_global_batch
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ import torch
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.trainer import Trainer
+from forge_core.train.executor import PlainExecutor
+from forge_core.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.engine.trainer import Trainer
+from forge_core.train.trainer import Trainer
 
 SETTINGS = ["data.workers=0", "checkpoint.background=false", "scheduler.decay_steps=8"]
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from forge_core.cli import main
-from forge_core.engine.trainer import Trainer
+from forge_core.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_going_back_is_done_again_after_a_start_without_it(run):
 
 
 def test_power_lost_between_putting_aside_and_the_first_step_does_not_undo_it(run, monkeypatch):
-    from forge_core.run_directory import RunDirectory
+    from forge_core.run.directory import RunDirectory
 
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "open", lambda *given: (_ for _ in ()).throw(OSError("the power is gone")))
@@ -132,7 +132,7 @@ def test_what_a_kill_at_the_end_of_a_run_leaves_is_removed_by_whatever_is_starte
     for folder in (gone, half):
         folder.mkdir()
         (folder / "state.json").write_text("{}")
-    take = "import os, pathlib, sys; from forge_core.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
+    take = "import os, pathlib, sys; from forge_core.run.lease import Lease; Lease(pathlib.Path(sys.argv[1]), print)"
     subprocess.run([sys.executable, "-c", f"{take}; os._exit(9)", run.path], timeout=100)
     assert (run.path / "lease.json").exists()
 

@@ -141,7 +141,7 @@ def held(tiny, make_distribution):
 
 def same(run, other):
     """Whether two checkpoints hold the same tensors, bit for bit."""
-    from forge_core.checkpoint.reading import saved_tensors
+    from forge_core.checkpoint.safe_reader import saved_tensors
 
     loaded = []
     for path in (run, other):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from forge_core.engine.mesh import join_process_group
+from forge_core.distributed.mesh import join_process_group
 from forge_testing.parallel_pass import ParallelPassConformance
 
 

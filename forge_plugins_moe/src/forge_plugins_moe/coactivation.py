@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from forge_core.accumulation import accumulate
+from forge_core.ops.accumulate import accumulate
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.feed_forward import MoE
 

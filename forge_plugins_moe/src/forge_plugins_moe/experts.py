@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forge_core.accumulation import unchanged
 from forge_core.contracts.model import Initializer, ParameterRole
 from forge_core.errors import ConfigError
+from forge_core.ops.accumulate import unchanged
 from forge_plugins_dense.config import Activation
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_moe.batched_experts import batched_experts, in_batches

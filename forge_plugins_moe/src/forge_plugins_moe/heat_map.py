@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from forge_core.checkpoint.durable import write_durably
+from forge_core.checkpoint.fsync import write_durably
 from forge_plugins_moe.load_history import Loads, read_loads
 
 FILE = "experts.html"

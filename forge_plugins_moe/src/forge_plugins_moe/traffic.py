@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.builder import Builder
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext, Traffic
-from forge_core.engine.initialisation import canonical_name
 from forge_plugins_moe.nodes import Nodes
 from forge_plugins_moe.visits import MeanVisits
 

@@ -11,18 +11,18 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Catalog
+from forge_core.checkpoint.export import write_checkpoint
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.upgrading import module_versions
-from forge_core.checkpoint.writing import write_checkpoint
-from forge_core.component import Use
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
-from forge_core.config.job import dump_job, load_job
-from forge_core.config.plain import plain
 from forge_core.config.sections import Job
-from forge_core.engine.build import build_on_meta
+from forge_core.config.unstructure import plain
+from forge_core.contracts.component_ref import Use
 from forge_core.errors import ConfigError
+from forge_core.job import dump_job, load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.train.build import build_on_meta
 from forge_plugins_dense.config import MLPConfig
 from forge_plugins_moe.upcycle import UpcycledState, Upcycling
 

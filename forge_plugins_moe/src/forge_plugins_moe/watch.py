@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
-from forge_core.engine.initialisation import canonical_name
+from forge_core.contracts.model import canonical_name
 from forge_core.errors import ConfigError
 from forge_plugins_moe.coactivation import Coactivation
 from forge_plugins_moe.config import WatchConfig

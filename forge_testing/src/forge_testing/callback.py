@@ -16,10 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
-from forge_core.engine.initialisation import SeededInitializer
-from forge_core.engine.lifecycle import EVENTS, Lifecycle
-from forge_core.engine.timeouts import set_timeouts
+from forge_core.distributed.timeouts import set_timeouts
 from forge_core.errors import PluginError
+from forge_core.train.events import EVENTS, Lifecycle
+from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
 from forge_testing.several_ranks import on_ranks
 from forge_testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from forge_core.builder import ComponentBuilder
-from forge_core.component import Use
-from forge_core.discovery import discover
+from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.component_ref import Use
+from forge_core.registry.discovery import discover
 
 
 class ComponentCase:

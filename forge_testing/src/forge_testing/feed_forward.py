@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forge_core.contracts.model import ParameterRole, ShardRole
-from forge_core.engine.build import cast_parameters
-from forge_core.engine.initialisation import SeededInitializer
+from forge_core.train.build import cast_parameters
+from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
 from forge_testing.module_state import (
     assert_forward_is_pure,

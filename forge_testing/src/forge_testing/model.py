@@ -13,9 +13,9 @@ from torch import nn
 
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.contracts.model import ParameterRole, Recompute, ShardRole
-from forge_core.engine.build import cast_parameters
-from forge_core.engine.initialisation import SeededInitializer
-from forge_core.module_pattern import fits
+from forge_core.passes.patterns import fits
+from forge_core.train.build import cast_parameters
+from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
 from forge_testing.module_state import (
     assert_forward_is_pure,

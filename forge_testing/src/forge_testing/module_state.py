@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from forge_core.engine.initialisation import SeededInitializer, named_tensors
+from forge_core.train.initialisation import SeededInitializer, named_tensors
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 from forge_testing.component_case import ComponentCase
 
 _SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {

@@ -15,19 +15,19 @@ import attrs
 import click
 import tomli_w
 
-from forge_core.announcements import canonical_distribution
 from forge_core.api import ENTRY_POINT_GROUP
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Plugin
-from forge_core.component import Component, PassComponent
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.converter import slot_of
 from forge_core.config.field_docs import field_docs
-from forge_core.config.plain import plain
 from forge_core.config.sections import Job
-from forge_core.discovery import HEAVY_MODULES, discover
+from forge_core.config.unstructure import plain
 from forge_core.errors import ConfigError
-from forge_core.hookspecs import CORE_KINDS
-from forge_core.imports import load_reference
+from forge_core.registry.catalog import Plugin
+from forge_core.registry.component import Component, PassComponent
+from forge_core.registry.discovery import HEAVY_MODULES, discover
+from forge_core.registry.entry_points import canonical_distribution
+from forge_core.registry.hookspecs import CORE_KINDS
+from forge_core.registry.imports import load_reference
 
 
 class PluginConformance:

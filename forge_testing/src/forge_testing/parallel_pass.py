@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.config.sections import Job, Precision
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.build import materialise
-from forge_core.engine.initialisation import canonical_name
-from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.distributed.mesh import build_mesh, join_process_group
+from forge_core.train.build import materialise
 from forge_testing.component_case import ComponentCase
 from forge_testing.module_state import build_on_meta
 from forge_testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job

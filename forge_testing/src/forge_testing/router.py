@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forge_core.contracts.router import TOKEN_FACTS, Routing
-from forge_core.engine.build import cast_parameters
-from forge_core.engine.initialisation import SeededInitializer
+from forge_core.train.build import cast_parameters
+from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
 from forge_testing.module_state import (
     accumulator_names,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
-from forge_core.engine.mesh import join_process_group
-from forge_core.leaving import leave
+from forge_core.distributed.mesh import join_process_group
+from forge_core.run.process import leave
 
 SECONDS = 240
 """After which ranks are taken for lost."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core.component import Use
 from forge_core.config.sections import Job, ParallelSection, TrainSection
+from forge_core.contracts.component_ref import Use
 from forge_core.contracts.loss import IGNORED, Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 

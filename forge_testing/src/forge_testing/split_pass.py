@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.config.sections import Job, ParallelSection
 from forge_core.contracts.loss import IGNORED
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.build import materialise
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.initialisation import canonical_name
-from forge_core.engine.mesh import build_mesh
+from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError
+from forge_core.train.build import materialise
+from forge_core.train.executor import PlainExecutor
 from forge_testing.component_case import ComponentCase
 from forge_testing.module_state import build_on_meta
 from forge_testing.several_ranks import on_ranks

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from forge_core.contracts.tracker import Tracker
-from forge_core.engine.trackers import SLOW_LINE
+from forge_core.run.trackers import SLOW_LINE
 from forge_testing.component_case import ComponentCase
 
 _JOB = {"run": {"name": "conformance"}, "train": {"steps": 3, "seq_len": 8}, "optimizer": {"betas": [0.9, 0.95]}}

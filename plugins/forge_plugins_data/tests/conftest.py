@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from forge_core.component import Use
+from forge_core.contracts.component_ref import Use
 from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
 from forge_plugins_data.plugin import forge_data_sources, forge_tokenizers
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forge_core.builder import ComponentBuilder
-from forge_core.discovery import discover
+from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
 from forge_plugins_data.config import TokenFilesConfig
 
 

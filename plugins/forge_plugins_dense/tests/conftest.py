@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core.component import Use
-from forge_core.engine.initialisation import initialise
+from forge_core.contracts.component_ref import Use
+from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
 from forge_plugins_dense.transformer import Transformer
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_core.component import Use
+from forge_core.contracts.component_ref import Use
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig, YarnScaling
 
 

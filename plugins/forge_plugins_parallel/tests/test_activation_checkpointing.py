@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from forge_core.config.sections import ParallelSection
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.build import materialise
-from forge_core.engine.initialisation import canonical_name
-from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
+from forge_core.train.build import materialise
 from forge_plugins_parallel import recompute_choice
 from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
 from forge_plugins_parallel.activations import measure_activations

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core.config.job import load_job
 from forge_core.config.problems import ConfigProblems
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.discovery import discover
-from forge_core.engine.mesh import build_mesh, join_process_group
-from forge_core.engine.run import run_job
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, ExitCode
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.run.run import run_job
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
 
@@ -69,11 +69,11 @@ from pathlib import Path
 
 import torch
 
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
-from forge_core.engine.run import run_job
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.run.run import run_job
 from forge_core.errors import ExitCode
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 catalog, called = discover(), []
 config, settings, on_cpu = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "cpu"

@@ -8,9 +8,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.build import materialise
-from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
+from forge_core.train.build import materialise
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, cross_entropy, small_job
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from forge_core.component import PassComponent
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.component import PassComponent
+from forge_core.registry.discovery import discover
 from forge_testing.package import PluginConformance
 
 JOB = """

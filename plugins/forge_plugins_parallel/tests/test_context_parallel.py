@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.mesh import build_mesh
+from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import ContextParallelConfig
 from forge_plugins_parallel.context_mask import TILE, block_mask, dense_mask

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
 
-from forge_core.catalog import is_importable
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.discovery import discover
-from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
+from forge_core.registry.catalog import is_importable
+from forge_core.registry.discovery import discover
 from forge_plugins_parallel.config import Float8Config
 from forge_plugins_parallel.fp8 import Float8, _make_float8
 from forge_plugins_plan.gpus import gpu_named
@@ -258,7 +258,9 @@ def test_float8_is_gathered_with_tensorwise_scales_only():
 
 
 def test_without_torchao_validation_says_so(monkeypatch):
-    monkeypatch.setattr("forge_core.catalog.is_importable", lambda name: name != "torchao" and is_importable(name))
+    monkeypatch.setattr(
+        "forge_core.registry.catalog.is_importable", lambda name: name != "torchao" and is_importable(name)
+    )
 
     with pytest.raises(ConfigError, match=r"'fp8' .* needs 'torchao', which cannot be imported"):
         discover().lookup("parallel_pass", "fp8")

@@ -7,10 +7,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.build import materialise
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import PluginError
+from forge_core.train.build import materialise
+from forge_core.train.executor import PlainExecutor
 from forge_plugins_parallel.config import FullyShardConfig
 from forge_plugins_parallel.fsdp import _placement
 from forge_testing.component_case import builder

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core.builder import ComponentBuilder
-from forge_core.component import Use
-from forge_core.config.job import load_job
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.problems import ConfigProblems
+from forge_core.contracts.component_ref import Use
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.discovery import discover
-from forge_core.engine.build import allocate, build_model
-from forge_core.engine.mesh import build_mesh, join_process_group
-from forge_core.engine.run import run_job
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, ExitCode
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_core.run.run import run_job
+from forge_core.train.build import allocate, build_model
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, small_job
 
@@ -84,15 +84,15 @@ from pathlib import Path
 
 import torch
 
-from forge_core.config.job import load_job
+from forge_core.job import load_job
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.discovery import discover
-from forge_core.engine.build import materialise
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.mesh import build_mesh, join_process_group
-from forge_core.engine.run import run_job
+from forge_core.registry.discovery import discover
+from forge_core.train.build import materialise
+from forge_core.train.executor import PlainExecutor
+from forge_core.distributed.mesh import build_mesh, join_process_group
+from forge_core.run.run import run_job
 from forge_core.errors import ExitCode
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, cross_entropy, small_job
 
@@ -270,7 +270,7 @@ def test_the_engine_gives_memory_where_the_pass_says(context, tmp_path, monkeypa
         asked.append(on_host)
         allocate(part, device, on_host=on_host)
 
-    monkeypatch.setattr("forge_core.engine.build.allocate", allocate_and_note)
+    monkeypatch.setattr("forge_core.train.build.allocate", allocate_and_note)
     job = load_job(write_job(tmp_path), [], catalog=catalog, world_size=1)
     for offloads in (True, False):
         passes = [fsdp_with(cpu_offload=offloads)]

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from forge_core.config.sections import ParallelSection
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.initialisation import canonical_name
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import PipelineConfig
 from forge_plugins_parallel.pipeline import Pipeline, cut_blocks, stages_of_rank

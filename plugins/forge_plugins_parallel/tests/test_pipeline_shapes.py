@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.config.sections import ParallelSection
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.build import materialise
-from forge_core.engine.executor import PlainExecutor
-from forge_core.engine.initialisation import canonical_name
-from forge_core.engine.mesh import build_mesh
+from forge_core.distributed.mesh import build_mesh
+from forge_core.train.build import materialise
+from forge_core.train.executor import PlainExecutor
 from forge_plugins_parallel.config import ContextParallelConfig, PipelineConfig, ScheduleName
 from forge_plugins_parallel.context_parallel import ContextParallel
 from forge_plugins_parallel.pipeline import Pipeline

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.mesh import build_mesh, join_process_group
+from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
 from forge_plugins_parallel import ring_attention
 from forge_plugins_parallel.config import ContextParallelConfig

@@ -3,9 +3,9 @@
 import attrs
 import pytest
 
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
 from forge_core.errors import ConfigError, PluginError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 from forge_plugins_parallel.tensor_parallel import matched_plan
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SmallModel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from forge_core.checkpoint.tensors import named_parameters
+from forge_core.checkpoint.state_dict import named_parameters
 from forge_core.contracts.callback import Callback, RunContext
 from parity_matrix.config import NothingToChoose
 from parity_matrix.probe import whole

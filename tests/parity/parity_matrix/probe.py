@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge_core.checkpoint.tensors import model_tensors, named_parameters, optimizer_state
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters, optimizer_state
 from forge_core.contracts.callback import Callback, RunContext, StepContext
 from parity_matrix.config import NothingToChoose
 

@@ -13,12 +13,12 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from forge_core.catalog import Catalog
-from forge_core.config.job import load_job
-from forge_core.discovery import discover
-from forge_core.engine.run import run_job
 from forge_core.errors import ExitCode, ForgeError
-from forge_core.leaving import leave
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
+from forge_core.run.process import leave
+from forge_core.run.run import run_job
 
 
 def main(job_toml: Path, plan: Path) -> None:

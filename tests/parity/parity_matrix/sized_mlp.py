@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forge_core.auxiliary import attach_auxiliary_loss
+from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_plugins_dense.config import MLPConfig
 from forge_plugins_dense.feed_forward import MLP
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.errors import ConfigError
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 
 def main(folder: Path, background: bool, saves: int) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from forge_core.checkpoint import saver as saver_file
 from forge_core.checkpoint import store as store_file
-from forge_core.checkpoint.durable import flush, write_durably
+from forge_core.checkpoint.fsync import flush, write_durably
 from forge_core.checkpoint.manifest import Manifest, describe_files, write_manifest
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore

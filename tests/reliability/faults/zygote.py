@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 
 class Rank:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core.accumulation import accumulate
 from forge_core.contracts.model import Initializer
 from forge_core.contracts.router import Routing
-from forge_core.sequences import sum_by_sequence
+from forge_core.ops.accumulate import accumulate
+from forge_core.ops.sequence_sum import sum_by_sequence
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_moe.exact_share import exact_share
 from forge_plugins_moe.router_config import ExpertChoiceConfig

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core.accumulation import accumulate
 from forge_core.contracts.model import Initializer
+from forge_core.ops.accumulate import accumulate
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_moe.routers.loss import z_loss
 

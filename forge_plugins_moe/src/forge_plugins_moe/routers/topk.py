@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from forge_core.accumulation import accumulate
 from forge_core.contracts.model import Initializer
 from forge_core.contracts.router import Routing
-from forge_core.sequences import sum_by_sequence
+from forge_core.ops.accumulate import accumulate
+from forge_core.ops.sequence_sum import sum_by_sequence
 from forge_plugins_dense.initial_values import zeros
 from forge_plugins_moe.router_config import ScoreFunction, TopKConfig
 from forge_plugins_moe.routers.assignments import as_mask, token_choice

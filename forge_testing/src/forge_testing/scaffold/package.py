@@ -11,8 +11,8 @@ from string import Template
 
 from forge_core import __version__
 from forge_core.errors import ConfigError
-from forge_core.hookspecs import CORE_KINDS
-from forge_core.not_found import did_you_mean
+from forge_core.registry.hookspecs import CORE_KINDS
+from forge_core.registry.suggestions import did_you_mean
 
 HOOKS = {**{kind.name: kind.hook for kind in CORE_KINDS}, "command": "forge_commands", "check": "forge_checks"}
 """The hook of each kind that a package can be written for."""

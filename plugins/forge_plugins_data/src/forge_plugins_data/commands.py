@@ -19,7 +19,7 @@ from forge_plugins_data.token_format import INDEX, map_shard, read_header
 from forge_plugins_data.verification import damage_of
 
 if TYPE_CHECKING:
-    from forge_core.cli import Invocation
+    from forge_core.contracts.command import Invocation
 
 
 @click.group()
@@ -132,7 +132,7 @@ def _cores() -> int:
 
 
 def _build_tokenizer(asked: str, invocation: Invocation) -> Tokenizer:
-    from forge_core.builder import ComponentBuilder
+    from forge_core.config.builder import ComponentBuilder
 
     build = ComponentBuilder(invocation.catalog())
     if asked.lstrip().startswith("{"):

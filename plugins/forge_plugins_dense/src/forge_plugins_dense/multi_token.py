@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_core.accumulation import accumulate
-from forge_core.auxiliary import attach_auxiliary_loss
 from forge_core.contracts.loss import IGNORED, Loss, LossSum
+from forge_core.ops.accumulate import accumulate
+from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_plugins_dense.attention import Surroundings
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 

@@ -18,7 +18,7 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.errors import ConfigError
-from forge_core.sequences import number_sequences
+from forge_core.ops.sequence_sum import number_sequences
 from forge_plugins_dense.attention import Attention, Surroundings
 from forge_plugins_dense.cache import KeyValueCache, LayerCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig

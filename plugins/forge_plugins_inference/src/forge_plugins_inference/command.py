@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
-from forge_core.printable import printable
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import GenerativeModel
@@ -59,7 +59,7 @@ def generate(
 
     from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
-    from forge_core.engine.mesh import choose_device
+    from forge_core.distributed.mesh import choose_device
     from forge_core.loading import load_model
     from forge_plugins_inference.generation import generate as sample
 

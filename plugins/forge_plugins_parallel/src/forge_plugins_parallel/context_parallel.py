@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_core.sequences import share_out_positions
+from forge_core.ops.sequence_sum import share_out_positions
 from forge_plugins_parallel.config import RING_WITHOUT_DOCUMENTS, ContextParallelConfig
 from forge_plugins_parallel.context_mask import block_mask, dense_mask
 from forge_plugins_parallel.ring_attention import attending_in_a_ring

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from forge_core.accumulation import unchanged
 from forge_core.contracts.loss import VocabularyPart
+from forge_core.ops.accumulate import unchanged
 
 POSITION = 1
 """The dimension of positions in ``(B, S, …)``."""

@@ -15,7 +15,7 @@ from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-unt
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_core.module_pattern import fits, is_within
+from forge_core.passes.patterns import fits, is_within
 from forge_plugins_parallel.config import Float8Config
 
 _KEY = "parallel.passes.fp8"

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
-from forge_core.engine.initialisation import canonical_name
-from forge_core.engine.mesh import sharding_mesh
+from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
 

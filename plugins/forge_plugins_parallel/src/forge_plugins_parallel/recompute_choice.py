@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Catalog
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
 
 GIB = 2**30

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from forge_core.commands.validate import options_of
-from forge_core.config.job import load_job
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -11,16 +11,17 @@ from typing import Any
 
 import attrs
 
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Catalog, Provided
-from forge_core.component import PassComponent, Use
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.contracts.component_ref import Use
 from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import Traffic
-from forge_core.engine.build import build_on_meta
-from forge_core.engine.mesh import DATA_AXES
+from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import ConfigError
-from forge_core.passes import resolve_degrees
+from forge_core.passes.order import resolve_degrees
+from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.component import PassComponent
+from forge_core.train.build import build_on_meta
 from forge_plugins_plan.alternatives import Alternative, alternatives
 from forge_plugins_plan.memory import CATEGORIES
 from forge_plugins_plan.simulation import SimulatedRank, simulate

@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from forge_core.auxiliary import LEDGER
-from forge_core.builder import ComponentBuilder
-from forge_core.catalog import Catalog
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import PassContext, Traffic
-from forge_core.engine.build import BuiltModel, allocate, build_model, build_optimizer
-from forge_core.engine.gradients import clip_gradients, global_norm, squared_norms
-from forge_core.engine.mesh import Mesh, build_mesh
+from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ForgeError
-from forge_core.passes import sort_passes
+from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.passes.order import sort_passes
+from forge_core.registry.catalog import Catalog
+from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
+from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.memory import MemoryLedger, bytes_of
 
 _CPU = torch.device("cpu")  # FSDP's streams of a GPU cannot be had without one; sizes are the same

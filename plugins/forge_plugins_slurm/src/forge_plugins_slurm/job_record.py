@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from forge_core.line_file import LineFile
+from forge_core.run.line_file import LineFile
 
 
 @attrs.frozen(kw_only=True)

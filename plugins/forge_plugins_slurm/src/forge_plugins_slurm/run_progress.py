@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
+from forge_core.config.regular_file import read_regular_file
 from forge_core.config.toml_text import MAX_BYTES, parse_toml
-from forge_core.fatal import fatal_error
-from forge_core.regular_file import read_regular_file
+from forge_core.run.fatal import fatal_error
 from forge_plugins_slurm.job_record import JobRecord, last_job
 from forge_plugins_slurm.queue import QueuedJob
 

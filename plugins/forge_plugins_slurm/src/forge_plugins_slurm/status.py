@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import click
 
+from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
-from forge_core.printable import printable
 from forge_plugins_slurm.job_record import last_job
 from forge_plugins_slurm.queue import queued_jobs
 from forge_plugins_slurm.run_progress import RunProgress, progress_of, runs_in

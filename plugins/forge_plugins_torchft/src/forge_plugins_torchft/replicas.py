@@ -23,11 +23,11 @@ import torch
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.commands.validate import options_of
-from forge_core.config.job import dump_job, load_job
 from forge_core.config.mirror_url import url_of_run
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.run_directory import RunDirectory
+from forge_core.job import dump_job, load_job
+from forge_core.run.directory import RunDirectory
 from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, NAME, TorchftConfig
 from forge_plugins_torchft.lighthouse import lighthouse
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forge_core.component import Use
+from forge_core.contracts.component_ref import Use
 from forge_plugins_dense.predictor import Predictor
 from forge_testing.component_case import builder
 from forge_testing.model import ModelConformance

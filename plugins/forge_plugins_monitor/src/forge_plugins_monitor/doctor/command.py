@@ -10,13 +10,13 @@ from pathlib import Path
 import attrs
 import click
 
-from forge_core.cli import Invocation
-from forge_core.component import Check
 from forge_core.contracts.check import Finding, Surroundings
-from forge_core.engine.rendezvous import world_size_of
+from forge_core.contracts.command import Invocation
+from forge_core.distributed.environment import world_size_of
 from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.imports import load_reference
-from forge_core.plugin_output import output_of
+from forge_core.registry.component import Check
+from forge_core.registry.imports import load_reference
+from forge_core.registry.plugin_output import output_of
 
 OWN = "forge-plugins-monitor"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from forge_core.contracts.check import Finding, Surroundings
-from forge_core.leaving import leave
+from forge_core.run.process import leave
 
 _SECONDS = 60
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge_core.config.time_limit import DEFAULT_LEAD
 from forge_core.contracts.check import Finding, Surroundings
-from forge_core.engine.rendezvous import interface_problem
+from forge_core.distributed.environment import interface_problem
 
 _TORCH_SHUTDOWN = 30.0
 """Seconds that torchrun gives its ranks after a signal, if nobody says anything else."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.check import Finding
-from forge_core.engine.mesh import choose_device, join_process_group
+from forge_core.distributed.mesh import choose_device, join_process_group
 
 _SECONDS = 120.0
 _TIMES = 20

@@ -1,0 +1,105 @@
+"""Writing a checkpoint without a run: what a command makes of another one, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
+from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
+from forge_core.errors import ConfigError, ForgeError, SaveError
+
+
+def write_checkpoint(
+    folder: Path,
+    shapes: Mapping[str, torch.Tensor],
+    make: Callable[[str], torch.Tensor],
+    *,
+    state: Mapping[str, Any],
+    step: int,
+    tokens: int,
+    versions: Mapping[str, str],
+    write_more: Callable[[Path], object],
+) -> None:
+    """Write a checkpoint that any layout can read. It is whole, or it is not there.
+
+    Args:
+        folder: which is not there yet.
+        shapes: on meta, by key (``model.…``).
+        make: gives the tensor of a key, on the CPU. It is called once for each, in the order of ``shapes``; two of them
+            are in memory at a time at most.
+        state: JSON values, as a run saves them.
+        versions: of Forge, torch, and every plugin, by distribution.
+        write_more: called with the folder, for files to go with it (``job.toml``, ``tokenizer/``).
+
+    Raises:
+        ConfigError: there is something at ``folder``.
+        SaveError: it cannot be written.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; choose another place, or remove it")
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        free = shutil.disk_usage(unfinished).free
+        if free < n_bytes:
+            raise SaveError(
+                f"{folder.parent} has {as_size(free)} free, and the checkpoint needs {as_size(n_bytes)}; make room"
+            )
+        _write_tensors(unfinished, shapes, make)
+        write_more(unfinished)
+        write_durably(unfinished / "state.json", json.dumps(dict(state), indent=1))
+        files = describe_files(unfinished, sorted(file for file in unfinished.rglob("*") if file.is_file()))
+        flush_tree(unfinished)
+        written = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+        manifest = Manifest(step=step, tokens=tokens, mesh={}, versions=versions, files=files, written=written)
+        write_manifest(unfinished, manifest)
+        flush(unfinished)
+        unfinished.rename(folder)
+        flush(folder.parent)
+    except OSError as error:
+        raise SaveError(f"cannot write {error.filename or folder}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_tensors(folder: Path, shapes: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
+    # a file a tensor: torch keeps all tensors of one file until it is written
+    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+        try:
+            save(dict(shapes), storage_writer=writer, planner=_MakingPlanner(make), no_dist=True)
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            if isinstance(cause, (ForgeError, OSError)) or not isinstance(cause, Exception):
+                raise cause from error
+            raise SaveError(f"cannot write to {folder}: {type(cause).__name__}: {cause}") from error
+
+
+class _MakingPlanner(DefaultSavePlanner):
+    """Tensors are described by what is on meta, and made when they are written."""
+
+    def __init__(self, make: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        key = write_item.index.fqn
+        made, expected = self._make(key), self.lookup_object(write_item.index)
+        assert (made.shape, made.dtype) == (expected.shape, expected.dtype), f"{key} is not what was described"
+        return made

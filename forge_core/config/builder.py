@@ -1,0 +1,83 @@
+"""Builds the components that a job chooses: where names have become import paths, and import paths become objects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from forge_core.config.converter import structure
+from forge_core.config.problems import ConfigProblems, InvalidError
+from forge_core.contracts.component_ref import Use
+from forge_core.errors import ForgeError, PluginError
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.component import Slot, kind_words
+from forge_core.registry.imports import load_reference
+from forge_core.registry.plugin_output import output_of
+
+
+class ComponentBuilder:
+    """The ``Builder`` of the contract, over what is installed."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def __call__(self, use: Use, /, **given: Any) -> Any:
+        what = f"the factory of {kind_words(use.kind)} '{use.name}'"
+        factory = load_reference(use.factory, what=what, owner=use.provider)
+        if "build" not in given and _takes_builder(factory):
+            given["build"] = self
+        self._refuse_signature(use, factory, given)
+        try:
+            with output_of(use.provider):
+                built = factory(use.config, **given)
+        except Exception as error:
+            if not isinstance(error, ForgeError):
+                error.add_note(f"raised by the factory of {self.words_for(use)}")
+            raise
+        self._refuse_result(use, built)
+        return built
+
+    def _refuse_signature(self, use: Use, factory: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        try:
+            inspect.signature(factory).bind(use.config, **given)
+        except ValueError:  # as below
+            return
+        except TypeError as error:
+            raise PluginError(
+                f"{self.words_for(use)}: its factory '{use.factory}' cannot be called with a config and "
+                f"{', '.join(given) or 'nothing else'}: {error}. This is a bug in {use.provider}."
+            ) from error
+
+    def _refuse_result(self, use: Use, built: object) -> None:
+        kind = self._catalog.kinds[use.kind]
+        expected: type = object
+        wanted = f"what {kind.contract.partition(':')[0]} describes"
+        if kind.returns:
+            expected = load_reference(kind.returns, what=f"the class of {kind.name}", owner="forge-core")
+            wanted = f"a {kind.returns.replace(':', '.')}"
+        if built is None or not isinstance(built, expected):
+            found = "None" if built is None else f"a {type(built).__qualname__}"
+            raise PluginError(
+                f"{self.words_for(use)}: its factory '{use.factory}' returned {found}, and must return {wanted}. "
+                f"This is a bug in {use.provider}."
+            )
+
+    def words_for(self, use: Use) -> str:
+        """As ``Catalog.words_for``."""
+        return self._catalog.words_for(use)
+
+    def resolve(self, kind: str, table: str | Mapping[str, Any]) -> Use:
+        try:
+            # For mypy an Annotated is not a type; the converter knows what to do with it.
+            return structure(table, Annotated[Use, Slot(kind)], self._catalog)  # type: ignore[arg-type]
+        except InvalidError as error:
+            raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
+
+
+def _takes_builder(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # some callables written in C do not say
+        return False
+    return any(parameter.name == "build" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,0 +1,31 @@
+"""Typed configuration back to plain TOML data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_core.contracts.component_ref import Use
+
+
+def plain(value: Any) -> Any:
+    """``value`` in types that TOML has: all fields of a table, without ``None``, and components by qualified name."""
+    if isinstance(value, Use):
+        return {"name": value.qualified_name, **plain(value.config)}
+    if attrs.has(type(value)):
+        fields = [(field.alias, getattr(value, field.name)) for field in attrs.fields(type(value)) if field.init]
+        return {key: plain(item) for key, item in fields if item is not None}
+    if isinstance(value, Mapping):  # sorted, so that equal jobs are equal texts; None is a pass that is switched off
+        return {key: False if value[key] is None else plain(value[key]) for key in sorted(value)}
+    if isinstance(value, AbstractSet):
+        return sorted(map(plain, value))
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value

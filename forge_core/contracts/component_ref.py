@@ -1,0 +1,32 @@
+"""A resolved choice of component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Use:
+    """A resolved choice of component: which one, from which distribution, with which configuration.
+
+    Build it with the ``Builder`` that the factory of the surrounding component is given.
+    """
+
+    kind: str
+    name: str
+    provider: str
+    """The distribution that registered the component."""
+    factory: str
+    config: Any
+    """An instance of the component's config class."""
+    written: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
+    """Keys of the config that were written otherwise, with what was written: ``{"feed_forward.n_experts":
+    "num_experts"}``. From the config class's ``expand``; messages are about what was written."""
+
+    @property
+    def qualified_name(self) -> str:
+        """``"distribution:name"``, unambiguous whatever else is installed."""
+        return f"{self.provider}:{self.name}"

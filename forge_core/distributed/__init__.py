@@ -1,0 +1,1 @@
+"""Ranks: how they find each other, agree, notice that one has gone, and end together."""

@@ -1,0 +1,74 @@
+"""All ranks run the same job with the same packages, or none does."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge_core import __version__
+from forge_core.config.describe import literal
+from forge_core.config.sections import Job
+from forge_core.errors import ConfigError
+from forge_core.job import components, job_table
+from forge_core.registry.catalog import Catalog
+
+_OF_THE_MACHINE = ("run.dir", "run.device")
+_SHOWN = 10
+
+
+def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
+    """Compare what decides the run over all ranks; all of them must call it.
+
+    Raises:
+        ConfigError: on every rank, with each key that differs, its values, and the ranks that have them.
+    """
+    if dist.get_world_size() == 1:
+        return
+    ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, fingerprint(job, catalog))
+    differences = list(_differences(ranks))
+    if differences:
+        more = [f"  and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        raise ConfigError(
+            "the ranks have not been started with the same job and packages:\n"
+            + "\n".join([*differences[:_SHOWN], *more])
+        )
+
+
+def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:
+    """Every key of the resolved job that is not the machine's own, and every version that could change a number."""
+    facts = {key: text for key, text in _flat(job_table(job), "") if key not in _OF_THE_MACHINE}
+    providers = {use.provider for _, use in components(job)}
+    versions = {one.distribution: one.version for one in catalog.plugins if one.distribution in providers}
+    versions |= {"forge-core": __version__, "torch": str(torch.__version__), "numpy": version("numpy")}
+    versions["Python"] = ".".join(platform.python_version_tuple()[:2])
+    return facts | {f"version of {name}": number for name, number in versions.items()}
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else name)
+    else:
+        yield key, literal(value)
+
+
+def _differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    for key in sorted({key for facts in ranks for key in facts}):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(ranks):
+            holders.setdefault(facts.get(key, "unset"), []).append(rank)
+        if len(holders) > 1:
+            yield f"  {key}: " + "; ".join(f"{value} on {_rank_words(held)}" for value, held in holders.items())
+
+
+def _rank_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

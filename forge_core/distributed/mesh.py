@@ -1,0 +1,160 @@
+"""The named grid of ranks. One process is a mesh too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cached_property
+from typing import TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch forgets to export it
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from forge_core.config.sections import AXES, Job
+from forge_core.distributed.environment import refuse_unknown_host, refuse_unknown_interfaces, why_not_joined
+from forge_core.errors import ConfigError
+from forge_core.passes.order import resolve_degrees
+
+T = TypeVar("T")
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Ranks along these see different samples."""
+LOSS_AXES = (*DATA_AXES, "cp", "pp")
+"""The loss of a step is the sum over these: other samples, other positions, and stages of which one has a loss."""
+
+
+@attrs.frozen
+class Mesh:
+    """All axes are always there, most of them of size 1."""
+
+    device_mesh: DeviceMesh
+    degrees: Mapping[str, int]
+    experts: DeviceMesh | None = None
+    """The ranks of ``dp_shard`` and ``cp`` once more, for experts, which borrow them: ``expert_dp`` and, within it,
+    ``ep``. Ranks along ``ep`` have other experts and see other tokens. ``None`` without expert parallelism."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @cached_property  # asked for in every step
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that see different samples."""
+        size = 1
+        for axis in DATA_AXES:
+            size *= self.degrees[axis]
+        return size
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among them, 0 to ``dp_size − 1``."""
+        index = 0
+        for axis in DATA_AXES:
+            index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+        return index
+
+    @cached_property
+    def noise_rank(self) -> int:
+        """Equal on ranks that must draw the same random numbers, as they compute the same (``tp``), and another one on
+        those with other samples, positions or layers; 0 and up."""
+        index = self.dp_rank
+        for axis in ("cp", "pp"):
+            index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+        return index
+
+    def gather_over(self, axis: str, value: T) -> list[T]:
+        """The values of all ranks along ``axis``, in order; they must be picklable. An axis of size 1 costs nothing."""
+        if self.degrees[axis] == 1:
+            return [value]
+        gathered: list[T] = [value] * self.degrees[axis]
+        dist.all_gather_object(gathered, value, group=self.device_mesh.get_group(axis))
+        return gathered
+
+    def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Sum ``value`` in place over the given axes, and return it. Axes of size 1 cost nothing."""
+        for axis in axes:
+            if self.degrees[axis] > 1:
+                dist.all_reduce(value, group=self.device_mesh.get_group(axis))
+        return value
+
+
+def build_mesh(job: Job, device: torch.device) -> Mesh:
+    """The mesh of an initialised process group.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world size.
+    """
+    degrees = resolve_degrees(job.parallel, dist.get_world_size())
+    device_mesh = init_device_mesh(
+        device.type if device.type != "mps" else "cpu",
+        tuple(degrees[axis] for axis in AXES),
+        mesh_dim_names=AXES,
+    )
+    return Mesh(device_mesh, {axis: degrees[axis] for axis in AXES}, _experts(device_mesh, job.parallel.ep))
+
+
+def _experts(device_mesh: DeviceMesh, ep: int) -> DeviceMesh | None:
+    if ep == 1:
+        return None
+    lenders = sharding_mesh(device_mesh)
+    return lenders._unflatten(0, (lenders.size() // ep, ep), ("expert_dp", "ep"))
+
+
+def sharding_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The one dimension over which parameters are sharded.
+
+    Ranks that share a sequence (``cp``) have gradients of the same parameters from other positions, just as ranks with
+    other samples have, and so shard them with those.
+    """
+    if device_mesh["cp"].size() == 1:
+        return device_mesh["dp_shard"]
+    return device_mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of this process for ``run.device``.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(kind for kind, there in present.items() if there) if wanted == "auto" else wanted
+    if not present[kind]:
+        raise ConfigError(f"run.device: {kind} was asked for, but torch sees none on this machine; use auto or cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
+    """Join the group that a launcher describes in the environment, or be a group of one.
+
+    Args:
+        timeout: seconds to wait for the other ranks, now and in every collective.
+
+    Raises:
+        ForgeError: the group does not come together; says on which host and port, and why.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    refuse_unknown_interfaces()
+    if "RANK" in os.environ:
+        refuse_unknown_host()
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise why_not_joined(error) from error
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

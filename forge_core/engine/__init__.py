@@ -1,1 +1,0 @@
-"""Build a job's model on its mesh, and train it."""

@@ -1,0 +1,390 @@
+"""From a TOML file to a ``Job``, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.checkpoint_rules import checkpoint_problems
+from forge_core.config.converter import EXPECTED_STRING, structure
+from forge_core.config.lead_rules import lead_problems
+from forge_core.config.overrides import with_overrides
+from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text
+from forge_core.config.sections import Job, PluginsSection, TrainSection
+from forge_core.config.shorthands import as_written
+from forge_core.config.toml_file import Document, read_document
+from forge_core.config.unstructure import plain
+from forge_core.contracts.component_ref import Use
+from forge_core.contracts.data_source import DataSourceConfig
+from forge_core.errors import ConfigError
+from forge_core.passes.order import add_required, refuse_conflicts, resolve_degrees, sort_passes
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.component import PassComponent, kind_words
+from forge_core.registry.entry_points import canonical_distribution
+from forge_core.registry.imports import why_undefined
+from forge_core.registry.plugin_output import output_of
+from forge_core.registry.suggestions import nearest
+
+SECTIONS = tuple(field.name for field in attrs.fields(Job))
+"""The keys at the root of a configuration, besides ``extends``."""
+
+
+def load_job(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    catalog: Callable[[Collection[str]], Catalog] | Catalog,
+    world_size: int | None = None,
+    options: Collection[str] = (),
+) -> Job:
+    """Read, merge, convert, complete and check a configuration.
+
+    Args:
+        path: a TOML file, possibly a ``job.toml``.
+        overrides: settings of the command line, as typed.
+        catalog: what is installed, or a function that finds it, given the distributions that the job disables.
+        world_size: ranks of the run. ``None`` leaves out what depends on it: the accumulation that
+            ``global_batch_size`` needs, and passes that ``dp_shard = -1`` may need.
+        options: the options of the command that the overrides come from, for a hint if one is misspelt.
+
+    Raises:
+        ConfigError: with everything that is wrong. ``ConfigProblems`` if the files could be read.
+    """
+    document = with_overrides(read_document(path), overrides, sections=SECTIONS, options=options)
+    plugins = _plugins_section(document.table)
+    installed = catalog(plugins.disable) if callable(catalog) else catalog
+    problems = _plugin_problems(plugins, installed, disables=callable(catalog))
+    try:
+        job = structure(document.table, Job, installed)
+    except InvalidError as error:
+        problems += error.problems
+        raise ConfigProblems([_placed(problem, document) for problem in problems], str(path)) from error
+    job, found = _completed(job, path.stem, installed, world_size)
+    problems += [*(problem.moved(lambda path: _written(path, job)) for problem in found)]
+    problems = [_blamed_on_its_cause(problem, job, document, installed) for problem in problems]
+    problems += _ineffective(job, document.table)
+    if problems:
+        raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
+    return job
+
+
+def job_table(job: Job) -> dict[str, Any]:
+    """The job as plain TOML data, with qualified names of components. What is ``None`` is left out."""
+    table: dict[str, Any] = plain(job)
+    if job.train.global_batch_size is not None:
+        table["train"].pop("grad_accumulation", None)  # it follows, on whatever number of ranks the table is read for
+    for *way, key in _without_effect(job):
+        _table_at(table, way).pop(key, None)
+    return table
+
+
+def dump_job(job: Job) -> str:
+    """The job as TOML. Loaded again, it is an equal job, and gives the same text."""
+    import tomli_w  # reading a configuration does not need it
+
+    return tomli_w.dumps(job_table(job))
+
+
+def components(job: Job) -> Iterator[tuple[KeyPath, Use]]:
+    """Every component that the job chooses, at any depth, and the key path of its table."""
+    return _components_in(job, ())
+
+
+def deprecations(job: Job, catalog: Catalog) -> list[str]:
+    """A line for each deprecated component that the job chooses."""
+    lines = []
+    for path, use in components(job):
+        sentence = catalog.find(use.kind, use.qualified_name).deprecation
+        if sentence:
+            lines.append(f"{key_text(_written(path, job))}: {sentence}")
+    return lines
+
+
+def notes(job: Job, catalog: Catalog) -> list[str]:
+    """A line for each thing that is allowed and that one should know: deprecated components, and what the configs of
+    components say of themselves in ``notes(job)``."""
+    lines = deprecations(job, catalog)
+    for path, use in components(job):
+        if hasattr(use.config, "notes"):
+            with output_of(use.provider):
+                said = [*use.config.notes(job)]
+            lines += [f"{key_text(_written((*path, *key_path(key)), job))}: {sentence}" for key, sentence in said]
+    return lines
+
+
+def _written(path: KeyPath, job: Job) -> KeyPath:
+    """The way to what the user wrote, from the root of a file."""
+    for at, use in reversed([*components(job)]):  # the innermost first, as the ways of others lead through it
+        if use.written and path[: len(at)] == at:
+            path = (*at, *as_written(path[len(at) :], use.written))
+    return path
+
+
+def _plugins_section(table: Mapping[str, Any]) -> PluginsSection:
+    """Needed before anything else can be converted; what is wrong with it is reported with the rest."""
+    try:
+        return structure(table.get("plugins", {}), PluginsSection, Catalog([]))
+    except InvalidError:
+        return PluginsSection()
+
+
+def _plugin_problems(plugins: PluginsSection, catalog: Catalog, *, disables: bool) -> list[Problem]:
+    """Args:
+    disables: whether the job decides what is imported. A checkpoint's does not, and may come from a machine that has
+        other plugins.
+    """
+    problems = []
+    installed = [plugin.distribution for plugin in catalog.plugins]
+    for index, name in enumerate(plugins.disable if disables else ()):
+        wanted = canonical_distribution(name)
+        if wanted not in installed:
+            near = nearest(wanted, installed) or next((one for one in installed if wanted in one), None)
+            hint = f"did you mean '{near}'?" if near else f"installed: {', '.join(installed) or 'none'}"
+            problems.append(Problem(("plugins", "disable", index), f"no plugin of that name is installed; {hint}"))
+    for index, requirement in enumerate(plugins.require):
+        from forge_core.config.requirement import unmet  # few jobs require anything
+
+        try:
+            why = unmet(requirement)
+        except ConfigError as error:
+            why = str(error)
+        if why:
+            problems.append(Problem(("plugins", "require", index), why))
+    return problems
+
+
+def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:
+    """Fill in what follows from the rest, and check what one section says against the others."""
+    run = job.run if job.run.name is not None else attrs.evolve(job.run, name=name)
+    job = attrs.evolve(job, run=run)
+    problems = [*_run_name_problems(str(run.name)), *lead_problems(job)]
+    degrees = None
+    try:
+        degrees = resolve_degrees(job.parallel, world_size) if world_size is not None else None
+    except ConfigError as error:
+        problems += _paragraphs(error)
+        world_size = None  # what does not depend on it is checked all the same
+    train, found = _with_batches(job.train, degrees)
+    job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
+    problems += [*found, *found_in_passes, *_grad_norm_problems(job, degrees), *checkpoint_problems(job)]
+    on_ranks = job if degrees is None else _with_degrees(job, degrees)
+    for path, use in components(job):
+        problems += _component_problems(path, use, on_ranks)
+        problems += _factory_problems(path, use, catalog)
+    return job, problems
+
+
+def _with_degrees(job: Job, degrees: Mapping[str, int]) -> Job:
+    """With the number that ``dp_shard = -1`` stands for among these ranks."""
+    return attrs.evolve(job, parallel=attrs.evolve(job.parallel, dp_shard=degrees["dp_shard"]))
+
+
+def _with_passes(job: Job, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:
+    """With the passes that it asks for without naming them, and what is wrong with all of them."""
+    problems = []
+    check: Callable[[Job, Catalog, int | None], object] = sort_passes
+    try:
+        job = add_required(job, catalog, world_size, ComponentBuilder(catalog).resolve)
+    except ConfigError as error:
+        problems += _paragraphs(error)
+        check = refuse_conflicts  # passes that could not be added would be missed once more
+    try:
+        check(job, catalog, world_size)
+    except ConfigError as error:
+        problems += _paragraphs(error)
+    return job, problems
+
+
+def check_device(job: Job, catalog: Catalog) -> None:
+    """Ask again what is wrong with passes and components in this job, once ``run.device`` is not ``auto`` any more.
+
+    Raises:
+        ConfigProblems: what they answer.
+    """
+    problems = [problem for path, use in components(job) for problem in _component_problems(path, use, job)]
+    try:
+        refuse_conflicts(job, catalog)
+    except ConfigError as error:
+        problems += _paragraphs(error)
+    if problems:
+        raise ConfigProblems(problems, str(job.run.name))
+
+
+def _ineffective(job: Job, table: Mapping[str, Any]) -> list[Problem]:
+    """Keys that are given and would do nothing. An interval of 0 that is written down is meant to switch off."""
+    problems = []
+    evaluation = table.get("eval", {})
+    if isinstance(evaluation, Mapping) and evaluation and "interval" not in evaluation:
+        problems.append(Problem(("eval",), "has no interval, so that nothing would be evaluated; set eval.interval"))
+    for (*way, key), sentence in _without_effect(job).items():
+        if key in _table_at(table, way):
+            problems.append(Problem((*way, key), sentence))
+    return problems
+
+
+def _without_effect(job: Job) -> dict[tuple[str, ...], str]:
+    """Keys that do nothing in this job, whatever they say, and why. They may not be given, nor are they written."""
+    keys: dict[tuple[str, ...], str] = {}
+    data = job.data.config
+    if isinstance(data, DataSourceConfig) and not data.shuffle:
+        keys["train", "data_seed"] = "has no effect while data.shuffle = false; remove it"
+    if isinstance(data, DataSourceConfig) and data.workers == 0:
+        keys["data", "prefetch"] = "has no effect while data.workers = 0, as nothing is read ahead; remove it"
+    if job.anomalies.spike_factor == 0:
+        keys["anomalies", "spike_window"] = "has no effect while anomalies.spike_factor = 0; remove it"
+    if not job.checkpoint.keep_best:
+        keys["checkpoint", "best_metric"] = keys["checkpoint", "best_is"] = "has no effect without keep_best"
+    for field in attrs.fields(DataSourceConfig):
+        key = ("eval", "data", str(field.alias))
+        keys[key] = "has no effect: an evaluation reads its data in order and not ahead; remove it"
+    return keys
+
+
+def _table_at(table: Mapping[str, Any], way: Sequence[str]) -> dict[str, Any]:
+    """The table within tables; an empty one if it is not there, or only a component's name stands there."""
+    found: Any = table
+    for key in way:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _run_name_problems(name: str) -> list[Problem]:
+    if name.strip() == name and name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\"):
+        return []
+    return [Problem(("run", "name"), f"must be a plain file name, as it becomes a directory; got {name!r}")]
+
+
+def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tuple[TrainSection, list[Problem]]:
+    """``grad_accumulation``, from ``global_batch_size`` if that is given. It is not filled in: a run that goes on on
+    another number of ranks has to know whether it was asked for."""
+    accumulation, total = train.grad_accumulation, train.global_batch_size
+    if total is None and accumulation is None:
+        accumulation = 1
+    if degrees is None or total is None:
+        return attrs.evolve(train, grad_accumulation=accumulation), []
+    ranks = prod(degrees[axis] for axis in ("dp_replicate", "dp_shard"))
+    microbatch = train.batch_size * ranks
+    factors, sizes = "batch_size × data-parallel ranks", f"{train.batch_size} × {ranks}"
+    problem = None
+    if total % microbatch:
+        problem = f"must be a multiple of {factors} = {sizes} = {microbatch}, got {total}"
+    elif accumulation is None:
+        accumulation = total // microbatch
+    elif total != microbatch * accumulation:
+        problem = (
+            f"{total} is not {factors} × grad_accumulation = {sizes} × {accumulation} = {microbatch * accumulation}; "
+            f"leave out one of the two, or set grad_accumulation = {total // microbatch}"
+        )
+    if problem:
+        return train, [Problem(("train", "global_batch_size"), problem)]
+    return attrs.evolve(train, grad_accumulation=accumulation), []
+
+
+def _grad_norm_problems(job: Job, degrees: Mapping[str, int] | None) -> list[Problem]:
+    """Axes of ``metrics.grad_norm_per`` that would tell nothing."""
+    axes = job.metrics.grad_norm_per
+    problems = []
+    for index, axis in enumerate(axes):
+        degree = getattr(job.parallel, axis) if degrees is None else degrees[axis]
+        if degree == 1:
+            sentence = f"there is one rank along {axis}, whose norm is grad_norm; leave {axis} out"
+        elif axis in axes[:index]:
+            sentence = f"{axis} is named twice; keep one"
+        else:
+            continue
+        problems.append(Problem(("metrics", "grad_norm_per", index), sentence))
+    return problems
+
+
+def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
+    """What the component itself has to say about the job."""
+    check = getattr(use.config, "check", None)
+    if check is None:
+        return []
+    try:
+        with output_of(use.provider):
+            return [Problem((*path, *key_path(key)), sentence) for key, sentence in check(job)]
+    except ConfigError as error:
+        return [Problem(path, str(error))]
+    except Exception as error:  # noqa: BLE001  # a plugin's mistake is that plugin's, and the rest is still reported
+        return [
+            Problem(
+                path,
+                f"the check of {kind_words(use.kind)} '{use.qualified_name}' fails "
+                f"({type(error).__name__}: {error}). This is a bug in {use.provider}.",
+            )
+        ]
+
+
+def _factory_problems(path: KeyPath, use: Use, catalog: Catalog) -> list[Problem]:
+    """Its factory is not where its description says. It is not imported, as that may take seconds."""
+    why = why_undefined(use.factory)
+    if not why:
+        return []
+    sentence = f"the factory of {catalog.words_for(use)}, '{use.factory}': {why} This is a bug in {use.provider}."
+    return [Problem(path, sentence)]
+
+
+def _paragraphs(error: ConfigError) -> list[Problem]:
+    """The problems in a message that has one to a paragraph, each starting with the key that it is about."""
+    paragraphs: list[str] = []
+    for line in str(error).splitlines():
+        if paragraphs and line.startswith((" ", "note: ")):
+            paragraphs[-1] += f"\n{line}"
+        else:
+            paragraphs.append(line)
+    problems = []
+    for paragraph in paragraphs:
+        match = re.match(r"([a-z_]+(?:\.[\w:-]*\w)*)(: )?", paragraph)
+        key = key_path(match[1]) if match and match[1].partition(".")[0] in SECTIONS else ()
+        if match and key and match[2]:
+            problems.append(Problem(key, paragraph[match.end() :]))
+        else:
+            problems.append(Problem((), paragraph, at=key))
+    return problems
+
+
+def _placed(problem: Problem, document: Document) -> Problem:
+    """The problem with the place of its value, and the remedy that only the command line needs."""
+    path = problem.path if problem.at is None else problem.at
+    location = document.locate(path)
+    sentence = problem.sentence
+    if location.is_override and path in document.locations and sentence.startswith(EXPECTED_STRING):
+        setting = re.fullmatch(r"([^=\s]+)[=\s](.*)", location.source, re.DOTALL)
+        sentence += f" (for the text, write {setting[1]}='\"{setting[2]}\"')" if setting else ""
+    return attrs.evolve(problem, sentence=sentence, location=location)
+
+
+def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog: Catalog) -> Problem:
+    """A pass that nobody has written is there for a degree, or for a precision, that somebody has."""
+    path = problem.path if problem.at is None else problem.at
+    use = job.parallel.passes.get(str(path[2])) if path[:2] == ("parallel", "passes") and len(path) > 2 else None
+    if use is None or path[:3] in document.locations:
+        return problem
+    component = catalog.lookup("parallel_pass", use.qualified_name).component
+    served = component.serves if isinstance(component, PassComponent) else ()
+    causes = [("train" if one == "precision" else "parallel", one) for one in served]
+    written = next((cause for cause in causes if cause in document.locations), None)
+    return problem if written is None else attrs.evolve(problem, at=written)
+
+
+def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Use]]:
+    if isinstance(value, Use):
+        yield path, value
+        value = value.config
+    if attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            if field.init:
+                yield from _components_in(getattr(value, field.name), (*path, field.alias))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _components_in(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _components_in(item, (*path, index))

@@ -1,0 +1,300 @@
+"""Which passes a job needs, and in which order they are applied: decided by what they declare, without torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from math import prod
+from typing import Any
+
+import attrs
+
+from forge_core.config.sections import AXES, Job, ParallelSection
+from forge_core.contracts.component_ref import Use
+from forge_core.errors import ConfigError
+from forge_core.passes.rules import Declaration, conflicts_in, missing_in, names_of
+from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.component import PHASES, PassComponent
+
+
+def add_required(
+    job: Job,
+    catalog: Catalog,
+    world_size: int | None,
+    resolve: Callable[[str, str | Mapping[str, Any]], Use],
+) -> Job:
+    """The job with a pass for everything that its degrees and its precision ask for and that no named pass serves, and
+    with the passes that its passes need.
+
+    Args:
+        world_size: ranks of the run; ``None`` if it is not known yet.
+        resolve: turns a kind and a name into a choice of component with its default configuration.
+
+    Raises:
+        ConfigError: no installed pass serves what is asked for, several do, or the one that does is switched off. The
+            message has a paragraph for each problem.
+    """
+    passes: dict[str, Use | None] = dict(job.parallel.passes)
+    required = required_capabilities(job, world_size)
+    switched_off = _switched_off(passes, catalog)
+
+    def unserved() -> dict[str, list[Provided]]:
+        """Each capability that no pass of the job serves yet, with the installed passes that would."""
+        served = {one for _, declared in _declarations(passes.values(), catalog) for one in declared.serves}
+        installed = catalog.components("parallel_pass")
+        return {
+            capability: [one for one in installed if capability in _declared(one).serves]
+            for capability in required
+            if capability not in served
+        }
+
+    # First whatever leaves no choice: a pass added for one capability may serve another that has several.
+    for capability, candidates in unserved().items():
+        wanted = [one for one in candidates if one.qualified_name not in switched_off]
+        if len(wanted) == 1 and capability in unserved():
+            name = wanted[0].component.name
+            key = name if name not in passes else wanted[0].qualified_name
+            passes[key] = resolve("parallel_pass", wanted[0].qualified_name)
+    # Then what these cannot do without; what stays missing is reported where passes are sorted.
+    while (needed := _needed(passes, catalog, switched_off)) is not None:
+        key = needed.component.name if needed.component.name not in passes else needed.qualified_name
+        passes[key] = resolve("parallel_pass", needed.qualified_name)
+
+    problems = [
+        _unserved_problem(required[capability], capability, candidates, switched_off, catalog)
+        for capability, candidates in unserved().items()
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return attrs.evolve(job, parallel=attrs.evolve(job.parallel, passes=passes))
+
+
+def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
+    """What some pass must serve (a mesh axis, ``"ep"``, or ``"precision"``), and the setting that asks for it.
+
+    Args:
+        world_size: ranks of the run; ``None`` takes ``dp_shard = -1`` for 1.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world size.
+    """
+    parallel = job.parallel
+    required = {}
+    for axis, degree in _all_degrees(parallel, world_size).items():
+        if degree > 1:
+            resolved = f" ({degree} of {world_size} ranks)" if getattr(parallel, axis) == -1 else ""
+            required[axis] = f"parallel.{axis} = {getattr(parallel, axis)}{resolved}"
+    if job.train.precision != "fp32":
+        required["precision"] = f'train.precision = "{job.train.precision}"'
+    return required
+
+
+def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int]:
+    """The size of every axis of the mesh, outermost first, with ``dp_shard = -1`` resolved.
+
+    Raises:
+        ConfigError: they do not multiply to the world size, or ``ep`` does not divide the ranks it borrows from.
+    """
+    degrees = {axis: getattr(parallel, axis) for axis in AXES}
+    fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
+    product = prod(fixed.values())
+    spelled = " × ".join(f"{axis} {degree}" for axis, degree in fixed.items() if degree > 1) or "all axes 1"
+    if len(fixed) == len(degrees) and product != world_size:
+        raise ConfigError(
+            f"parallel: the degrees ask for {product} ranks ({spelled}), and there are {world_size}; start {product} "
+            "processes, change a degree, or set dp_shard = -1 to take what is left"
+        )
+    if world_size % product:
+        raise ConfigError(
+            f"parallel: {world_size} ranks cannot be divided by the degrees, which ask for a multiple of {product} "
+            f"({spelled}); start such a number of processes or change a degree"
+        )
+    degrees = {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
+    lenders = degrees["dp_shard"] * degrees["cp"]
+    if lenders % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep = {parallel.ep} must divide the {lenders} ranks that it borrows "
+            f"(dp_shard {degrees['dp_shard']} × cp {degrees['cp']})"
+        )
+    return degrees
+
+
+def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tuple[Use, ...]:
+    """The passes of the job in the order in which they are applied: by phase, in it as declared, then by name.
+
+    Args:
+        world_size: ranks of the run; ``None`` takes ``dp_shard = -1`` for 1.
+
+    Raises:
+        ConfigError: a pass is named twice, or lacks a pass that it needs, or conflicts with something, or what they
+            declare cannot all be true. The message has a line for each problem.
+    """
+    declared = _in_phases(job, catalog)
+    problems = [
+        *_repeated(declared),
+        *missing_in(declared),
+        *conflicts_in(declared, job, _all_degrees(job.parallel, world_size)),
+        *_against_phases(declared),
+    ]
+    order: list[Use] = []
+    for phase in PHASES:
+        in_phase = [one for one in declared if one[1].phase == phase]
+        try:
+            order += _sorted_in_phase(in_phase)
+        except CycleError as error:
+            cycle = " → ".join(f"'{name}'" for name in error.args[1])
+            problems.append(f"parallel.passes: each of {cycle} says that it comes before the next; leave one out")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(order)
+
+
+def refuse_conflicts(job: Job, catalog: Catalog, world_size: int | None = None) -> None:
+    """The part of ``sort_passes`` that makes sense also for a job that lacks some of its passes.
+
+    Raises:
+        ConfigError: with a line for each conflict.
+    """
+    problems = conflicts_in(_in_phases(job, catalog), job, _all_degrees(job.parallel, world_size))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _all_degrees(parallel: ParallelSection, world_size: int | None) -> dict[str, int]:
+    """Of every axis of the mesh, and of ``ep``."""
+    if world_size is None:
+        degrees = {axis: max(1, getattr(parallel, axis)) for axis in AXES}
+    else:
+        degrees = resolve_degrees(parallel, world_size)
+    return {**degrees, "ep": parallel.ep}
+
+
+def _in_phases(job: Job, catalog: Catalog) -> list[Declaration]:
+    return sorted(_declarations(job.parallel.passes.values(), catalog), key=lambda one: _place(one[0], one[1]))
+
+
+def _declarations(uses: Iterable[Use | None], catalog: Catalog) -> list[Declaration]:
+    return [(use, _declared(catalog.lookup("parallel_pass", use.qualified_name))) for use in uses if use is not None]
+
+
+def _declared(provided: Provided) -> PassComponent:
+    component = provided.component
+    assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
+    return component
+
+
+def _place(use: Use, component: PassComponent) -> tuple[int, str, str]:
+    return _index(component.phase), component.name, use.provider
+
+
+def _index(phase: str) -> int:
+    return tuple(PHASES).index(phase)
+
+
+def _needed(passes: Mapping[str, Use | None], catalog: Catalog, switched_off: Collection[str]) -> Provided | None:
+    """A pass that a pass of the job needs and the job does not name, if just one is installed and may be added."""
+    declared = _declarations(passes.values(), catalog)
+    present = {name for _, component in declared for name in names_of(component)}
+    needed = {need.other for _, component in declared for need in component.needs if not need.when}
+    for name in sorted(needed - present):
+        wanted = [one for one in catalog.providers("parallel_pass", name) if one.qualified_name not in switched_off]
+        if len(wanted) == 1:
+            return wanted[0]
+    return None
+
+
+def _switched_off(passes: Mapping[str, Use | None], catalog: Catalog) -> dict[str, str]:
+    """The passes that ``<key> = false`` keeps out, by qualified name, with that key.
+
+    Raises:
+        ConfigError: such a key names no pass, and would have no effect.
+    """
+    switched_off = {}
+    for key in [key for key, use in passes.items() if use is None]:
+        found = catalog.providers("parallel_pass", key)
+        if not found:
+            from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only
+
+            raise ConfigError(f"parallel.passes.{key}: {why_no_component(catalog, 'parallel_pass', key)}")
+        switched_off.update({one.qualified_name: key for one in found})
+    return switched_off
+
+
+def _unserved_problem(
+    why: str,
+    capability: str,
+    candidates: Collection[Provided],
+    switched_off: Mapping[str, str],
+    catalog: Catalog,
+) -> str:
+    purpose = "computes in it" if capability == "precision" else f"serves the axis '{capability}'"
+    wanted = [one for one in candidates if one.qualified_name not in switched_off]
+    if len(wanted) > 1:
+        lines = [f'    "{one.qualified_name}" = true    # {one.component.summary}' for one in wanted]
+        return f"{why}: {len(wanted)} installed passes could serve it. Say which one, under [parallel.passes]:\n" + (
+            "\n".join(lines)
+        )
+    if candidates:
+        keys = " and ".join(
+            sorted({f"parallel.passes.{switched_off[one.qualified_name]} = false" for one in candidates})
+        )
+        return f"{why}: {keys} switches off every installed pass that {purpose}; remove one or the other"
+    from forge_core.registry.suggestions import notes, where_to_find_pass
+
+    published = where_to_find_pass(catalog, capability)
+    return f"{why}: no installed pass {purpose}{f'; {published}' if published else '.'}{notes(catalog)}"
+
+
+def _repeated(declared: Collection[Declaration]) -> list[str]:
+    names = [use.qualified_name for use, _ in declared]
+    return [
+        f"parallel.passes: '{name}' is named {names.count(name)} times, by its name and by another one; keep one"
+        for name in sorted(set(names))
+        if names.count(name) > 1
+    ]
+
+
+def _against_phases(declared: Collection[Declaration]) -> list[str]:
+    problems = []
+    for _, component in declared:
+        for _, other in declared:
+            own, others = _index(component.phase), _index(other.phase)
+            for wish, names, impossible in (
+                ("after", component.after, own < others),
+                ("before", component.before, own > others),
+            ):
+                if impossible and names_of(other) & set(names):
+                    problems.append(
+                        f"parallel.passes.{component.name}: it says that it comes {wish} '{other.name}', but its phase "
+                        f"'{component.phase}' comes {'before' if own < others else 'after'} '{other.phase}'. This is a "
+                        "bug in one of the two plugins."
+                    )
+    return problems
+
+
+def _sorted_in_phase(declared: Collection[Declaration]) -> list[Use]:
+    """Topological order by ``after`` and ``before``; among those that could come next, the smallest name does.
+
+    Raises:
+        CycleError: with the names of a cycle.
+    """
+    uses = {use.qualified_name: use for use, _ in declared}
+    graph: dict[str, set[str]] = {name: set() for name in uses}
+    for use, component in declared:
+        for other_use, other in declared:
+            if names_of(other) & set(component.after):
+                graph[use.qualified_name].add(other_use.qualified_name)
+            if names_of(other) & set(component.before):
+                graph[other_use.qualified_name].add(use.qualified_name)
+    sorter = TopologicalSorter(graph)
+    sorter.prepare()
+    order: list[Use] = []
+    ready: list[tuple[str, str]] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (uses[name].name, name))
+        _, smallest = heapq.heappop(ready)
+        order.append(uses[smallest])
+        sorter.done(smallest)
+    return order

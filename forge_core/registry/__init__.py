@@ -1,0 +1,1 @@
+"""What is installed: plugins are found, their components listed by kind and name, and built."""

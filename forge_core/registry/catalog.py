@@ -1,0 +1,235 @@
+"""Every component of every installed plugin, by kind and name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import attrs
+
+from forge_core.contracts.component_ref import Use
+from forge_core.errors import ConfigError
+from forge_core.registry.component import Check, Command, Component, Kind, kind_words
+from forge_core.registry.entry_points import canonical_distribution
+from forge_core.registry.hookspecs import CORE_KINDS
+
+Status = Literal["ok", "broken", "incompatible", "disabled"]
+SLOW_IMPORT = 0.5
+"""Seconds, of the plugin module alone: every command waits for it."""
+
+
+@attrs.frozen(kw_only=True)
+class Plugin:
+    """An installed distribution that announces itself to Forge, and what became of it."""
+
+    distribution: str
+    """Its name, normalised as in PEP 503: the identity of a plugin."""
+    version: str
+    status: Status = "ok"
+    reason: str = ""
+    """Why it is not ``"ok"``, in a sentence."""
+    traceback: str = ""
+    """Of the error that broke it; printed with ``--debug``."""
+    import_seconds: float = 0.0
+    """What importing its plugin module cost this process."""
+    heavy: tuple[str, ...] = ()
+    """Large libraries that its plugin module imported, although every command has to wait for them."""
+    components: tuple[tuple[str, Component], ...] = ()
+    """Pairs of kind and component. Empty unless ``"ok"``: there are no half plugins."""
+    commands: tuple[Command, ...] = ()
+    checks: tuple[Check, ...] = ()
+    kinds: tuple[Kind, ...] = ()
+
+    @property
+    def is_slow(self) -> bool:
+        return self.import_seconds > SLOW_IMPORT
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@attrs.frozen
+class Provided:
+    """A component and the plugin that provides it."""
+
+    component: Component
+    plugin: Plugin
+
+    @property
+    def qualified_name(self) -> str:
+        """``"distribution:name"``, unambiguous whatever else is installed."""
+        return f"{self.plugin.distribution}:{self.component.name}"
+
+    @property
+    def deprecation(self) -> str:
+        """A sentence to print when the component is chosen; empty if it is not deprecated."""
+        if not self.component.deprecated:
+            return ""
+        return f"'{self.component.name}' of {self.plugin} is deprecated: {self.component.deprecated}"
+
+
+@attrs.frozen
+class NameConflict:
+    """A name that several plugins provide: legal to install, an error when the bare name is used."""
+
+    kind: str
+    """A kind of component, or ``"command"``."""
+    name: str
+    distributions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        providers = " and ".join(self.distributions)
+        if self.kind == "command":
+            remedy = f"--disable-plugin {self.distributions[-1]} leaves the other"
+        else:
+            remedy = f'write name = "{self.distributions[0]}:{self.name}" to choose'
+        return f"{self.kind} '{self.name}' is provided by {providers}; {remedy}"
+
+
+class Catalog:
+    """What is installed. It does not change once it is built, and building it imports no component."""
+
+    def __init__(self, plugins: Iterable[Plugin]) -> None:
+        self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.distribution))
+        self.kinds: Mapping[str, Kind] = MappingProxyType(
+            {kind.name: kind for kind in (*CORE_KINDS, *(kind for plugin in self.plugins for kind in plugin.kinds))}
+        )
+        self._components = _by_name_and_alias(self.plugins)
+        self._commands = _by_command_name(self.plugins)
+
+    @property
+    def commands(self) -> Mapping[str, tuple[Command, Plugin]]:
+        """The plugins' commands by name, without those that several plugins provide."""
+        return MappingProxyType({name: found[0] for name, found in self._commands.items() if len(found) == 1})
+
+    def components(self, kind: str) -> list[Provided]:
+        """All components of a kind, sorted by name, then by distribution.
+
+        Raises:
+            ConfigError: there is no such kind.
+        """
+        self._require_kind(kind)
+        provided = [
+            Provided(component, plugin)
+            for plugin in self.plugins
+            for its_kind, component in plugin.components
+            if its_kind == kind
+        ]
+        return sorted(provided, key=lambda one: (one.component.name, one.plugin.distribution))
+
+    def lookup(self, kind: str, name: str) -> Provided:
+        """The component that a configuration names, ready to be built.
+
+        Args:
+            kind: such as ``"router"``.
+            name: a name or an alias, or ``"distribution:name"``.
+
+        Raises:
+            ConfigError: there is none, there are several, or a module that it needs is missing. The message has no
+                key path in front; the caller knows it.
+        """
+        provided = self.find(kind, name)
+        missing = [module for module in provided.component.modules if not is_importable(module)]
+        if missing:
+            raise ConfigError(
+                f"{kind_words(kind)} '{provided.component.name}' of {provided.plugin} needs "
+                f"{', '.join(repr(module) for module in missing)}, which cannot be imported; install what provides it"
+            )
+        return provided
+
+    def find(self, kind: str, name: str) -> Provided:
+        """As ``lookup``, also for a component whose optional modules are missing."""
+        self._require_kind(kind)
+        found = self.providers(kind, name)
+        if len(found) > 1:
+            lines = [f'    name = "{one.qualified_name}"    # {one.component.summary}' for one in found]
+            raise ConfigError(
+                f"{kind_words(kind)} '{name}' is provided by {len(found)} installed plugins. Say which one:\n"
+                + "\n".join(lines)
+            )
+        if not found:
+            from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only
+
+            raise ConfigError(why_no_component(self, kind, name))
+        return found[0]
+
+    def providers(self, kind: str, name: str) -> tuple[Provided, ...]:
+        """Everything that a name, an alias, or ``"distribution:name"`` may mean; empty if it means nothing."""
+        distribution, colon, bare = name.rpartition(":")
+        found = self._components.get((kind, bare), ())
+        if not colon:
+            return found
+        return tuple(one for one in found if one.plugin.distribution == canonical_distribution(distribution))
+
+    def words_for(self, use: Use) -> str:
+        """A chosen component as messages name it: ``"optimizer 'muon' of acme-optim 1.2"``."""
+        plugin = next((one for one in self.plugins if one.distribution == use.provider), use.provider)
+        return f"{kind_words(use.kind)} '{use.name}' of {plugin}"
+
+    def owner_of(self, module: str) -> Plugin | None:
+        """The plugin from whose package a module is: one of its factories is there, too."""
+        package = module.partition(".")[0]
+        for plugin in self.plugins:
+            if any(component.factory.partition(".")[0] == package for _, component in plugin.components):
+                return plugin
+        return None
+
+    def command(self, name: str) -> tuple[Command, Plugin] | None:
+        """A plugin's command, or ``None`` if no plugin has one of that name.
+
+        Raises:
+            ConfigError: several plugins have.
+        """
+        found = self._commands.get(name, ())
+        if len(found) > 1:
+            providers = [plugin.distribution for _, plugin in found]
+            raise ConfigError(
+                f"the command '{name}' is provided by {len(found)} installed plugins. Switch all but one off:\n"
+                + "\n".join(f"    forge --disable-plugin {provider} {name}" for provider in providers)
+            )
+        return found[0] if found else None
+
+    def conflicts(self) -> list[NameConflict]:
+        """Names that mean several things, sorted."""
+        conflicts = [
+            NameConflict(kind, name, tuple(one.plugin.distribution for one in found))
+            for (kind, name), found in self._components.items()
+            if len(found) > 1
+        ]
+        conflicts += [
+            NameConflict("command", name, tuple(plugin.distribution for _, plugin in found))
+            for name, found in self._commands.items()
+            if len(found) > 1
+        ]
+        return sorted(conflicts, key=lambda conflict: (conflict.kind, conflict.name))
+
+    def _require_kind(self, kind: str) -> None:
+        if kind not in self.kinds:
+            from forge_core.registry.suggestions import why_no_kind
+
+            raise ConfigError(why_no_kind(self, kind))
+
+
+def is_importable(module: str) -> bool:
+    """Whether the top-level package of ``module`` is there. Only that is looked at: asking for "a.b" would import a."""
+    from importlib.util import find_spec  # four milliseconds that only few components need
+
+    return find_spec(module.partition(".")[0]) is not None
+
+
+def _by_name_and_alias(plugins: Iterable[Plugin]) -> dict[tuple[str, str], tuple[Provided, ...]]:
+    index: dict[tuple[str, str], tuple[Provided, ...]] = {}
+    for plugin in plugins:
+        for kind, component in plugin.components:
+            for name in (component.name, *component.aliases):
+                index[kind, name] = (*index.get((kind, name), ()), Provided(component, plugin))
+    return index
+
+
+def _by_command_name(plugins: Iterable[Plugin]) -> dict[str, tuple[tuple[Command, Plugin], ...]]:
+    index: dict[str, tuple[tuple[Command, Plugin], ...]] = {}
+    for plugin in plugins:
+        for command in plugin.commands:
+            index[command.name] = (*index.get(command.name, ()), (command, plugin))
+    return index

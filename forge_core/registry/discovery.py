@@ -1,0 +1,375 @@
+"""Find the installed plugins, load each inside its own ``try``, and build the catalog.
+
+A plugin that raises, breaks the contract or was written for another version of it is listed with the reason, all of
+its components are withdrawn, and no other plugin is touched. Nothing depends on the order in which plugins are found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+import attrs
+import pluggy
+
+from forge_core import __version__
+from forge_core.errors import ForgeError, PluginError
+from forge_core.registry.catalog import Catalog, Plugin, Status
+from forge_core.registry.component import Check, Command, Component, Kind
+from forge_core.registry.entry_points import (
+    API_MINOR,
+    ENTRY_POINT_GROUP,
+    Announcement,
+    announcements,
+    canonical_distribution,
+)
+from forge_core.registry.hookspecs import CORE_COMMANDS, CORE_KINDS, ForgeSpecs, hookspec
+from forge_core.registry.plugin_output import output_of
+
+DISABLE_VARIABLE = "FORGE_DISABLE_PLUGINS"
+"""Environment variable: distributions that are not imported, separated by commas."""
+HEAVY_MODULES = ("jax", "numpy", "tensorflow", "torch", "transformers")
+"""Libraries whose import takes long enough to be felt, so that a plugin module may not import them."""
+
+
+def discover(disable: Collection[str] = (), only: Collection[str] | None = None) -> Catalog:
+    """The catalog of what is installed.
+
+    Args:
+        disable: distributions that are listed and not imported, in addition to those of ``FORGE_DISABLE_PLUGINS``.
+        only: if given, no other distributions are imported than these, unless one of them implements a hook that
+            only a further plugin can have added. For processes that know from a resolved job what they need.
+    """
+    from_environment = os.environ.get(DISABLE_VARIABLE, "").split(",")
+    disabled = {canonical_distribution(name.strip()) for name in (*disable, *from_environment)}
+    candidates = [_Candidate(announcement) for announcement in announcements(tuple(sys.path))]
+    for candidate in candidates:
+        if candidate.distribution in disabled:
+            candidate.fail("disabled", "it was switched off")
+        else:
+            candidate.check_announcement()
+
+    manager = pluggy.PluginManager("forge")
+    manager.add_hookspecs(ForgeSpecs)
+    if only is None:
+        _load(candidates, manager)
+    else:
+        wanted = {canonical_distribution(name) for name in only}
+        _load([candidate for candidate in candidates if candidate.distribution in wanted], manager)
+        if any(_unknown_hooks(candidate, _known_hooks(candidates), manager) for candidate in candidates):
+            _load([candidate for candidate in candidates if candidate.distribution not in wanted], manager)
+
+    _add_kinds(candidates, manager)
+    _refuse_unknown_hooks(candidates, manager)
+    _collect_components(candidates, manager)
+    _collect_commands(candidates, manager)
+    _collect_checks(candidates, manager)
+    return Catalog(candidate.result() for candidate in candidates)
+
+
+@attrs.define
+class _Candidate:
+    """A distribution on its way to becoming a ``Plugin``."""
+
+    announcement: Announcement
+    module: Any = None
+    plugin: Plugin = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.plugin = Plugin(distribution=self.distribution, version=self.announcement.version)
+
+    @property
+    def distribution(self) -> str:
+        return self.announcement.distribution
+
+    @property
+    def loaded(self) -> bool:
+        return self.plugin.status == "ok" and self.module is not None
+
+    def fail(self, status: Status, reason: str, error: BaseException | None = None) -> None:
+        """Withdraw everything. The first reason stays."""
+        if self.plugin.status != "ok":
+            return
+        trace = ""
+        if error is not None:
+            from traceback import format_exception
+
+            trace = "".join(format_exception(error))
+        self.plugin = attrs.evolve(
+            self.plugin,
+            status=status,
+            reason=reason,
+            traceback=trace,
+            components=(),
+            commands=(),
+            checks=(),
+            kinds=(),
+        )
+
+    def check_announcement(self) -> None:
+        """Look at the entry points, without an import."""
+        points = self.announcement.entry_points
+        ours = [name for major, name, _ in points if major == _MAJOR]
+        majors = [major for major, _, _ in points]
+        if len(ours) > 1:
+            reason = (
+                f"has {len(ours)} entry points in the group {ENTRY_POINT_GROUP} ({', '.join(ours)}); one is allowed"
+            )
+            self.fail("broken", reason)
+        elif not ours and max(majors) > _MAJOR:
+            self.fail("incompatible", f"needs plugin API v{min(majors)}, {_THIS_CORE}: {_upgrade('forge-core')}")
+        elif not ours:
+            reason = f"was written for plugin API v{max(majors)}, {_THIS_CORE}: {_upgrade(self.distribution)}"
+            self.fail("incompatible", reason)
+
+    def load(self, manager: pluggy.PluginManager) -> None:
+        """Import the plugin module, check the version that it states, and register it under the distribution's name."""
+        reference = next(value for major, _, value in self.announcement.entry_points if major == _MAJOR)
+        path, _, attribute = reference.partition(":")
+        before = [name for name in HEAVY_MODULES if name in sys.modules]
+        start = time.perf_counter()
+        try:
+            with output_of(self.distribution):
+                module: Any = import_module(path)
+            if attribute:
+                module = getattr(module, attribute)
+        except _ANYTHING as error:
+            # A plugin for a later minor usually fails here, at a name that forge_core.api does not have yet.
+            self._check_version(_version_in_source(path))
+            self.fail("broken", _sentence(error), error)
+            return
+        finally:
+            heavy = tuple(name for name in HEAVY_MODULES if name in sys.modules and name not in before)
+            self.plugin = attrs.evolve(self.plugin, import_seconds=time.perf_counter() - start, heavy=heavy)
+        self._check_version(getattr(module, "FORGE_API", None))
+        if self.plugin.status != "ok":
+            return
+        other = manager.get_name(module)
+        if other is not None:
+            self.fail("broken", f"its plugin module '{reference}' is also the one of {other}")
+            return
+        try:
+            manager.register(module, name=self.distribution)
+        except _ANYTHING as error:
+            self.fail("broken", _sentence(error), error)
+            return
+        self.module = module
+
+    def result(self) -> Plugin:
+        if self.plugin.status == "ok" and self.module is None:
+            self.fail("disabled", "this job does not need it")
+        return self.plugin
+
+    def _check_version(self, stated: object) -> None:
+        if stated is None:
+            return
+        parsed = re.fullmatch(r"(\d+)\.(\d+)", stated) if isinstance(stated, str) else None
+        if parsed is None:
+            self.fail("broken", f'FORGE_API must be a string such as "1.0", got {stated!r}')
+        elif int(parsed[1]) != _MAJOR:
+            self.fail("broken", f'FORGE_API = "{stated}" contradicts its entry-point group {ENTRY_POINT_GROUP}')
+        elif int(parsed[2]) > API_MINOR:
+            self.fail("incompatible", f"needs plugin API >= {stated}, {_THIS_CORE}: {_upgrade('forge-core')}")
+
+
+def _load(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
+    """Load what has not been refused, and ask it for the kinds that it adds."""
+    for candidate in candidates:
+        if candidate.plugin.status == "ok":
+            candidate.load(manager)
+            kinds = _yielded(candidate, "forge_kinds", Kind, manager)
+            if candidate.loaded:
+                candidate.plugin = attrs.evolve(candidate.plugin, kinds=tuple(kinds))
+
+
+def _add_kinds(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
+    _refuse_duplicate_kinds(candidates)
+    for kind in [kind for candidate in candidates for kind in candidate.plugin.kinds]:
+        _specify(kind, {candidate.distribution: candidate for candidate in candidates}, manager)
+
+
+def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
+    """A kind that two plugins add is nobody's: either choice would change what the other one's users see."""
+    adders: dict[str, list[_Candidate]] = {}
+    for candidate in candidates:
+        for kind in candidate.plugin.kinds:
+            for taken in (kind.name, kind.hook):
+                adders.setdefault(taken, []).append(candidate)
+    core = {name for kind in CORE_KINDS for name in (kind.name, kind.hook)}
+    core |= {"command", "forge_commands", "check", "forge_checks", "kind", "forge_kinds"}
+    for taken, found in adders.items():
+        for candidate in found:
+            others = sorted({other.distribution for other in found if other is not candidate})
+            if taken in core:
+                candidate.fail("broken", f"adds '{taken}', which the core has already")
+            elif others:
+                candidate.fail("broken", f"adds '{taken}', which {' and '.join(others)} adds as well; disable one")
+            elif len(found) > 1:
+                candidate.fail("broken", f"adds '{taken}' twice")
+
+
+def _specify(kind: Kind, candidates: Mapping[str, _Candidate], manager: pluggy.PluginManager) -> None:
+    """Add the hook of a kind. Implementations that do not fit are refused first: pluggy would stop at one of them."""
+    caller: pluggy.HookCaller | None = getattr(manager.hook, kind.hook, None)
+    for implementation in caller.get_hookimpls() if caller else ():
+        if implementation.argnames or implementation.wrapper or implementation.hookwrapper:
+            refused = candidates[implementation.plugin_name]
+            refused.fail("broken", f"{kind.hook} takes no arguments and may not be a wrapper")
+            manager.unregister(name=refused.distribution)
+
+    def specification(self: object) -> Iterable[Component]:
+        raise AssertionError("specification only")
+
+    manager.add_hookspecs(type("KindSpecs", (), {kind.hook: hookspec(specification)}))
+
+
+def _refuse_unknown_hooks(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
+    known = _known_hooks(candidates)
+    for candidate in [candidate for candidate in candidates if candidate.loaded]:
+        implemented = {caller.name for caller in manager.get_hookcallers(candidate.module) or ()}
+        for hook in _unknown_hooks(candidate, known, manager):
+            from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only
+
+            optional = " If another plugin adds it, mark it @hookimpl(optionalhook=True)."
+            candidate.fail("broken", f"unknown hook '{hook}'.{did_you_mean(hook, known, 0.8) or optional}")
+        for hook in sorted(known - implemented):
+            if inspect.isfunction(inspect.getattr_static(candidate.module, hook, None)):
+                candidate.fail("broken", f"{hook} is not marked with @hookimpl, and would never be called")
+
+
+def _known_hooks(candidates: Iterable[_Candidate]) -> set[str]:
+    kinds = (*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds))
+    return {"forge_commands", "forge_checks", "forge_kinds", *(kind.hook for kind in kinds)}
+
+
+def _unknown_hooks(candidate: _Candidate, known: Collection[str], manager: pluggy.PluginManager) -> list[str]:
+    """Hooks that the candidate implements, that nobody has specified, and that it does not call optional."""
+    if not candidate.loaded:
+        return []
+    return sorted(
+        caller.name
+        for caller in manager.get_hookcallers(candidate.module) or ()
+        if caller.name not in known
+        and not all(one.optionalhook for one in _implementations(candidate, caller.name, manager))
+    )
+
+
+def _collect_components(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
+    candidates = [candidate for candidate in candidates if candidate.loaded]
+    kinds = (*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds))
+    for candidate in candidates:
+        found: list[tuple[str, Component]] = []
+        for kind in kinds:
+            of_kind = _yielded(candidate, kind.hook, kind.descriptor, manager)
+            names = [name for component in of_kind for name in (component.name, *component.aliases)]
+            _refuse_duplicates(candidate, kind.hook, names)
+            found += [(kind.name, component) for component in of_kind]
+        if candidate.loaded:
+            candidate.plugin = attrs.evolve(candidate.plugin, components=tuple(found))
+
+
+def _collect_commands(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
+    core = {command.name for command in CORE_COMMANDS}
+    for candidate in candidates:
+        commands = _yielded(candidate, "forge_commands", Command, manager)
+        names = [command.name for command in commands]
+        _refuse_duplicates(candidate, "forge_commands", names)
+        for name in names:
+            if name in core:
+                candidate.fail("broken", f"its command '{name}' would replace the core's")
+        if candidate.loaded:
+            candidate.plugin = attrs.evolve(candidate.plugin, commands=tuple(commands))
+
+
+def _collect_checks(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
+    for candidate in candidates:
+        checks = _yielded(candidate, "forge_checks", Check, manager)
+        _refuse_duplicates(candidate, "forge_checks", [check.name for check in checks])
+        if candidate.loaded:
+            candidate.plugin = attrs.evolve(candidate.plugin, checks=tuple(checks))
+
+
+def _refuse_duplicates(candidate: _Candidate, hook: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            candidate.fail("broken", f"{hook} yields the name '{name}' {names.count(name)} times")
+
+
+def _yielded(
+    candidate: _Candidate, hook: str, expected: type[Description], manager: pluggy.PluginManager
+) -> list[Description]:
+    """What one plugin's implementation yields; nothing, and the plugin is broken, if it fails or yields anything else.
+
+    Generators run here, inside the ``try``, and not in pluggy, where one failure would discard everybody's results.
+    """
+    found: list[Description] = []
+    for implementation in _implementations(candidate, hook, manager):
+        try:
+            if implementation.wrapper or implementation.hookwrapper:
+                raise PluginError("it may not be a wrapper")
+            with output_of(candidate.distribution):
+                result = implementation.function()
+                if not isinstance(result, Iterable):
+                    raise PluginError(f"it must yield descriptions or return a list of them, not {_a(result)}")
+                descriptions = list(result)
+            for description in descriptions:
+                if not isinstance(description, expected):
+                    raise PluginError(f"it must yield descriptions of type {expected.__name__}, not {_a(description)}")
+                found.append(description)
+        except _ANYTHING as error:
+            candidate.fail("broken", f"{hook}: {_sentence(error)}", error)
+            return []
+    return found
+
+
+def _version_in_source(path: str) -> str | None:
+    """What a plugin module that cannot be imported states as its ``FORGE_API``."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    try:
+        module = find_spec(path)
+        source = Path(module.origin).read_text(encoding="utf-8") if module and module.origin else ""
+    except _ANYTHING:  # its package cannot be imported either, or it is not made of text
+        return None
+    stated = re.search(r"""^FORGE_API\s*=\s*["'](\d+\.\d+)["']""", source, re.MULTILINE)
+    return stated[1] if stated else None
+
+
+def _implementations(candidate: _Candidate, hook: str, manager: pluggy.PluginManager) -> list[pluggy.HookImpl]:
+    caller: pluggy.HookCaller | None = getattr(manager.hook, hook, None)
+    if caller is None or not candidate.loaded:
+        return []
+    return [one for one in caller.get_hookimpls() if one.plugin_name == candidate.distribution]
+
+
+def _sentence(error: BaseException) -> str:
+    """One line. A message of ours stands alone; others are told by their type as well."""
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ForgeError) else f"{type(error).__name__}: {message}".rstrip(": ")
+
+
+def _a(value: object) -> str:
+    """What ``value`` is: ``"a str"``."""
+    if value is None:
+        return "None"
+    noun = type(value).__name__
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def _upgrade(distribution: str) -> str:
+    return f"pip install --upgrade {distribution}"
+
+
+Description = TypeVar("Description", bound=Component | Command | Check | Kind)
+
+# Whatever a plugin raises is that plugin's problem, and nobody else's; a module-level sys.exit() included.
+_ANYTHING = (Exception, SystemExit)
+_MAJOR = int(ENTRY_POINT_GROUP.removeprefix("forge.v"))
+_THIS_CORE = f"this is forge-core {__version__} (API {_MAJOR}.{API_MINOR})"

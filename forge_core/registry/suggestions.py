@@ -1,0 +1,141 @@
+"""What to say about a name that nothing installed has: the nearest one, what there is, what to install."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from forge_core.registry.component import kind_words
+from forge_core.registry.entry_points import canonical_distribution
+from forge_core.registry.known_plugins import published_names, publishers, publishers_of_kind, serving_pass
+
+if TYPE_CHECKING:
+    from forge_core.registry.catalog import Catalog
+
+
+def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """``" Did you mean 'x'?"`` with a space in front, or nothing.
+
+    Args:
+        likeness: the least that counts, 0 to 1; more than usual where all names share a prefix.
+    """
+    near = nearest(name, known, likeness)
+    return f" Did you mean '{near}'?" if near else ""
+
+
+def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
+    """Why ``catalog`` has no component of this kind under this name, ``"name"`` or ``"distribution:name"``."""
+    distribution, colon, bare = name.rpartition(":")
+    if colon:
+        return _why_not_there(catalog, kind, bare, canonical_distribution(distribution))
+    available = sorted({one.component.name for one in catalog.components(kind)})
+    choice = f"Available: {', '.join(available)}." if available else f"None is installed.{_install_hint(kind)}"
+    elsewhere = [other for other in sorted(catalog.kinds) if other != kind and catalog.providers(other, name)]
+    if elsewhere:
+        names = " and ".join(_with_article(other) for other in elsewhere)
+        return f"'{name}' names {names}; this key needs {_with_article(kind)}. {choice}"
+    published = _where_published(catalog, kind, name)
+    if published:
+        return f"{kind_words(kind)} '{name}' {published}{notes(catalog)}"
+    names_and_aliases = [
+        known for one in catalog.components(kind) for known in (one.component.name, *one.component.aliases)
+    ]
+    near = did_you_mean(name, names_and_aliases) or _near_published(catalog, kind, name)
+    return f"no installed plugin provides {_with_article(kind)} named '{name}'.{near} {choice}{notes(catalog)}"
+
+
+def why_no_kind(catalog: Catalog, kind: str) -> str:
+    """Why ``catalog`` has no such kind."""
+    known = ", ".join(sorted(catalog.kinds))
+    near = did_you_mean(kind, catalog.kinds)
+    return f"no installed plugin adds the kind '{kind}'.{near} Known kinds: {known}.{notes(catalog)}"
+
+
+def why_no_command(catalog: Catalog, name: str, core: Iterable[str]) -> str:
+    """Why there is no such sub-command, neither among the ``core`` ones nor among those of plugins."""
+    published = _where_published(catalog, "command", name)
+    if published:
+        return f"the command '{name}' {published}"
+    return f"there is no command '{name}'.{did_you_mean(name, [*core, *catalog.commands])}{notes(catalog)}"
+
+
+def where_to_find_pass(catalog: Catalog, capability: str) -> str:
+    """Which published pass serves a mesh axis or ``"precision"``, and how to get it; may be empty."""
+    distribution, name = serving_pass(capability) or ("", "")
+    published = _where_published(catalog, "parallel_pass", name, distribution)
+    return f"'{name}' {published}" if published else ""
+
+
+def notes(catalog: Catalog) -> str:
+    """A line for each plugin that was not loaded, since what is missing may be in one of them."""
+    lines = []
+    for plugin in catalog.plugins:
+        if plugin.status == "disabled":
+            lines.append(f"\nnote: {plugin} was not imported ({plugin.reason})")
+        elif plugin.status != "ok":
+            lines.append(f"\nnote: {plugin} did not load ({plugin.reason}); see 'forge plugins'")
+    return "".join(lines)
+
+
+def _why_not_there(catalog: Catalog, kind: str, name: str, distribution: str) -> str:
+    plugin = next((plugin for plugin in catalog.plugins if plugin.distribution == distribution), None)
+    what = f"{kind_words(kind)} '{name}'"
+    if plugin is None:
+        published = _where_published(catalog, kind, name, distribution)
+        if published:
+            return f"{what} {published}"
+        near = did_you_mean(distribution, [plugin.distribution for plugin in catalog.plugins])
+        return f"no plugin named '{distribution}' is installed, which should provide {what}.{near}"
+    if plugin.status != "ok":
+        state = "was not imported" if plugin.status == "disabled" else "did not load"
+        return f"{what} was asked of {plugin}, which {state}: {plugin.reason}"
+    its_own = sorted(component.name for its_kind, component in plugin.components if its_kind == kind)
+    offered = f"It provides: {', '.join(its_own)}." if its_own else f"It provides no {kind_words(kind)} at all."
+    return f"{plugin} provides no {kind_words(kind)} named '{name}'.{did_you_mean(name, its_own)} {offered}"
+
+
+def _where_published(catalog: Catalog, kind: str, name: str, distribution: str | None = None) -> str:
+    """``is in <distribution>, which …`` if one of our published packages has it, else nothing."""
+    for published in publishers(kind, name):
+        if distribution not in (None, published):
+            continue
+        installed = next((plugin for plugin in catalog.plugins if plugin.distribution == published), None)
+        if installed is None:
+            return f"is in {published}, which is not installed: pip install {published}"
+        if installed.status == "disabled":
+            return f"is in {published}, which was not imported ({installed.reason})"
+        if installed.status != "ok":
+            return f"is in {published}, which did not load ({installed.reason})"
+        return f"is in a later {published} than the installed {installed.version}: pip install --upgrade {published}"
+    return ""
+
+
+def _near_published(catalog: Catalog, kind: str, name: str) -> str:
+    for near in get_close_matches(name, sorted(set(published_names(kind))), n=1):
+        return f" Did you mean '{near}'? It {_where_published(catalog, kind, near)}."
+    return ""
+
+
+def _install_hint(kind: str) -> str:
+    sources = publishers_of_kind(kind)
+    return f" Published ones come with: pip install {' '.join(sources)}." if sources else ""
+
+
+def _with_article(kind: str) -> str:
+    words = kind_words(kind)
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
+
+
+def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The name that was probably meant by ``word``: the most alike whatever their case, or one that it begins.
+
+    Args:
+        likeness: the least that counts as alike, 0 to 1.
+    """
+    import difflib  # only a mistake pays for it
+
+    meant = {name.lower(): name for name in names}
+    begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
+    matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
+    return meant[matches[0]] if matches else None

@@ -1,0 +1,1 @@
+"""One execution of a job: its directory, its lease, its start and its end."""

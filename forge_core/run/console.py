@@ -1,0 +1,88 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forge_core.config.describe import printable
+from forge_core.contracts.callback import Callback, RunContext, StepContext
+
+
+class Console(Callback):
+    """Prints lines on the first rank, and hands every line to ``record`` (the log file)."""
+
+    def __init__(self, *, speaks: bool, record: Callable[[str], None]) -> None:
+        self._speaks = speaks
+        self._record = record
+        self._terminal = RichConsole(highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self._line(text, text)
+
+    def _line(self, text: str, on_a_terminal: str) -> None:
+        if not self._speaks:
+            return
+        self._record(printable(text))
+        if self._terminal.is_terminal:
+            self._terminal.print(printable(on_a_terminal), markup=False)
+        else:
+            print(printable(text), flush=True)
+
+    def progress(self) -> list[Callback]:
+        """The progress bar, where there is a terminal to draw it on."""
+        return [ProgressBar(self._terminal)] if self._speaks and self._terminal.is_terminal else []
+
+    def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        parts = [
+            f"step {step}/{run.total_steps}",
+            f"loss {metrics['loss']:.4f}",
+            f"grad_norm {metrics['grad_norm']:.3f}",
+            f"lr {metrics['lr']:.2e}",
+            f"{metrics['tokens_per_second']:,.0f} tokens/s",
+            f"{metrics['step_seconds']:.3f} s/step",
+        ]
+        if "mfu" in metrics:
+            parts.append(f"mfu {metrics['mfu']:.1%}")
+        if "memory_gib" in metrics:
+            parts.append(f"{metrics['memory_gib']:.1f} GiB")
+        shown = parts
+        while len(shown) > 1 and len("  ".join(shown)) > self._terminal.width:  # the rest is in log.txt
+            shown = shown[:-1]
+        self._line("  ".join(parts), "  ".join(shown))
+
+    def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        ahead = "  looks ahead: later tokens are seen" if metrics.get("eval/looks_ahead") else ""
+        self.line(
+            f"step {step}  eval/loss {metrics['eval/loss']:.4f} nats a token  "
+            f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens){ahead}"
+        )
+
+
+class ProgressBar(Callback):
+    """One line at the bottom of the terminal, below the lines that are printed."""
+
+    def __init__(self, terminal: RichConsole) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=terminal,
+            transient=True,
+        )
+
+    def run_start(self, run: RunContext) -> None:
+        self._bar = self._progress.add_task("training", total=run.total_steps)
+        self._progress.start()
+
+    def step_end(self, run: RunContext, context: StepContext) -> None:
+        self._progress.update(self._bar, completed=context.step)
+
+    def run_end(self, run: RunContext, step: int, stopped: str) -> None:
+        self._progress.stop()
+
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
+        self._progress.stop()

@@ -1,0 +1,260 @@
+"""The files of one run: ``<run.dir>/<run.name>/``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from forge_core.checkpoint.fsync import flush, make_folder, write_durably
+from forge_core.config.sections import Job
+from forge_core.errors import ConfigError
+from forge_core.job import dump_job
+from forge_core.run.line_file import LineFile
+
+ENDS = ("completed", "preempted", "stopped", "failed")
+"""Events with one of which every start ends that is not killed."""
+
+BETWEEN_STARTS = "-" * 80
+"""In ``log.txt``, where a run was started again."""
+
+
+class RunDirectory:
+    """Written by the first rank only; other ranks know the paths.
+
+    ``job.toml`` (resolved, loadable by ``forge run``), ``environment.json``, ``metrics.jsonl``, ``log.txt``,
+    ``events.jsonl``, ``lease.json`` while it runs, ``checkpoints/``.
+    """
+
+    def __init__(self, job: Job, *, writes: bool) -> None:
+        self.path = job.run.dir.expanduser() / str(job.run.name)
+        self.checkpoints = self.path / "checkpoints"
+        self.job_file = self.path / "job.toml"
+        """What the run was last started with."""
+        self._writes = writes
+        self._metrics: LineFile | None = None
+        self._log: LineFile | None = None
+        self._events: LineFile | None = None
+        self._said_before: list[str] = []
+        self._complained_of: set[LineFile] = set()
+
+    def last_job(self) -> str | None:
+        """The text of ``job_file``, if there is one."""
+        try:
+            return self.job_file.read_text()
+        except (OSError, ValueError):
+            return None
+
+    def refuse_if_unwritable(self) -> None:
+        """Check without writing anything.
+
+        Raises:
+            ConfigError: neither the directory nor the nearest one above it that exists can be written to.
+        """
+        if len(self.path.name.encode()) > 200:
+            raise ConfigError(f"run.name: {len(self.path.name)} characters are too many for a directory's name")
+        place = self.path
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise ConfigError(f"run.dir: {self.path} cannot be a directory, because {place} is a file")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.dir: no permission to write in {place}; choose another run.dir")
+        if place == self.path and os.geteuid() not in (0, owner := place.stat().st_uid):
+            raise ConfigError(
+                f"run.dir: {place} belongs to another user (number {owner}), who could put other files in the place of "
+                "this run's; choose another run.dir or run.name"
+            )
+
+    def open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
+        """Create the directory, or take it up again after ``resumed_step``.
+
+        Lines of ``metrics.jsonl`` about later steps belong to work that was lost with the process that did it; they are
+        taken out, so that the file tells one history.
+
+        Raises:
+            ConfigError: the directory cannot be written to after all.
+        """
+        if not self._writes:
+            return
+        try:
+            self._open(job, environment, resumed_step)
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot write {error.filename or self.path}: {error.strerror}") from error
+
+    def _open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:
+        make_folder(self.checkpoints)
+        log = self.path / "log.txt"
+        self._log = LineFile(log)
+        self._events = LineFile(self.path / "events.jsonl")
+        if log.stat().st_size:
+            self._append(self._log, BETWEEN_STARTS)
+        for line in self._said_before:
+            self._append(self._log, line)
+        write_durably(self.job_file, dump_job(job))
+        write_durably(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        self.forget_after(resumed_step)
+        flush(self.path)  # from here on, a power cut leaves nothing that says less than this
+
+    def forget_after(self, step: int) -> None:
+        """Take the lines about later steps out of ``metrics.jsonl``: that work is being done again."""
+        if self._metrics is not None:
+            self._metrics.sync()
+            self._metrics.close()
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            *lines, torn = metrics.read_bytes().split(b"\n")  # nothing, unless a crash has cut a line short
+            lines += [torn] if _step_of(torn) is not None else []
+            if odd := [line for line in lines if line and _step_of(line) is None]:
+                self._set_aside(metrics, odd)
+            kept = [line.decode() for line in lines if (of := _step_of(line)) is not None and of <= step]
+            write_durably(metrics, "".join(line + "\n" for line in kept))
+        self._metrics = LineFile(metrics)
+
+    def _set_aside(self, file: Path, odd: Sequence[bytes]) -> None:
+        """Lines that are none of ours stay readable for people, and get in nobody's way."""
+        aside = LineFile(file.with_name(f"{file.name}.aside"))
+        for line in odd:
+            aside.append(line.decode(errors="backslashreplace"))
+        aside.close()
+        sentence = f"{len(odd)} of the lines of {file} are no metrics; they are in {file}.aside now"
+        print(sentence, file=sys.stderr)
+        self.write_log(sentence)
+
+    def sync(self) -> None:
+        """What has been written so far survives a power cut. A disk that does not take it is complained about, and no
+        reason to go without a checkpoint."""
+        for file in (self._metrics, self._events, self._log):
+            if file is not None:
+                try:
+                    file.sync()
+                except OSError as error:
+                    self._complain(file, error)
+
+    def write_metrics(self, values: Mapping[str, float]) -> None:
+        """One line. A value that is not finite becomes null: JSON has no word for it."""
+        if self._metrics is not None:
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self._append(self._metrics, json.dumps(finite))
+
+    def write_log(self, line: str) -> None:
+        """With the local time. What is said before the directory is opened is written when it is."""
+        now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")  # as people's clocks show it
+        line = "\n".join(f"{now}  {part}" for part in line.split("\n"))
+        if self._log is not None:
+            self._append(self._log, line)
+        elif self._writes:
+            self._said_before.append(line)
+
+    def write_event(self, event: str, **facts: Any) -> None:
+        """One line of ``events.jsonl``, where those of all attempts stay: when, what, and more about it."""
+        if self._events is not None:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._append(self._events, json.dumps({"time": now, "event": event, **facts}))
+
+    def events(self) -> list[dict[str, Any]]:
+        """What ``write_event`` has written, in all attempts so far; on the first rank."""
+        if not self._writes:
+            return []
+        try:
+            lines = (self.path / "events.jsonl").read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+        return [event for event in map(_event_of, lines) if event is not None]
+
+    def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
+        """A JSON file of its own."""
+        if self._writes:
+            write_durably(self.path / name, json.dumps(facts, indent=1) + "\n")
+
+    def close(self) -> None:
+        files = {"metrics.jsonl": self._metrics, "events.jsonl": self._events, "log.txt": self._log}
+        self._metrics = self._log = self._events = None
+        missing = {name: n for name, file in files.items() if file is not None and (n := file.close())}
+        if missing:
+            counted = ", ".join(f"{n} of {name}" for name, n in missing.items())
+            print(f"lines are missing in {self.path}, which could not be written: {counted}", file=sys.stderr)
+
+    def _append(self, file: LineFile, line: str) -> None:
+        """A disk that is full must not end a run that could go on."""
+        try:
+            file.append(line)
+            self._complained_of.discard(file)
+        except OSError as error:
+            self._complain(file, error)
+
+    def _complain(self, file: LineFile, error: OSError) -> None:
+        """Once, until it works again."""
+        if file not in self._complained_of:
+            self._complained_of.add(file)
+            kept = "lines are kept in memory until it works again"
+            print(f"cannot write to {file.path}: {error.strerror}; {kept}", file=sys.stderr)
+
+
+def describe_environment(
+    plugins: Mapping[str, str], mesh: Mapping[str, int], device: str, command: str | None
+) -> dict[str, Any]:
+    """What decided the numbers besides the job: command, commit of the working folder, versions, machine, mesh."""
+    names = ("forge-core", "torch", "numpy")
+    return {
+        "command": command,
+        "commit": git_commit(Path.cwd()),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+        "plugins": dict(plugins),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "device": device,
+        "world_size": _product(mesh),
+        "mesh": dict(mesh),
+    }
+
+
+def _product(mesh: Mapping[str, int]) -> int:
+    size = 1
+    for degree in mesh.values():
+        size *= degree
+    return size
+
+
+def _step_of(line: bytes) -> float | None:
+    """The step of a line of metrics; ``None`` if it is none."""
+    try:
+        return float(json.loads(line.decode())["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _event_of(line: str) -> dict[str, Any] | None:
+    """``None`` for a line that a crash has cut short, or that is no event."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    needed = {"saved": "seconds", "mirrored": "seconds", "stopping": "lead"}.get(event["event"])
+    return event if needed is None or isinstance(event.get(needed), (int, float)) else None
+
+
+_PATIENCE = 5.0
+"""Seconds: a checkout on a slow disk must not hold a run up."""
+_ASK = ("git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def git_commit(folder: Path) -> str | None:
+    """Its hash, with ``-dirty`` if tracked files differ from it; ``None`` if there is no checkout, commit or git."""
+    try:
+        said = subprocess.run(_ASK, cwd=folder, capture_output=True, text=True, timeout=_PATIENCE, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None

@@ -1,0 +1,81 @@
+"""Ends at which no Python runs any more: a signal of the system, such as SIGBUS."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from forge_core.run.line_file import LineFile
+
+_WORDS = {
+    "Bus error": "SIGBUS: a file that was being read has become shorter, or a disk has failed",
+    "Segmentation fault": "SIGSEGV: an error in compiled code",
+    "Aborted": "SIGABRT: compiled code has given up",
+}
+"""By what ``faulthandler`` calls them."""
+
+
+def signal_words(number: int) -> str:
+    """``"SIGBUS: a file that …"``; of most signals the name alone."""
+    name = signal.Signals(number).name
+    return next((words for words in _WORDS.values() if words.startswith(f"{name}:")), name)
+
+
+@contextmanager
+def fatal_errors_kept(run_directory: Path, rank: int) -> Iterator[None]:
+    """If such a signal ends this process, the stacks of all threads are left in the run's directory."""
+    path = run_directory / "stacks" / f"fatal_rank_{rank}.txt"
+    was_enabled = faulthandler.is_enabled()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    except OSError:  # whoever needs the disk for more than this says so
+        yield
+        return
+    faulthandler.enable(file)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+        if was_enabled and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # sys.stderr may be no file, as in a notebook
+        os.close(file)
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            path.parent.rmdir()
+
+
+def fatal_error(run_directory: Path) -> str | None:
+    """By which signal the last start of a run was killed, as far as its processes could leave that behind."""
+    for path in sorted(run_directory.glob("stacks/fatal_rank_*.txt")):
+        try:
+            with path.open("rb") as file:
+                first = file.readline(200).decode(errors="replace")
+        except OSError:
+            continue
+        if found := next((words for name, words in _WORDS.items() if name in first), None):
+            return found
+    return None
+
+
+def note_end(run_directory: Path, error: str, exit_code: int, ends: tuple[str, ...]) -> None:
+    """The event ``failed`` of a start that could not write it itself."""
+    path = run_directory / "events.jsonl"
+    try:
+        last = json.loads(path.read_bytes().splitlines()[-1])
+        if last["event"] in ends:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        event = {"time": now, "event": "failed", "step": last["step"], "error": error, "exit_code": exit_code}
+        file = LineFile(path)
+        file.append(json.dumps(event))
+        file.close()
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # nothing had begun, or the disk is what has failed

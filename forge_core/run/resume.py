@@ -1,0 +1,228 @@
+"""Where a run starts: from which checkpoint, and what has to be as it was."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from forge_core.checkpoint.compatibility import (
+    changed_keys,
+    changes_that_matter,
+    plugins_changed,
+    used_plugins,
+    value_text,
+)
+from forge_core.checkpoint.contents import resume_problem
+from forge_core.checkpoint.safe_reader import refuse_misfits
+from forge_core.checkpoint.state_dict import empty_optimizer_state
+from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
+from forge_core.checkpoint.upgrading import (
+    Changes,
+    module_changes,
+    module_versions,
+    refuse_versions_lost,
+    upgrade_optimizer,
+)
+from forge_core.config.diff import differences
+from forge_core.config.sections import Job
+from forge_core.config.toml_text import parse_toml
+from forge_core.config.unstructure import plain
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.callback import Callback
+from forge_core.contracts.data_source import DataSource
+from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks
+from forge_core.distributed.mesh import Mesh
+from forge_core.errors import ConfigError
+from forge_core.job import job_table
+from forge_core.train.build import BuiltModel
+from forge_core.train.component_state import load_states
+
+
+@attrs.frozen
+class Start:
+    """Afresh, or from a checkpoint."""
+
+    checkpoint: Checkpoint | None
+    seen: Sequence[int]
+    """Steps of the run's checkpoints when this was decided."""
+    keeps_until: int | None = None
+    """Checkpoints of later steps are put aside when the run begins to write."""
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def passed_over(self) -> Sequence[int]:
+        """Steps of the run's later checkpoints, which are damaged."""
+        return [] if self.keeps_until is not None else [step for step in self.seen if step > self.step]
+
+
+def resume_asked_for(job: Job, last_job: str | None, report: Callable[[str], None]) -> str:
+    """``checkpoint.resume``, except that ``never`` and a step are done once: when the very same job is started again,
+    as a scheduler does that puts it back into its queue, that means ``auto``, or it would lose its work each time.
+
+    Args:
+        last_job: the ``job.toml`` of the run, which says what it was last started with, if there is one. It is written
+            after checkpoints have been put aside.
+    """
+    resume = job.checkpoint.resume
+    if resume != "never" and not resume.isdecimal():
+        return resume
+    try:
+        last = parse_toml(last_job or "")
+    except ValueError:
+        return resume
+    # a job that is put back into the queue may get another machine, and more or fewer ranks
+    elsewhere = ("run.dir", "run.device", "parallel.", "train.global_batch_size", "train.grad_accumulation")
+    if any(not change.key.startswith(elsewhere) for change in differences(last, job_table(job))):
+        return resume
+    report(
+        f"checkpoint.resume = {resume!r} was done when this job was last started; now it goes on from its newest "
+        "checkpoint. To do it once more, move the later checkpoints away, or choose another run.name."
+    )
+    return "auto"
+
+
+def choose_start(
+    resume: str, store: CheckpointStore, report: Callable[[str], None], events: Sequence[Mapping[str, Any]] = ()
+) -> Start:
+    """What ``resume``, a value of ``checkpoint.resume``, means here. All ranks come to the same conclusion.
+
+    Args:
+        events: of the run so far, on the first rank.
+
+    Raises:
+        ConfigError: it names a checkpoint that is not there or is damaged; or there are checkpoints, and none is whole.
+    """
+    if resume == "never":
+        return Start(None, from_first_rank(store.steps), keeps_until=-1)
+    if resume.isdecimal():
+        chosen = store.at(int(resume), report)
+        return Start(chosen, from_first_rank(store.steps), keeps_until=int(resume))
+    if resume != "auto":
+        from_first_rank(lambda: _refuse_if_nothing(resume))
+    newest = store.newest(report)
+    seen = from_first_rank(store.steps)
+    if resume == "auto" or newest is not None:
+        if resume != "auto" and newest is not None:
+            report(f"checkpoint.resume = {resume!r} {_why_not(resume, events)}; it goes on from {newest.path.name}")
+        return Start(newest, seen)
+    return Start(find_checkpoint(Path(resume).expanduser(), report, resume_problem), seen)
+
+
+def _why_not(resume: str, events: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run that has checkpoints of its own does not start from a path."""
+    place = Path(resume).expanduser().resolve()
+    began_from = [Path(event["checkpoint"]) for event in events if isinstance(event.get("checkpoint"), str)]
+    if any(place in (one, one.parent, one.parent.parent) for one in began_from):
+        return "is where this run began"
+    return "is not used, as this run has checkpoints of its own (to start there, choose another run.name)"
+
+
+def _refuse_if_nothing(resume: str) -> None:
+    expected = (
+        f"checkpoint.resume = {resume!r}: expected auto, never, the step of one of this run's checkpoints, or the path "
+        "of a checkpoint or of a run"
+    )
+    try:
+        place = Path(resume).expanduser()
+        if place.is_file():
+            raise ConfigError(f"{expected}, and this is a file")
+        if not place.exists():
+            raise ConfigError(f"{expected}, and there is nothing of that name")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{expected}, and it cannot be looked at ({error})") from error
+
+
+def refuse_if_incompatible(
+    job: Job, source: DataSource, checkpoint: Checkpoint, build: Builder, report: Callable[[str], None]
+) -> None:
+    """Report what differs from the job that wrote ``checkpoint``.
+
+    Raises:
+        ConfigError: something does that cannot, each with both values.
+    """
+    saved_job = checkpoint.job()
+    saved_job["model"] = _with_new_keys(saved_job["model"], build)
+    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
+    if checkpoint.state()["data_fingerprint"] != source.fingerprint:
+        keys = [change.key for change in changes if change.key.startswith("data.")]
+        why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"
+        raise ConfigError(
+            f"{checkpoint.path} was trained on other data ({why}); choose another run.name to start afresh"
+        )
+    if checkpoint.step > job.train.steps:
+        raise ConfigError(
+            f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
+        )
+    used = {*used_plugins(job_table(job)), "forge-core", "torch"}
+    if changed := plugins_changed(checkpoint.manifest.versions, used):
+        report(f"resuming with other versions than {checkpoint.path.name} was saved with: {', '.join(changed)}")
+    for change in changes_that_matter(saved_job, job_table(job)):
+        report(f"resuming with another {change.key}: {value_text(change.old)} -> {value_text(change.new)}")
+
+
+def _with_new_keys(model: Mapping[str, Any], build: Builder) -> Mapping[str, Any]:
+    """With the default of each key that a plugin has got since, by which it does what it did before."""
+    try:
+        completed: Mapping[str, Any] = plain(build.resolve("model", model))
+    except ConfigError:
+        return model  # it has lost a key, or taken one of its values back: compared as it was written
+    return completed
+
+
+def restore(
+    checkpoint: Checkpoint,
+    model: BuiltModel,
+    optimizer: torch.optim.Optimizer,
+    callbacks: Sequence[tuple[str, Callback]],
+    mesh: Mesh,
+    report: Callable[[str], None],
+) -> None:
+    """Fill model, optimizer and callbacks from a checkpoint.
+
+    Raises:
+        ConfigError: it has tensors that these have not, or lacks some that they have.
+        PluginError: a component does not take what an earlier version of it has saved.
+    """
+    state, saved = on_all_ranks(lambda: (checkpoint.state(), checkpoint.saved_tensors()))
+    own = on_all_ranks(lambda: module_changes(model.parts, state.get("modules", {})))
+    here = reduce(operator.or_, mesh.gather_over("pp", module_versions(model.parts)))
+    on_all_ranks(lambda: refuse_versions_lost(state.get("modules", {}), here))
+    changes = reduce(Changes.joined, mesh.gather_over("pp", own))
+    names = {changes.then.get(name, name): parameter for name, parameter in model.parameters.items()}
+    tensors = own.to_read(model.tensors())
+    in_all_stages = {name for stage in mesh.gather_over("pp", [*names]) for name in stage}
+    elsewhere = (in_all_stages | changes.dropped) - names.keys()
+
+    def match() -> None:
+        tensors.update(empty_optimizer_state(optimizer, names, saved, state["optimizer"], elsewhere))
+        refuse_misfits(checkpoint.path, tensors)
+
+    on_all_ranks(match)  # before they read together
+    read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
+    dropped = {key for key in saved if _name_of(key) in changes.dropped}
+    on_all_ranks(lambda: _refuse_unread(saved.keys() - read - dropped, checkpoint))
+    checkpoint.load(tensors)
+    on_all_ranks(lambda: upgrade_optimizer(optimizer, state["optimizer"].get("version", 1)))
+    for namespace in load_states(callbacks, state["callbacks"], checkpoint.manifest.versions):
+        report(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+
+
+def _name_of(key: str) -> str:
+    """The tensor of a model that a key of a checkpoint is about."""
+    namespace, _, name = key.partition(".")
+    return name if namespace == "model" else name.rpartition(".")[0]
+
+
+def _refuse_unread(keys: Collection[str], checkpoint: Checkpoint) -> None:
+    if keys:
+        more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
+        raise ConfigError(f"{checkpoint.path} has tensors this model does not: {', '.join(sorted(keys)[:10])}{more}")

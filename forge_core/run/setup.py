@@ -1,0 +1,228 @@
+"""What is known of a run before anything large is built, or anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+
+from forge_core.checkpoint.contents import resume_problem
+from forge_core.checkpoint.downloader import Fetching
+from forge_core.checkpoint.mirror import Mirror, open_mirror
+from forge_core.checkpoint.store import Checkpoint, CheckpointStore
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.mirror_url import url_of_run
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import Callback
+from forge_core.contracts.component_ref import Use
+from forge_core.contracts.data_source import CheckedSource, DataSource, Split
+from forge_core.contracts.scheduler import Schedule
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
+from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks, slowly_from_first_rank
+from forge_core.distributed.mesh import Mesh, build_mesh
+from forge_core.distributed.peer_monitor import Peers
+from forge_core.distributed.timeouts import Timeouts
+from forge_core.errors import ConfigError
+from forge_core.job import check_device
+from forge_core.passes.order import sort_passes
+from forge_core.registry.catalog import Catalog
+from forge_core.run.console import Console
+from forge_core.run.directory import RunDirectory
+from forge_core.run.global_batch import with_global_batch
+from forge_core.run.lease import Sign, refuse_if_held
+from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, resume_asked_for
+from forge_core.run.warm_start import WarmStart, choose_warm_start
+from forge_core.train.build import choose_vocab_size
+from forge_core.train.events import Lifecycle
+from forge_core.train.replication import refuse_several_replications
+from forge_core.train.schedule_check import CheckedSchedule
+
+
+@attrs.frozen(kw_only=True)
+class Begun:
+    """Where a run begins, before anything is asked that a run which has all its steps need not answer."""
+
+    job: Job
+    catalog: Catalog
+    device: torch.device
+    mesh: Mesh
+    peers: Peers
+    directory: RunDirectory
+    store: CheckpointStore
+    start: Start
+    ended: Sign | None
+    console: Console
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.start.checkpoint
+
+    @property
+    def is_complete(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.step == self.job.train.steps
+
+
+@attrs.frozen(kw_only=True)
+class Prepared(Begun):
+    """With the components of the run."""
+
+    build: ComponentBuilder
+    passes: Sequence[Use]
+    source: DataSource
+    loader: BatchLoader
+    validation: DataSource | None
+    vocab_size: int
+    schedule: Schedule
+    callbacks: Sequence[tuple[str, Callback]]
+    lifecycle: Lifecycle
+    warm_start: WarmStart | None
+    accumulation_asked_for: int
+    """``train.grad_accumulation`` before ``with_global_batch``."""
+
+
+def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry_run: bool) -> Begun:
+    """Called by all ranks alike.
+
+    Raises:
+        ConfigError: the run cannot begin; whose fault it is, and what to change.
+        MirrorError: the mirror cannot be asked, and the run is not to go on without it.
+    """
+    mesh = build_mesh(job, device)
+    directory = RunDirectory(job, writes=mesh.rank == 0)
+    console = Console(speaks=mesh.rank == 0, record=directory.write_log)
+    store = CheckpointStore(directory.checkpoints, problem_of=resume_problem)
+    # ranks talk to each other here, so it comes before anything that may fail on one of them alone
+    ended = from_first_rank(lambda: refuse_if_held(directory.path))
+    fetching = None
+    if job.checkpoint.mirror is not None and dry_run:
+        console.line("dry run: goes by the checkpoints that are here; those at checkpoint.mirror are not fetched")
+    elif (mirror := on_all_ranks(lambda: mirror_of(job))) is not None:
+        fetching = Fetching(mirror, job.checkpoint.on_failure == "stop", peers.sign)
+    last_job = (fetching.last_job() if fetching else None) or directory.last_job()
+    resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
+    found = CheckpointStore(store.path, fetching, resume_problem)
+    start = choose_start(resume, found, console.line, directory.events())
+    return Begun(
+        job=job,
+        catalog=catalog,
+        device=device,
+        mesh=mesh,
+        peers=peers,
+        directory=directory,
+        store=store,
+        start=start,
+        ended=ended,
+        console=console,
+    )
+
+
+def prepare(begun: Begun) -> Prepared:
+    """Called by all ranks alike. Nothing large is built, and nothing is written.
+
+    Raises:
+        ConfigError: as ``begin``.
+    """
+    job, catalog, device, mesh, peers = begun.job, begun.catalog, begun.device, begun.mesh, begun.peers
+    directory, console, checkpoint = begun.directory, begun.console, begun.checkpoint
+    warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
+    accumulation_asked_for = job.train.grad_accumulation or 1
+    job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
+    # what a component refuses on one device and not on another is known now that `auto` is
+    check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
+    build = ComponentBuilder(catalog)
+    source = _data_source(job.data, "data", build, peers.sign, seq_len=job.train.seq_len, split="train")
+    directory.refuse_if_unwritable()
+    if checkpoint is not None:
+        refuse_if_incompatible(job, source, checkpoint, build, console.line)
+    callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
+    refuse_several_replications(callbacks)
+    return Prepared(
+        job=job,
+        catalog=catalog,
+        build=build,
+        device=device,
+        mesh=mesh,
+        peers=peers,
+        passes=sort_passes(job, catalog),
+        source=source,
+        loader=_loader(job, source, mesh, device, checkpoint),
+        validation=_validation_source(job, source, build, peers.sign) if job.eval.interval else None,
+        vocab_size=choose_vocab_size(job, source),
+        schedule=CheckedSchedule(
+            build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
+        ),
+        callbacks=callbacks,
+        lifecycle=Lifecycle(
+            [
+                *([("timeouts", Timeouts(job.run)), ("peers", peers)] if mesh.world_size > 1 else []),
+                ("console", console),
+                *(("progress bar", bar) for bar in console.progress()),
+                *callbacks,
+            ]
+        ),
+        directory=directory,
+        store=begun.store,
+        start=begun.start,
+        warm_start=warm_start,
+        ended=begun.ended,
+        console=console,
+        accumulation_asked_for=accumulation_asked_for,
+    )
+
+
+def mirror_of(job: Job) -> Mirror | None:
+    """Where the run's checkpoints are copied to, if that is asked for."""
+    mirror = job.checkpoint.mirror
+    return None if mirror is None else open_mirror(url_of_run(mirror, str(job.run.name)))
+
+
+def _loader(
+    job: Job, source: DataSource, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None
+) -> BatchLoader:
+    train, config = job.train, job.data.config
+    seed = train.seed if train.data_seed is None else train.data_seed
+    state = checkpoint.state() if checkpoint else {}
+    return BatchLoader(
+        SampleStream(source, seed=seed, shuffle=config.shuffle, left_out=state.get("left_out", ())),
+        position=state.get("position", 0),
+        batch_size=train.batch_size,
+        grad_accumulation=train.grad_accumulation or 1,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def _data_source(
+    use: Use, key: str, build: ComponentBuilder, sign: Callable[[], None], *, seq_len: int, split: Split
+) -> DataSource:
+    """What is wrong with it is told with its key, as there may be two."""
+    try:
+        source: DataSource = build(use, seq_len=seq_len, split=split)
+        if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
+            slowly_from_first_rank(source.refuse_damaged, sign)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return source
+
+
+def _validation_source(job: Job, training: DataSource, build: ComponentBuilder, sign: Callable[[], None]) -> DataSource:
+    seq_len, own = job.train.seq_len, job.eval.data
+    if own is None:
+        source = _data_source(job.data, "data", build, sign, seq_len=seq_len, split="validation")
+    else:
+        source = _data_source(own, "eval.data", build, sign, seq_len=seq_len, split="all")
+    if source.vocab_size > training.vocab_size:
+        raise ConfigError(
+            f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
+            "prepare both with the same tokenizer"
+        )
+    ours, theirs = training.tokenizer, source.tokenizer
+    if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
+        raise ConfigError("eval.data: it has another tokenizer than the training data, so their losses mean nothing")
+    return source

@@ -1,0 +1,212 @@
+"""What a run says when it begins, and what a dry run says instead."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from forge_core.checkpoint.compatibility import changes_that_matter, value_text
+from forge_core.contracts.component_ref import Use
+from forge_core.job import job_table, notes
+from forge_core.registry.component import PassComponent
+from forge_core.run.setup import Begun, Prepared
+from forge_core.train.build import BuiltModel
+
+_SHOWN = 5
+"""Keys that differ, of a run that has all its steps."""
+
+
+def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
+    """An event, and a line: fresh or resumed, from where, on what mesh."""
+    job, checkpoint = prepared.job, prepared.checkpoint
+    prepared.directory.write_event(
+        "resumed" if checkpoint else "started",
+        step=prepared.start.step,
+        checkpoint=str(checkpoint.path) if checkpoint else None,
+        passed_over=prepared.start.passed_over,
+        loaded=str(prepared.warm_start.checkpoint.path) if prepared.warm_start else None,
+        mesh=dict(prepared.mesh.degrees),
+        attempt=attempt,
+    )
+    axes = {axis: degree for axis, degree in _axes(prepared).items() if degree > 1}
+    mesh = ", ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
+    prepared.console.line(
+        f"{job.run.name}: {_start_words(prepared)}; {model.n_parameters:,} parameters, {job.train.precision} on "
+        f"{prepared.device.type}, {mesh}; {job.train.steps} steps; files in {prepared.directory.path}"
+    )
+    for line in notes(job, prepared.catalog):
+        prepared.console.line(f"note: {line}")
+
+
+def announce_complete(begun: Begun) -> None:
+    """That there is nothing to do, and with which keys it has been trained otherwise."""
+    assert begun.checkpoint is not None, "it is complete"
+    steps = begun.job.train.steps
+    begun.console.line(f"{begun.directory.path} already has all {steps} steps; nothing to do")
+    changes = changes_that_matter(begun.checkpoint.job(), job_table(begun.job))
+    if changes:
+        shown = ", ".join(f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changes[:_SHOWN])
+        more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        begun.console.line(
+            f"note: it was trained with other keys ({shown}{more}); to train with these, choose another run.name"
+        )
+
+
+def _axes(prepared: Prepared) -> dict[str, int]:
+    """Those of the mesh, and ``ep``, whose ranks are borrowed from others."""
+    ep = prepared.job.parallel.ep
+    return {**prepared.mesh.degrees, **({"ep": ep} if ep > 1 else {})}
+
+
+def describe(prepared: Prepared, model: BuiltModel) -> None:
+    """What would be trained: the model, the mesh, the passes and what they touched, the data."""
+    say = prepared.console.line
+    size = f"{model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
+    say(f"model {prepared.job.model.qualified_name}: {size}")
+    say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in _axes(prepared).items()))
+    rows = [
+        PassRow(one.use.qualified_name, _phase(prepared, one.use), prepared.mesh.gather_over("pp", [*one.touched]))
+        for one in model.applied
+    ]
+    for line in pass_table(rows) if rows else ["no pass is applied"]:
+        say(line)
+    say(f"data {len(prepared.source):,} samples of {prepared.job.train.seq_len} tokens an epoch")
+    say("dry run: stopped before the first step; nothing was written")
+
+
+def _start_words(prepared: Prepared) -> str:
+    checkpoint = prepared.checkpoint
+    if checkpoint is None:
+        loaded = f" with tensors of {prepared.warm_start.checkpoint.path}" if prepared.warm_start else ""
+        return f"fresh start{loaded}"
+    is_own = checkpoint.path.parent == prepared.store.path.resolve()
+    words = f"resumed from {checkpoint.path.name if is_own else checkpoint.path}"
+    if prepared.start.passed_over:
+        words += f", as those of steps {', '.join(map(str, prepared.start.passed_over))} are damaged"
+    skipped = checkpoint.state().get("anomalies", {}).get("skipped", 0)
+    return words + (f", with {skipped} updates left out before" if skipped else "")
+
+
+def _phase(prepared: Prepared, use: Use) -> str:
+    component = prepared.catalog.lookup("parallel_pass", use.qualified_name).component
+    assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
+    return component.phase
+
+
+WIDTH = 120
+"""Characters of a line; names that do not fit go on below."""
+
+Name = tuple[str, ...]
+"""The components of a qualified name."""
+
+
+@attrs.frozen
+class PassRow:
+    """One pass, on all ranks along ``pp``."""
+
+    name: str
+    phase: str
+    touched: Sequence[Sequence[str]]
+    """Qualified names of modules, by rank; the empty one is the model itself."""
+
+
+def pass_table(rows: Sequence[PassRow]) -> list[str]:
+    """The lines of the table, in the order given; pipelines have a line for each of their ranks."""
+    piped = any(len(row.touched) > 1 for row in rows)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("pass", "phase", *(["rank of pp"] if piped else [])):
+        table.add_column(column, no_wrap=True)
+    table.add_column("modules", justify="right", no_wrap=True)
+    table.add_column("touched", overflow="fold")
+    for row in rows:
+        for rank, names in enumerate(row.touched):
+            first = (row.name, row.phase) if rank == 0 else ("", "")
+            table.add_row(*first, *([str(rank)] if piped else []), str(len(names)), folded(names) or "nothing")
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False).print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names that differ in a number only become one: ``blocks.0–11.up``. The empty name is "the model".
+
+    >>> folded(["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.7"])
+    'embed, blocks.0–2,7'
+    """
+    parts = [tuple(name.split(".")) if name else ("the model",) for name in names]
+    for place in range(max(map(len, parts), default=0)):
+        parts = _folded_at(place, parts)
+    return ", ".join(".".join(name) for name in parts)
+
+
+def _folded_at(place: int, names: Sequence[Name]) -> list[Name]:
+    """Names that are equal but for a number at ``place`` become the first of them, with all of their numbers."""
+    numbers: dict[tuple[Name, Name], list[int]] = {}
+    for name in names:
+        if _has_number(name, place):
+            numbers.setdefault((name[:place], name[place + 1 :]), []).append(int(name[place]))
+    done: list[Name] = []
+    for name in names:
+        if not _has_number(name, place):
+            done.append(name)
+        elif found := numbers.pop((name[:place], name[place + 1 :]), None):
+            done.append((*name[:place], _ranges(found), *name[place + 1 :]))
+    return done
+
+
+def _has_number(name: Name, place: int) -> bool:
+    return place < len(name) and name[place].isdecimal()
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 7]`` to ``0–2,7``."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("–".join(map(str, one)) for one in ranges)
+
+
+@attrs.define
+class EndReport:
+    """Made when training begins. ``note`` is given what is recorded, on the first rank."""
+
+    prepared: Prepared
+    _loss: str = ""
+    _since: float = attrs.field(factory=time.monotonic)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Keep the newest loss; that of an evaluation, if there has been one."""
+        for name in ("loss", "eval/loss"):
+            if name in values and not (name == "loss" and self._loss.startswith("eval/")):
+                self._loss = f"{name} {values[name]:.4g}"
+
+    def line(self, step: int) -> str:
+        """Such as ``done: 400 steps in 3 min 12 s; eval/loss 2.31; forge generate runs/demo``."""
+        prepared = self.prepared
+        here = step - prepared.start.step
+        how_many = f"{step} steps" if here == step else f"{step} steps, the last {here}"
+        directory = str(prepared.directory.path)
+        has_text = prepared.source.tokenizer is not None
+        where = f"forge generate {shlex.quote(directory)}" if has_text else f"files in {directory}"
+        took = duration_words(time.monotonic() - self._since)
+        return "; ".join(filter(None, [f"done: {how_many} in {took}", self._loss, where]))
+
+
+def duration_words(seconds: float) -> str:
+    """``3 min 12 s``: the largest unit and the one below it."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"

@@ -1,0 +1,192 @@
+"""The trackers that a job names, each on a thread of its own: one that is slow or fails does not hold up training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from threading import Event, Thread
+from typing import Any
+
+import attrs
+
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
+from forge_core.contracts.tracker import Tracker
+from forge_core.job import job_table
+from forge_core.train.component_state import by_namespace, state_entry
+
+SLOW_LINE = 1.0
+"""Seconds that a line may take before its tracker is named."""
+_WAITING = 1000
+"""Lines that a tracker may be behind. Those after them it is not given."""
+
+
+class Trackers:
+    """On the first rank, all of them; on the others, none.
+
+    Args:
+        saved: what ``states`` returned when the checkpoint was saved that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        build: ComponentBuilder,
+        job: Job,
+        run_dir: Path,
+        say: Callable[[str], None],
+        saved: Mapping[str, Any],
+        *,
+        active: bool,
+    ) -> None:
+        self._patience = job.run.trackers_timeout
+        names = [(f"plugin.{use.provider}.tracker.{use.name}", (place, use)) for place, use in enumerate(job.trackers)]
+        self._served = [
+            _Served(
+                f"trackers[{place}] {use.qualified_name}",
+                namespace,
+                partial(build, use, run_name=str(job.run.name), run_dir=run_dir, job=job_table(job)),
+                saved.get(namespace, {}),
+                say,
+            )
+            for namespace, (place, use) in by_namespace(names if active else [])
+        ]
+        for one in self._served:
+            one.is_built.wait()  # whatever it writes into its run's directory is there before the first step
+        known = {one.namespace for one in self._served}
+        for namespace in sorted(saved.keys() - known) if active else ():
+            say(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """``values`` has ``step`` among them."""
+        metrics = {name: value for name, value in values.items() if name != "step"}
+        for one in self._served:
+            one.give_line(lambda tracker: tracker.log(int(values["step"]), dict(metrics)))
+
+    def log_series(self, step: int, series: Mapping[str, Sequence[float]]) -> None:
+        now = {name: list(values) for name, values in series.items()}  # whoever calls may go on using its lists
+        for one in self._served:
+            one.give_line(lambda tracker: tracker.log_series(step, now))
+
+    def states(self) -> Mapping[str, Any]:
+        """By namespace, to be saved: each after all lines that have been logged. That of one that has failed, or that
+        is not done with them in time, stays as it was: its run goes on at the next start."""
+        by = time.monotonic() + self._patience
+        asked = [(one, one.ask_for_state()) for one in self._served]
+        for one, answered in asked:
+            one.wait_for_state(answered, by)
+        return {one.namespace: one.state for one in self._served if one.state}
+
+    def close(self, outcome: str) -> None:
+        by = time.monotonic() + self._patience
+        closing = [(one, one.begin_to_close(outcome)) for one in self._served]
+        for one, closed in closing:
+            one.wait_until_closed(closed, by)
+
+
+@attrs.frozen(eq=False)
+class _Work:
+    """What a tracker is asked for."""
+
+    do: Callable[[Tracker], object]
+    is_last: bool = False
+    done: Event = attrs.field(factory=Event, init=False)
+    """Also when it has failed, or had failed before."""
+
+
+@attrs.define(eq=False)
+class _Served:
+    """One tracker and its thread, on which all of it happens, from its factory to ``close``."""
+
+    name: str
+    namespace: str
+    build: Callable[[], Tracker]
+    state: dict[str, Any]
+    """The newest that is known; empty if it has none."""
+    say: Callable[[str], None]
+    is_built: Event = attrs.field(factory=Event, init=False)
+    _asked: Queue[_Work] = attrs.field(factory=Queue, init=False)
+    _has_state: bool = attrs.field(default=False, init=False)
+    _is_named: bool = attrs.field(default=False, init=False)
+    _not_given: int = attrs.field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        Thread(target=self._serve, name=f"forge-{self.name}", daemon=True).start()
+
+    def give_line(self, line: Callable[[Tracker], object]) -> None:
+        if self._asked.qsize() < _WAITING:
+            self._asked.put(_Work(lambda tracker: self._timed(line, tracker)))
+        else:
+            self._not_given += 1
+
+    def ask_for_state(self) -> Event:
+        """It will be in ``state``."""
+        work = _Work(self._take_state)
+        if self._has_state:
+            self._asked.put(work)
+        else:
+            work.done.set()
+        return work.done
+
+    def wait_for_state(self, answered: Event, by: float) -> None:
+        if not answered.wait(max(0.0, by - time.monotonic())):
+            self._complain("is not done with its lines in time (run.trackers_timeout); its state is saved as it was")
+
+    def begin_to_close(self, outcome: str) -> Event:
+        work = _Work(lambda tracker: tracker.close(outcome), is_last=True)
+        self._asked.put(work)
+        return work.done
+
+    def wait_until_closed(self, closed: Event, by: float) -> None:
+        if not closed.wait(max(0.0, by - time.monotonic())):
+            n_left = self._asked.qsize()
+            self.say(f"{self.name} is not done in time (run.trackers_timeout) and is left, with {n_left} lines or more")
+        if self._not_given:
+            self.say(f"{self.name} was not given {self._not_given} lines, as it was {_WAITING} behind")
+
+    def _serve(self) -> None:
+        tracker: Tracker | None = None
+        try:
+            tracker = self._built()
+        except BaseException as error:  # noqa: BLE001 - whatever a third party raises must not stop training
+            self._report(error)
+        self.is_built.set()
+        is_last = False
+        while not is_last:
+            work = self._asked.get()
+            if tracker is not None:
+                try:
+                    work.do(tracker)
+                except BaseException as error:  # noqa: BLE001 - as above
+                    self._report(error)
+                    tracker, self._has_state = None, False
+            is_last = work.is_last
+            work.done.set()
+
+    def _built(self) -> Tracker:
+        tracker = self.build()
+        if self.state:
+            tracker.load_state(self.state["state"], self.state["version"])
+        self._has_state = type(tracker).state is not Tracker.state
+        return tracker
+
+    def _take_state(self, tracker: Tracker) -> None:
+        self.state = state_entry(self.namespace, tracker) or self.state
+
+    def _timed(self, line: Callable[[Tracker], object], tracker: Tracker) -> None:
+        started = time.monotonic()
+        line(tracker)
+        seconds = time.monotonic() - started
+        if seconds > SLOW_LINE:
+            self._complain(f"takes {seconds:.1f} s for a line; training does not wait for it")
+
+    def _report(self, error: BaseException) -> None:
+        self.say(f"{self.name} failed and is not asked again: {type(error).__name__}: {error}")
+
+    def _complain(self, what: str) -> None:
+        """Once."""
+        if not self._is_named:
+            self._is_named = True
+            self.say(f"{self.name} {what}")

@@ -1,0 +1,278 @@
+"""From a job to a model on its mesh: build on meta, apply passes, materialise, initialise by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
+from forge_core.contracts.component_ref import Use
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.executor import Executor
+from forge_core.contracts.gpu import Gpu
+from forge_core.contracts.model import ParameterRole, canonical_name
+from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
+from forge_core.distributed.mesh import Mesh
+from forge_core.errors import ConfigError, PluginError
+from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.ops.sequence_sum import share_out_positions
+from forge_core.train.executor import PlainExecutor
+from forge_core.train.initialisation import initialise
+from forge_core.train.loss_check import CheckedLoss
+
+
+@attrs.frozen
+class AppliedPass:
+    """What a pass did, for ``--dry-run``."""
+
+    use: Use
+    touched: Sequence[str]
+
+
+@attrs.frozen
+class BuiltModel:
+    """This rank's parts of the model, on their device, with their first values."""
+
+    parts: Sequence[nn.Module]
+    applied: Sequence[AppliedPass]
+    roles: Mapping[str, ParameterRole]
+    """Of every parameter of the whole model."""
+    parameters: Mapping[str, nn.Parameter]
+    """This rank's, by their names in the whole model: those that the optimizer updates. While FSDP has a unit gathered,
+    the modules hold others."""
+    n_parameters: int
+    """Elements of the whole model's; a tied one counts once."""
+    flops_per_token: float
+    """Of the whole model, forward and backward."""
+    executor: Executor
+    loss: CheckedLoss
+    """What the executor computes."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank has to save of the model, by key."""
+        return model_tensors(self.parameters, self.parts)
+
+
+def build_model(
+    job: Job,
+    vocab_size: int,
+    mesh: Mesh,
+    device: torch.device,
+    passes: Sequence[Use],
+    build: ComponentBuilder,
+    *,
+    fill: Callable[[nn.Module, torch.device, int], None] | None = None,
+    planned_gpu: Gpu | None = None,
+) -> BuiltModel:
+    """The model of ``job``, cut, sharded, materialised and initialised.
+
+    Args:
+        vocab_size: the model's, as ``choose_vocab_size`` gives it.
+        passes: in the order in which they are applied.
+        fill: gives a part its memory and values; by default ``materialise``.
+        planned_gpu: as in ``PassContext``.
+
+    Raises:
+        ConfigError: a pass was asked for and finds nothing to do.
+        PluginError: the model leaves a tensor uninitialised, or declares less than the contract asks.
+    """
+    LEDGER.start_run()
+    share_out_positions(None)
+    model: Any = build_on_meta(job, vocab_size, build)
+    roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    context = PassContext(mesh, job, device, planned_gpu)
+    parts: list[nn.Module] = [model]
+    known = _all_names(parts)
+    split: SplitPass | None = None
+    on_host = False
+    applied = []
+    for use in passes:
+        one = build(use)
+        on_host |= getattr(one, "parameters_on_host", False)
+        if hasattr(one, "split"):
+            if split is not None:
+                raise ConfigError(
+                    f"parallel.passes.{use.name}: another pass has cut the model already; keep one of them"
+                )
+            split = one
+            cut, touched = one.split(model, context)
+            parts = list(cut)
+        else:
+            parts, touched = _apply(one, parts, context)
+        _refuse_renaming(known, _all_names(parts), is_split=split is one, words=build.words_for(use))
+        if not touched and split in (None, one):  # one pipeline stage may have nothing that another has
+            raise ConfigError(f"parallel.passes.{use.name}: it found nothing to do on this model; take it out")
+        applied.append(AppliedPass(use, touched))
+        known = _all_names(parts)
+    if fill is None:
+        _refuse_too_large(parts, torch.device("cpu") if on_host else device)
+    for part in parts:
+        if fill is not None:
+            fill(part, device, job.train.seed)
+        else:
+            materialise(part, device, job.train.seed, on_host=on_host)
+    loss = CheckedLoss(build(job.loss), build.words_for(job.loss))
+    executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
+    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss)
+
+
+def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:
+    """Parameters alone that are more than the memory of this machine or its GPU; gradients and state come on top."""
+    if device.type == "cuda":
+        memory, where = torch.cuda.get_device_properties(device).total_memory, "its GPU"
+    else:
+        memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    tensors = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
+    size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    if size > memory:
+        raise ConfigError(
+            f"model: the parameters of one rank take {size / 2**30:,.0f} GiB, and {where} has "
+            f"{memory / 2**30:,.0f}; make the model smaller, or share it out to more ranks (see forge plan)"
+        )
+
+
+def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) -> tuple[list[nn.Module], list[str]]:
+    """A pass on every part; what it touched in all of them."""
+    results = [one.apply(part, context) for part in parts]
+    return [part for part, _ in results], [name for _, touched in results for name in touched]
+
+
+def _all_names(parts: Sequence[nn.Module]) -> dict[str, None]:
+    """Of parameters; a tied one has several."""
+    named = (name for part in parts for name, _ in part.named_parameters(remove_duplicate=False))
+    return dict.fromkeys(canonical_name(name) for name in named)
+
+
+def _refuse_renaming(known: Mapping[str, None], names: Mapping[str, None], *, is_split: bool, words: str) -> None:
+    """A name is how a parameter is initialised, given to the optimizer, and found again in a checkpoint.
+
+    Args:
+        known: names before the pass.
+        is_split: whether it leaves parameters to other ranks.
+    """
+    lost = [] if is_split else [name for name in known if name not in names]
+    new = [name for name in names if name not in known]
+    if not lost and not new:
+        return
+    more = f" and {max(len(lost), len(new)) - 1} more" if max(len(lost), len(new)) > 1 else ""
+    if lost and new:
+        what = f"renames {lost[0]} to {new[0]}{more}"
+    else:
+        what = f"{'removes' if lost else 'adds'} {(lost or new)[0]}{more}"
+    raise PluginError(
+        f"{words} {what}. A pass leaves the names of parameters as they are: wrap a module's forward, or replace a "
+        "module by one of the same names. This is a bug in the pass."
+    )
+
+
+def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:
+    """The whole model without memory, checked against its declarations."""
+    with torch.device("meta"):
+        model: nn.Module = build(job.model, vocab_size=vocab_size)
+    if job.train.precision == "bf16_pure":
+        cast_parameters(model, torch.bfloat16)
+    declared = set(model.parameter_roles())  # type: ignore[operator]  # the contract of a model
+    actual = {name for name, _ in model.named_parameters()}
+    if declared != actual:
+        wrong = ", ".join(sorted(declared ^ actual)[:5])
+        raise PluginError(f"{type(model).__qualname__}.parameter_roles and its parameters differ: {wrong}")
+    return model
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters, as FSDP's mixed precision does. Buffers keep the dtype that a module gave them, as counts and
+    biases are finer than what bf16 can tell apart."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def materialise(model: nn.Module, device: torch.device, seed: int, *, on_host: bool = False) -> None:
+    """Give every tensor memory and its initial value, which is that on ``device`` wherever the memory is.
+
+    Args:
+        on_host: whether parameters are in the host's memory, and only buffers on ``device``.
+    """
+    allocate(model, device, on_host=on_host)
+    initialise(model, seed, device if on_host else None)
+
+
+def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
+    """Give every tensor memory, as ``materialise``; what is in it is undefined."""
+    tied = _tied_parameters(model)
+    model.to_empty(device="cpu" if on_host else device)  # replaces each parameter once a module, which unties them
+    for (owner, name), *others in tied:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(owner, name))
+    if on_host:
+        _move_buffers(model, device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give buffers other memory, with what is in it undefined."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters that can be trained.
+
+    Raises:
+        PluginError: it does not take each of them exactly once.
+    """
+    trainable = {name: p for name, p in model.parameters.items() if p.requires_grad}
+    elsewhere = frozenset(model.roles.keys() - model.parameters.keys())
+    optimizer: torch.optim.Optimizer = build(
+        job.optimizer,
+        parameters=[NamedParameter(name, p, model.roles[name], elsewhere) for name, p in trainable.items()],
+    )
+    taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):
+        raise PluginError(
+            f"optimizer {job.optimizer.qualified_name} holds {len(taken)} parameters of {len(trainable)}; it must take "
+            "each exactly once. This is a bug in the optimizer."
+        )
+    sharded = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in trainable.values())
+    if sharded and getattr(optimizer, "compute_layout", "local") == "full_matrix":
+        raise ConfigError(
+            f"optimizer {job.optimizer.qualified_name} needs whole matrices, and this mesh shards them; set "
+            "parallel.dp_shard, cp, tp and ep to 1 (copies of the model, dp_replicate, and pipeline stages are fine)"
+        )
+    return optimizer
+
+
+def choose_vocab_size(job: Job, data: DataSource) -> int:
+    """The model's vocabulary: its own if its config names one, else the data's.
+
+    Raises:
+        ConfigError: the data have ids that the model's vocabulary does not.
+    """
+    configured: Any = getattr(job.model.config, "vocab_size", None)
+    if configured is None:
+        return data.vocab_size
+    if configured < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {configured} is smaller than the data's vocabulary of {data.vocab_size}; "
+            f"leave it out, or make it at least {data.vocab_size}"
+        )
+    return int(configured)

@@ -1,0 +1,136 @@
+"""The global norm of the gradient, its shares along the axes of the mesh, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from forge_core.distributed.mesh import Mesh
+
+Layout = tuple[DeviceMesh | None, tuple[int, ...]]
+"""A mesh, and the dimensions of it over which ranks hold different elements."""
+
+
+@attrs.frozen
+class Squares:
+    """What gradients that are laid out alike add to the square of a norm."""
+
+    places: Sequence[int]
+    """Where they stand among all gradients of this rank."""
+    each: torch.Tensor
+    """The sum of the squares of this rank's elements of each: fp32, where the gradients are. Not finite if one of them
+    is not, or if they are too large to be squared."""
+
+
+def squared_norms(gradients: Sequence[torch.Tensor]) -> Mapping[Layout, Squares]:
+    """What norms of the gradients are made of, by their layout."""
+    places: dict[Layout, list[int]] = defaultdict(list)
+    for place, gradient in enumerate(gradients):
+        places[_sharded_over(gradient)].append(place)
+    squares = {}
+    for layout, of_layout in places.items():
+        norms = torch._foreach_norm([_local(gradients[place]) for place in of_layout], 2.0, dtype=torch.float32)
+        squares[layout] = Squares(of_layout, torch.stack(norms).square_())
+    return squares
+
+
+def clip_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradients by ``min(1, max_norm / norm)``, in place; a ``max_norm`` of 0 leaves them as they are.
+
+    Args:
+        gradients: this rank's.
+        norm: their ``global_norm``.
+    """
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for group in _by_device_and_dtype(_local(gradient) for gradient in gradients):
+            torch._foreach_mul_(group, scale.to(group[0].device))
+
+
+def global_norm(squares: Mapping[Layout, Squares], mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """The L2 norm of the gradients of all ranks, each element counted once; zero for no gradients.
+
+    They are summed over every axis of the mesh that shards them, and over pipeline stages.
+
+    Args:
+        squares: of this rank's gradients, as ``squared_norms`` returns them.
+        device: the run's, over which ranks talk; gradients may be kept elsewhere.
+
+    Returns:
+        An fp32 scalar on ``device``, equal on all ranks. The host does not wait for it, unless gradients are in
+        its memory.
+    """
+    total = torch.zeros((), device=device)
+    for (device_mesh, sharded), of_layout in squares.items():
+        summed = of_layout.each.sum().to(device)
+        for dim in sharded:
+            if device_mesh is not None and device_mesh.size(dim) > 1:
+                dist.all_reduce(summed, group=device_mesh.get_group(dim))
+        total = total + summed
+    return mesh.sum_over(total, ("pp",)).sqrt_()
+
+
+def norms_along(
+    squares: Mapping[Layout, Squares], mesh: Mesh, axes: Sequence[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The global norm, shared out among the coordinates of each axis: ``pp0``, ``pp1``, …
+
+    ``pp0`` is the L2 norm of what the ranks with the coordinate 0 on the axis ``pp`` hold. An element of which ``k``
+    ranks of the world have a copy counts 1/k of its square on each, so that along every axis the squares of the norms
+    add up to the square of ``global_norm``: a sharded element counts where it is, and a replicated one the same
+    everywhere.
+
+    Args:
+        squares: of this rank's gradients, as ``squared_norms`` returns them.
+        axes: of the mesh.
+        device: the run's.
+
+    Returns:
+        fp32 scalars on ``device``, equal on all ranks. They cost one collective over all ranks, and the host no more
+        waiting than ``global_norm``.
+    """
+    ranks_of_stage = mesh.world_size // mesh.degrees["pp"]
+    held = torch.zeros((), device=device)
+    for (device_mesh, sharded), of_layout in squares.items():
+        parts = 1 if device_mesh is None else prod(device_mesh.size(dim) for dim in sharded)
+        held = held + of_layout.each.sum().to(device) * (parts / ranks_of_stage)
+    names = [f"{axis}{coordinate}" for axis in axes for coordinate in range(mesh.degrees[axis])]
+    own = {f"{axis}{mesh.device_mesh.get_local_rank(axis)}" for axis in axes}
+    shares = torch.stack([held if name in own else torch.zeros_like(held) for name in names])
+    dist.all_reduce(shares)
+    return dict(zip(names, shares.sqrt_().unbind(), strict=True))
+
+
+def all_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Whether this rank's elements of all of them are finite: a boolean scalar on ``device``."""
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    held = [local for local in map(_local, tensors) if local.is_floating_point() and local.numel() > 0]
+    for group in _by_device_and_dtype(held):
+        finite &= torch.stack(torch._foreach_norm(group, torch.inf)).isfinite().all().to(device)
+    return finite
+
+
+def _sharded_over(gradient: torch.Tensor) -> Layout:
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    assert not any(isinstance(placement, Partial) for placement in gradient.placements), "gradient not yet reduced"
+    return gradient.device_mesh, tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    # not to_local(): that is differentiable, and costs 20 µs a tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups.values()

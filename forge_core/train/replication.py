@@ -1,0 +1,183 @@
+"""The other replicas of this run's model, as the training loop sees them. Usually there are none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from forge_core.config.sections import Job
+from forge_core.contracts.callback import Callback
+from forge_core.contracts.replication import Handover, LiveState, Replication, Share
+from forge_core.data.loader import BatchLoader
+from forge_core.distributed.fingerprint import fingerprint
+from forge_core.distributed.mesh import Mesh
+from forge_core.errors import ConfigError
+from forge_core.registry.catalog import Catalog
+
+_MAY_DIFFER = ("run.", "checkpoint.resume", "checkpoint.load")
+"""Keys of the jobs of replicas."""
+
+
+class Replicas:
+    """There are none: this run is alone, and nothing here costs anything."""
+
+    is_alone = True
+    share = Share(0, 1, -1)
+    """Of the last step that has begun."""
+
+    def join(self, step: int, give: Callable[[], LiveState], take: Callable[[LiveState], int]) -> None:
+        """Before the first step.
+
+        Args:
+            step: where this one is.
+            give: this rank's state, between two steps.
+            take: makes the given state this rank's; returns the step that it is of.
+        """
+
+    def begin_step(self, step: int) -> None:
+        """Find out who takes part in the step after ``step``, and which samples are this replica's. It may find itself
+        at another step afterwards, with the state of another replica."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place, over the ranks of this number in all replicas; worth something only if ``commit`` says so."""
+        return tensor
+
+    def sum_step(self, parameters: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        """As ``sum``: the gradients of ``parameters``, and whatever else a step adds up. What one replica did not use,
+        and another did, has a gradient in both afterwards."""
+
+    def any_replica(self, flag: torch.Tensor) -> torch.Tensor:
+        """Whether an fp32 flag is 1 in any of them."""
+        return flag
+
+    def commit(self, step: int) -> bool:
+        """Whether ``step`` counts. If not, everything must be as if it had not been tried."""
+        return True
+
+
+class JoinedReplicas(Replicas):
+    """All ranks of a replica call the same methods at the same points.
+
+    Args:
+        replication: joins this run to the others.
+        patient: a context in which a rank may take longer than a step.
+        say: prints a line on the first rank.
+        write_event: adds a line to ``events.jsonl``, on the first rank.
+    """
+
+    is_alone = False
+
+    def __init__(
+        self,
+        replication: Replication,
+        job: Job,
+        catalog: Catalog,
+        mesh: Mesh,
+        device: torch.device,
+        loader: BatchLoader,
+        patient: Callable[[float], AbstractContextManager[None]],
+        say: Callable[[str], None],
+        write_event: Callable[..., None],
+    ) -> None:
+        self._replication = replication
+        self._digest = _digest(job, catalog, mesh)
+        self._patience = job.run.first_step_timeout
+        self._mesh = mesh
+        self._device = device
+        self._loader = loader
+        self._patient = patient
+        self._say = say
+        self._write_event = write_event
+        self._committed = 0
+        self._taken_over: int | None = None
+
+    def join(self, step: int, give: Callable[[], LiveState], take: Callable[[LiveState], int]) -> None:
+        def take_and_note(state: LiveState) -> None:
+            self._taken_over = take(state)
+
+        with self._patient(self._patience):
+            self._replication.join(Handover(step, give, take_and_note))
+
+    def begin_step(self, step: int) -> None:
+        with self._patient(self._patience):
+            share = self._replication.begin_step()
+        if self._taken_over is not None:
+            self._say(f"took over the state of another replica: it was at step {self._taken_over}, this one at {step}")
+            self._write_event("taken_over", step=self._taken_over, from_step=step)
+            step, self._taken_over = self._taken_over, None
+        if share == self.share:
+            return
+        self.share = share
+        self._loader.deal(share.index * self._mesh.dp_size + self._mesh.dp_rank, share.count * self._mesh.dp_size)
+        self._refuse_other_job()
+        who = "alone" if share.count == 1 else f"as number {share.index + 1} of {share.count} replicas"
+        self._say(f"from step {step + 1} on {who}")
+        self._write_event("replicas", step=step, index=share.index, count=share.count)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._replication.sum([tensor])
+        return tensor
+
+    def sum_step(self, parameters: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        used = torch.tensor([float(one.grad is not None) for one in trained], device=self._device)
+        for one in trained:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        gradients = [_local(one.grad) for one in trained if one.grad is not None]
+        self._replication.sum([*gradients, used, *others])
+        for one, is_used in zip(trained, used.tolist(), strict=True):
+            if not is_used:
+                one.grad = None
+
+    def any_replica(self, flag: torch.Tensor) -> torch.Tensor:
+        return (self.sum(flag.clone()) > 0).float()
+
+    def commit(self, step: int) -> bool:
+        if self._replication.commit():
+            self._committed += 1
+            return True
+        self._say(f"step {step} is done again: another replica was lost in it, or could not be reached")
+        self._write_event("step_again", step=step)
+        return False
+
+    def _refuse_other_job(self) -> None:
+        """Compare with the replica that has been there for longest.
+
+        Raises:
+            ConfigError: this one was started with another job.
+        """
+        digests = torch.zeros(self.share.count, dtype=torch.int64, device=self._device)
+        committed = torch.zeros_like(digests)
+        digests[self.share.index], committed[self.share.index] = self._digest, self._committed
+        if not self._replication.sum([digests, committed]):
+            return  # the step will be done again, with others
+        longest = int(committed.argmax())
+        if digests[longest].item() != self._digest:
+            raise ConfigError(
+                f"this replica has been started with another job, mesh or packages than number {longest + 1} of the "
+                f"{self.share.count}; start all of them alike (only run.*, checkpoint.resume and checkpoint.load may "
+                "differ)"
+            )
+
+
+def refuse_several_replications(callbacks: Sequence[tuple[str, Callback]]) -> None:
+    """Raises ConfigError if more than one of a job's callbacks joins it to others."""
+    found = [name for name, callback in callbacks if isinstance(callback, Replication)]
+    if len(found) > 1:
+        raise ConfigError(f"callbacks: {' and '.join(found)} each join replicas; keep one")
+
+
+def _digest(job: Job, catalog: Catalog, mesh: Mesh) -> int:
+    """Below 2⁵⁶, so that it can be summed with zeros as an int64."""
+    facts = fingerprint(job, catalog) | {f"degree {axis}": str(degree) for axis, degree in mesh.degrees.items()}
+    text = repr(sorted((key, value) for key, value in facts.items() if not key.startswith(_MAY_DIFFER)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,352 @@
+"""Steps whose update would do harm: a loss, a gradient or an input is not finite, or the gradient is far too large.
+
+Whether a step is one is found on the device and agreed by all ranks, and its update is left out. The host learns of it
+when it waits for the device anyway: at logged steps, before saving, and after ``_LOOK_AFTER`` steps at the latest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from forge_core.config.sections import AnomaliesSection
+from forge_core.data.loader import BatchLoader
+from forge_core.distributed.mesh import Mesh
+from forge_core.train.evaluation import Origin
+from forge_core.train.gradients import Layout, Squares, all_finite
+
+_LOOK_AFTER = 100
+"""Steps. What is kept of each is small, and one wait in so many steps costs nothing."""
+_LISTED = 8
+"""Names and ranks in an event; of more, the number is given."""
+_SAID = 3
+"""The same in a line."""
+
+
+@attrs.frozen
+class Stretch:
+    """Steps in a row whose updates were left out, and their samples: positions ``start`` to ``stop − 1``."""
+
+    first_step: int
+    start: int
+    stop: int
+    steps: int
+
+
+@attrs.frozen
+class _Judged:
+    """What is kept of a step until the host looks: host values, and tensors on the device."""
+
+    step: int
+    start: int
+    stop: int
+    verdict: torch.Tensor
+    is_own: torch.Tensor
+    """The verdict of this replica, if there are others."""
+    loss: torch.Tensor
+    norm: torch.Tensor
+    names: Sequence[str]
+    squares: Iterable[Squares]
+    inputs: Mapping[str, torch.Tensor]
+
+
+@attrs.frozen
+class _Found:
+    """What one rank found in a step."""
+
+    rank: int
+    loss: bool
+    inputs: Sequence[str]
+    gradients: Sequence[str]
+    places: Sequence[int]
+    """Of this rank's samples."""
+
+
+class Anomalies:
+    """All ranks call the same methods at the same steps.
+
+    Args:
+        say: prints a line on the first rank.
+        write_event: adds a line to ``events.jsonl``, on the first rank.
+        saved: what ``state`` returned when a checkpoint was written.
+        any_replica: makes a flag on the device that of all replicas.
+        examine: looks for the first module with an output that is not finite, in the step that starts at a position.
+    """
+
+    origin: Origin | None = None
+    """What was found the first time after this start."""
+    to_leave_out: Stretch | None
+    """Set once there have been ``roll_back_after`` such steps in a row: the run must go back."""
+
+    def __init__(
+        self,
+        section: AnomaliesSection,
+        mesh: Mesh,
+        device: torch.device,
+        loader: BatchLoader,
+        say: Callable[[str], None],
+        write_event: Callable[..., None],
+        saved: Mapping[str, Any] | None = None,
+        any_replica: Callable[[torch.Tensor], torch.Tensor] = lambda flag: flag,
+        examine: Callable[[int], Origin | None] = lambda start: None,
+    ) -> None:
+        self._section = section
+        self._mesh = mesh
+        self._device = device
+        self._loader = loader
+        self._say = say
+        self._write_event = write_event
+        self._any_replica = any_replica
+        self._examine = examine
+        self._has_examined = False
+        self.restart(saved)
+
+    def restart(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from what was known when a checkpoint was written, or from nothing."""
+        saved = saved or {"skipped": 0, "row": None, "mean_norm": [0.0, 0.0]}
+        self._known = int(saved["skipped"])
+        self._row = None if saved["row"] is None else Stretch(**saved["row"])
+        self._judged: list[_Judged] = []
+        self.to_leave_out = None
+        self.skipped = torch.full((), float(self._known), device=self._device)
+        self._mean, self._seen = (torch.full((), value, device=self._device) for value in saved["mean_norm"])
+
+    def state(self) -> dict[str, Any]:
+        """What decides the future, as JSON values. ``look`` first."""
+        return {
+            "skipped": self._known,
+            "row": None if self._row is None else attrs.asdict(self._row),
+            "mean_norm": torch.stack([self._mean, self._seen]).tolist(),
+        }
+
+    @property
+    def in_a_row(self) -> int:
+        """Such steps, the last one included, as far as the host has looked."""
+        return self._row.steps if self._row else 0
+
+    @property
+    def is_overdue(self) -> bool:
+        return len(self._judged) >= _LOOK_AFTER
+
+    def judge(
+        self,
+        step: int,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        names: Sequence[str],
+        squares: Mapping[Layout, Squares],
+        batches: Iterable[Mapping[str, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Whether to leave out the update of this step. The host does not wait. ``take_note`` makes it count.
+
+        Args:
+            loss: this rank's, a scalar.
+            norm: of the gradient of all ranks, a scalar.
+            names: of the parameters that have a gradient on this rank.
+            squares: their ``squared_norms``.
+            batches: this rank's microbatches; their entries that are floating point have to be finite.
+
+        Returns:
+            1 or 0, fp32 on the device, the same on all ranks of all replicas.
+        """
+        inputs = _finite_inputs(batches)
+        health = norm.mul(0).add_(loss, alpha=0)  # 0, or NaN if one of them is not finite
+        for finite in inputs.values():
+            health = torch.where(finite, health, math.nan)
+        verdict = health != health
+        if self._section.spike_factor > 0:
+            known = self._seen >= self._section.spike_window
+            verdict |= known & (norm > self._section.spike_factor * self._mean)
+        verdict = verdict.float()
+        if self._mesh.world_size > 1:
+            dist.all_reduce(verdict, dist.ReduceOp.MAX)
+        own, verdict = verdict, self._any_replica(verdict)
+        start = self._loader.position - self._loader.samples_per_step
+        stop = self._loader.position
+        self._latest = _Judged(step, start, stop, verdict, own, loss, norm, names, squares.values(), inputs)
+        return verdict
+
+    def take_note(self) -> None:
+        """The step that was judged last counts, with or without its update."""
+        self.skipped.add_(self._latest.verdict)
+        if self._section.spike_factor > 0:
+            self._follow(self._latest.norm, self._latest.verdict)
+        self._judged.append(self._latest)
+
+    def learn(self, skipped: float, step: int) -> None:
+        """Take note of what has come with the metrics of a step.
+
+        Args:
+            skipped: updates left out until then.
+        """
+        if skipped != self._known:
+            self.look()
+            return
+        later = [judged for judged in self._judged if judged.step > step]
+        if len(later) < len(self._judged):
+            self._row = None
+        self._judged = later
+
+    def look(self) -> None:
+        """Wait for the device, and tell of every update that has been left out."""
+        judged, self._judged = self._judged, []
+        if not judged:
+            return
+        for one, verdict in zip(judged, torch.stack([one.verdict for one in judged]).tolist(), strict=True):
+            if not verdict:
+                self._row = None
+                continue
+            self._known += 1
+            before = self._row or Stretch(one.step, one.start, one.start, 0)
+            self._row = attrs.evolve(before, stop=one.stop, steps=before.steps + 1)
+            self._tell(one)
+            is_first = self.to_leave_out is None or self.to_leave_out.first_step == self._row.first_step
+            if is_first and self._row.steps >= self._section.roll_back_after:
+                self.to_leave_out = self._row
+
+    def have_spared(self, parameters: Sequence[torch.Tensor], step: int) -> bool:
+        """Whether all parameters are finite, before they are saved. The host waits for it.
+
+        If one is not, the update of ``step``, the last one, has made it so, since a step that begins with such
+        parameters is left out; the run must go back.
+        """
+        finite = all_finite(parameters, self._device).float()
+        if self._mesh.world_size > 1:
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if finite.item():
+            return True
+        self._say(f"step {step}: its update has made parameters that are not finite; they are not saved")
+        position = self._loader.position
+        self.to_leave_out = Stretch(step, position - self._loader.samples_per_step, position, 1)
+        return False
+
+    def _follow(self, norm: torch.Tensor, verdict: torch.Tensor) -> None:
+        """The mean of the norms of good steps: over all of them at first, later over about a window."""
+        good = verdict == 0
+        self._seen.add_(good)
+        share = (1 / self._seen.clamp(min=1)).clamp(min=1 / self._section.spike_window)
+        self._mean = torch.where(good, self._mean + (norm - self._mean) * share, self._mean)
+
+    def _tell(self, judged: _Judged) -> None:
+        own = self._find(judged)
+        found = [own] * self._mesh.world_size
+        if self._mesh.world_size > 1:
+            dist.all_gather_object(found, own)
+        found = [one for one in found if one.loss or one.inputs or one.gradients]
+        places = sorted({place for one in found if one.loss or one.inputs for place in one.places})
+        if not places:  # a gradient is the sum over all of them
+            places = self._loader.stream.places(np.arange(judged.start, judged.stop)).tolist()
+        stretches = _stretches(places)
+        reason, what = "not finite", f"{_described(found)} not finite" if found else ""
+        if not found and judged.is_own.item():
+            reason, what = "spike", "the norm of the gradient is a spike"
+        elif not found:
+            what = "an input of another replica is not finite"
+        self._say(f"step {judged.step}: {what}; its update is left out (samples {_listed(_spans(stretches))})")
+        origin = self._origin_of(judged, found)
+        if origin is not None:
+            self._say(f"step {judged.step}: the first output that is not finite is that of {origin}")
+        self._write_event(
+            "skipped",
+            step=judged.step,
+            reason=reason,
+            ranks=len(found),
+            found=[
+                {
+                    "rank": one.rank,
+                    "loss": one.loss,
+                    "inputs": one.inputs,
+                    "gradients": one.gradients[:_LISTED],
+                    "n_gradients": len(one.gradients),
+                }
+                for one in found[:_LISTED]
+            ],
+            samples=stretches,
+            origin=None if origin is None else attrs.asdict(origin),
+        )
+
+    def _origin_of(self, judged: _Judged, found: Sequence[_Found]) -> Origin | None:
+        """Looked for once, as it costs a forward, and not where the data is at fault."""
+        if self._has_examined or not found or any(one.inputs for one in found):
+            return None
+        self._has_examined = True
+        self.origin = self._examine(judged.start)
+        return self.origin
+
+    def _find(self, judged: _Judged) -> _Found:
+        """On this rank."""
+        bad = []
+        for squares in judged.squares:
+            finite = squares.each.isfinite().tolist()
+            bad += [place for place, is_finite in zip(squares.places, finite, strict=True) if not is_finite]
+        return _Found(
+            rank=self._mesh.rank,
+            loss=not judged.loss.isfinite().item(),
+            inputs=[name for name, finite in judged.inputs.items() if not finite.item()],
+            gradients=[judged.names[place] for place in sorted(bad)],
+            places=self._loader.places_of_step(judged.start),
+        )
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer's step does nothing where its ``found_inf`` is 1, so that the host need not know.
+
+    Those of torch do that in their fused implementations, and say so as they do to ``torch.amp.GradScaler``:
+    parameters, moments and counts of steps stay as they are. Only SGD makes its momentum in the first step without
+    filling it. To parameters kept elsewhere the verdict would have to travel.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (
+        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        and not isinstance(optimizer, torch.optim.SGD)
+        and device.type in ("cpu", "cuda")
+        and all(parameter.device == device for parameter in parameters)
+    )
+
+
+def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """By name, whether an input is finite, on its device; of those that are floating point."""
+    finite: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        for name, tensor in batch.items():
+            if tensor.is_floating_point():
+                whole = tensor.isfinite().all()
+                finite[name] = finite[name] & whole if name in finite else whole
+    return finite
+
+
+def _stretches(places: Sequence[int]) -> list[list[int]]:
+    """Ascending places as ``[first, last]`` of those that follow each other."""
+    starts = [places[0], *(after for before, after in pairwise(places) if after > before + 1)]
+    ends = [*(before for before, after in pairwise(places) if after > before + 1), places[-1]]
+    return [[start, end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _described(found: Sequence[_Found]) -> str:
+    """What is not finite, with a verb."""
+    parts = []
+    if any(one.loss for one in found):
+        parts.append("the loss")
+    if inputs := sorted({name for one in found for name in one.inputs}):
+        parts.append(f"the input {_listed(inputs)}")
+    if gradients := list(dict.fromkeys(name for one in found for name in one.gradients)):
+        parts.append(f"the gradient of {_listed(gradients)}")
+    ranks = [str(one.rank) for one in found]
+    where = f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if dist.get_world_size() > 1 else ""
+    return f"{' and '.join(parts)}{where} {'is' if len(parts) == 1 else 'are'}"
+
+
+def _spans(stretches: Sequence[Sequence[int]]) -> list[str]:
+    return [str(first) if first == last else f"{first} to {last}" for first, last in stretches]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
+    return ", ".join(names[:_SAID]) + more

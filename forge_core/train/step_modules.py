@@ -1,0 +1,132 @@
+"""Modules that do something once an optimizer step, or report on it, found by protocol (``StepContributor``,
+``MeasuredModule``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge_core.contracts.model import canonical_name
+from forge_core.distributed.mesh import DATA_AXES, Mesh
+from forge_core.errors import PluginError
+
+
+class Contributors:
+    """All such modules of this rank's parts of the model."""
+
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        self._mesh = mesh
+        named: dict[str, Any] = {canonical_name(name): one for part in parts for name, one in part.named_modules()}
+        self._modules = {name: module for name, module in named.items() if _contributes(module)}
+        self._measured = {name: module for name, module in named.items() if hasattr(module, "step_metrics")}
+        self._metric_names: Sequence[str] | None = None
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Throw away what a step has accumulated that is not to count."""
+        for _, _, tensor in self._accumulators():
+            tensor.zero_()
+
+    def accumulators(self) -> list[torch.Tensor]:
+        """What this rank has accumulated in this step, to be summed further in place."""
+        return [tensor for _, _, tensor in self._accumulators()]
+
+    @torch.no_grad()
+    def before_optimizer_step(self, progress: float, left_out: torch.Tensor | None = None) -> None:
+        """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out.
+
+        Args:
+            progress: as ``StepContributor.before_optimizer_step``.
+            left_out: scalar on the device, equal on all ranks; if it is not 0, modules keep the state they have.
+        """
+        reduced: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._modules}
+        named = [*self._accumulators()]
+        if named:
+            # counts of tokens pass 2**24, where fp32 stops counting; MPS has nothing wider
+            wide = torch.float32 if named[0][2].device.type == "mps" else torch.float64
+            flat = torch.cat([tensor.reshape(-1).to(wide) for _, _, tensor in named])
+            self._mesh.sum_over(flat, (*DATA_AXES, "cp"))
+            parts = torch.split(flat, [tensor.numel() for _, _, tensor in named])
+            for (module, name, tensor), part in zip(named, parts, strict=True):
+                reduced[module][name] = part.view(tensor.shape).to(tensor.dtype)
+                tensor.zero_()
+        for name, module in self._modules.items():
+            if left_out is None:
+                with _named(module, name, "before_optimizer_step"):
+                    module.before_optimizer_step(reduced[name], progress)
+                continue
+            kept = [(owner, key, owner.get_buffer(key)) for owner, key in _buffers_of(module)]
+            before = [buffer.clone() for _, _, buffer in kept]
+            with _named(module, name, "before_optimizer_step"):
+                module.before_optimizer_step(reduced[name], progress)
+            for (owner, key, buffer), value in zip(kept, before, strict=True):
+                buffer.copy_(torch.where(left_out != 0, value, owner.get_buffer(key)))
+                setattr(owner, key, buffer)  # a module may have put another one there
+
+    @torch.no_grad()
+    def metrics(self, device: torch.device) -> Mapping[str, torch.Tensor]:
+        """What modules report of the last step (``MeasuredModule``): fp32 scalars, equal on all ranks, those of
+        all pipeline stages.
+
+        Raises:
+            PluginError: something else than a tensor with one value is reported.
+        """
+        own: dict[str, torch.Tensor] = {}
+        for name, module in self._measured.items():
+            with _named(module, name, "step_metrics"):
+                own |= {f"{key}/{name}": _scalar(key, value) for key, value in module.step_metrics().items()}
+        if self._mesh.degrees["pp"] == 1:
+            return own
+        if self._metric_names is None:
+            stages = self._mesh.gather_over("pp", [*own])
+            self._metric_names = [name for stage in stages for name in stage]
+        if not self._metric_names:
+            return {}
+        nothing = torch.zeros((), device=device)
+        values = torch.stack([own.get(name, nothing) for name in self._metric_names])
+        return dict(zip(self._metric_names, self._mesh.sum_over(values, ("pp",)).unbind(), strict=True))
+
+    def _accumulators(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for module, contributor in self._modules.items():
+            for name, tensor in contributor.accumulators().items():
+                yield module, name, tensor
+
+
+def _contributes(module: nn.Module) -> bool:
+    return hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
+
+
+def _scalar(key: str, value: object) -> torch.Tensor:
+    """Of a tensor with one value, which may follow from parameters: these are cut over ranks."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = f"of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise PluginError(f"the metric {key!r} must be a tensor with one value, and is {what}")
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.float().reshape(())
+
+
+@contextmanager
+def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
+    """Says of whatever is raised where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised in {method} of {type(module).__qualname__} ({name})")
+        if "DTensor" in str(error):
+            error.add_note("parameters are whole in forward alone; elsewhere, parameter.full_tensor() is the whole one")
+        raise
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The buffers that are a contributor's to change, each as its module and its name there: not those of a contributor
+    inside it."""
+    for name, _ in module.named_buffers(recurse=False):
+        yield module, name
+    for child in module.children():
+        if not _contributes(child):
+            yield from _buffers_of(child)
