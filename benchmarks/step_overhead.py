@@ -27,9 +27,9 @@ from forge_core.job import load_job
 from forge_core.passes.order import sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.train.build import build_model, build_optimizer
+from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.events import Lifecycle
 from forge_core.train.executor import PlainExecutor
-from forge_core.train.loss_check import CheckedLoss
 from forge_core.train.metrics import Measurement
 from forge_core.train.step_guard import Anomalies
 from forge_core.train.trainer import Trainer

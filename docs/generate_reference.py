@@ -182,7 +182,7 @@ def _default(field: attrs.Attribute[Any]) -> str:
     if isinstance(default, attrs.Factory):  # type: ignore[arg-type]  # a class, which attrs' stubs call a function
         default = default.factory()
     if default is None:
-        return "–"
+        return "unset"
     return f"`{json.dumps(default, default=str, ensure_ascii=False)}`"
 
 

@@ -40,13 +40,13 @@ from forge_core.run.time_limit import Deadline
 from forge_core.run.trackers import Trackers
 from forge_core.run.warm_start import load_warm_start
 from forge_core.train.build import BuiltModel, build_model, build_optimizer
-from forge_core.train.evaluation import Examination
+from forge_core.train.evaluation import Evaluation
 from forge_core.train.metrics import Measurement, peak_flops
 from forge_core.train.replication import JoinedReplicas, Replicas
 from forge_core.train.rollback import RollingBack
 from forge_core.train.saving import Contents, Saving
 from forge_core.train.state_transfer import LiveParts
-from forge_core.train.step_guard import Anomalies
+from forge_core.train.step_guard import Anomalies, Examination
 from forge_core.train.trainer import Trainer
 
 
@@ -206,7 +206,7 @@ def _train_there(
         optimizer=built.optimizer,
         schedule=prepared.schedule,
         loader=loader,
-        evaluation=_evaluation(prepared),
+        evaluation=_evaluation(prepared, built.model),
         measurement=Measurement(
             prepared.device,
             built.model.flops_per_token,
@@ -409,7 +409,7 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirrori
     )
 
 
-def _evaluation(prepared: Prepared) -> Callable[[], Iterator[Mapping[str, torch.Tensor]]] | None:
+def _evaluation(prepared: Prepared, model: BuiltModel) -> Evaluation | None:
     source, job = prepared.validation, prepared.job
     if source is None:
         return None
@@ -427,4 +427,4 @@ def _evaluation(prepared: Prepared) -> Callable[[], Iterator[Mapping[str, torch.
             prepared.peers.sign()  # there may be more of them than a step has time for
             yield batch
 
-    return batches
+    return Evaluation(batches, model, prepared.mesh, prepared.device)

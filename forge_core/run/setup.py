@@ -36,9 +36,9 @@ from forge_core.run.lease import Sign, refuse_if_held
 from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, resume_asked_for
 from forge_core.run.warm_start import WarmStart, choose_warm_start
 from forge_core.train.build import choose_vocab_size
+from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.events import Lifecycle
 from forge_core.train.replication import refuse_several_replications
-from forge_core.train.schedule_check import CheckedSchedule
 
 
 @attrs.frozen(kw_only=True)

@@ -25,9 +25,9 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.sequence_sum import share_out_positions
+from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.initialisation import initialise
-from forge_core.train.loss_check import CheckedLoss
 
 
 @attrs.frozen

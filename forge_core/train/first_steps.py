@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from forge_core.checkpoint.state_dict import plain_values
 from forge_core.distributed.collective_errors import on_all_ranks
 from forge_core.errors import PluginError
-from forge_core.train.loss_check import CheckedLoss
+from forge_core.train.component_checks import CheckedLoss
 
 _STEPS = 2
 """What an optimizer does in backward shows in the second one at the latest, when it has state."""

@@ -9,6 +9,7 @@ from math import prod
 import attrs
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -27,6 +28,32 @@ class Squares:
     each: torch.Tensor
     """The sum of the squares of this rank's elements of each: fp32, where the gradients are. Not finite if one of them
     is not, or if they are too large to be squared."""
+
+
+class Gradients:
+    """A step's gradients on this rank, and what is known of them over all ranks.
+
+    Args:
+        parameters: that are trained, by name; one without a gradient is left out.
+        device: the run's, over which ranks talk; gradients may be kept elsewhere.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device) -> None:
+        self.named = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        self._tensors = [*self.named.values()]
+        self.squares = squared_norms(self._tensors)
+        self.norm = global_norm(self.squares, mesh, device)
+        """As ``global_norm``."""
+        self._mesh = mesh
+        self._device = device
+
+    def norms_along(self, axes: Sequence[str]) -> dict[str, torch.Tensor]:
+        """As the function; nothing for no axes."""
+        return norms_along(self.squares, self._mesh, axes, self._device) if axes else {}
+
+    def clip(self, max_norm: float) -> None:
+        """As ``clip_gradients``."""
+        clip_gradients(self._tensors, self.norm, max_norm)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> Mapping[Layout, Squares]:

@@ -9,6 +9,9 @@ import attrs
 import torch
 
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
+from forge_core.distributed.mesh import LOSS_AXES, Mesh
+from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.train.step_modules import Contributors
 
 
 @attrs.define
@@ -84,6 +87,57 @@ class Measurement:
             pending.copied.synchronize()
         fetched = dict(zip(pending.names, pending.values.tolist(), strict=True))
         return {"step": pending.step, **fetched, **pending.known}
+
+
+class StepMetrics:
+    """The values of a step that is logged, over all ranks, handed to ``Measurement``."""
+
+    def __init__(self, measurement: Measurement, mesh: Mesh, device: torch.device, modules: Contributors) -> None:
+        self._measurement = measurement
+        self._mesh = mesh
+        self._device = device
+        self._modules = modules
+        # of all pipeline stages, asked for once, at the first step that is logged
+        self._auxiliary_names: list[str] | None = None
+
+    def submit(
+        self,
+        step: int,
+        values: dict[str, torch.Tensor],
+        skipped: torch.Tensor,
+        known: Mapping[str, float],
+        waited: float,
+    ) -> None:
+        """Sum over ranks what is a part of a sum.
+
+        Args:
+            values: ``loss``, this rank's part, which is replaced by the whole; norms, equal on all ranks.
+            skipped: updates left out so far.
+            known: values that the host has already.
+            waited: as ``Measurement.submit``.
+        """
+        auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
+        if auxiliary and self._mesh.degrees["tp"] > 1:
+            whole = self._mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
+            auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
+        over_ranks = torch.stack([values["loss"], *auxiliary.values()])
+        loss, *means = self._mesh.sum_over(over_ranks, LOSS_AXES).unbind()
+        values["loss"] = loss
+        norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
+        tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
+        tensors |= self._modules.metrics(self._device)
+        self._measurement.submit(step, tensors | {"skipped": skipped}, known, waited)
+
+    def _auxiliary_means(self) -> Mapping[str, torch.Tensor]:
+        """By the same names on every rank: a stage without the layers that have a loss has zero of it."""
+        means = LEDGER.means()
+        if self._mesh.degrees["pp"] == 1:
+            return means
+        if self._auxiliary_names is None:
+            stages = self._mesh.gather_over("pp", [*means])
+            self._auxiliary_names = list(dict.fromkeys(name for stage in stages for name in stage))
+        nothing = torch.zeros((), device=self._device)
+        return {name: means.get(name, nothing) for name in self._auxiliary_names}
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,23 +16,23 @@ from forge_core.checkpoint.state_dict import named_parameters
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import RunContext, StepContext
 from forge_core.contracts.executor import Executor
-from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.replication import LiveState
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.consensus import Agreement
-from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES, Mesh
+from forge_core.distributed.mesh import Mesh
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.train.component_checks import CheckedLoss
+from forge_core.train.evaluation import Evaluation
 from forge_core.train.events import Lifecycle
-from forge_core.train.executor import Batch
 from forge_core.train.first_steps import FirstSave, FirstSteps
-from forge_core.train.gradients import Layout, Squares, clip_gradients, global_norm, norms_along, squared_norms
-from forge_core.train.loss_check import CheckedLoss
-from forge_core.train.metrics import Measurement
+from forge_core.train.gradients import Gradients
+from forge_core.train.metrics import Measurement, StepMetrics
 from forge_core.train.replication import Replicas
 from forge_core.train.rollback import RollingBack
 from forge_core.train.saving import Saving
+from forge_core.train.scales import step_scales, to_device
 from forge_core.train.state_transfer import LiveParts
 from forge_core.train.step_guard import Anomalies, can_skip_on_device
 from forge_core.train.step_modules import Contributors
@@ -52,7 +50,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: BatchLoader
-    evaluation: Callable[[], Iterable[Mapping[str, torch.Tensor]]] | None
+    evaluation: Evaluation | None
     measurement: Measurement
     lifecycle: Lifecycle
     context: RunContext
@@ -82,11 +80,9 @@ class Trainer:
         self._first_steps = FirstSteps(self._parameters, self.loss, self.optimizer_words)
         self._first_save = FirstSave(self.optimizer, self.optimizer_words, self._parameters, self.context.log)
         self._agreement = Agreement()
-        # of all pipeline stages, asked for once, at the first step that is logged
-        self._auxiliary_names: list[str] | None = None
+        self._step_metrics = StepMetrics(self.measurement, self.mesh, self.device, self._contributors)
         self._last_save = time.monotonic()
         self._may_skip = self.lifecycle.listens("before_optimizer_step")
-        self._listening = self._may_skip or self.lifecycle.listens("step_end")
         self._put_off_save = False
         self._tokens_a_step = (
             job.train.batch_size * (job.train.grad_accumulation or 1) * self.mesh.dp_size * job.train.seq_len
@@ -111,9 +107,7 @@ class Trainer:
             self._train_step(microbatches)
             if self.step == before:
                 continue  # it did not count
-            evaluated: Mapping[str, float] = {}
-            if self._is_due(job.eval.interval) and self.evaluation is not None:
-                evaluated = self.evaluate()
+            evaluated = self._evaluate_if_due()
             self._ask_for_timely_save()
             save, stop, is_writing = self._agreement.exchange(self.context.requests, is_writing=self.saving.is_writing)
             self.saving.look(self.step, is_written=not is_writing)
@@ -130,35 +124,16 @@ class Trainer:
         self.lifecycle.call("run_end", run=self.context, step=self.step, stopped=stopped)
         return stopped
 
-    def evaluate(self) -> Mapping[str, float]:
-        """Record the mean loss over the validation data, weighted by tokens, over all ranks. Given up on a stop, and
-        then without values."""
-        assert self.evaluation is not None
+    def _evaluate_if_due(self) -> Mapping[str, float]:
+        """Nothing if it is not due, or given up as the run is to stop."""
+        if self.evaluation is None or not self._is_due(self.job.eval.interval):
+            return {}
         self._log_pending()
-        sums = torch.zeros(2, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        self._set_training(False)
-        n_ahead = torch.full_like(sums, sum(getattr(one, "looks_ahead", False) for one in self._modules()))
-        n_targets = 0
-        for batch in self.evaluation():
-            n_targets += _count_targets(batch)
-            sums += torch.stack(self.executor.evaluate(self._to_device(batch)))
-            if self._agreement.any_rank(bool(self.context.requests.stop)):
-                break
-        self._set_training(True)
-        if self._agreement.any_rank(bool(self.context.requests.stop)):
-            return {}  # a part of the validation set is not what was asked for; a resumed run evaluates again
-        total, count = self.mesh.sum_over(sums, LOSS_AXES).tolist()
-        n_valid = self.mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
-        if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
-            self.loss.refuse_count(count, n_valid)
-        loss = total / max(count, 1)
-        perplexity = math.inf if loss > 700 else math.exp(loss)
-        values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
-        if self.mesh.sum_over(n_ahead, ("pp",))[0].item():
-            values["eval/looks_ahead"] = 1
-        self.record({"step": self.step, **values})
-        self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)
-        self.measurement.restart(self.loader.seconds_waiting)
+        values = self.evaluation.run(lambda: self._agreement.any_rank(bool(self.context.requests.stop)))
+        if values:
+            self.record({"step": self.step, **values})
+            self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)
+            self.measurement.restart(self.loader.seconds_waiting)
         return values
 
     def _microbatches_of_steps(self) -> Iterator[Sequence[Mapping[str, torch.Tensor]]]:
@@ -175,29 +150,21 @@ class Trainer:
         self.lifecycle.call("step_start", run=self.context, step=step)
         self._seed_generators()
 
-        scale, token_scale, own_scales = self._scales(microbatches)
-        LEDGER.start_step(scale, self.mesh.degrees["tp"], own_scales, token_scale)
-        batches = [self._to_device(batch) for batch in microbatches]
+        scales = step_scales(microbatches, self.parts[0], self.mesh, self.device, self.replicas)
+        LEDGER.start_step(scales.targets, self.mesh.degrees["tp"], scales.own, scales.tokens)
+        batches = [to_device(batch, self.device) for batch in microbatches]
         self._first_steps.before_gradients()
-        total = self.executor.run(batches, scale)
+        total = self.executor.run(batches, scales.targets)
         self._first_steps.after_gradients(step)
-        if not self.replicas.is_alone:
-            together = total.clone()
-            others = [*self._contributors.accumulators(), *LEDGER.sums(), together]
-            self.replicas.sum_step(self._parameters, others)
+        loss = self._sum_over_replicas(total) * scales.targets
 
-        logged = self._is_logged()
-        metrics: dict[str, torch.Tensor] = {}
-        if logged or self._listening:
-            metrics["loss"] = (total if self.replicas.is_alone else together) * scale
-        context = StepContext(step, self._tokens_so_far, metrics, logged)
-        named = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        gradients = [*named.values()]
-        squares = squared_norms(gradients)
-        metrics["grad_norm"] = norm = global_norm(squares, self.mesh, self.device)
+        gradients, logged = Gradients(self._parameters, self.mesh, self.device), self._is_logged()
+        metrics = {"loss": loss, "grad_norm": gradients.norm}
         if logged:
-            metrics.update(self._norms_along_axes(squares))
-        verdict = self.anomalies.judge(step, total, norm, [*named], squares, batches)
+            norms = gradients.norms_along(self.job.metrics.grad_norm_per)
+            metrics |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
+        context = StepContext(step, self._tokens_so_far, metrics, logged)
+        verdict = self.anomalies.judge(step, total, gradients, batches)
         self.lifecycle.call("before_optimizer_step", run=self.context, context=context)
         rate = self._set_learning_rates()
         self.saving.wait_until_copied()
@@ -210,29 +177,38 @@ class Trainer:
         if skip:
             self._contributors.forget()
         else:
-            left_out = verdict if self._skips_on_device else None
-            self._contributors.before_optimizer_step(step / self.job.train.steps, left_out)
-            clip_gradients(gradients, norm, self.job.train.clip_norm)
-            self.optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
-            self.optimizer.step()
-            self._first_save.note_update(named)
+            self._update(gradients, verdict)
         self.optimizer.zero_grad(set_to_none=True)
-
         self._log_pending()
         if self.anomalies.is_overdue:
             self.anomalies.look()
         if logged:
-            self._submit(metrics, rate)
+            known = {"lr": rate, "tokens": self._tokens_so_far}
+            self._step_metrics.submit(step, metrics, self.anomalies.skipped, known, self.loader.seconds_waiting)
         self.lifecycle.call("step_end", run=self.context, context=context)
+
+    def _sum_over_replicas(self, total: torch.Tensor) -> torch.Tensor:
+        """The gradients, what modules have accumulated, and this rank's loss; returns the last."""
+        if self.replicas.is_alone:
+            return total
+        together = total.clone()
+        others = [*self._contributors.accumulators(), *LEDGER.sums(), together]
+        self.replicas.sum_step(self._parameters, others)
+        return together
+
+    def _update(self, gradients: Gradients, verdict: torch.Tensor) -> None:
+        left_out = verdict if self._skips_on_device else None
+        self._contributors.before_optimizer_step(self.step / self.job.train.steps, left_out)
+        gradients.clip(self.job.train.clip_norm)
+        self.optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
+        self.optimizer.step()
+        self._first_save.note_update(gradients.named)
 
     def _take_back_step(self) -> None:
         self._contributors.forget()
         self.optimizer.zero_grad(set_to_none=True)
         self.loader.restart(self.loader.stream, self.loader.position - self.loader.samples_per_step)
         self.step -= 1
-
-    def _modules(self) -> Iterator[nn.Module]:
-        return (module for part in self.parts for module in part.modules())
 
     def _set_training(self, training: bool) -> None:
         for part in self.parts:
@@ -252,37 +228,6 @@ class Trainer:
     @property
     def _tokens_so_far(self) -> int:
         return self.loader.position * self.job.train.seq_len
-
-    def _scales(
-        self, microbatches: Sequence[Mapping[str, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
-        """One over the step's targets, over its tokens without padding, and over what the model counts for losses of
-        its own (``MultiTokenModel``).
-
-        On the device; counted here, where the batches still are in the host's memory.
-        """
-        counts = [
-            sum(_count_targets(batch) for batch in microbatches),
-            sum(_count_tokens(batch) for batch in microbatches),
-        ]
-        names: list[str] = []
-        model: Any = self.parts[0]  # each part knows what the whole model counts
-        if hasattr(model, "count_targets"):
-            of_batches = [model.count_targets(batch) for batch in microbatches]
-            names = [*of_batches[0]]
-            counts += [sum(one[name] for one in of_batches) for name in names]
-        if self.mesh.dp_size == 1 and self.replicas.is_alone:
-            scale, of_tokens, *own = (torch.full((), 1 / max(count, 1), device=self.device) for count in counts)
-        else:
-            each = torch.stack([torch.full((), float(count), device=self.device) for count in counts])
-            self.mesh.sum_over(each, DATA_AXES)
-            scale, of_tokens, *own = self.replicas.sum(each).clamp_(min=1).reciprocal_().unbind()
-        return scale, of_tokens, dict(zip(names, own, strict=True))
-
-    def _to_device(self, batch: Mapping[str, torch.Tensor]) -> Batch:
-        if self.device.type == "cpu":
-            return batch
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _set_learning_rates(self) -> float:
         """Returns the rate of the first group, the one that is logged."""
@@ -315,38 +260,6 @@ class Trainer:
     def _is_checkpoint_due(self) -> bool:
         """Of replicas, the first one writes what all of them have."""
         return self.replicas.share.index == 0 and is_due(self.step, self.job.checkpoint)
-
-    def _norms_along_axes(self, squares: Mapping[Layout, Squares]) -> Mapping[str, torch.Tensor]:
-        """Those that ``metrics.grad_norm_per`` asks for."""
-        axes = self.job.metrics.grad_norm_per
-        norms = norms_along(squares, self.mesh, axes, self.device) if axes else {}
-        return {f"grad_norm/{name}": norm for name, norm in norms.items()}
-
-    def _submit(self, metrics: dict[str, torch.Tensor], rate: float) -> None:
-        auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
-        if auxiliary and self.mesh.degrees["tp"] > 1:
-            whole = self.mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
-            auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
-        over_ranks = torch.stack([metrics["loss"], *auxiliary.values()])
-        loss, *means = self.mesh.sum_over(over_ranks, LOSS_AXES).unbind()
-        metrics["loss"] = loss
-        norms = {name: value for name, value in metrics.items() if name.partition("/")[0] == "grad_norm"}
-        tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
-        tensors.update(self._contributors.metrics(self.device))
-        known = {"lr": rate, "tokens": self._tokens_so_far}
-        tensors["skipped"] = self.anomalies.skipped
-        self.measurement.submit(self.step, tensors, known, self.loader.seconds_waiting)
-
-    def _auxiliary_means(self) -> Mapping[str, torch.Tensor]:
-        """By the same names on every rank: a stage without the layers that have a loss has zero of it."""
-        means = LEDGER.means()
-        if self.mesh.degrees["pp"] == 1:
-            return means
-        if self._auxiliary_names is None:
-            stages = self.mesh.gather_over("pp", [*means])
-            self._auxiliary_names = list(dict.fromkeys(name for stage in stages for name in stage))
-        nothing = torch.zeros((), device=self.device)
-        return {name: means.get(name, nothing) for name in self._auxiliary_names}
 
     def _log_pending(self) -> None:
         values = self.measurement.fetch()
@@ -419,13 +332,3 @@ class Trainer:
         self.step = self.rolling_back.go(stretch, self.step)
         self._put_off_save = False
         self.measurement.restart(self.loader.seconds_waiting)
-
-
-def _count_targets(batch: Mapping[str, torch.Tensor]) -> int:
-    return int(np.count_nonzero(batch["targets"].numpy() != IGNORED))
-
-
-def _count_tokens(batch: Mapping[str, torch.Tensor]) -> int:
-    """All but padding; those too that have no target."""
-    positions = batch.get("positions")
-    return batch["tokens"].numel() if positions is None else int(np.count_nonzero(positions.numpy() >= 0))

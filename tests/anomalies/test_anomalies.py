@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -9,7 +10,7 @@ from forge_core.config.sections import AXES, AnomaliesSection
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.mesh import Mesh, join_process_group
-from forge_core.train.gradients import global_norm, squared_norms
+from forge_core.train.gradients import Gradients
 from forge_core.train.step_guard import Anomalies
 from saboteur.config import NumberedConfig
 from saboteur.numbered import numbered
@@ -39,11 +40,11 @@ class Run:
         """One step; returns whether its update is left out."""
         next(self._loader)
         self.step += 1
-        squares = squared_norms([torch.ones(3), torch.tensor([0.0, gradient])])
-        norm = global_norm(squares, self.mesh, CPU)
+        parameters = {name: nn.Parameter(torch.zeros(n)) for name, n in (("first", 3), ("second", 2))}
+        parameters["first"].grad, parameters["second"].grad = torch.ones(3), torch.tensor([0.0, gradient])
+        gradients = Gradients(parameters, self.mesh, CPU)
         batch = {"tokens": torch.zeros(2, 8, dtype=torch.int64), **inputs}
-        names, batches = ["first", "second"], [batch, batch]
-        verdict = self.anomalies.judge(self.step, torch.tensor(loss), norm, names, squares, batches)
+        verdict = self.anomalies.judge(self.step, torch.tensor(loss), gradients, [batch, batch])
         self.anomalies.take_note()
         return verdict
 

@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.errors import ConfigError
 from forge_core.train.build import BuiltModel, build_optimizer
+from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.executor import PlainExecutor
-from forge_core.train.loss_check import CheckedLoss
 from forge_testing.small_model import small_job
 
 
