@@ -9,9 +9,12 @@
 Every check has a sentence that says what is wrong. Needs pytest, and torch for the kinds that do.
 """
 
-from pathlib import Path
+import sys
 
-import pytest
+if "pytest" in sys.modules:  # every forge command imports this package for `forge new`, and pytest takes 0.1 s
+    from pathlib import Path
 
-# Without this a failed check would show its sentence, but not the values that were compared.
-pytest.register_assert_rewrite(*(f"{__name__}.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*.py")))
+    import pytest
+
+    # Without this a failed check would show its sentence, but not the values that were compared.
+    pytest.register_assert_rewrite(*(f"{__name__}.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*.py")))
