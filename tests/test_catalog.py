@@ -152,7 +152,7 @@ def test_a_misspelt_published_name_is_recognised():
 
 def test_an_unknown_kind_is_explained():
     assert message(Catalog([]), "ruoter", "x").startswith(
-        "no installed plugin adds the kind 'ruoter'. Did you mean 'router'? Known kinds: callback, data_source,"
+        "no installed plugin adds the kind 'ruoter'. Did you mean 'router'? Known kinds: callback, checkpoint_mirror,"
     )
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.registry.hookspecs import CORE_KINDS
-from forge_testing.scaffold.package import HOOKS, write_package
+from forge_testing.scaffold.package import HOOKS, WITHOUT_PACKAGE, write_package
 
-KINDS = [*(kind.name for kind in CORE_KINDS), "command", "check"]
+KINDS = [*(kind.name for kind in CORE_KINDS if kind.name not in WITHOUT_PACKAGE), "command", "check"]
 WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("command", "check")]
 
 

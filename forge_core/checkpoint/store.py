@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -24,12 +25,10 @@ from forge_core.checkpoint.manifest import (
     read_manifest,
     visible_damage,
 )
+from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_tensors, saved_tensors
 from forge_core.distributed.collective_errors import from_first_rank
 from forge_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from forge_core.checkpoint.downloader import Fetching
 
 
 @attrs.frozen
@@ -96,15 +95,15 @@ class CheckpointStore:
     """The folder ``checkpoints/`` of a run. Which one is the newest is found by looking, never noted down.
 
     Args:
-        fetching: brings those that are not here, or are damaged here, from a mirror when they are asked for.
+        mirror: those that are not here, or are damaged here, are fetched from it when they are asked for.
         problem_of: why one that is whole cannot be used, or ``None``.
     """
 
     def __init__(
-        self, path: Path, fetching: Fetching | None = None, problem_of: Callable[[Path], str | None] | None = None
+        self, path: Path, mirror: NoMirror | None = None, problem_of: Callable[[Path], str | None] | None = None
     ) -> None:
         self.path = path
-        self._fetching = fetching
+        self._mirror = mirror or NoMirror()
         self._problem_of = problem_of
         self._removal: threading.Thread | None = None
 
@@ -135,7 +134,7 @@ class CheckpointStore:
         """
         problems = []
         here = from_first_rank(self.steps)
-        far = self._fetching.steps(here, report) if self._fetching else []
+        far = self._mirror.steps(here)
         for step in sorted({*here, *far}, reverse=True):
             if before is not None and step >= before:
                 continue
@@ -159,7 +158,7 @@ class CheckpointStore:
             ConfigError: there is none, or it is damaged.
         """
         here = from_first_rank(self.steps)
-        far = self._fetching.steps(here, report) if self._fetching else []
+        far = self._mirror.steps(here)
         if step not in here and step not in far:
             there = _listed(sorted({*here, *far}))
             raise ConfigError(f"{self.path} has no checkpoint of step {step}; there are {there}")
@@ -179,15 +178,30 @@ class CheckpointStore:
             if step not in far:
                 return problem
             problem += "; "
-        assert self._fetching is not None, "steps that are far are known from it"
-        source = self._fetching.mirror.url
+        source = self._mirror.place
         report(f"{folder.name}: {problem or 'not here; '}fetching it from {source}")
-        wrong_there = self._fetching.fetch(
-            step, lambda own: self.unfinished_folder(step, own), lambda fetched: self.commit(fetched, step)
-        )
+        wrong_there = self._fetch(step)
         if wrong_there is not None:
             return f"{problem or ''}at {source}, {wrong_there}"
         return usage_problem(folder, self._problem_of)
+
+    def _fetch(self, step: int) -> str | None:
+        """Fetch a checkpoint from the mirror and commit it. Returns its damage, or ``None``."""
+        unfinished = from_first_rank(lambda: self.unfinished_folder(step, uuid.uuid4().hex[:12]))
+
+        def commit() -> None:
+            try:
+                self.commit(unfinished, step)
+            except OSError as error:
+                raise ConfigError(f"cannot write to {self.path}: {error.strerror}") from error
+
+        try:
+            problem = self._mirror.fetch(step, unfinished)
+            if problem is None:
+                from_first_rank(commit)
+            return problem
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def commit(self, unfinished: Path, step: int) -> None:
         """Give a written checkpoint its name. Called on the first rank, with everything flushed; once this returns, a

@@ -17,15 +17,15 @@ from forge_core.checkpoint.retention import reasons_to_keep, superfluous
 from forge_core.config.converter import structure
 from forge_core.config.describe import printable
 from forge_core.config.diff import differences
-from forge_core.config.mirror_url import mirror_problem, url_of_run
-from forge_core.config.problems import InvalidError
+from forge_core.config.problems import ConfigProblems, InvalidError
 from forge_core.config.sections import CheckpointSection
+from forge_core.contracts.checkpoint_mirror import WRITER, CheckpointMirror, MirrorContext
+from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, ExitCode, MirrorError
 from forge_core.registry.catalog import Catalog
 from forge_core.run.lease import Lease
 
 if TYPE_CHECKING:
-    from forge_core.checkpoint.mirror import Mirror
     from forge_core.checkpoint.store import CheckpointStore
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
@@ -41,7 +41,8 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @_PATH_OR_URL
 @_JSON
-def list_checkpoints(path: str, as_json: bool) -> None:
+@click.pass_obj
+def list_checkpoints(obj: Invocation, path: str, as_json: bool) -> None:
     """List the checkpoints of the run in PATH, from the oldest, and those at its checkpoint.mirror; or of the run in a
     mirror's URL.
 
@@ -50,11 +51,11 @@ def list_checkpoints(path: str, as_json: bool) -> None:
     here: dict[int, Manifest | str] = {}
     folders: dict[int, str] = {}
     if _is_url(path):
-        mirror: Mirror | None = _mirror(path)
+        mirror: CheckpointMirror | None = _mirror(path, "", CheckpointSection(), obj.catalog())
         section = CheckpointSection()
     else:
         run = _Run(Path(path), may_be_elsewhere=True)
-        mirror, section = run.mirror, run.section
+        mirror, section = _mirror_or_warning(run, obj), run.section
         for step in run.store.steps():
             here[step], folders[step] = _look(run.store.folder(step)), str(run.store.folder(step))
     there = _look_there(mirror, must_answer=_is_url(path)) if mirror else {}
@@ -110,7 +111,7 @@ def verify(ctx: click.Context, path: str, with_mirror: bool) -> None:
     Exit codes: 0 all are whole, 2 one is damaged; what is wrong with it names the file.
     """
     are_whole = []
-    for name, problem in _problems(path, with_mirror):
+    for name, problem in _problems(path, with_mirror, ctx.obj):
         click.echo(printable(f"{name}: {problem or 'whole'}"))
         are_whole.append(problem is None)
     if not are_whole:
@@ -118,26 +119,27 @@ def verify(ctx: click.Context, path: str, with_mirror: bool) -> None:
     ctx.exit(ExitCode.COMPLETED if all(are_whole) else ExitCode.INVALID)
 
 
-def _problems(path: str, with_mirror: bool) -> Iterator[tuple[str, str | None]]:
+def _problems(path: str, with_mirror: bool, obj: Invocation) -> Iterator[tuple[str, str | None]]:
     from forge_core.checkpoint.store import whole_problem
 
-    mirror: Mirror | None = None
+    mirror: CheckpointMirror | None = None
     if _is_url(path):
-        mirror = _mirror(path)
+        mirror = _mirror(path, "", CheckpointSection(), obj.catalog())
     elif _is_checkpoint(Path(path)):
         if with_mirror:
             raise ConfigError(f"--mirror: {path} is one checkpoint; give the directory of its run")
         yield str(Path(path).resolve()), whole_problem(Path(path).resolve())
     else:
         run = _Run(Path(path), may_be_elsewhere=with_mirror)
-        if with_mirror and run.mirror is None:
+        if with_mirror and not run.has_mirror:
             raise ConfigError(f"--mirror: {run.path / 'job.toml'} has no checkpoint.mirror")
-        mirror = run.mirror if with_mirror else None
+        mirror = run.mirror(obj.catalog()) if with_mirror else None
         for step in run.store.steps():
             yield str(run.store.folder(step)), whole_problem(run.store.folder(step))
-    for step in mirror.checkpoints() if mirror else ():
+    for step, found in mirror.available().items() if mirror else ():
         assert mirror is not None
-        yield f"{mirror.url}: step {step}", mirror.problem(step)
+        damage = str(found) if isinstance(found, DamagedError) else mirror.problem(step, reads=True)
+        yield f"{mirror.place}: step {step}", damage
 
 
 @checkpoint.command()
@@ -188,7 +190,6 @@ class _Run:
     """
 
     def __init__(self, path: Path, *, may_be_elsewhere: bool = False) -> None:
-        from forge_core.checkpoint.mirror import WRITER
         from forge_core.checkpoint.store import CheckpointStore
 
         if _is_checkpoint(path):
@@ -196,7 +197,7 @@ class _Run:
         self.path = path.parent if path.name == "checkpoints" else path
         self.is_mirror = (self.path / WRITER).exists()
         self.store = CheckpointStore(self.path / "checkpoints")
-        if not self.store.path.is_dir() and not (may_be_elsewhere and self.mirror):
+        if not self.store.path.is_dir() and not (may_be_elsewhere and self.has_mirror):
             missing = "does not exist" if not path.exists() else "is not the directory of a run: it has no checkpoints/"
             raise ConfigError(f"{path} {missing}")
 
@@ -204,18 +205,24 @@ class _Run:
     def section(self) -> CheckpointSection:
         """What the run was last started with; the defaults if it cannot be read, by which all are kept."""
         try:
-            section = structure(self._job().get("checkpoint", {}), CheckpointSection, Catalog([]))
+            table = {key: value for key, value in self._job().get("checkpoint", {}).items() if key != "mirror"}
+            section = structure(table, CheckpointSection, Catalog([]))
         except InvalidError as error:
             raise ConfigError(f"{self.path / 'job.toml'} is not what Forge wrote: {error}") from error
         return section.at_mirror() if self.is_mirror else section
 
     @property
-    def mirror(self) -> Mirror | None:
-        """Of the run, if it has one; nothing has been asked of it."""
-        mirror, run = self.section.mirror, self._job().get("run", {})
-        return (
-            None if mirror is None or self.is_mirror else _mirror(url_of_run(mirror, run.get("name", self.path.name)))
-        )
+    def has_mirror(self) -> bool:
+        return "mirror" in self._job().get("checkpoint", {}) and not self.is_mirror
+
+    def mirror(self, catalog: Catalog) -> CheckpointMirror:
+        """Build the mirror of the run, which has one. Nothing is asked of it.
+
+        Raises:
+            ConfigError: its component is not installed, or does not take its keys.
+        """
+        chosen, name = self._job()["checkpoint"]["mirror"], self._job().get("run", {}).get("name", self.path.name)
+        return _mirror(chosen, str(name), self.section, catalog, self.store.path)
 
     def _job(self) -> Mapping[str, Any]:
         if not (self.path / JOB).exists():
@@ -226,12 +233,37 @@ class _Run:
             raise ConfigError(f"{self.path} is not what Forge wrote: {error}") from error
 
 
-def _mirror(url: str) -> Mirror:
-    from forge_core.checkpoint.mirror import open_mirror
+def _mirror(
+    chosen: Any, run_name: str, section: CheckpointSection, catalog: Catalog, folder: Path | None = None
+) -> CheckpointMirror:
+    """Build the mirror that ``checkpoint.mirror`` chooses, or that a URL stands for."""
+    from forge_core.config.builder import ComponentBuilder
 
-    if problem := mirror_problem(url):
-        raise ConfigError(problem)
-    return open_mirror(url)
+    try:
+        use = structure({"mirror": chosen}, CheckpointSection, catalog).mirror
+    except InvalidError as error:
+        raise ConfigProblems([problem.under("checkpoint") for problem in error.problems], "the mirror") from error
+    assert use is not None, "it is chosen"
+    context = MirrorContext(
+        run_name=run_name,
+        folder=folder or Path(),
+        section=section,
+        say=lambda line: click.echo(printable(line), err=True),
+        run_on_rank0=lambda work: work(),
+    )
+    mirror: CheckpointMirror = ComponentBuilder(catalog)(use, context=context)
+    return mirror
+
+
+def _mirror_or_warning(run: _Run, obj: Invocation) -> CheckpointMirror | None:
+    """Without the mirror's package, what is here is shown all the same."""
+    if not run.has_mirror:
+        return None
+    try:
+        return run.mirror(obj.catalog())
+    except ConfigError as error:
+        click.echo(printable(f"warning: {error}"), err=True)
+        return None
 
 
 def _is_url(path: str) -> bool:
@@ -251,12 +283,12 @@ def _look(folder: Path) -> Manifest | str:
     return visible_damage(folder, manifest.files) or manifest
 
 
-def _look_there(mirror: Mirror, *, must_answer: bool) -> dict[int, Manifest | str]:
+def _look_there(mirror: CheckpointMirror, *, must_answer: bool) -> dict[int, Manifest | str]:
     """As ``_look``, of all those at a mirror; without an answer, what is here is shown all the same."""
     try:
         return {
-            step: str(found) if isinstance(found, DamagedError) else mirror.visible_problem(step) or found
-            for step, found in mirror.checkpoints().items()
+            step: str(found) if isinstance(found, DamagedError) else mirror.problem(step, reads=False) or found
+            for step, found in mirror.available().items()
         }
     except MirrorError as error:
         if must_answer:

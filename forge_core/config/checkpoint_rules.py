@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forge_core.config.mirror_url import mirror_problem, path_of
 from forge_core.config.problems import Problem
 from forge_core.config.sections import Job
 
@@ -28,13 +27,8 @@ def _found(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:
             yield (key,), "has no effect without keep_last, since all are kept; set how many of the newest to keep"
     if section.keep_best:
         yield from _best_problems(job)
-    if section.mirror is None:
-        if section.mirror_keep_last is not None:
-            yield ("mirror_keep_last",), "has no effect without mirror"
-    elif problem := mirror_problem(section.mirror):
-        yield ("mirror",), problem
-    elif path_of(section.mirror) == job.run.dir.expanduser().absolute():
-        yield ("mirror",), f"{section.mirror!r} is run.dir, where the checkpoints are already; name another place"
+    if section.mirror is None and section.mirror_keep_last is not None:
+        yield ("mirror_keep_last",), "has no effect without mirror"
     if section.load is not None and section.resume not in ("auto", "never"):
         yield ("load",), f"has no effect: checkpoint.resume = {section.resume!r} starts from a whole checkpoint"
 

@@ -331,10 +331,14 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             return None
         if isinstance(value, Use):
             return value
+        shorthand: Mapping[str, str] = {}
+        if isinstance(value, str) and slot.text_key is not None:
+            shorthand, value = {slot.text_key: ""}, {slot.text_key: value}
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
-            raise InvalidError.because(f"expected a table with {_naming(slot, catalog)}; got {describe(value)}")
+            or_text = f"{EXPECTED_STRING}, or " if slot.text_key else "expected "
+            raise InvalidError.because(f"{or_text}a table with {_naming(slot, catalog)}; got {describe(value)}")
         name = value.get("name", slot.default)
         if name is None:
             raise InvalidError.because(f"needs {_naming(slot, catalog)}")
@@ -346,14 +350,19 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
         except (ConfigError, PluginError) as error:
             raise InvalidError([Problem((), str(error), at=("name",))]) from error
         keys = {key: item for key, item in value.items() if key != "name"}
-        config, written = _configure(keys, cls, provided, converter)
+        try:
+            config, written = _configure(keys, cls, provided, converter)
+        except InvalidError as error:
+            raise InvalidError(
+                [one.moved(lambda path: as_written(path, shorthand)) for one in error.problems]
+            ) from error
         return Use(
             kind=slot.kind,
             name=provided.component.name,
             provider=provided.plugin.distribution,
             factory=provided.component.factory,
             config=config,
-            written=written,
+            written={**written, **shorthand},
         )
 
     return hook

@@ -82,7 +82,8 @@ class _Schema:
         origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
         slot = slot_of(annotation)
         if slot is not None:
-            return self._choice(slot.kind)
+            choice = self._choice(slot.kind)
+            return choice if slot.text_key is None else {"anyOf": [{"type": "string"}, choice]}
         if origin in _PLAIN:
             return dict(_PLAIN[origin])
         if origin in (Union, UnionType):

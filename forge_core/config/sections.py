@@ -156,9 +156,10 @@ class CheckpointSection:
     end of a run has to be written in any case."""
     timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that a rank waits for the others while a checkpoint is written, and the end of the run for the mirror."""
-    mirror: str | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.min_len(1)))
+    mirror: Annotated[Use | None, Slot("checkpoint_mirror", default="fsspec", text_key="url")] = None
     """A second place for checkpoints, a path or a URL (``s3://bucket/runs``), to which each is copied in the background
-    once it is committed: ``<mirror>/<run.name>/checkpoints/``. A run that finds a newer one there fetches it first."""
+    once it is committed: ``<mirror>/<run.name>/checkpoints/``. A run that finds a newer one there fetches it first. A
+    table with ``name`` chooses another kind of mirror; a string is the ``url`` of ``fsspec``."""
     mirror_keep_last: int | None = attrs.field(default=None, validator=attrs.validators.optional(ge(1)))
     """Keep so many of the newest there, and what ``keep_every``, ``powers_of_two_*`` and ``keep_best`` keep; by default
     as many as ``keep_last`` says."""

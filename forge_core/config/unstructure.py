@@ -16,6 +16,9 @@ from forge_core.contracts.component_ref import Use
 def plain(value: Any) -> Any:
     """``value`` in types that TOML has: all fields of a table, without ``None``, and components by qualified name."""
     if isinstance(value, Use):
+        for key, instead in value.written.items():
+            if not instead:  # a string that stands for the table is written as one
+                return plain(getattr(value.config, key))
         return {"name": value.qualified_name, **plain(value.config)}
     if attrs.has(type(value)):
         fields = [(field.alias, getattr(value, field.name)) for field in attrs.fields(type(value)) if field.init]

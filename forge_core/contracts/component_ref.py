@@ -24,7 +24,8 @@ class Use:
     """An instance of the component's config class."""
     written: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
     """Keys of the config that were written otherwise, with what was written: ``{"feed_forward.n_experts":
-    "num_experts"}``. From the config class's ``expand``; messages are about what was written."""
+    "num_experts"}``. From the config class's ``expand``; messages are about what was written. ``{"url": ""}``: a string
+    stands for the whole table, as ``Slot.text_key`` has it."""
 
     @property
     def qualified_name(self) -> str:

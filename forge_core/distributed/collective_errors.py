@@ -56,25 +56,27 @@ def from_first_rank(work: Callable[[], T]) -> T:
     Where there is no process group, or one of a single rank, that is ``work()``.
 
     Raises:
-        ForgeError: what ``work`` raised on the first rank; on the others with its exit code and an empty message.
+        ForgeError: what ``work`` raised on the first rank; on the others of the same class, if it is one of the core's,
+            with its exit code and an empty message.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     refusal: ForgeError | None = None
-    outcome: list[tuple[T | None, ExitCode | None]] = [(None, None)]
+    outcome: list[tuple[T | None, ExitCode | None, str]] = [(None, None, "")]
     if dist.get_rank() == 0:
         try:
-            outcome = [(work(), None)]
+            outcome = [(work(), None, "")]
         except ForgeError as error:
             refusal = error
         except Exception as caught:  # noqa: BLE001 - the others wait to be told
             refusal = _unforeseen(caught)
         if refusal is not None:
-            outcome = [(None, refusal.exit_code)]
+            outcome = [(None, refusal.exit_code, type(refusal).__name__)]
     dist.broadcast_object_list(outcome, src=0)
-    value, code = outcome[0]
+    value, code, name = outcome[0]
     if code is not None:
-        refusal = refusal or ForgeError("")
+        kind: type[ForgeError] = getattr(errors, name, ForgeError)
+        refusal = refusal or kind("")
         refusal.exit_code = code
         raise refusal
     return cast("T", value)

@@ -217,11 +217,13 @@ class Slot:
 
     In TOML the field is a table with the key ``name`` and the component's own keys, or just the name as a string.
     ``Annotated[Use | None, Slot("router")] = None`` makes the choice optional; ``Slot("loss", default="…")`` on a
-    required field says which name an absent table stands for.
+    required field says which name an absent table stands for. With ``text_key="url"``, a string is the value of that
+    key of the component ``default``, and no name.
     """
 
     kind: str
     default: str | None = None
+    text_key: str | None = None
 
 
 def kind_words(kind: str) -> str:

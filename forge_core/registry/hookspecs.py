@@ -86,6 +86,14 @@ class ForgeSpecs:
         raise AssertionError("specification only")
 
     @hookspec
+    def forge_checkpoint_mirrors(self) -> Iterable[Component]:
+        """Contribute mirrors of checkpoints, chosen by ``[checkpoint.mirror] name``.
+
+        Contract: ``forge_core.contracts.checkpoint_mirror``.
+        """
+        raise AssertionError("specification only")
+
+    @hookspec
     def forge_callbacks(self) -> Iterable[Component]:
         """Contribute callbacks, chosen by ``[[callbacks]] name``. Contract: ``forge_core.contracts.callback``."""
         raise AssertionError("specification only")
@@ -174,6 +182,13 @@ CORE_KINDS = (
         summary="where metrics are sent",
         contract="forge_core.contracts.tracker:Tracker",
         returns="forge_core.contracts.tracker:Tracker",
+    ),
+    Kind(
+        name="checkpoint_mirror",
+        hook="forge_checkpoint_mirrors",
+        summary="a second place for checkpoints",
+        contract="forge_core.contracts.checkpoint_mirror:CheckpointMirror",
+        returns="forge_core.contracts.checkpoint_mirror:CheckpointMirror",
     ),
     Kind(
         name="callback",

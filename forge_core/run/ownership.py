@@ -9,13 +9,12 @@ from typing import Any
 
 import attrs
 
-from forge_core.checkpoint.uploader import Copier
-from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks, slowly_from_first_rank
-from forge_core.errors import ConfigError, MirrorError
+from forge_core.contracts.checkpoint_mirror import MirrorStart
+from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks
+from forge_core.errors import ConfigError
 from forge_core.job import dump_job
 from forge_core.run.lease import FILE_NAME, Lease, refuse_unless_shared
-from forge_core.run.mirror import Mirroring
-from forge_core.run.setup import Begun, Prepared, mirror_of
+from forge_core.run.setup import Begun, Prepared
 from forge_core.run.time_limit import Deadline
 
 
@@ -27,7 +26,6 @@ class Tenancy:
     """The lease's, on every rank."""
     lease: Lease | None
     """On the first rank."""
-    mirroring: Mirroring | None
 
     def refuse_if_lost(self) -> None:
         """As ``Lease.refuse_if_lost``; other ranks hear of it from the first one."""
@@ -44,14 +42,16 @@ def tenancy(prepared: Prepared, environment: Mapping[str, Any], deadline: Deadli
 
     Raises:
         ConfigError: somebody else trains there, it cannot be written to, or has changed meanwhile.
-        MirrorError: as ``Mirroring`` of it.
+        MirrorError: the mirror cannot be written to, and the run is not to start without it.
     """
     with _held(prepared) as lease:
         attempt = from_first_rank(lambda: lease.attempt if lease else "")
         on_all_ranks(lambda: refuse_unless_shared(prepared.directory.path, attempt))
         on_all_ranks(lambda: _open_directory(prepared, environment))
         try:
-            yield Tenancy(attempt, lease, _mirroring(prepared, lease, deadline))
+            held = Tenancy(attempt, lease)
+            _begin_mirror(prepared, held, deadline)
+            yield held
         finally:
             prepared.directory.close()
 
@@ -65,12 +65,12 @@ def complete(begun: Begun) -> None:
     with _held(begun) as lease:
         if lease is not None:
             begun.store.remove_unfinished()
-        mirroring = _mirroring(begun, lease, None)
-        if mirroring is not None:
-            try:
-                mirroring.finish()
-            finally:
-                mirroring.close()
+        attempt = from_first_rank(lambda: lease.attempt if lease else "")
+        _begin_mirror(begun, Tenancy(attempt, lease), None)
+        try:
+            begun.mirror.finish()
+        finally:
+            begun.mirror.close()
 
 
 def _is_left_untidy(begun: Begun) -> bool:
@@ -113,44 +113,21 @@ def _open_directory(prepared: Prepared, environment: Mapping[str, Any]) -> None:
     prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
 
 
-def _mirroring(begun: Begun, lease: Lease | None, deadline: Deadline | None) -> Mirroring | None:
+def _begin_mirror(begun: Begun, held: Tenancy, deadline: Deadline | None) -> None:
     """After the run's own directory: the mirror's ``job.toml`` says that both are done.
 
     Raises:
-        MirrorError: it cannot be written to, and the run is not to go on without it, or begins only now.
+        MirrorError: as ``tenancy``.
     """
-    mirror = mirror_of(begun.job)
-    if mirror is None:
-        return None
     section, start, say = begun.job.checkpoint, begun.start, begun.console.line
-    copier = None
-    if lease is not None:
-        copier = Copier(
-            begun.store,
-            mirror,
-            section,
-            attempt=lease.attempt,
+    begun.mirror.begin(
+        MirrorStart(
+            attempt=held.attempt,
             job_toml=dump_job(begun.job),
-            start=start.step if start.checkpoint else -1,
-            may_commit=lease.refuse_if_lost,
-        )
-
-    def take_over() -> None:
-        assert copier is not None, "it is there on the first rank"
-        try:
-            copier.start()
-        except MirrorError as error:
-            if section.on_failure == "stop" or start.checkpoint is None or start.keeps_until is not None:
-                copier.close()
-                raise
-            say(f"{error}; training goes on, and it is tried again after the next save")
-
-    slowly_from_first_rank(take_over, begun.peers.sign)
-    return Mirroring(
-        copier,
-        section,
-        begun.peers.sign,
-        say,
-        begun.directory.write_event,
+            step=start.step if start.checkpoint else -1,
+            may_start_without=section.on_failure != "stop" and bool(start.checkpoint) and start.keeps_until is None,
+            refuse_if_lost=held.refuse_if_lost,
+            write_event=begun.directory.write_event,
+        ),
         lambda seconds: deadline.must_hold(seconds, say) if deadline else None,
     )

@@ -30,7 +30,6 @@ from forge_core.job import job_table
 from forge_core.registry.catalog import Catalog
 from forge_core.run.directory import RunDirectory, describe_environment
 from forge_core.run.fatal import fatal_errors_kept
-from forge_core.run.mirror import Mirroring
 from forge_core.run.ownership import Tenancy, complete, tenancy
 from forge_core.run.resume import restore
 from forge_core.run.setup import Prepared, begin, prepare
@@ -196,7 +195,7 @@ def _train_there(
 
     saving = _saving(prepared, built, versions, held, context, trackers, deadline)
     replicas = _replicas(prepared)
-    rolling_back = _rolling_back(prepared, built, replicas, held.mirroring)
+    rolling_back = _rolling_back(prepared, built, replicas)
     trainer = Trainer(
         job=job,
         mesh=mesh,
@@ -341,7 +340,7 @@ def _saving(
         ),
         prepared.peers,
         prepared.store,
-        held.mirroring,
+        prepared.mirror,
         prepared.console.line,
         ended,
         committed,
@@ -365,7 +364,7 @@ def _replicas(prepared: Prepared) -> Replicas:
     )
 
 
-def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirroring: Mirroring | None) -> RollingBack:
+def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas) -> RollingBack:
     job, mesh, loader, console, directory = (
         prepared.job,
         prepared.mesh,
@@ -404,7 +403,7 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas, mirrori
         console.line,
         load,
         patiently,
-        mirroring,
+        prepared.mirror,
         **state.get("rolling_back", {}),
     )
 

@@ -9,13 +9,12 @@ import attrs
 import torch
 
 from forge_core.checkpoint.contents import resume_problem
-from forge_core.checkpoint.downloader import Fetching
-from forge_core.checkpoint.mirror import Mirror, open_mirror
+from forge_core.checkpoint.run_mirror import NoMirror, mirror_of
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.config.builder import ComponentBuilder
-from forge_core.config.mirror_url import url_of_run
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
+from forge_core.contracts.checkpoint_mirror import MirrorContext
 from forge_core.contracts.component_ref import Use
 from forge_core.contracts.data_source import CheckedSource, DataSource, Split
 from forge_core.contracts.scheduler import Schedule
@@ -52,6 +51,7 @@ class Begun:
     peers: Peers
     directory: RunDirectory
     store: CheckpointStore
+    mirror: NoMirror
     start: Start
     ended: Sign | None
     console: Console
@@ -96,14 +96,22 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry
     store = CheckpointStore(directory.checkpoints, problem_of=resume_problem)
     # ranks talk to each other here, so it comes before anything that may fail on one of them alone
     ended = from_first_rank(lambda: refuse_if_held(directory.path))
-    fetching = None
+    mirror = NoMirror()
     if job.checkpoint.mirror is not None and dry_run:
         console.line("dry run: goes by the checkpoints that are here; those at checkpoint.mirror are not fetched")
-    elif (mirror := on_all_ranks(lambda: mirror_of(job))) is not None:
-        fetching = Fetching(mirror, job.checkpoint.on_failure == "stop", peers.sign)
-    last_job = (fetching.last_job() if fetching else None) or directory.last_job()
+    elif (use := job.checkpoint.mirror) is not None:
+        context = MirrorContext(
+            run_name=str(job.run.name),
+            folder=store.path,
+            section=job.checkpoint,
+            rank=mesh.rank,
+            say=console.line,
+            run_on_rank0=lambda work: slowly_from_first_rank(work, peers.sign),
+        )
+        mirror = on_all_ranks(lambda: mirror_of(use, context, ComponentBuilder(catalog)))
+    last_job = mirror.last_job() or directory.last_job()
     resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
-    found = CheckpointStore(store.path, fetching, resume_problem)
+    found = CheckpointStore(store.path, mirror, resume_problem)
     start = choose_start(resume, found, console.line, directory.events())
     return Begun(
         job=job,
@@ -113,6 +121,7 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry
         peers=peers,
         directory=directory,
         store=store,
+        mirror=mirror,
         start=start,
         ended=ended,
         console=console,
@@ -165,18 +174,13 @@ def prepare(begun: Begun) -> Prepared:
         ),
         directory=directory,
         store=begun.store,
+        mirror=begun.mirror,
         start=begun.start,
         warm_start=warm_start,
         ended=begun.ended,
         console=console,
         accumulation_asked_for=accumulation_asked_for,
     )
-
-
-def mirror_of(job: Job) -> Mirror | None:
-    """Where the run's checkpoints are copied to, if that is asked for."""
-    mirror = job.checkpoint.mirror
-    return None if mirror is None else open_mirror(url_of_run(mirror, str(job.run.name)))
 
 
 def _loader(

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.config.sections import AnomaliesSection
 from forge_core.data.loader import BatchLoader
@@ -15,7 +16,6 @@ from forge_core.distributed.collective_errors import on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, NonFiniteError
 from forge_core.run.directory import RunDirectory
-from forge_core.run.mirror import Mirroring
 from forge_core.train.step_guard import Anomalies, Stretch
 
 
@@ -34,7 +34,7 @@ class RollingBack:
     """Fills model, optimizer and callbacks."""
     patiently: Callable[[], AbstractContextManager[None]]
     """While it is found and loaded: reading may take longer than a step."""
-    mirroring: Mirroring | None = None
+    mirror: NoMirror = attrs.field(factory=NoMirror)
     attempts: int = 0
     """How often the run has gone back to the checkpoint of ``to_step``."""
     to_step: int = -1
@@ -71,8 +71,7 @@ class RollingBack:
         self.loader.restart(self.loader.stream.without(stretch.start, stretch.stop), state["position"])
         self.anomalies.restart(state.get("anomalies"))
         on_all_ranks(lambda: self._take_back_files(checkpoint.step))
-        if self.mirroring is not None:
-            self.mirroring.put_aside(checkpoint.step)
+        self.mirror.rolled_back(checkpoint.step)
         self.say(
             f"rolled back from step {step} to {checkpoint.path.name}, {self.attempts} of at most "
             f"{self.section.give_up_after} times; from now on without the samples {first} to {last}"

@@ -14,6 +14,7 @@ import torch
 
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
 from forge_core.checkpoint.retention import superfluous
+from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.saver import Saved, Saver, Snapshot
 from forge_core.checkpoint.state_dict import optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
@@ -25,7 +26,6 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.distributed.peer_monitor import Peers
 from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
-from forge_core.run.mirror import Mirroring
 from forge_core.train.build import BuiltModel
 from forge_core.train.component_state import states_of
 
@@ -91,7 +91,7 @@ class Saving:
     """One checkpoint at a time. All ranks call the same methods at the same steps.
 
     Args:
-        mirroring: copies what is committed on to a mirror, if there is one.
+        mirror: copies what is committed.
         report: prints a line on the first rank.
         ended: told how every save has ended.
         committed: told of every checkpoint that is there, on all ranks; not after the run has failed.
@@ -103,7 +103,7 @@ class Saving:
         saver: Saver,
         peers: Peers,
         store: CheckpointStore,
-        mirroring: Mirroring | None,
+        mirror: NoMirror,
         report: Callable[[str], None],
         ended: Callable[[Saved], None],
         committed: Callable[[Saved], None],
@@ -112,7 +112,7 @@ class Saving:
         self._saver = saver
         self._peers = peers
         self._store = store
-        self._mirroring = mirroring
+        self._mirror = mirror
         self._report = report
         self._ended = ended
         self._committed = committed
@@ -144,8 +144,7 @@ class Saving:
             ForgeError: this save, in the foreground, or the one before has failed, and the run cannot go on without it.
         """
         self.finish()
-        if self._mirroring is not None:
-            self._mirroring.refuse_if_failed()
+        self._mirror.refuse_if_failed()
         self._begun_at = step
         self._snapshot = partial(self._contents.snapshot, step, tokens, progress, metrics)
         with self._waiting():
@@ -163,8 +162,7 @@ class Saving:
         Args:
             is_written: whether all ranks have said so; they say it two steps late at most.
         """
-        if self._mirroring is not None:
-            self._mirroring.look()
+        self._mirror.look()
         if is_written and self._begun_at is not None and step >= self._begun_at + 2:
             self.finish()
 
@@ -178,9 +176,9 @@ class Saving:
             ForgeError: it has failed, and the run cannot go on without it.
         """
         self._finish(must_succeed)
-        if must_succeed and self._mirroring is not None:
+        if must_succeed:
             with self._waiting():
-                self._mirroring.finish()
+                self._mirror.finish()
 
     def _finish(self, must_succeed: bool) -> None:
         with self._waiting():
@@ -194,8 +192,7 @@ class Saving:
         if saved.error is None:
             self._report(f"saved {saved.path.name}")
             self._committed(saved)
-            if self._mirroring is not None:
-                self._mirroring.saved()
+            self._mirror.saved(saved.path)
             self._prune(saved.step)
             return
         if (
@@ -227,8 +224,7 @@ class Saving:
         saved = self._saver.close()
         if saved is not None:
             self._ended(saved)
-        if self._mirroring is not None:
-            self._mirroring.close()
+        self._mirror.close()
 
     def _waiting(self) -> AbstractContextManager[None]:
         """For files to be written, which may take longer than a step."""
@@ -248,9 +244,7 @@ class Saving:
             except DamagedError:
                 continue  # not ours to judge by, nor to remove
         steps = superfluous([(step, found.metrics) for step, found in there.items()], self._contents.job.checkpoint)
-        if self._mirroring is not None:
-            sizes = {step: found.n_bytes for step, found in there.items()}
-            steps = self._mirroring.removable(steps, sizes, self._store.path)
+        steps = self._mirror.may_remove(steps, {step: found.n_bytes for step, found in there.items()})
         try:
             self._store.begin_to_remove(steps)
         except OSError as error:

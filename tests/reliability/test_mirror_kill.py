@@ -8,7 +8,7 @@ import pytest
 
 from faults.copying import COPYING, problems_at
 from faults.zygote import end
-from forge_core.checkpoint.mirror import open_mirror
+from forge_plugins_mirror.mirror import open_mirror
 
 NORMAL, NIGHTLY, TORTURE = 25, 200, 1000
 

@@ -14,12 +14,12 @@ import pytest
 
 from faults.objects import Objects
 from forge_core.checkpoint.manifest import read_manifest
-from forge_core.checkpoint.mirror import Mirror, open_mirror
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.run.mirror import Mirroring
 from forge_core.train.step_guard import Stretch
 from forge_core.train.trainer import Trainer
+from forge_plugins_mirror.mirror import Mirror, open_mirror
+from forge_plugins_mirror.mirroring import Mirroring
 
 _NAMES = (f"run{number}" for number in itertools.count())
 
@@ -244,7 +244,7 @@ def test_what_is_not_copied_yet_is_not_removed_here(run):
 
 def test_what_is_not_copied_yet_goes_when_the_disk_has_no_room_for_the_next_one(run, monkeypatch, capsys):
     usage = type("usage", (), {"free": 1000, "total": 0, "used": 0})
-    monkeypatch.setattr("forge_core.run.mirror.shutil", type("S", (), {"disk_usage": lambda path: usage}))
+    monkeypatch.setattr("forge_plugins_mirror.mirroring.shutil", type("S", (), {"disk_usage": lambda path: usage}))
     removable = Mirroring.removable
 
     def after_the_copier_has_given_up(self, *arguments):

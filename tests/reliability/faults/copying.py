@@ -10,8 +10,8 @@ from pathlib import Path
 import faults.objects  # noqa: F401 - its URLs are known from then on
 from forge_core.checkpoint.fsync import write_durably
 from forge_core.checkpoint.manifest import DamagedError, Manifest, describe_files, write_manifest
-from forge_core.checkpoint.mirror import Mirror, open_mirror
 from forge_core.checkpoint.store import CheckpointStore
+from forge_plugins_mirror.mirror import Mirror, open_mirror
 
 COPYING = "copying"
 """A file in the scratch folder, once the second copy begins: how many seconds the first one took."""

@@ -14,7 +14,13 @@ from forge_core.errors import ConfigError
 from forge_core.registry.hookspecs import CORE_KINDS
 from forge_core.registry.suggestions import did_you_mean
 
-HOOKS = {**{kind.name: kind.hook for kind in CORE_KINDS}, "command": "forge_commands", "check": "forge_checks"}
+WITHOUT_PACKAGE = ("checkpoint_mirror",)
+"""Kinds for which no package is written: their page among the hooks has a whole one."""
+HOOKS = {
+    **{kind.name: kind.hook for kind in CORE_KINDS if kind.name not in WITHOUT_PACKAGE},
+    "command": "forge_commands",
+    "check": "forge_checks",
+}
 """The hook of each kind that a package can be written for."""
 
 

@@ -23,8 +23,8 @@ import torch
 
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.commands.validate import options_of
-from forge_core.config.mirror_url import url_of_run
 from forge_core.config.sections import Job
+from forge_core.contracts.component_ref import Use
 from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, load_job
 from forge_core.run.directory import RunDirectory
@@ -263,8 +263,18 @@ def _job_of_replica(job: Job, number: int) -> Job:
     return attrs.evolve(
         job,
         run=attrs.evolve(job.run, dir=job.run.dir / name, name=f"replica_{number}"),
-        checkpoint=attrs.evolve(job.checkpoint, mirror=None if mirror is None else url_of_run(mirror, name)),
+        checkpoint=attrs.evolve(job.checkpoint, mirror=None if mirror is None else _within(mirror, name)),
     )
+
+
+def _within(mirror: Use, name: str) -> Use:
+    """The mirror of a run, for its replicas."""
+    if not hasattr(mirror.config, "within"):
+        raise ConfigError(
+            f"checkpoint.mirror: '{mirror.qualified_name}' has no folders within its place, so several replicas cannot "
+            "share it"
+        )
+    return attrs.evolve(mirror, config=mirror.config.within(name))
 
 
 def _command(folder: Path, job: Job, nproc: int) -> list[str]:

@@ -30,8 +30,8 @@ from forge_core.checkpoint.manifest import (
     read_manifest,
 )
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.config.mirror_url import path_of
 from forge_core.errors import ForgeError, LeaseLostError, MirrorError
+from forge_plugins_mirror.mirror_url import path_of
 
 WRITER = "writer.json"
 _BLOCK = 1 << 22
@@ -352,12 +352,14 @@ class _Objects(Mirror):
     def _put_aside(self, after: int) -> None:
         for step, folder in [*self._folders()]:
             if step > after and self._filesystem.exists(f"{folder}/{FILE_NAME}"):
-                self._filesystem.mv(f"{folder}/{FILE_NAME}", f"{folder}/{self._ASIDE}")
+                with suppress(FileNotFoundError):  # an earlier attempt, not refused yet, removes it at this moment
+                    self._filesystem.mv(f"{folder}/{FILE_NAME}", f"{folder}/{self._ASIDE}")
 
     def _collect_unfinished(self) -> None:
         for _, folder in [*self._folders()]:
             if not any(self._filesystem.exists(f"{folder}/{name}") for name in (FILE_NAME, self._ASIDE)):
-                self._filesystem.rm(folder, recursive=True)
+                with suppress(FileNotFoundError):  # as above; what it leaves behind is collected at the next start
+                    self._filesystem.rm(folder, recursive=True)
 
 
 def _written(entry: Manifest | DamagedError) -> float:

@@ -10,11 +10,11 @@ import pytest
 
 from faults.objects import Objects
 from forge_core.checkpoint.manifest import Manifest, describe_files, write_manifest
-from forge_core.checkpoint.mirror import open_mirror
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.checkpoint.uploader import Copier
 from forge_core.config.sections import CheckpointSection
 from forge_core.errors import LeaseLostError, MirrorError
+from forge_plugins_mirror.mirror import open_mirror
+from forge_plugins_mirror.uploader import Copier
 
 _NUMBERS = itertools.count()
 
@@ -268,6 +268,24 @@ def test_removed_ones_are_gone_for_good(url, store):
     assert [*mirror.checkpoints()] == [4]
     filesystem, root = fsspec.core.url_to_fs(url)
     assert not any("step_00000002" in path for path in filesystem.find(root))
+
+
+def test_what_an_earlier_attempt_tidies_up_at_the_same_moment_does_not_keep_a_later_one_from_taking_over(
+    objects, tmp_path, monkeypatch
+):
+    """The earlier one is refused only when it looks, and removes or copies until then."""
+    unfinished = tmp_path / "far/run/checkpoints/step_00000005-a1-0"
+    unfinished.mkdir(parents=True)
+    (unfinished / "state.json").write_text("{}")
+    remove = Objects.rm
+
+    def removed_meanwhile(self, path, **more):
+        remove(self, path, **more)
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(Objects, "rm", removed_meanwhile)
+
+    assert _taken(objects, "b2").job_toml() == "[run]\n"
 
 
 class TestCopier:

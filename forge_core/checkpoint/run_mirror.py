@@ -1,0 +1,245 @@
+"""The mirror of a run as the rest of the core sees it: none at all, or a component whose failures obey the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+
+from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.checkpoint_mirror import CheckpointMirror, MirrorContext, MirrorStart
+from forge_core.contracts.component_ref import Use
+from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.errors import ForgeError, LeaseLostError, MirrorError
+
+T = TypeVar("T")
+
+
+class NoMirror:
+    """A run whose checkpoints are in one place. All ranks call the same methods at the same steps, but for
+    ``may_remove``."""
+
+    place = ""
+
+    def steps(self, here: Sequence[int]) -> list[int]:
+        """List the steps of the checkpoints at the mirror.
+
+        Args:
+            here: steps of those that need not be fetched.
+
+        Raises:
+            MirrorError: it cannot be reached, and nothing is known of a run that may be there.
+        """
+        return []
+
+    def last_job(self) -> str | None:
+        """Return the ``job.toml`` of the run's last start, as far as the mirror knows."""
+        return None
+
+    def fetch(self, step: int, folder: Path) -> str | None:
+        """As ``CheckpointMirror.fetch``."""
+        raise AssertionError("a run without a mirror lists no steps there")
+
+    def begin(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
+        """Take the mirror over.
+
+        Args:
+            start: its ``copied`` and ``failed`` are set here.
+            copied: told how many seconds a checkpoint took.
+
+        Raises:
+            MirrorError: it cannot be written to, and the run is not to start without it.
+        """
+
+    def saved(self, path: Path) -> None:
+        """Copy another checkpoint."""
+
+    def look(self) -> None:
+        """Tell what has been copied meanwhile."""
+
+    def may_remove(self, steps: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
+        """As ``CheckpointMirror.may_remove``."""
+        return [*steps]
+
+    def rolled_back(self, to: int) -> None:
+        """Put the checkpoints of later steps aside."""
+
+    def refuse_if_failed(self) -> None:
+        """Raise the error of a copy that has failed, if the run is not to go on without it."""
+
+    def finish(self) -> None:
+        """Wait for what is being copied, at the end of the run, and try once more what could not be.
+
+        Raises:
+            ForgeError: as ``refuse_if_failed``.
+        """
+
+    def close(self) -> None:
+        """Let go of it, also after a failure: nothing is waited for."""
+
+
+class RunMirror(NoMirror):
+    """A mirror component whose failures are told with its name and obey ``checkpoint.on_failure``.
+
+    Args:
+        words: the component as messages name it.
+        provider: its distribution.
+    """
+
+    def __init__(self, mirror: CheckpointMirror, context: MirrorContext, words: str, provider: str) -> None:
+        self._mirror = mirror
+        self._section = context.section
+        self._folder = context.folder
+        self._say = context.say
+        self._words, self._provider = words, provider
+        self._write_event: Callable[..., None] = lambda *_, **__: None
+        self._copied: Callable[[float], None] = lambda seconds: None
+        self._failure: ForgeError | None = None
+        self._is_last_try = False
+        self.place = mirror.place
+
+    def steps(self, here: Sequence[int]) -> list[int]:
+        try:
+            with self._named("available"):
+                return [*self._mirror.available()]
+        except MirrorError as error:
+            if self._section.on_failure == "stop" or not here:
+                raise
+            self._say(f"{error}; going by the checkpoints that are here")
+            return []
+
+    def last_job(self) -> str | None:
+        try:
+            with self._named("last_job"):
+                return self._mirror.last_job()
+        except MirrorError:
+            return None  # `steps` says so, and decides
+
+    def fetch(self, step: int, folder: Path) -> str | None:
+        with self._named("fetch"):
+            return self._mirror.fetch(step, folder)
+
+    def begin(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
+        self._write_event, self._copied = start.write_event, copied
+        start = attrs.evolve(start, copied=self._note_copy, failed=self._note_failure)
+        try:
+            with self._named("begin"):
+                self._mirror.begin(start)
+        except MirrorError as error:
+            if not start.may_start_without:
+                with self._named("close"):
+                    self._mirror.close()
+                raise
+            self._say(f"{error}; training goes on, and it is tried again after the next save")
+
+    def saved(self, path: Path) -> None:
+        with self._noted("saved"):
+            self._mirror.saved(path)
+
+    def look(self) -> None:
+        with self._noted("look"):
+            self._mirror.look()
+
+    def may_remove(self, steps: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
+        chosen: list[int] = []  # if it fails, what may not have been copied stays
+        with self._noted("may_remove"):
+            chosen += self._mirror.may_remove(steps, sizes)
+        return [step for step in chosen if step in steps]
+
+    def rolled_back(self, to: int) -> None:
+        with self._noted("rolled_back"):
+            self._mirror.rolled_back(to)
+
+    def refuse_if_failed(self) -> None:
+        self.look()
+
+        def refuse() -> None:
+            if self._failure is not None:
+                raise self._failure
+
+        on_all_ranks(refuse)
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + self._section.timeout
+        self._finish_by(deadline)
+        tries_again = False
+        before, self._failure = self._failure, None
+        with self._noted("try_again"):
+            tries_again = self._mirror.try_again()
+        if not tries_again:
+            self._failure = self._failure or before
+        self._is_last_try = True
+        self._finish_by(deadline)
+        self.refuse_if_failed()
+
+    def close(self) -> None:
+        with self._noted("close"):
+            self._mirror.close()
+        self.look()
+
+    def _finish_by(self, deadline: float) -> None:
+        with self._noted("finish"):
+            self._mirror.finish(max(0.0, deadline - time.monotonic()))
+        self.look()
+
+    def _note_copy(self, step: int, n_bytes: int, seconds: float) -> None:
+        self._write_event("mirrored", step=step, seconds=seconds, bytes=n_bytes)
+        self._copied(seconds)
+
+    def _note_failure(self, step: int, error: Exception) -> None:
+        own = error if isinstance(error, ForgeError) else MirrorError(f"{type(error).__name__}: {error}")
+        self._write_event("mirror_failed", step=step, error=str(own))
+        if self._section.on_failure == "stop" or isinstance(own, LeaseLostError):
+            self._failure = own
+        elif self._is_last_try:
+            self._say(f"{own}; the same command tries it again")
+        else:
+            self._say(f"{own}; training goes on, and it is tried again after the next save")
+
+    def _named(self, method: str) -> AbstractContextManager[None]:
+        return _naming(f"{self._words} fails in {method}", self._provider)
+
+    @contextmanager
+    def _noted(self, method: str) -> Iterator[None]:
+        """As ``_named``; the error is noted, since training may go on, and other ranks wait for this one."""
+        try:
+            with self._named(method):
+                yield
+        except ForgeError as error:
+            self._note_failure(self._newest(), error)
+
+    def _newest(self) -> int:
+        steps = (path.name.removeprefix("step_") for path in self._folder.glob("step_*"))
+        return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def mirror_of(use: Use, context: MirrorContext, build: ComponentBuilder) -> RunMirror:
+    """Build the mirror that a job chooses, on all ranks."""
+    words, run_on_rank0 = build.words_for(use), context.run_on_rank0
+
+    def named_on_rank0(work: Callable[[], T]) -> T:
+        def named() -> T:
+            with _naming(f"{words} fails", use.provider):
+                return work()
+
+        return run_on_rank0(named)
+
+    context = attrs.evolve(context, run_on_rank0=named_on_rank0)
+    return RunMirror(build(use, context=context), context, words, use.provider)
+
+
+@contextmanager
+def _naming(what: str, provider: str) -> Iterator[None]:
+    """Turn errors that are none of Forge's into a sentence that names the component."""
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise MirrorError(
+            f"checkpoint.mirror: {what}: {type(error).__name__}: {error}. This is a bug in {provider}."
+        ) from error

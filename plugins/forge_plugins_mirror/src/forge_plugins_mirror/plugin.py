@@ -1,0 +1,18 @@
+"""What this distribution registers."""
+
+from collections.abc import Iterable
+
+from forge_core.api import Component, hookimpl
+
+FORGE_API = "1.0"
+
+
+@hookimpl
+def forge_checkpoint_mirrors() -> Iterable[Component]:
+    """The mirror on any file system of fsspec."""
+    yield Component(
+        name="fsspec",
+        summary="checkpoints copied in the background to a path, or a URL that fsspec knows",
+        factory="forge_plugins_mirror.fsspec_mirror:FsspecMirror",
+        config="forge_plugins_mirror.config:FsspecMirrorConfig",
+    )
