@@ -89,13 +89,23 @@ class Invocation:
         return catalog
 
     def _note_slow(self, catalog: Catalog) -> None:
-        if not {"RANK", "SLURM_PROCID"}.isdisjoint(os.environ):  # one of many, which would all say it
-            return
-        for plugin in catalog.plugins:
-            if plugin.is_slow and plugin.distribution not in self._noted:
-                self._noted.add(plugin.distribution)
-                seconds = f"{plugin.import_seconds:.1f} s"
-                click.echo(f"note: importing {plugin} takes {seconds}, for which every forge command waits", err=True)
+        slow = [one for one in catalog.plugins if one.is_slow and one.distribution not in self._noted]
+        for plugin in slow if slow and not _is_one_of_many(catalog) else ():
+            self._noted.add(plugin.distribution)
+            seconds = f"{plugin.import_seconds:.1f} s"
+            click.echo(f"note: importing {plugin} takes {seconds}, for which every forge command waits", err=True)
+
+
+def _is_one_of_many(catalog: Catalog) -> bool:
+    """Whether other processes would say the same."""
+    if "RANK" in os.environ:
+        return True
+    from forge_core.distributed.cluster import find_cluster
+
+    try:
+        return find_cluster(catalog, os.environ).is_launched(os.environ)
+    except ForgeError:  # a command that needs to know says why
+        return False
 
 
 class ForgeGroup(click.Group):

@@ -55,6 +55,10 @@ class LostPeerError(ForgeError):
     exit_code = ExitCode.LOST_PEER
 
 
+class NotJoinedError(LostPeerError):
+    """The ranks of a group do not come together."""
+
+
 class LeaseLostError(ForgeError):
     """Another attempt at the same run has taken over."""
 

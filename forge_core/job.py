@@ -74,6 +74,12 @@ def load_job(
     return job
 
 
+def disabled_plugins(path: Path, overrides: Sequence[str], options: Collection[str]) -> tuple[str, ...]:
+    """The distributions that a configuration disables, before anything else of it is looked at."""
+    document = with_overrides(read_document(path), overrides, sections=SECTIONS, options=options)
+    return _plugins_section(document.table).disable
+
+
 def job_table(job: Job) -> dict[str, Any]:
     """The job as plain TOML data, with qualified names of components. What is ``None`` is left out."""
     table: dict[str, Any] = plain(job)

@@ -152,7 +152,8 @@ def test_a_misspelt_published_name_is_recognised():
 
 def test_an_unknown_kind_is_explained():
     assert message(Catalog([]), "ruoter", "x").startswith(
-        "no installed plugin adds the kind 'ruoter'. Did you mean 'router'? Known kinds: callback, checkpoint_mirror,"
+        "no installed plugin adds the kind 'ruoter'. Did you mean 'router'? Known kinds: callback, checkpoint_mirror, "
+        "cluster_environment, data_source,"
     )
 
 

@@ -7,17 +7,20 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from forge_core.commands.validate import options_of
+from forge_core.contracts.cluster_environment import ClusterEnvironment
+from forge_core.distributed.cluster import find_cluster, note_job
 from forge_core.distributed.environment import world_size_of
 from forge_core.distributed.parent_death import end_with_launcher
 from forge_core.distributed.torchrun import refuse_split_brain
-from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.job import dump_job, load_job
+from forge_core.errors import ConfigError, ExitCode, ForgeError, NotJoinedError
+from forge_core.job import disabled_plugins, dump_job, load_job
 from forge_core.run.directory import RunDirectory
 from forge_core.run.output import LossyOutput
 from forge_core.run.process import imported_for_good
@@ -59,18 +62,20 @@ def run(
     obj.until_the_end.enter_context(LossyOutput())
     if resume is not None:
         overrides = (*overrides, f"checkpoint.resume={json.dumps(resume, ensure_ascii=False)}")
-    ranks = world_size_of(os.environ)
-    if ranks is not None:  # one rank of a group that torchrun, Slurm or `--nproc` has started
-        end_with_launcher(os.environ)
-        refuse_split_brain(os.environ)
+    cluster = find_cluster(obj.catalog(disabled_plugins(config, overrides, options_of(run))), os.environ)
+    note_job(cluster, os.environ)
+    ranks = world_size_of(os.environ, cluster)
+    if ranks is not None:  # one rank of a group that torchrun, a cluster or `--nproc` has started
+        end_with_launcher(os.environ, cluster)
+        refuse_split_brain(os.environ, cluster=cluster)
         if nproc != "1":
             raise ConfigError(
-                f"--nproc {nproc}: torchrun or Slurm has started this process as one of {ranks} ranks already; leave "
-                "--nproc out, or start a single process"
+                f"--nproc {nproc}: torchrun or a cluster has started this process as one of {ranks} ranks already; "
+                "leave --nproc out, or start a single process"
             )
         if max_restarts:
-            raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or Slurm starts the ranks: ask them")
-        _end(_run_here(obj, config, overrides, ranks, dry_run))
+            raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or a cluster starts the ranks: ask it")
+        _end(_explained(cluster, lambda: _run_here(obj, config, overrides, ranks, dry_run)))
     if nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
         load_job(config, overrides, catalog=obj.catalog, world_size=int(nproc) or None, options=options_of(run))
     with imported_for_good():
@@ -94,6 +99,16 @@ def run(
             variables={COMMAND: _command(obj)},
         )
     )
+
+
+def _explained(cluster: ClusterEnvironment, train: Callable[[], ExitCode]) -> ExitCode:
+    """With what the cluster knows about ranks that do not come together."""
+    try:
+        return train()
+    except NotJoinedError as error:
+        if sentence := cluster.explain(error):
+            error.add_note(sentence)
+        raise
 
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:

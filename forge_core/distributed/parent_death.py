@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from forge_core.contracts.cluster_environment import NO_CLUSTER, ClusterEnvironment
 from forge_core.errors import LostPeerError
 
 LAUNCHER = "FORGE_LAUNCHER"
@@ -19,7 +20,7 @@ _PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 _ADOPT_ORPHANS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit"}
 
 
-def end_with_launcher(environment: Mapping[str, str]) -> None:
+def end_with_launcher(environment: Mapping[str, str], cluster: ClusterEnvironment = NO_CLUSTER) -> None:
     """From now on, the kernel kills this process when the one that started it dies, even of ``kill -9`` (Linux only).
 
     Of ranks that a person has started one by one, the shell may well end before they do: they are left alone.
@@ -27,7 +28,7 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
     Raises:
         LostPeerError: the launcher has died already.
     """
-    has_launcher = "TORCHELASTIC_RUN_ID" in environment or "SLURM_STEP_ID" in environment
+    has_launcher = "TORCHELASTIC_RUN_ID" in environment or cluster.is_launched(environment)
     if sys.platform != "linux" or not has_launcher:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,7 +40,7 @@ def _is_orphan(environment: Mapping[str, str]) -> bool:
     parent = os.getppid()
     if LAUNCHER in environment and environment[LAUNCHER] == environment.get("TORCHELASTIC_RUN_ID"):
         return environment[LAUNCHER] != str(parent)
-    # torchrun and srun do not say their numbers. In a container, they may well be process 1.
+    # Other launchers do not say their numbers. In a container, they may well be process 1.
     try:
         return Path(f"/proc/{parent}/comm").read_text().strip() in _ADOPT_ORPHANS
     except OSError:  # of another process namespace

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from forge_core.distributed.environment import slurm_tasks
+from forge_core.contracts.cluster_environment import NO_CLUSTER, ClusterEnvironment
 from forge_core.errors import ConfigError
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -21,8 +21,10 @@ def agent_without_restarts(environment: Mapping[str, str]) -> int:
     return parent if _is_torchrun(_command_of(parent)) else 0
 
 
-def refuse_split_brain(environment: Mapping[str, str], command: Sequence[str] | None = None) -> None:
-    """Look at torchrun's options for hosts that come and go, and at how often Slurm has started it.
+def refuse_split_brain(
+    environment: Mapping[str, str], command: Sequence[str] | None = None, cluster: ClusterEnvironment = NO_CLUSTER
+) -> None:
+    """Look at torchrun's options for hosts that come and go, and at how often the cluster has started it.
 
     Args:
         command: torchrun's; by default that of the process which has started this one, if it can be seen.
@@ -37,7 +39,7 @@ def refuse_split_brain(environment: Mapping[str, str], command: Sequence[str] | 
     nodes = _option("nnodes", command, environment)
     least, _, most = nodes.partition(":")
     if not most or least == most:
-        _refuse_other_number_than_slurms(environment)
+        cluster.check_torchruns(environment, environment.get("GROUP_WORLD_SIZE", "1"))
         return
     beats = dict(pair.split("=", 1) for pair in _option("rdzv-conf", command, environment).split(",") if "=" in pair)
     attempts = beats.get("keep_alive_max_attempt", "3")
@@ -50,16 +52,6 @@ def refuse_split_brain(environment: Mapping[str, str], command: Sequence[str] | 
         raise ConfigError(
             f"--nnodes {nodes}: set {_OWN_STORE}=1 for torchrun. Without it, a host that comes back ends the run on "
             "all hosts a minute later (torch 2.13)."
-        )
-
-
-def _refuse_other_number_than_slurms(environment: Mapping[str, str]) -> None:
-    """A torchrun that has been told of itself alone has nothing to do with the others."""
-    tasks, told = slurm_tasks(environment), environment.get("GROUP_WORLD_SIZE", "1")
-    if tasks is not None and told not in ("1", tasks):
-        raise ConfigError(
-            f"srun has started {tasks} torchruns (SLURM_STEP_NUM_TASKS), which have been told of {told} (--nnodes): "
-            "start one on each node, with srun --ntasks-per-node=1, and give --nnodes their number"
         )
 
 

@@ -99,6 +99,14 @@ class ForgeSpecs:
         raise AssertionError("specification only")
 
     @hookspec
+    def forge_cluster_environments(self) -> Iterable[Component]:
+        """Contribute clusters, by their variables. The one that detects itself is taken; no key chooses it.
+
+        Contract: ``forge_core.contracts.cluster_environment``.
+        """
+        raise AssertionError("specification only")
+
+    @hookspec
     def forge_commands(self) -> Iterable[Command]:
         """Contribute sub-commands of ``forge``. Contract: ``forge_core.contracts.command``."""
         raise AssertionError("specification only")
@@ -196,6 +204,13 @@ CORE_KINDS = (
         summary="what else happens during a run",
         contract="forge_core.contracts.callback:Callback",
         returns="forge_core.contracts.callback:Callback",
+    ),
+    Kind(
+        name="cluster_environment",
+        hook="forge_cluster_environments",
+        summary="a cluster's variables: ranks, job, end",
+        contract="forge_core.contracts.cluster_environment:ClusterEnvironment",
+        returns="forge_core.contracts.cluster_environment:ClusterEnvironment",
     ),
 )
 """The kinds of the core. Commands, checks and kinds themselves are registered by hooks of their own."""

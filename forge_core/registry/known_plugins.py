@@ -24,6 +24,17 @@ def published_names(kind: str) -> list[str]:
     return [name for kinds in _components().values() for name in kinds.get(kind, ())]
 
 
+def cluster_of(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The published cluster environment of which this process is one task of several: its distribution and name, and
+    the variable that says so."""
+    for name, variables in _file()["clusters"].items():
+        counts = (environment[count] for count in variables["tasks"] if environment.get(count))
+        if all(one in environment for one in variables["task"]) and next(counts, "1") != "1":
+            distribution, _, bare = name.partition(":")
+            return distribution, bare, variables["task"][0]
+    return None
+
+
 def serving_pass(capability: str) -> tuple[str, str] | None:
     """Distribution and name of the published pass that serves a mesh axis or ``"precision"``."""
     distribution, colon, name = _file()["serves"].get(capability, "").partition(":")

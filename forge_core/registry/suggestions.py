@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from forge_core.registry.component import kind_words
 from forge_core.registry.entry_points import canonical_distribution
-from forge_core.registry.known_plugins import published_names, publishers, publishers_of_kind, serving_pass
+from forge_core.registry.known_plugins import cluster_of, published_names, publishers, publishers_of_kind, serving_pass
 
 if TYPE_CHECKING:
     from forge_core.registry.catalog import Catalog
@@ -65,6 +65,19 @@ def where_to_find_pass(catalog: Catalog, capability: str) -> str:
     distribution, name = serving_pass(capability) or ("", "")
     published = _where_published(catalog, "parallel_pass", name, distribution)
     return f"'{name}' {published}" if published else ""
+
+
+def missing_cluster(catalog: Catalog, environment: Mapping[str, str]) -> str:
+    """Why this process would train beside others that do the same, if its environment is that of a published cluster
+    environment which is not there; else empty."""
+    distribution, name, variable = cluster_of(environment) or ("", "", "")
+    published = _where_published(catalog, "cluster_environment", name, distribution) if name else ""
+    if not published:
+        return ""
+    return (
+        f"{variable} = {environment[variable]} says that this is one of several tasks, each of which would train "
+        f"alone: the cluster environment '{name}' {published}"
+    )
 
 
 def notes(catalog: Catalog) -> str:

@@ -16,6 +16,7 @@ import attrs
 
 from forge_core.checkpoint.fsync import make_folder
 from forge_core.config.regular_file import read_regular_file
+from forge_core.distributed.cluster import JOB
 from forge_core.distributed.process_identity import Process
 from forge_core.errors import ConfigError, LeaseLostError
 
@@ -85,7 +86,7 @@ class Lease:
         self._path = run_directory / FILE_NAME
         this = Process.this()
         self._own = Holder(
-            uuid.uuid4().hex, socket.gethostname(), this.machine, this.number, this.started, _scheduler_job()
+            uuid.uuid4().hex, socket.gethostname(), this.machine, this.number, this.started, os.environ.get(JOB, "")
         )
         self._ended = threading.Event()
         self._is_lost = False
@@ -240,7 +241,3 @@ def _write(path: Path, text: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _scheduler_job() -> str:
-    return os.environ.get("SLURM_JOB_ID", "")

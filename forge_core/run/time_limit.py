@@ -12,16 +12,15 @@ from typing import Any
 from forge_core.config.sections import RunSection
 from forge_core.config.time_limit import DEFAULT_LEAD, seconds_of
 from forge_core.contracts.callback import TIME_LIMIT, Requests
+from forge_core.distributed.cluster import CLUSTER, JOB_END
 from forge_core.errors import ConfigError
 from forge_core.run.directory import ENDS
 
 _SAVES_TO_LEARN_FROM = 10
-SLURM_END = "SLURM_JOB_END_TIME"
-"""Environment variable: when Slurm will end the job, in seconds since 1970. Older Slurms do not set it."""
 
 
 class Deadline:
-    """The earlier of ``run.time_limit`` and the end of the Slurm job; there may be none.
+    """The earlier of ``run.time_limit`` and the end of the cluster's job; there may be none.
 
     Args:
         started: when this start of the run began, by ``time.monotonic()``.
@@ -35,9 +34,9 @@ class Deadline:
         ends: dict[str, float] = {}
         if run.time_limit is not None:
             ends[f"run.time_limit = {run.time_limit!r}"] = started + seconds_of(run.time_limit)
-        slurm_end = environment.get(SLURM_END, "")
-        if slurm_end.isdecimal() and int(slurm_end) > time.time():  # else a shell has kept it from a job that is over
-            ends["the end of the Slurm job"] = time.monotonic() + int(slurm_end) - time.time()
+        job_end = float(environment.get(JOB_END) or 0)
+        if job_end > time.time():  # else a shell has kept it from a job that is over
+            ends[f"the end of the {environment[CLUSTER]} job"] = time.monotonic() + job_end - time.time()
         self._what = min(ends, key=lambda what: ends[what], default="")
         self._end = ends.get(self._what)
         if self._end is not None and self._seconds_left() <= 0:

@@ -6,8 +6,17 @@ import pytest
 
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import TIME_LIMIT, Requests
+from forge_core.distributed.cluster import note_job
 from forge_core.errors import ConfigError
-from forge_core.run.time_limit import SLURM_END, Deadline
+from forge_core.run import time_limit
+from forge_plugins_slurm.cluster_environment import JOB_END as SLURM_END
+from forge_plugins_slurm.cluster_environment import SlurmEnvironment
+from forge_plugins_slurm.config import SlurmEnvironmentConfig
+
+
+def Deadline(section, started, environment):  # as a run builds it
+    note_job(SlurmEnvironment(SlurmEnvironmentConfig()), environment)
+    return time_limit.Deadline(section, started, environment)
 
 
 def wait_for_stop(deadline, seconds=30, told=None):

@@ -1,9 +1,15 @@
 """torchrun's variables are taken as they are, and Slurm's become them."""
 
+from functools import partial
+
 import pytest
 
-from forge_core.distributed.environment import first_host, world_size_of
+from forge_core.distributed import environment as core
 from forge_core.errors import ConfigError
+from forge_plugins_slurm.cluster_environment import SlurmEnvironment, first_host
+from forge_plugins_slurm.config import SlurmEnvironmentConfig
+
+world_size_of = partial(core.world_size_of, cluster=SlurmEnvironment(SlurmEnvironmentConfig()))
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

@@ -1,9 +1,16 @@
 """What torchrun's options mean for hosts that come and go."""
 
+from functools import partial
+
 import pytest
 
-from forge_core.distributed.torchrun import agent_without_restarts, refuse_split_brain
+from forge_core.distributed import torchrun
+from forge_core.distributed.torchrun import agent_without_restarts
 from forge_core.errors import ConfigError
+from forge_plugins_slurm.cluster_environment import SlurmEnvironment
+from forge_plugins_slurm.config import SlurmEnvironmentConfig
+
+refuse_split_brain = partial(torchrun.refuse_split_brain, cluster=SlurmEnvironment(SlurmEnvironmentConfig()))
 
 RANK = {"TORCHELASTIC_RUN_ID": "r"}
 OWN_STORE = {**RANK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

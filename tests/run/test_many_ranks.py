@@ -88,7 +88,7 @@ def test_a_rank_of_a_group_starts_no_group_of_its_own(tiny):
     refused = run_rank(tiny, group, "--nproc", "4")
 
     assert refused.returncode == 2, refused.stderr
-    assert "--nproc 4: torchrun or Slurm has started this process as one of 2 ranks already" in refused.stderr
+    assert "--nproc 4: torchrun or a cluster has started this process as one of 2 ranks already" in refused.stderr
     assert not tiny.path().exists()
 
 

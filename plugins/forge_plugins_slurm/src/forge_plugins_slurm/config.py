@@ -11,3 +11,8 @@ ASKED = "slurm/requeue"
 @attrs.frozen(kw_only=True)
 class SlurmRequeueConfig:
     """``slurm_requeue`` has nothing to choose: everything else is in the environment of the Slurm job."""
+
+
+@attrs.frozen(kw_only=True)
+class SlurmEnvironmentConfig:
+    """Slurm is known by its variables: there is nothing to set."""

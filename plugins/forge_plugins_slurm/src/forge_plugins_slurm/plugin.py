@@ -30,6 +30,17 @@ def forge_checks() -> Iterable[Check]:
 
 
 @hookimpl
+def forge_cluster_environments() -> Iterable[Component]:
+    """Slurm's variables, read for the core."""
+    yield Component(
+        name="slurm",
+        summary="ranks from srun's tasks, the job's number and end",
+        factory="forge_plugins_slurm.cluster_environment:SlurmEnvironment",
+        config="forge_plugins_slurm.config:SlurmEnvironmentConfig",
+    )
+
+
+@hookimpl
 def forge_commands() -> Iterable[Command]:
     """``forge submit`` and ``forge status``."""
     yield Command(

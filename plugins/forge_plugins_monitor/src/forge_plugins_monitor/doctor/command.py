@@ -12,6 +12,7 @@ import click
 
 from forge_core.contracts.check import Finding, Surroundings
 from forge_core.contracts.command import Invocation
+from forge_core.distributed.cluster import find_cluster
 from forge_core.distributed.environment import world_size_of
 from forge_core.errors import ConfigError, ExitCode, ForgeError
 from forge_core.registry.component import Check
@@ -42,7 +43,8 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
     def look() -> list[Finding]:
         return [finding for check, owner in checks for finding in _findings(check, owner, surroundings)]
 
-    findings = look() if world_size_of(os.environ) is None else _of_all_ranks(run_dir, look)
+    is_alone = world_size_of(os.environ, find_cluster(catalog, os.environ)) is None
+    findings = look() if is_alone else _of_all_ranks(run_dir, look)
     if os.environ.get("RANK", "0") == "0":
         click.echo(json.dumps([attrs.asdict(one) for one in findings], indent=1) if as_json else _table(findings))
         if init:
