@@ -20,9 +20,8 @@ MOVED = tomllib.loads((Path(forge_core.__file__).parent / "moved.toml").read_tex
 @pytest.fixture(autouse=True)
 def _as_at_the_start(monkeypatch):
     """An import of an earlier test is forgotten."""
-    for name in (*MOVED["aliases"], *(name.rpartition(".")[0] for name in MOVED["aliases"])):
-        if name != "forge_core":
-            monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in MOVED["aliases"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.parametrize("old", MOVED["aliases"])
