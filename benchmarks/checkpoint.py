@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters, optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 RANKS = 2
 ROWS = 1024
@@ -67,7 +67,7 @@ def measure(rank: int, folder: Path, width: int, rounds: int) -> None:
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in snapshot(0).tensors.values())
         report(rows, n_bytes)
     dist.destroy_process_group()
-    leave()
+    hard_exit()
 
 
 def training(width: int) -> tuple[Callable[[], object], Callable[[int], Snapshot]]:

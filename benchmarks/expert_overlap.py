@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.registry.discovery import discover
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 from forge_core.train.initialisation import SeededInitializer
 
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 512, 8, 1024
@@ -100,7 +100,7 @@ def measure(rounds: int, dispatcher: str) -> None:
                 columns.append(f"{1000 * value:8.0f} ms ({value / waiting:.2f})")
             print(f"{name:<22} {columns[0]:>18} {columns[1]:>18}")
     dist.destroy_process_group()
-    leave()
+    hard_exit()
 
 
 def build_layer(dispatcher: str) -> torch.nn.Module:

@@ -30,7 +30,7 @@ from forge_core.job import load_job
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.passes.order import sort_passes
 from forge_core.registry.discovery import discover
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 from forge_core.train.build import build_model, build_optimizer
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.memory import bytes_of
@@ -84,7 +84,7 @@ CASES = (
 
 
 def predict(case: Case, config: Path) -> int:
-    """Bytes, for the first rank."""
+    """Bytes, for rank 0."""
     catalog = discover()
     job = load_job(config, case.overrides, catalog=catalog, world_size=case.ranks)
     simulated = simulate(job, catalog, 4096, case.ranks, stage=0)
@@ -94,7 +94,7 @@ def predict(case: Case, config: Path) -> int:
 
 
 def measure(case: Case, config: Path) -> int:
-    """Bytes on the first rank; starts one process a rank."""
+    """Bytes on rank 0; starts one process a rank."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -147,7 +147,7 @@ def run_rank(config: Path, overrides: list[str]) -> None:
     buffers = [buffer for part in model.parts for buffer in part.buffers()]
     print(bytes_of([*parameters, *buffers, *kept]) + peak)
     dist.destroy_process_group()
-    leave()
+    hard_exit()
 
 
 class Allocator(TorchDispatchMode):

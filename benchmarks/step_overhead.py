@@ -28,10 +28,10 @@ from forge_core.passes.order import sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.train.build import build_model, build_optimizer
 from forge_core.train.component_checks import CheckedLoss
-from forge_core.train.events import Lifecycle
+from forge_core.train.events import Events
 from forge_core.train.executor import PlainExecutor
-from forge_core.train.metrics import Measurement
-from forge_core.train.step_guard import Anomalies
+from forge_core.train.metrics import Metrics
+from forge_core.train.step_guard import StepGuard
 from forge_core.train.trainer import Trainer
 
 JOB = """
@@ -95,7 +95,7 @@ class NothingIsSaved:
 
 
 class NothingGoesWrong:
-    """In place of ``RollingBack``."""
+    """In place of ``Rollback``."""
 
     def state(self) -> Mapping:
         return {}
@@ -201,14 +201,14 @@ class Bench:
             schedule=schedule,
             loader=loader,
             evaluation=None,
-            measurement=Measurement(self.device, 1.0, None, 1),
-            lifecycle=Lifecycle([]),
+            measurement=Metrics(self.device, 1.0, None, 1),
+            lifecycle=Events([]),
             context=context,
             saving=NothingIsSaved(),
-            anomalies=Anomalies(
+            anomalies=StepGuard(
                 self.job.anomalies, self.mesh, self.device, loader, print, lambda event, **facts: print(event, facts)
             ),
-            rolling_back=NothingGoesWrong(),
+            rollback=NothingGoesWrong(),
             loss=checked,
             record=lambda values: None,
             optimizer_words="the optimizer",
@@ -264,7 +264,7 @@ def synchronisations(bench: Bench) -> list[tuple[bool, int]]:
 
 def empty_lifecycle(steps: int = 10_000) -> float:
     """Microseconds a step of the events that nobody listens to."""
-    lifecycle = Lifecycle([])
+    lifecycle = Events([])
     started = time.perf_counter()
     for step in range(steps):
         for event in ("step_start", "before_optimizer_step", "step_end"):

@@ -18,7 +18,7 @@ from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.sections import Job
 from forge_core.config.validators import schema_limits
 from forge_core.passes.rules import condition_words, other_words
-from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import PHASES, PassComponent, Slot
 from forge_core.registry.discovery import discover
 from forge_core.registry.imports import load_reference
@@ -112,7 +112,7 @@ def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
     yield ""
 
 
-def _component(kind: str, provided: Provided) -> Iterator[str]:
+def _component(kind: str, provided: CatalogEntry) -> Iterator[str]:
     component, plugin = provided.component, provided.plugin
     cls = load_reference(component.config, what=f"the config class of '{component.name}'", owner=plugin.distribution)
     yield f"#### {kind} `{component.name}`"

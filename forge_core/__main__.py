@@ -10,7 +10,7 @@ import atexit
 
 from forge_core import cli
 from forge_core.errors import ExitCode
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
 
     def leave_torch() -> None:
         if isinstance(code, int) and "torch" in sys.modules:
-            leave(code)
+            hard_exit(code)
 
     atexit.register(leave_torch)  # the first that is registered is the last that is called
     try:

@@ -2,9 +2,12 @@
 
 import pluggy
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Check, Command, Component, Conflict, Kind, Need, PassComponent, Slot
 from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
+
+Use = ComponentRef
+"""The older name of ``ComponentRef``."""
 
 hookimpl = pluggy.HookimplMarker("forge")
 """Marks a function of a plugin module as the implementation of the hook of the same name."""
@@ -15,6 +18,7 @@ __all__ = [
     "Check",
     "Command",
     "Component",
+    "ComponentRef",
     "Conflict",
     "Kind",
     "Need",

@@ -97,7 +97,7 @@ class Invocation:
 
 
 def _is_one_of_many(catalog: Catalog) -> bool:
-    """Whether other processes would say the same."""
+    """Return whether other processes would say the same."""
     if "RANK" in os.environ:
         return True
     from forge_core.distributed.cluster import find_cluster

@@ -20,7 +20,7 @@ from forge_core.config.sections import Job, PluginsSection, TrainSection
 from forge_core.config.shorthands import as_written
 from forge_core.config.toml_file import Document, read_document
 from forge_core.config.unstructure import plain
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
 from forge_core.passes.order import add_required, refuse_conflicts, resolve_degrees, sort_passes
@@ -97,7 +97,7 @@ def dump_job(job: Job) -> str:
     return tomli_w.dumps(job_table(job))
 
 
-def components(job: Job) -> Iterator[tuple[KeyPath, Use]]:
+def components(job: Job) -> Iterator[tuple[KeyPath, ComponentRef]]:
     """Every component that the job chooses, at any depth, and the key path of its table."""
     return _components_in(job, ())
 
@@ -308,8 +308,8 @@ def _grad_norm_problems(job: Job, degrees: Mapping[str, int] | None) -> list[Pro
     return problems
 
 
-def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
-    """What the component itself has to say about the job."""
+def _component_problems(path: KeyPath, use: ComponentRef, job: Job) -> list[Problem]:
+    """The component's own problems with the job."""
     check = getattr(use.config, "check", None)
     if check is None:
         return []
@@ -328,7 +328,7 @@ def _component_problems(path: KeyPath, use: Use, job: Job) -> list[Problem]:
         ]
 
 
-def _factory_problems(path: KeyPath, use: Use, catalog: Catalog) -> list[Problem]:
+def _factory_problems(path: KeyPath, use: ComponentRef, catalog: Catalog) -> list[Problem]:
     """Its factory is not where its description says. It is not imported, as that may take seconds."""
     why = why_undefined(use.factory)
     if not why:
@@ -380,8 +380,8 @@ def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog
     return problem if written is None else attrs.evolve(problem, at=written)
 
 
-def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Use]]:
-    if isinstance(value, Use):
+def _components_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, ComponentRef]]:
+    if isinstance(value, ComponentRef):
         yield path, value
         value = value.config
     if attrs.has(type(value)):

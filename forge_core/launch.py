@@ -104,7 +104,7 @@ def launch(
 
 
 RANK_PROGRAM = ("-P", "-m", "forge_core")
-"""What Python runs as a rank; without the working folder among the sources of modules."""
+"""The Python arguments of a rank; without the working folder among the sources of modules."""
 
 
 @attrs.frozen
@@ -142,12 +142,12 @@ def _launch_once(
         if not signals.leaves:
             ranks.end(lambda: signals.leaves)
         if signals.wants_stacks:
-            ranks.leave(signal.SIGQUIT)
+            ranks.hard_exit(signal.SIGQUIT)
             _show_stacks(folder, nproc)
             return _Ended(ExitCode.UNEXPECTED)
         if signals.leaves:
             leave_file(folder).touch()
-            ranks.leave(signal.SIGINT)
+            ranks.hard_exit(signal.SIGINT)
             return _Ended(INTERRUPTED)
         if failed is None:
             return _Ended(ExitCode.COMPLETED)
@@ -159,7 +159,7 @@ def _launch_once(
 
 
 def leave_outcome(code: ExitCode) -> None:
-    """Called by the first rank before it ends."""
+    """Called by rank 0 before it ends."""
     path = os.environ.get(OUTCOME_FILE)
     if path and os.environ.get("RANK") == "0":
         Path(path).write_text(str(int(code)))

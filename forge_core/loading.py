@@ -31,7 +31,7 @@ _BUFFER_BYTES = 2**30
 
 @attrs.frozen
 class LoadedModel:
-    """What a checkpoint holds, whole, on one device, without passes."""
+    """A whole model from a checkpoint, on one device, without passes."""
 
     job: Job
     model: nn.Module

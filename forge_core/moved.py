@@ -16,7 +16,7 @@ class MovedModules:
     """Finds modules by their old names."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """As ``importlib.abc.MetaPathFinder``."""
+        """Same as ``importlib.abc.MetaPathFinder``."""
         if not fullname.startswith("forge_core."):
             return None
         aliases, gone = _table()["aliases"], _table()["gone"]
@@ -28,10 +28,10 @@ class MovedModules:
         return ModuleSpec(fullname, self, is_package=is_folder)  # type: ignore[arg-type]  # it has a loader's methods
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """As ``importlib.abc.Loader``: an ordinary module, which ``exec_module`` replaces."""
+        """Same as ``importlib.abc.Loader``: an ordinary module, which ``exec_module`` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """As ``importlib.abc.Loader``."""
+        """Same as ``importlib.abc.Loader``."""
         import warnings
         from importlib import import_module
 

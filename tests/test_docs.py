@@ -129,7 +129,7 @@ def config_classes() -> dict[str, type]:
     for cls in found:
         for field in attrs.fields(attrs.resolve_types(cls)):
             found += [part for part in all_parts(field.type) if attrs.has(part) and part not in found]
-    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in found if cls.__qualname__ != "Use"}
+    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in found if cls.__qualname__ != "ComponentRef"}
 
 
 def all_parts(annotation: object) -> Iterator[type]:

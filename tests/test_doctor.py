@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from forge_core.cli import main
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 from forge_core.registry.discovery import discover
 from forge_plugins_monitor.doctor import gloo, gpus, network, storage
 from forge_plugins_monitor.doctor.together import merged
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_exit_code_2_and_the_rest_is_looked_at(doctor, without_
 
 @pytest.mark.usefixtures("aborting_teardown")
 def test_gloo_works_where_processes_would_abort_as_torch_is_unloaded(tmp_path):
-    (finding,) = gloo.look(Surroundings(tmp_path, discover()))
+    (finding,) = gloo.look(CheckContext(tmp_path, discover()))
 
     assert finding.state == "fine", finding
 
@@ -245,7 +245,7 @@ def test_a_disk_on_which_a_checkpoint_could_be_written_over_is_wrong(tmp_path, m
 
     monkeypatch.setattr(Path, "rename", replacing)
 
-    found = {one.subject: one for one in storage.look(Surroundings(tmp_path, discover()))}
+    found = {one.subject: one for one in storage.look(CheckContext(tmp_path, discover()))}
 
     assert found["renaming"].state == "wrong"
 

@@ -3,9 +3,9 @@ import sys
 
 SCRIPT = """
 import gc, sys
-from forge_core.run.process import imported_for_good
+from forge_core.run.process import frozen_imports
 
-with imported_for_good():
+with frozen_imports():
     assert not gc.isenabled()
     import decimal
 assert gc.isenabled()

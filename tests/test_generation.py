@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
@@ -22,7 +22,7 @@ def build(use, /, **given):
 
 @pytest.fixture
 def model():
-    feed_forward = Use(
+    feed_forward = ComponentRef(
         kind="feed_forward",
         name="mlp",
         provider="forge-plugins-dense",

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from forge_core.config.sections import Job, ParallelSection, TrainSection
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.passes.order import add_required, required_capabilities, resolve_degrees, sort_passes
 from forge_core.registry.catalog import Catalog, Plugin
@@ -27,13 +27,13 @@ def catalog(*passes: PassComponent, **by_distribution: list[PassComponent]) -> C
     )
 
 
-def use(name: str, provider: str = "acme") -> Use:
-    return Use(kind="parallel_pass", name=name, provider=provider, factory="a.b:c", config=None)
+def use(name: str, provider: str = "acme") -> ComponentRef:
+    return ComponentRef(kind="parallel_pass", name=name, provider=provider, factory="a.b:c", config=None)
 
 
-def job(passes: dict[str, Use | None], precision: str = "fp32", **degrees: int) -> Job:
-    def choice(kind: str) -> Use:
-        return Use(kind=kind, name="any", provider="acme", factory="a.b:c", config=None)
+def job(passes: dict[str, ComponentRef | None], precision: str = "fp32", **degrees: int) -> Job:
+    def choice(kind: str) -> ComponentRef:
+        return ComponentRef(kind=kind, name="any", provider="acme", factory="a.b:c", config=None)
 
     return Job(
         model=choice("model"),
@@ -281,7 +281,7 @@ FSDP = declare("fsdp", "fsdp", serves=["dp_shard", "dp_replicate", "precision"])
 TP = declare("tp", serves=["tp"])
 
 
-def complete(asked: Job, installed: Catalog, world_size: int | None = None) -> dict[str, Use | None]:
+def complete(asked: Job, installed: Catalog, world_size: int | None = None) -> dict[str, ComponentRef | None]:
     def resolve(kind, name):
         provided = installed.lookup(kind, name)
         return use(provided.component.name, provided.plugin.distribution)

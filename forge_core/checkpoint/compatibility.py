@@ -10,7 +10,8 @@ from forge_core.config.diff import Difference, differences
 from forge_core.errors import ConfigError
 
 _FIXED = ("model", "optimizer.name", "train.seq_len", "train.seed", "train.data_seed", "data.shuffle")
-"""What the weights, the optimizer's state and the position in the data mean. The data themselves are compared by their
+"""Sections that give weights, the optimizer's state and the position in the data their meaning. The data themselves
+are compared by their
 fingerprint, so that they may be moved."""
 _NAMED = 5
 

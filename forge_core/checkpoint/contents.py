@@ -1,4 +1,4 @@
-"""What ``state.json`` and ``job.toml`` of a checkpoint say, structured: a stranger may have written them."""
+"""``state.json`` and ``job.toml`` of a checkpoint, structured: a stranger may have written them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class OptimizerFacts:
-    """What an optimizer keeps besides tensors."""
+    """Values that an optimizer keeps besides tensors."""
 
     values: Mapping[str, bool | int | float | str | None]
     on_host: tuple[str, ...]
@@ -57,7 +57,7 @@ class SavedRow:
 
 @attrs.frozen(kw_only=True)
 class SavedAnomalies:
-    """What is known of steps that were left out."""
+    """The step guard's state."""
 
     skipped: int = attrs.field(validator=_COUNT)
     row: SavedRow | None
@@ -82,7 +82,7 @@ def _are_stretches(_: object, __: object, stretches: Sequence[tuple[int, int]]) 
 
 @attrs.frozen(kw_only=True)
 class ModelState:
-    """What a model needs to be used."""
+    """State that a model needs to be used."""
 
     step: int = attrs.field(validator=_COUNT)
     vocab_size: int = attrs.field(validator=[ge(1), le(2**31)])
@@ -95,7 +95,7 @@ class ModelState:
 
 @attrs.frozen(kw_only=True)
 class ResumeState(ModelState):
-    """What a run needs to go on."""
+    """State that a run needs to go on."""
 
     data_fingerprint: str
     optimizer: OptimizerFacts

@@ -45,7 +45,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """What a file holds, or which names a folder has."""
+    """Flush the content of a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):

@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """What ``write_manifest`` has written. Raises as ``read_manifest`` does."""
+    """Read a manifest. Raises as ``read_manifest`` does."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -125,7 +125,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What is wrong with some files of a checkpoint, given their entries in its manifest, or ``None``."""
+    """Find the first problem with some files of a checkpoint, given their entries in its manifest, or ``None``."""
     for name, entry in files.items():
         problem = _misfit(folder, name, entry)
         if problem is not None:
@@ -140,7 +140,7 @@ def damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def visible_damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """As ``damage``, as far as names and sizes tell: nothing is read, however large the files are."""
+    """Same as ``damage``, as far as names and sizes tell: nothing is read, however large the files are."""
     return next((problem for name, entry in files.items() if (problem := _misfit(folder, name, entry))), None)
 
 

@@ -8,7 +8,8 @@ from forge_core.config.sections import CheckpointSection
 
 
 def is_due(step: int, section: CheckpointSection) -> bool:
-    """Whether a checkpoint is written after ``step`` (0: before the first), for another reason than that the run or so
+    """Return whether a checkpoint is written after ``step`` (0: before the first), for another reason than that the
+    run or so
     many minutes have ended."""
     return (step > 0 and section.interval > 0 and step % section.interval == 0) or _is_power_of_two(step, section)
 
@@ -56,5 +57,5 @@ def reasons_to_keep(
 def _best(checkpoints: Sequence[tuple[int, Mapping[str, float]]], section: CheckpointSection) -> list[int]:
     """Among equals the older ones."""
     judged = [(metrics[section.best_metric], step) for step, metrics in checkpoints if section.best_metric in metrics]
-    sign = -1 if section.best_is == "highest" else 1
-    return [step for _, step in sorted((sign * value, step) for value, step in judged)[: section.keep_best]]
+    beat = -1 if section.best_is == "highest" else 1
+    return [step for _, step in sorted((beat * value, step) for value, step in judged)[: section.keep_best]]

@@ -12,8 +12,8 @@ import attrs
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.checkpoint_mirror import CheckpointMirror, MirrorContext, MirrorStart
-from forge_core.contracts.component_ref import Use
-from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.contracts.component_ref import ComponentRef
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.errors import ForgeError, LeaseLostError, MirrorError
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class NoMirror:
         return None
 
     def fetch(self, step: int, folder: Path) -> str | None:
-        """As ``CheckpointMirror.fetch``."""
+        """Same as ``CheckpointMirror.fetch``."""
         raise AssertionError("a run without a mirror lists no steps there")
 
     def begin(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
@@ -62,7 +62,7 @@ class NoMirror:
         """Tell what has been copied meanwhile."""
 
     def may_remove(self, steps: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
-        """As ``CheckpointMirror.may_remove``."""
+        """Same as ``CheckpointMirror.may_remove``."""
         return [*steps]
 
     def rolled_back(self, to: int) -> None:
@@ -161,7 +161,7 @@ class RunMirror(NoMirror):
             if self._failure is not None:
                 raise self._failure
 
-        on_all_ranks(refuse)
+        run_on_all_ranks(refuse)
 
     def finish(self) -> None:
         deadline = time.monotonic() + self._section.timeout
@@ -205,7 +205,7 @@ class RunMirror(NoMirror):
 
     @contextmanager
     def _noted(self, method: str) -> Iterator[None]:
-        """As ``_named``; the error is noted, since training may go on, and other ranks wait for this one."""
+        """Same as ``_named``; the error is noted, since training may go on, and other ranks wait for this one."""
         try:
             with self._named(method):
                 yield
@@ -217,7 +217,7 @@ class RunMirror(NoMirror):
         return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
-def mirror_of(use: Use, context: MirrorContext, build: ComponentBuilder) -> RunMirror:
+def mirror_of(use: ComponentRef, context: MirrorContext, build: ComponentBuilder) -> RunMirror:
     """Build the mirror that a job chooses, on all ranks."""
     words, run_on_rank0 = build.words_for(use), context.run_on_rank0
 

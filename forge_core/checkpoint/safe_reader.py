@@ -49,7 +49,7 @@ _ALLOWED = {
     ("pathlib._local", "PosixPath"),  # Python 3.13 writes it so
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
 }
-"""What the description of tensors is made of."""
+"""Classes that the description of tensors is made of."""
 
 
 def saved_tensors(folder: Path) -> Mapping[str, TensorStorageMetadata]:
@@ -185,7 +185,7 @@ class _Sealed(type):
 
 
 def _stand_in(found: Any) -> type:
-    """What makes the same objects as ``found``, and cannot be changed."""
+    """A class that makes the same objects as ``found``, and cannot be changed."""
 
     def make(_: type, *arguments: Any) -> Any:
         is_bare = isinstance(found, type) and dataclasses.is_dataclass(found)  # its attributes come later

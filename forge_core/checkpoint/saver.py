@@ -24,7 +24,7 @@ from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.timeouts import CHECKPOINT_GROUP
 from forge_core.errors import ForgeError, SaveError
 
@@ -46,7 +46,7 @@ class Snapshot:
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
     write_more: Callable[[Path], Mapping[str, Any]]
-    """Called on the first rank with the folder, for files to go with it; returns more of ``state``."""
+    """Called on rank 0 with the folder, for files to go with it; returns more of ``state``."""
 
 
 @attrs.frozen
@@ -79,7 +79,7 @@ class Saver:
         background: whether training goes on while files are written. It costs a copy of this rank's tensors in host
             memory, which is kept for the next time.
         timeout: seconds that a rank waits for the others while it saves.
-        may_commit: called on the first rank right before the checkpoint gets its name; what it raises prevents that.
+        may_commit: called on rank 0 right before the checkpoint gets its name; what it raises prevents that.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Saver:
         return outcome
 
     def _agreed(self, own: _Outcome) -> Saved:
-        """What the first rank says, since it gives checkpoints their names. If ranks have lost each other in the group
+        """What rank 0 says, since it gives checkpoints their names. If ranks have lost each other in the group
         over which they save, as after one that was too slow, nothing more can be said over it, and they get another."""
         if dist.get_world_size() == 1:
             return own.saved
@@ -233,7 +233,7 @@ class Saver:
             raise
 
     def _begin(self, folder: Path, n_bytes: int) -> None:
-        """On the first rank."""
+        """On rank 0."""
         self._store.path.mkdir(parents=True, exist_ok=True)
         for parent in self._store.path.parents[:2]:  # the run's and the runs' folder, which may be as new
             flush(parent)
@@ -247,7 +247,7 @@ class Saver:
         folder.mkdir()
 
     def _commit(self, snapshot: Snapshot, folder: Path, files: dict[str, dict[str, Any]]) -> None:
-        """On the first rank: the rest of the files, the manifest, and the name. Everything is flushed before it is
+        """On rank 0: the rest of the files, the manifest, and the name. Everything is flushed before it is
         relied on, so that a power cut finds a whole checkpoint or none."""
         more = snapshot.write_more(folder)
         write_durably(folder / "state.json", json.dumps({**snapshot.state, **more}, indent=1))
@@ -283,7 +283,7 @@ class Saver:
             except OSError as error:
                 raise SaveError(_cannot_write(dist.get_rank(), self._store.path, error, n_bytes)) from error
 
-        return on_all_ranks(explained, self._group)
+        return run_on_all_ranks(explained, self._group)
 
 
 def _writer(folder: Path) -> FileSystemWriter:
@@ -293,7 +293,8 @@ def _writer(folder: Path) -> FileSystemWriter:
 
 
 def _cannot_write(rank: int, folder: Path, cause: BaseException, n_bytes: int) -> str:
-    """What went wrong where, what is needed and how full the disk is: neither torch nor the system names all of it."""
+    """Say what went wrong where, what is needed and how full the disk is: neither torch nor the system names all of
+    it."""
     path, why = folder, f"{type(cause).__name__}: {cause}"
     if isinstance(cause, OSError) and cause.strerror:
         path, why = Path(cause.filename or folder), cause.strerror

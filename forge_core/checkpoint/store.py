@@ -27,7 +27,7 @@ from forge_core.checkpoint.manifest import (
 )
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_tensors, saved_tensors
-from forge_core.distributed.collective_errors import from_first_rank
+from forge_core.distributed.collective_errors import run_on_rank0
 from forge_core.errors import ConfigError
 
 
@@ -133,7 +133,7 @@ class CheckpointStore:
                 version of Forge has written one: what it has done since would be done again.
         """
         problems = []
-        here = from_first_rank(self.steps)
+        here = run_on_rank0(self.steps)
         far = self._mirror.steps(here)
         for step in sorted({*here, *far}, reverse=True):
             if before is not None and step >= before:
@@ -157,7 +157,7 @@ class CheckpointStore:
         Raises:
             ConfigError: there is none, or it is damaged.
         """
-        here = from_first_rank(self.steps)
+        here = run_on_rank0(self.steps)
         far = self._mirror.steps(here)
         if step not in here and step not in far:
             there = _listed(sorted({*here, *far}))
@@ -167,14 +167,14 @@ class CheckpointStore:
         return Checkpoint(self.folder(step).resolve(), read_manifest(self.folder(step)))
 
     def _problem(self, step: int, here: Sequence[int], far: Sequence[int], report: Callable[[str], None]) -> str | None:
-        """What is wrong with a checkpoint, having been fetched if it is not here and whole; or ``None``."""
+        """Find what is wrong with a checkpoint, having been fetched if it is not here and whole; or ``None``."""
         folder = self.folder(step)
         problem = None
         if step in here:
             problem = usage_problem(folder, self._problem_of)
             if problem is None:
                 return None
-            from_first_rank(lambda: _refuse_newer(folder))
+            run_on_rank0(lambda: _refuse_newer(folder))
             if step not in far:
                 return problem
             problem += "; "
@@ -187,7 +187,7 @@ class CheckpointStore:
 
     def _fetch(self, step: int) -> str | None:
         """Fetch a checkpoint from the mirror and commit it. Returns its damage, or ``None``."""
-        unfinished = from_first_rank(lambda: self.unfinished_folder(step, uuid.uuid4().hex[:12]))
+        unfinished = run_on_rank0(lambda: self.unfinished_folder(step, uuid.uuid4().hex[:12]))
 
         def commit() -> None:
             try:
@@ -198,13 +198,13 @@ class CheckpointStore:
         try:
             problem = self._mirror.fetch(step, unfinished)
             if problem is None:
-                from_first_rank(commit)
+                run_on_rank0(commit)
             return problem
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def commit(self, unfinished: Path, step: int) -> None:
-        """Give a written checkpoint its name. Called on the first rank, with everything flushed; once this returns, a
+        """Give a written checkpoint its name. Called on rank 0, with everything flushed; once this returns, a
         power cut cannot take it back."""
         final = self.folder(step)
         unfinished.stat()  # gone if another attempt has taken over since the lease was looked at; then `final` is its
@@ -258,11 +258,12 @@ class CheckpointStore:
             self._removal = None
 
     def unfinished(self, pattern: str = ".step_*") -> Iterator[Path]:
-        """What a killed process left half written or half deleted, or another one is writing or deleting now."""
+        """Folders that a killed process left half written or half deleted, or another one is writing or deleting
+        now."""
         return self.path.glob(pattern)
 
     def remove_unfinished(self, pattern: str = ".step_*") -> None:
-        """Call it on the first rank, with nothing being saved."""
+        """Call it on rank 0, with nothing being saved."""
         for path in self.unfinished(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -279,7 +280,7 @@ def find_checkpoint(
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    if from_first_rank(lambda: _is_checkpoint(path)):
+    if run_on_rank0(lambda: _is_checkpoint(path)):
         return open_checkpoint(path, problem_of)
     found = CheckpointStore(path / "checkpoints", problem_of=problem_of).newest(report)
     if found is None:
@@ -317,16 +318,18 @@ def open_checkpoint(path: Path, problem_of: Callable[[Path], str | None] | None 
 
 
 def usage_problem(path: Path, problem_of: Callable[[Path], str | None] | None) -> str | None:
-    """What is wrong with a checkpoint, or why it cannot be used though it is whole; or ``None``. All ranks get the same
+    """Find what is wrong with a checkpoint, or why it cannot be used though it is whole; or ``None``. All ranks get
+    the same
     answer."""
     problem = whole_problem(path)
     if problem is None and problem_of is not None:
-        problem = from_first_rank(lambda: problem_of(path))
+        problem = run_on_rank0(lambda: problem_of(path))
     return problem
 
 
 def whole_problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint, down to the last bit, or ``None``: ranks share the reading, and all get the same
+    """Find what is wrong with a checkpoint, down to the last bit, or ``None``: ranks share the reading, and all get
+    the same
     answer."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     problem = _problem_of_part(path, rank, ranks)

@@ -44,7 +44,7 @@ def module_versions(parts: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def module_changes(parts: Sequence[nn.Module], saved: Mapping[str, int]) -> Changes:
-    """What has to be read by another name than now.
+    """Find the tensors that have to be read by another name than now.
 
     Args:
         saved: what ``module_versions`` returned when the checkpoint was written.

@@ -284,7 +284,7 @@ def _look(folder: Path) -> Manifest | str:
 
 
 def _look_there(mirror: CheckpointMirror, *, must_answer: bool) -> dict[int, Manifest | str]:
-    """As ``_look``, of all those at a mirror; without an answer, what is here is shown all the same."""
+    """Same as ``_look``, of all those at a mirror; without an answer, what is here is shown all the same."""
     try:
         return {
             step: str(found) if isinstance(found, DamagedError) else mirror.problem(step, reads=False) or found

@@ -15,7 +15,7 @@ import click
 from forge_core import __version__
 from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
 from forge_core.contracts.command import Invocation
-from forge_core.registry.catalog import Catalog, Plugin, Provided, is_importable
+from forge_core.registry.catalog import Catalog, CatalogEntry, Plugin, is_importable
 from forge_core.registry.component import PassComponent
 
 _LEAST_ROOM = 20
@@ -73,7 +73,7 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
 
 
 def _place_among_passes(component: PassComponent) -> Iterator[str]:
-    """What a pass declares about itself and others."""
+    """The declarations of a pass about itself and others."""
     from forge_core.passes.rules import condition_words, other_words  # the list of plugins does without
 
     serves = f", serves {', '.join(component.serves)}" if component.serves else ""
@@ -125,7 +125,7 @@ def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
     return "\n".join(text)
 
 
-def _kind_table(components: Sequence[Provided]) -> str:
+def _kind_table(components: Sequence[CatalogEntry]) -> str:
     if not components:
         return "none is installed"
     rows = [(one.component.name, str(one.plugin), one.component.summary) for one in components]
@@ -210,7 +210,7 @@ def _everything(catalog: Catalog) -> dict[str, Any]:
         "plugins": [
             {
                 **attrs.asdict(plugin, recurse=False),
-                "components": [_component(kind, Provided(one, plugin)) for kind, one in plugin.components],
+                "components": [_component(kind, CatalogEntry(one, plugin)) for kind, one in plugin.components],
                 "commands": [attrs.asdict(command) for command in plugin.commands],
                 "checks": [attrs.asdict(check) for check in plugin.checks],
                 "kinds": [
@@ -224,5 +224,5 @@ def _everything(catalog: Catalog) -> dict[str, Any]:
     }
 
 
-def _component(kind: str, provided: Provided) -> dict[str, Any]:
+def _component(kind: str, provided: CatalogEntry) -> dict[str, Any]:
     return {"kind": kind, "provider": provided.plugin.distribution, **attrs.asdict(provided.component)}

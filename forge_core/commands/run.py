@@ -23,7 +23,7 @@ from forge_core.errors import ConfigError, ExitCode, ForgeError, NotJoinedError
 from forge_core.job import disabled_plugins, dump_job, load_job
 from forge_core.run.directory import RunDirectory
 from forge_core.run.output import LossyOutput
-from forge_core.run.process import imported_for_good
+from forge_core.run.process import frozen_imports
 
 COMMAND = "FORGE_COMMAND"
 """Environment variable that tells the ranks of ``--nproc`` what was typed."""
@@ -78,7 +78,7 @@ def run(
         _end(_explained(cluster, lambda: _run_here(obj, config, overrides, ranks, dry_run)))
     if nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
         load_job(config, overrides, catalog=obj.catalog, world_size=int(nproc) or None, options=options_of(run))
-    with imported_for_good():
+    with frozen_imports():
         from forge_core.launch import launch, processes_asked_for
 
     world_size = processes_asked_for(nproc)
@@ -112,7 +112,7 @@ def _explained(cluster: ClusterEnvironment, train: Callable[[], ExitCode]) -> Ex
 
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:
-    with imported_for_good():
+    with frozen_imports():
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if nobody has done so before
 
         from forge_core.distributed.mesh import choose_device
@@ -145,7 +145,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
 
 
 def _command(obj: Any) -> str:
-    """What was typed, here or for the launcher that has started this rank."""
+    """The command line, here or of the launcher that has started this rank."""
     return os.environ.get(COMMAND) or shlex.join(["forge", *obj.arguments])
 
 

@@ -37,7 +37,7 @@ def options_of(command: click.Command) -> list[str]:
 
 
 def summary(job: Job, world_size: int | None) -> str:
-    """What will be trained, in half a line."""
+    """The training in half a line."""
     train = job.train
     chosen = f"{job.model.name} on {job.data.name}, {job.optimizer.name} with {job.scheduler.name}"
     if world_size is None:

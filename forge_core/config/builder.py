@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from forge_core.config.converter import structure
 from forge_core.config.problems import ConfigProblems, InvalidError
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ForgeError, PluginError
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import Slot, kind_words
@@ -22,7 +22,7 @@ class ComponentBuilder:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def __call__(self, use: Use, /, **given: Any) -> Any:
+    def __call__(self, use: ComponentRef, /, **given: Any) -> Any:
         what = f"the factory of {kind_words(use.kind)} '{use.name}'"
         factory = load_reference(use.factory, what=what, owner=use.provider)
         if "build" not in given and _takes_builder(factory):
@@ -38,7 +38,7 @@ class ComponentBuilder:
         self._refuse_result(use, built)
         return built
 
-    def _refuse_signature(self, use: Use, factory: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    def _refuse_signature(self, use: ComponentRef, factory: Callable[..., Any], given: Mapping[str, Any]) -> None:
         try:
             inspect.signature(factory).bind(use.config, **given)
         except ValueError:  # as below
@@ -49,7 +49,7 @@ class ComponentBuilder:
                 f"{', '.join(given) or 'nothing else'}: {error}. This is a bug in {use.provider}."
             ) from error
 
-    def _refuse_result(self, use: Use, built: object) -> None:
+    def _refuse_result(self, use: ComponentRef, built: object) -> None:
         kind = self._catalog.kinds[use.kind]
         expected: type = object
         wanted = f"what {kind.contract.partition(':')[0]} describes"
@@ -63,14 +63,14 @@ class ComponentBuilder:
                 f"This is a bug in {use.provider}."
             )
 
-    def words_for(self, use: Use) -> str:
-        """As ``Catalog.words_for``."""
+    def words_for(self, use: ComponentRef) -> str:
+        """Same as ``Catalog.words_for``."""
         return self._catalog.words_for(use)
 
-    def resolve(self, kind: str, table: str | Mapping[str, Any]) -> Use:
+    def resolve(self, kind: str, table: str | Mapping[str, Any]) -> ComponentRef:
         try:
             # For mypy an Annotated is not a type; the converter knows what to do with it.
-            return structure(table, Annotated[Use, Slot(kind)], self._catalog)  # type: ignore[arg-type]
+            return structure(table, Annotated[ComponentRef, Slot(kind)], self._catalog)  # type: ignore[arg-type]
         except InvalidError as error:
             raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
 

@@ -1,4 +1,4 @@
-"""What is wrong with a ``[checkpoint]`` section, seen with the rest of the job."""
+"""Problems of a ``[checkpoint]`` section, seen with the rest of the job."""
 
 from __future__ import annotations
 

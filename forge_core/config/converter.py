@@ -20,9 +20,9 @@ from forge_core.config.describe import describe, one_of
 from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
 from forge_core.config.shorthands import as_written, expanded
 from forge_core.config.validators import violations
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, PluginError
-from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
@@ -73,7 +73,7 @@ def slot_of(annotation: Any) -> Slot | None:
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether ``None`` is allowed, as in ``Annotated[Use | None, Slot("router")]``."""
+    """Return whether ``None`` is allowed, as in ``Annotated[Use | None, Slot("router")]``."""
     if slot_of(annotation) is not None:
         annotation = get_args(annotation)[0]
     return _is_union(annotation) and NoneType in get_args(annotation)
@@ -326,10 +326,10 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
     slot = slot_of(annotation)
     assert slot is not None
 
-    def hook(value: Any, _: Any) -> Use | None:
+    def hook(value: Any, _: Any) -> ComponentRef | None:
         if value is None and is_optional(annotation):
             return None
-        if isinstance(value, Use):
+        if isinstance(value, ComponentRef):
             return value
         shorthand: Mapping[str, str] = {}
         if isinstance(value, str) and slot.text_key is not None:
@@ -356,7 +356,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             raise InvalidError(
                 [one.moved(lambda path: as_written(path, shorthand)) for one in error.problems]
             ) from error
-        return Use(
+        return ComponentRef(
             kind=slot.kind,
             name=provided.component.name,
             provider=provided.plugin.distribution,
@@ -368,7 +368,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
     return hook
 
 
-def config_class(provided: Provided, kind: str) -> type:
+def config_class(provided: CatalogEntry, kind: str) -> type:
     """Import the config class of a component.
 
     Raises:
@@ -385,7 +385,7 @@ def config_class(provided: Provided, kind: str) -> type:
 
 
 def _configure(
-    keys: Mapping[str, Any], cls: type, provided: Provided, converter: Converter
+    keys: Mapping[str, Any], cls: type, provided: CatalogEntry, converter: Converter
 ) -> tuple[Any, Mapping[str, str]]:
     written: Mapping[str, str] = {}
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def describe(value: Any) -> str:
-    """What a value is: ``the string "12"``, ``the integer 1``, ``true``, ``an array of 2``, ``a table``."""
+    """A value in words: ``the string "12"``, ``the integer 1``, ``true``, ``an array of 2``, ``a table``."""
     if isinstance(value, bool):
         return literal(value)
     if isinstance(value, str):
@@ -66,7 +66,7 @@ def without_passwords(text: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether a URL gives away what opens it: a password, a signature, a token."""
+    """Return whether a URL gives away what opens it: a password, a signature, a token."""
     return without_passwords(url) != url
 
 

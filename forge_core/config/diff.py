@@ -1,4 +1,4 @@
-"""What differs between two resolved jobs."""
+"""Differences between two resolved jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs to save and stop in, and what its own timeouts say about that."""
+"""Rules about the time that a run needs to save and stop."""
 
 from __future__ import annotations
 

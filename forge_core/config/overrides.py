@@ -100,7 +100,7 @@ def _require_setting(text: str, key: str, sections: Collection[str], options: Co
 
 
 def _starts_another(token: str, sections: Collection[str]) -> bool:
-    """Whether a token is an option or a setting of its own, and not the value of the one before."""
+    """Return whether a token is an option or a setting of its own, and not the value of the one before."""
     if token.startswith("-"):
         return not _NEGATIVE_NUMBER.match(token)
     key, equals, _ = token.partition("=")
@@ -163,7 +163,7 @@ def _set(document: Document, override: Override, location: Location) -> None:
 
 
 def _is_choice(value: Any, path: KeyPath, key: str | int) -> bool:
-    """Whether ``value`` is a component's table, so that a string in its place stands for its ``name``."""
+    """Return whether ``value`` is a component's table, so that a string in its place stands for its ``name``."""
     return isinstance(value, dict) and isinstance(value.get("name"), str) and (*path, key) != ("run",)
 
 

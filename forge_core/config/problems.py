@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every problem with its place, and all of them in one error."""
+"""Problems of a configuration: every problem with its place, and all of them in one error."""
 
 from __future__ import annotations
 

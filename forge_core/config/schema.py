@@ -16,7 +16,7 @@ from forge_core.config.sections import Job
 from forge_core.config.unstructure import plain
 from forge_core.config.validators import schema_limits
 from forge_core.errors import PluginError
-from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.catalog import Catalog, CatalogEntry
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
@@ -138,7 +138,7 @@ class _Schema:
             table["allOf"] = rules
         return {"anyOf": [{"enum": list(names)}, table]}
 
-    def _names(self, kind: str) -> dict[str, Provided]:
+    def _names(self, kind: str) -> dict[str, CatalogEntry]:
         """Every name that a configuration may use, and what it means: bare names where they mean one thing."""
         names = {}
         for provided in self._catalog.components(kind):
@@ -148,10 +148,10 @@ class _Schema:
             names[provided.qualified_name] = provided
         return names
 
-    def _component(self, provided: Provided, kind: str) -> dict[str, Any]:
+    def _component(self, provided: CatalogEntry, kind: str) -> dict[str, Any]:
         return self._defined(f"{kind}.{provided.qualified_name}", lambda: self._component_table(provided, kind))
 
-    def _component_table(self, provided: Provided, kind: str) -> dict[str, Any]:
+    def _component_table(self, provided: CatalogEntry, kind: str) -> dict[str, Any]:
         component = provided.component
         about: dict[str, Any] = {"description": component.summary}
         if component.deprecated:

@@ -10,7 +10,7 @@ import attrs
 from attrs.validators import ge, gt, in_, lt, optional, or_
 
 from forge_core.config.time_limit import is_time_limit
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Slot
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -24,7 +24,7 @@ Precision = Literal["fp32", "bf16", "bf16_pure"]
 
 @attrs.frozen(kw_only=True)
 class RunSection:
-    """What the run is called and where it lives."""
+    """The name of the run and its place."""
 
     name: str | None = None
     """Name of the run and of its directory; by default the name of the TOML file."""
@@ -108,7 +108,7 @@ class ParallelSection:
     """Context parallelism: ranks that share one sequence."""
     ep: int = attrs.field(default=1, validator=gt(0))
     """Expert parallelism, over ranks borrowed from data parallelism."""
-    passes: Mapping[str, Annotated[Use | None, Slot("parallel_pass")]] = attrs.field(factory=dict)
+    passes: Mapping[str, Annotated[ComponentRef | None, Slot("parallel_pass")]] = attrs.field(factory=dict)
     """Passes by name: ``fsdp = true`` or a table of its keys; ``false`` keeps a pass out. Passes that a degree above 1
     or ``train.precision`` needs are added by themselves, if just one installed package has one."""
 
@@ -152,11 +152,12 @@ class CheckpointSection:
     background: bool = True
     """Train on while files are written. It costs a copy of each rank's tensors in host memory."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What to do when a checkpoint cannot be written (a full disk): say so and train on, or end the run. The one at the
+    """The reaction to a checkpoint that cannot be written (a full disk): say so and train on, or end the run. The
+    one at the
     end of a run has to be written in any case."""
     timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that a rank waits for the others while a checkpoint is written, and the end of the run for the mirror."""
-    mirror: Annotated[Use | None, Slot("checkpoint_mirror", default="fsspec", text_key="url")] = None
+    mirror: Annotated[ComponentRef | None, Slot("checkpoint_mirror", default="fsspec", text_key="url")] = None
     """A second place for checkpoints, a path or a URL (``s3://bucket/runs``), to which each is copied in the background
     once it is committed: ``<mirror>/<run.name>/checkpoints/``. A run that finds a newer one there fetches it first. A
     table with ``name`` chooses another kind of mirror; a string is the ``url`` of ``fsspec``."""
@@ -168,7 +169,7 @@ class CheckpointSection:
     are there are put aside. A step: from the run's checkpoint of that step; later ones are put aside. A path: from that
     checkpoint, or the newest of that run, unless this run has one of its own."""
     load: LoadSection | None = None
-    """What a fresh start takes from another run: weights without the position in the data, for instance."""
+    """Parts that a fresh start takes from another run: weights without the position in the data, for instance."""
 
     def at_mirror(self) -> CheckpointSection:
         """As it applies there: which are kept."""
@@ -184,7 +185,7 @@ class EvalSection:
     batches: int = attrs.field(default=0, validator=ge(0))
     """How much each time, in batches of ``train.global_batch_size`` sequences, whatever the number of ranks; 0 takes
     the whole set."""
-    data: Annotated[Use | None, Slot("data_source")] = None
+    data: Annotated[ComponentRef | None, Slot("data_source")] = None
     """Data of its own; by default the part that ``[data]`` holds out."""
 
 
@@ -218,17 +219,17 @@ class Job:
     """
 
     run: RunSection = attrs.field(factory=RunSection)
-    model: Annotated[Use, Slot("model")]
-    data: Annotated[Use, Slot("data_source")]
+    model: Annotated[ComponentRef, Slot("model")]
+    data: Annotated[ComponentRef, Slot("data_source")]
     train: TrainSection
-    optimizer: Annotated[Use, Slot("optimizer")]
-    scheduler: Annotated[Use, Slot("scheduler", default="constant")]
-    loss: Annotated[Use, Slot("loss", default="cross_entropy")]
+    optimizer: Annotated[ComponentRef, Slot("optimizer")]
+    scheduler: Annotated[ComponentRef, Slot("scheduler", default="constant")]
+    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
     anomalies: AnomaliesSection = attrs.field(factory=AnomaliesSection)
     parallel: ParallelSection = attrs.field(factory=ParallelSection)
     checkpoint: CheckpointSection = attrs.field(factory=CheckpointSection)
     eval: EvalSection = attrs.field(factory=EvalSection)
     metrics: MetricsSection = attrs.field(factory=MetricsSection)
-    callbacks: tuple[Annotated[Use, Slot("callback")], ...] = ()
-    trackers: tuple[Annotated[Use, Slot("tracker")], ...] = ()
+    callbacks: tuple[Annotated[ComponentRef, Slot("callback")], ...] = ()
+    trackers: tuple[Annotated[ComponentRef, Slot("tracker")], ...] = ()
     plugins: PluginsSection = attrs.field(factory=PluginsSection)

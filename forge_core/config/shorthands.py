@@ -11,7 +11,8 @@ Table = Mapping[str, Any]
 
 
 def expanded(cls: type, table: Table) -> tuple[Table, Mapping[str, str]]:
-    """A component's table with its shorthands written out, and ``Use.written``: what was there for its keys."""
+    """A component's table with its shorthands written out, and ``ComponentRef.written``: what was there for its
+    keys."""
     expand = getattr(cls, "expand", None)
     if expand is None:
         return table, {}

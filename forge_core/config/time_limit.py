@@ -44,7 +44,7 @@ def is_time_limit(_: object, attribute: attrs.Attribute[Any], value: int | str) 
 
 
 def lead_problem(lead: float | None, limit: int | str, what: str) -> str | None:
-    """What is wrong with a ``run.stop_before_end`` of ``lead`` seconds, if ``what`` is ``limit``."""
+    """Say what is wrong with a ``run.stop_before_end`` of ``lead`` seconds, if ``what`` is ``limit``."""
     seconds = seconds_of(limit)
     if (DEFAULT_LEAD if lead is None else lead) < seconds:
         return None

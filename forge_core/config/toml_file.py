@@ -168,7 +168,8 @@ def as_choice(value: Any, beside: Any) -> Any:
 
 
 def chooses_another(old: Mapping[str, Any], new: Mapping[str, Any], path: KeyPath) -> bool:
-    """Whether two tables of one key name different components. A run is called by a name, it is not chosen by one."""
+    """Return whether two tables of one key name different components. A run is called by a name, it is not chosen by
+    one."""
     one, other = old.get("name"), new.get("name")
     if path == ("run",) or not isinstance(one, str) or not isinstance(other, str):
         return False

@@ -40,7 +40,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def toml_tokens(text: str) -> list[Token]:
-    """What a locator needs of ``text``, comments left out. It may be no TOML: then they mean nothing.
+    """The part of ``text`` that a locator needs, comments left out. It may be no TOML: then they mean nothing.
 
     Raises:
         ValueError: there are too many.

@@ -10,12 +10,12 @@ from typing import Any
 
 import attrs
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 
 
 def plain(value: Any) -> Any:
     """``value`` in types that TOML has: all fields of a table, without ``None``, and components by qualified name."""
-    if isinstance(value, Use):
+    if isinstance(value, ComponentRef):
         for key, instead in value.written.items():
             if not instead:  # a string that stands for the table is written as one
                 return plain(getattr(value.config, key))

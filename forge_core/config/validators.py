@@ -1,4 +1,4 @@
-"""What attrs validators allow, in words and in JSON Schema. Their own messages quote classes of Python."""
+"""Limits of attrs validators in words and in JSON Schema. Their own messages quote classes of Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPARISONS = {
 
 
 def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[tuple[KeyPath, str]]:
-    """What ``validator`` has against ``value``: the place within the value, and a sentence.
+    """The objection of ``validator`` to ``value``: the position within the value, and a sentence.
 
     Args:
         config: the instance, for validators that compare fields.

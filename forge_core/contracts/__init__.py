@@ -1,4 +1,4 @@
-"""What a component must do, one file a kind.
+"""The contracts of components, one file a kind.
 
 Each file has the kind's protocol (what the factory returns) and the factory's own signature as ``…Factory``. Every
 factory takes its config first and everything else by keyword; new keywords arrive with a minor version of the

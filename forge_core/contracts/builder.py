@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 
 
 class Builder(Protocol):
     """Given to every factory whose component can hold others."""
 
-    def __call__(self, use: Use, /, **given: Any) -> Any:
+    def __call__(self, use: ComponentRef, /, **given: Any) -> Any:
         """Import the factory of ``use`` and call it with its config, ``given``, and ``build=self`` if it asks for it.
 
         Raises:
@@ -19,7 +19,7 @@ class Builder(Protocol):
         """
         ...
 
-    def resolve(self, kind: str, table: str | Mapping[str, Any]) -> Use:
+    def resolve(self, kind: str, table: str | Mapping[str, Any]) -> ComponentRef:
         """Turn a name or a table with a ``name`` key, found outside the configuration (in a data file's sidecar, in a
         checkpoint), into a choice of component.
 

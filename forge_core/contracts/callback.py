@@ -36,7 +36,7 @@ class Requests:
 
 @attrs.frozen
 class RunContext:
-    """What a callback may know for the whole run."""
+    """Facts that a callback may use for the whole run."""
 
     job: Job
     run_dir: Path
@@ -51,9 +51,9 @@ class RunContext:
     total_steps: int
     requests: Requests
     log: Callable[[str], None]
-    """Prints a line and writes it to ``log.txt``, on the first rank only."""
+    """Prints a line and writes it to ``log.txt``, on rank 0 only."""
     track_series: Callable[[int, Mapping[str, Sequence[float]]], None] = lambda step, series: None
-    """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on the first rank only."""
+    """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on rank 0 only."""
     sum_over_stages: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Adds up, in place, what each pipeline stage has of a sum over the whole model, such as the square of a norm. All
     ranks must call it; without a pipeline nothing happens."""
@@ -97,7 +97,7 @@ class Callback:
         """After the update; gradients are gone."""
 
     def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
-        """Host values of an earlier step have arrived, on the first rank only (as in ``metrics.jsonl``)."""
+        """Host values of an earlier step have arrived, on rank 0 only (as in ``metrics.jsonl``)."""
 
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation; values are global and equal on all ranks."""
@@ -113,7 +113,7 @@ class Callback:
         """The run ends with an error; collectives must not be used here."""
 
     def state(self) -> Mapping[str, Any]:
-        """What must survive a resume, as JSON values. Saved under ``plugin.<distribution>.callback.<name>``."""
+        """State that survives a resume, as JSON values. Saved under ``plugin.<distribution>.callback.<name>``."""
         return {}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:

@@ -19,13 +19,13 @@ class Finding:
     """One line of the report."""
 
     subject: str
-    """What was looked at, in a word or two: ``"disk speed"``."""
+    """The subject in a word or two: ``"disk speed"``."""
     state: State
     """``warning``: runs will work, and worse than they could, or not in every case. ``wrong``: they will fail."""
     found: str
-    """What there is, with numbers and units."""
+    """The state found, with numbers and units."""
     advice: str = ""
-    """What to do about it; needed for anything that is not fine."""
+    """The remedy; needed for anything that is not fine."""
 
     def __attrs_post_init__(self) -> None:
         if self.state != "fine" and not self.advice:
@@ -33,19 +33,19 @@ class Finding:
 
 
 @attrs.frozen
-class Surroundings:
-    """What a check may look at, besides the machine and its environment."""
+class CheckContext:
+    """Facts that a check may use, besides the machine and its environment."""
 
     run_dir: Path
     """Where runs will be written. It need not exist."""
     catalog: Catalog
-    """What is installed."""
+    """The installed plugins."""
 
 
 class CheckFunction(Protocol):
     """The signature of what a ``Check`` names as ``run``."""
 
-    def __call__(self, surroundings: Surroundings, /) -> Iterable[Finding]:
+    def __call__(self, surroundings: CheckContext, /) -> Iterable[Finding]:
         """Look. It runs on one process a host, may take seconds, and leaves nothing behind."""
         ...
 
@@ -56,3 +56,7 @@ class WriteFacts(Protocol):
     def __call__(self) -> tuple[str, str]:
         """The name and the text of a file with the facts of this machine, for ``forge doctor --init``."""
         ...
+
+
+Surroundings = CheckContext
+"""The older name."""

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Invocation(Protocol):
-    """What the options of ``forge`` itself say. A command is given it by ``@click.pass_obj``."""
+    """The options of ``forge`` itself. A command is given it by ``@click.pass_obj``."""
 
     arguments: tuple[str, ...]
-    """What stands behind ``forge``, without ``--debug``."""
+    """The words behind ``forge``, without ``--debug``."""
     debug: bool
     """Whether tracebacks are wanted."""
     until_the_end: ExitStack
-    """What a command leaves in place until its process ends, or its caller goes on."""
+    """Contexts that stay open until the process of a command ends, or its caller goes on."""
 
     def catalog(self, disable: Collection[str] = (), *, notes_slow: bool = True) -> Catalog:
-        """What is installed, without the disabled distributions: those of the command line, and ``disable``.
+        """The installed plugins, without the disabled distributions: those of the command line, and ``disable``.
 
         Args:
             notes_slow: whether to say, once, which plugins take long to import.

@@ -9,7 +9,7 @@ import attrs
 
 
 @attrs.frozen(kw_only=True)
-class Use:
+class ComponentRef:
     """A resolved choice of component: which one, from which distribution, with which configuration.
 
     Build it with the ``Builder`` that the factory of the surrounding component is given.

@@ -38,7 +38,7 @@ class DataSource(Protocol):
     vocab_size: int
     """All token ids are below this."""
     tokenizer: Tokenizer | None
-    """What ``forge generate`` uses; ``None`` if the data do not say."""
+    """The tokenizer for ``forge generate``; ``None`` if the data name none."""
     fingerprint: str
     """A hash of what decides the samples (files, sizes, tokenizer, seq_len): a resumed run must find the same one."""
 
@@ -62,7 +62,7 @@ class DataSource(Protocol):
 
 @runtime_checkable
 class CheckedSource(Protocol):
-    """What a source may have besides, if it can tell whether its files are what was written."""
+    """The protocol of sources that can verify their files."""
 
     def refuse_damaged(self) -> None:
         """Called once, on rank 0, before anything is built. The other ranks wait, however long it takes.

@@ -24,7 +24,7 @@ class FeedForward(Protocol):
     """
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """What the layer adds to the residual stream, ``(B, S, D)`` in the dtype of ``hidden``.
+        """The layer's share of the residual stream, ``(B, S, D)`` in the dtype of ``hidden``.
 
         Args:
             hidden: ``(B, S, D)``.
@@ -42,11 +42,11 @@ class FeedForward(Protocol):
         ...
 
     def parallel_plan(self) -> Mapping[str, ShardRole]:
-        """As ``Model.parallel_plan``, names relative to this module; ``""`` for the module itself."""
+        """Same as ``Model.parallel_plan``, names relative to this module; ``""`` for the module itself."""
         ...
 
     def parameter_roles(self) -> Mapping[str, ParameterRole]:
-        """As ``Model.parameter_roles``, names relative to this module."""
+        """Same as ``Model.parameter_roles``, names relative to this module."""
         ...
 
     def active_parameters(self) -> int:

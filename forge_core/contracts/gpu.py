@@ -27,7 +27,7 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """What torch reports as its total memory; the driver keeps the rest of the nominal size."""
+    """GiB that torch reports as its total memory; the driver keeps the rest of the nominal size."""
     peak_flops: float
     """FLOP/s in dense bf16."""
     capability: tuple[int, int]
@@ -35,7 +35,7 @@ class Gpu:
 
     @property
     def free_gib(self) -> float:
-        """What is left for tensors beside CUDA and NCCL."""
+        """GiB left for tensors beside CUDA and NCCL."""
         return self.memory_gib - _CONTEXT_GIB
 
 

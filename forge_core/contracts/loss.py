@@ -23,7 +23,7 @@ class LossSum(NamedTuple):
 
 
 class VocabularyPart(NamedTuple):
-    """What one rank has of a head whose vocabulary is shared out over the ranks of ``group``.
+    """The part of one rank of a head whose vocabulary is shared out over the ranks of ``group``.
 
     Each of them computes the same loss of the same tokens, and the gradient of its own part.
     """

@@ -32,7 +32,7 @@ Without ``sequence`` modules, those that are not named work on whole activations
 parameters must be named."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
-"""What a parameter is to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
+"""The role of a parameter to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""
 
 Recompute = Literal["keep", "recompute"]
 
@@ -56,7 +56,8 @@ class Initializer(Protocol):
     def fill_each(
         self, name: str, tensor: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], object]
     ) -> None:
-        """As ``fill``, for a stack of tensors along the first dimension (experts), each with a generator of its own.
+        """Same as ``fill``, for a stack of tensors along the first dimension (experts), each with a generator of its
+        own.
 
         No rank draws more than the ones it holds, and one of them at a time.
 
@@ -222,7 +223,7 @@ class ModelConfig(Protocol):
     n_layers: int
     """Entries of ``blocks``, those of ``n_predictors`` not counted."""
     n_predictors: int
-    """As ``MultiTokenModel.n_predictors``; 0 where it is not there."""
+    """Same as ``MultiTokenModel.n_predictors``; 0 where it is not there."""
     n_experts: int | None
     """Routed experts of a sparse block; 0 if no block is sparse, ``None`` if that is not known before the build."""
     vocab_size: int | None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class PassContext:
-    """What a pass may know."""
+    """Facts that a pass may use."""
 
     mesh: Mesh
     job: Job
@@ -64,7 +64,7 @@ class OffloadingPass(ParallelPass, Protocol):
 
 @attrs.frozen
 class Traffic:
-    """What a rank sends in a step, on average."""
+    """Bytes that a rank sends in a step, on average."""
 
     what: str
     """For what; names with ``*`` for numbers."""
@@ -104,7 +104,7 @@ class SplitPass(Protocol):
         ...
 
     def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> Executor:
-        """What runs the parts, after all passes and initialisation."""
+        """Build the executor of the parts, for after all passes and initialisation."""
         ...
 
 

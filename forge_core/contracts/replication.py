@@ -88,5 +88,5 @@ class Replication(Callback):
         raise NotImplementedError
 
     def commit(self) -> bool:
-        """Whether the step counts. All ranks of a replica are given the same answer."""
+        """Return whether the step counts. All ranks of a replica are given the same answer."""
         raise NotImplementedError

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 TOKEN_FACTS = ("token_ids", "sequence")
-"""What can be known of each token besides its hidden state. ``token_ids``: int64 ids. ``sequence``: int64, equal for
+"""Facts about each token besides its hidden state. ``token_ids``: int64 ids. ``sequence``: int64, equal for
 tokens of one sequence, or, in packed samples, of one document, and below the number of tokens on all ranks that share
 the sequences (``forge_core.ops.sequence_sum``)."""
 
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
     ``forge_core.ops.auxiliary_loss.attach_auxiliary_loss``."""
     metrics: Mapping[str, torch.Tensor]
     """Detached tensors for whoever looks at what a router returns, as the hook of an analysis does; never host values.
-    What a run is to log is ``step_metrics`` (``MeasuredModule``)."""
+    What a run is to log is ``step_metrics`` (``ReportsMetrics``)."""
     top_k: int | None = None
     """If given, every token has so many assignments, one after the other: ``A = T · top_k``, and ``token`` is
     0, …, 0, 1, …, 1, …. Layers are faster then."""
@@ -71,8 +71,8 @@ class Router(Protocol):
         ...
 
 
-class StepContributor(Protocol):
-    """What any module may implement that does something once an optimizer step (a router's balancing bias).
+class StepModule(Protocol):
+    """The protocol of modules that do something once an optimizer step (a router's balancing bias).
 
     The engine finds such modules in the local parts of the model, reduces all their accumulators in one collective
     over the ranks that hold other tokens, and calls them. They need no registration.
@@ -95,8 +95,8 @@ class StepContributor(Protocol):
         ...
 
 
-class MeasuredModule(Protocol):
-    """What any module may implement that has something to report."""
+class ReportsMetrics(Protocol):
+    """The protocol of modules that report metrics."""
 
     def step_metrics(self) -> Mapping[str, torch.Tensor]:
         """fp32 scalars on the device about the last step, after ``before_optimizer_step``; asked for on logged steps,
@@ -109,10 +109,10 @@ class MeasuredModule(Protocol):
 
 
 class RouterConfig(Protocol):
-    """What a router's config class may implement."""
+    """The protocol of config classes of routers."""
 
     def contradictions(self, n_experts: int) -> Iterator[tuple[str, str]]:
-        """What cannot be with so many experts: a key of the config, and a sentence about it. The layer asks at
+        """Problems with so many experts: a key of the config, and a sentence about it. The layer asks at
         validation, so that it is told with file and line."""
         ...
 
@@ -123,3 +123,7 @@ class RouterFactory(Protocol):
     def __call__(self, config: Any, /, *, dim: int, n_experts: int) -> nn.Module:
         """Build a router for hidden states of width ``dim`` over ``n_experts`` experts."""
         ...
+
+
+StepContributor, MeasuredModule = StepModule, ReportsMetrics
+"""Older names."""

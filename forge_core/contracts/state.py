@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class StateChanges:
-    """What has become of a module's parameters and persistent buffers; names are those within the module."""
+    """Changes of a module's parameters and persistent buffers; names are those within the module."""
 
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     """The name of then to that of now. Shape and dtype are the same."""
@@ -21,7 +21,7 @@ class StateChanges:
 
 
 class VersionedModule(Protocol):
-    """What a model, a router, or any module within a model may have, once its tensors are not named as they were."""
+    """The protocol of modules with versioned state, once its tensors are not named as they were."""
 
     state_version: int
     """Raised whenever the names or the meaning of its tensors change; a module without it has 1."""
@@ -39,7 +39,7 @@ class VersionedModule(Protocol):
 
 
 class VersionedOptimizer(Protocol):
-    """What an optimizer may have, once its state is not what it was."""
+    """The protocol of optimizers with versioned state."""
 
     state_version: int
     """Raised whenever the names or the meaning of its state change; an optimizer without it has 1."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Tracker:
-    """Base class. Lives on the first rank only, on a thread of its own, from its factory to ``close``. Override what
+    """Base class. Lives on rank 0 only, on a thread of its own, from its factory to ``close``. Override what
     you need."""
 
     state_version: int = 1
@@ -25,7 +25,7 @@ class Tracker:
         """Called once. ``outcome`` is ``"completed"``, ``"stopped"`` or ``"failed"``."""
 
     def state(self) -> Mapping[str, Any]:
-        """What must survive a resume, such as the run's id at a service, as JSON values. Saved with each checkpoint
+        """State that survives a resume, such as the run's id at a service, as JSON values. Saved with each checkpoint
         under ``plugin.<distribution>.tracker.<name>``, after all lines up to there have been given to ``log``."""
         return {}
 

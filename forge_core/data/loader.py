@@ -17,7 +17,7 @@ from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError, ForgeError
 
 Batch = dict[str, torch.Tensor]
-"""What ``DataSource.read`` returns, as CPU tensors with ``batch_size`` rows."""
+"""The arrays of ``DataSource.read`` as CPU tensors with ``batch_size`` rows."""
 
 
 class BatchLoader:

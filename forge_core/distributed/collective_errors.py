@@ -15,14 +15,14 @@ from forge_core.errors import ExitCode, ForgeError
 T = TypeVar("T")
 
 
-def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do ``work`` on every rank, and fail on every rank if it fails on one, with all their sentences.
 
     Args:
         group: over which they tell each other; it has all ranks.
 
     Raises:
-        ForgeError: on the first rank, with what each rank had to say; on the others with an empty message. If it is one
+        ForgeError: on rank 0, with what each rank had to say; on the others with an empty message. If it is one
             of the core's errors, it is of the same class on all ranks: what follows from it is decided alike.
     """
     error: ForgeError | None = None
@@ -51,12 +51,12 @@ def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
     return done[0]
 
 
-def from_first_rank(work: Callable[[], T]) -> T:
-    """What ``work`` returns on the first rank, on all of them: not all ranks may see the same files at the same time.
+def run_on_rank0(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0, on all of them: not all ranks may see the same files at the same time.
     Where there is no process group, or one of a single rank, that is ``work()``.
 
     Raises:
-        ForgeError: what ``work`` raised on the first rank; on the others of the same class, if it is one of the core's,
+        ForgeError: what ``work`` raised on rank 0; on the others of the same class, if it is one of the core's,
             with its exit code and an empty message.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -82,11 +82,11 @@ def from_first_rank(work: Callable[[], T]) -> T:
     return cast("T", value)
 
 
-def slowly_from_first_rank(work: Callable[[], T], sign: Callable[[], None]) -> T:
-    """As ``from_first_rank``, for work that takes longer than ranks wait for each other in a collective.
+def run_slowly_on_rank0(work: Callable[[], T], beat: Callable[[], None]) -> T:
+    """Same as ``run_on_rank0``, for work that takes longer than ranks wait for each other in a collective.
 
     Args:
-        sign: called about once a second while they wait.
+        beat: called about once a second while they wait.
     """
     outcome: Future[T] = Future()
 
@@ -98,9 +98,9 @@ def slowly_from_first_rank(work: Callable[[], T], sign: Callable[[], None]) -> T
 
     if dist.get_rank() == 0:
         threading.Thread(target=do, name="forge-slowly", daemon=True).start()
-    while not from_first_rank(lambda: bool(wait([outcome], timeout=1.0).done)):
-        sign()
-    return from_first_rank(outcome.result)
+    while not run_on_rank0(lambda: bool(wait([outcome], timeout=1.0).done)):
+        beat()
+    return run_on_rank0(outcome.result)
 
 
 def _unforeseen(cause: Exception) -> ForgeError:

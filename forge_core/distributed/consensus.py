@@ -1,4 +1,4 @@
-"""What any rank asks for, all ranks do, at the same step."""
+"""Consensus: a request of any rank is carried out by all, at the same step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from forge_core.contracts.callback import Requests
 
 
-class Agreement:
+class Consensus:
     """Exchanges requests over gloo, so that no device has to be waited for."""
 
     def __init__(self) -> None:
@@ -18,7 +18,8 @@ class Agreement:
         self._under_way: dist.Work | None = None
 
     def exchange(self, requests: Requests, *, is_writing: bool) -> tuple[bool, bool, bool]:
-        """Whether to save, whether to stop, and whether a checkpoint is still being written, as all ranks know it.
+        """Return whether to save, whether to stop, and whether a checkpoint is still being written, as all ranks
+        know it.
 
         With several ranks the answer is to what was asked one step ago: the exchange overlaps with a step.
         """
@@ -37,7 +38,7 @@ class Agreement:
         return save, stop, writing
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says so, now; all ranks wait for each other."""
+        """Return whether any rank says so, now; all ranks wait for each other."""
         if self._alone:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)

@@ -87,7 +87,7 @@ def refuse_unknown_interfaces() -> None:
 
 
 def interface_problem(environment: Mapping[str, str]) -> str | None:
-    """What is wrong with the interfaces that the environment asks for."""
+    """Find a problem with the interfaces that the environment asks for."""
     there = [name for _, name in socket.if_nameindex()]
     gloo, nccl = environment.get("GLOO_SOCKET_IFNAME", ""), environment.get("NCCL_SOCKET_IFNAME", "")
     wrong = None

@@ -74,14 +74,14 @@ class LocalRanks:
         if not self._wait(_AFTER_SIGTERM, is_in_a_hurry) and not is_in_a_hurry():
             self._kill()
 
-    def leave(self, number: signal.Signals) -> None:
+    def hard_exit(self, number: signal.Signals) -> None:
         """They are told by this signal, and not waited for."""
         self.tell(number)
         self._wait(_AFTER_CTRL_C, lambda: False)
         self._kill()
 
     def _wait(self, seconds: float, is_in_a_hurry: Callable[[], bool]) -> bool:
-        """Whether all have ended within so many seconds."""
+        """Return whether all have ended within so many seconds."""
         deadline = time.monotonic() + seconds
         while any(process.poll() is None for process in self._processes):
             if time.monotonic() > deadline or is_in_a_hurry():

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from forge_core.config.describe import printable
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import Callback, RunContext
-from forge_core.distributed.position import place_of_error, place_of_thread
+from forge_core.distributed.position import position_of_error, position_of_thread
 from forge_core.distributed.process_identity import Process
 from forge_core.distributed.torchrun import agent_without_restarts
 from forge_core.distributed.watchdog import Watchdog
@@ -67,11 +67,11 @@ class _Seen:
     """Its process is on this machine, and has ended before that was read."""
 
 
-class Peers(Callback):
+class PeerMonitor(Callback):
     """Tells the other ranks and the watchdog how far this one is, and finds out who is missing when they wait in vain.
 
     Signs of life go through the store that the ranks have found each other with, once a second, from a thread; nobody
-    reads them until there is a reason to. The training thread says where it is by ``sign``; if it does not within the
+    reads them until there is a reason to. The training thread says where it is by ``beat``; if it does not within the
     time that the run gives it, this process ends with exit code 5. A group of one has nobody to wait for, and none of
     this happens.
     """
@@ -110,7 +110,7 @@ class Peers(Callback):
         self._watchdog = Watchdog(
             self._who, run_directory / "stacks" / f"rank_{self._rank}.txt", agent_without_restarts(os.environ)
         )
-        self.sign()
+        self.beat()
         self._threads = [
             threading.Thread(target=work, name=f"forge-peers-{work.__name__.strip('_')}", daemon=True)
             for work in (self._beat, self._guard)
@@ -119,7 +119,7 @@ class Peers(Callback):
             thread.start()
 
     def run_start(self, run: RunContext) -> None:
-        self.sign()
+        self.beat()
 
     def step_start(self, run: RunContext, step: int) -> None:
         if self._alone:
@@ -128,9 +128,9 @@ class Peers(Callback):
         self._step = step
         if self._steps == 2:
             self._limit = self._run.step_timeout
-        self.sign()
+        self.beat()
 
-    def sign(self, more: float = 0.0) -> None:
+    def beat(self, more: float = 0.0) -> None:
         """The training thread has got further.
 
         Args:
@@ -144,13 +144,13 @@ class Peers(Callback):
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
-        """What is done here may take so much longer than a step."""
-        self.sign(seconds)
+        """Let the work in this context take so much longer than a step."""
+        self.beat(seconds)
         yield
-        self.sign()
+        self.beat()
 
     @contextmanager
-    def lost_ones_named(self) -> Iterator[None]:
+    def naming_lost_ranks(self) -> Iterator[None]:
         """Turn what a collective raises when another rank is gone into a sentence that says which one.
 
         Raises:
@@ -159,10 +159,10 @@ class Peers(Callback):
         try:
             yield
         except (RuntimeError, SaveError) as error:  # torch's own errors are RuntimeErrors, and a save wraps them
-            if self._alone or not any(sign in str(error) for sign in _LOST):
+            if self._alone or not any(beat in str(error) for beat in _LOST):
                 self._fail(error)
                 raise
-            self._gave_up_at = place_of_error(error)
+            self._gave_up_at = position_of_error(error)
             self._sentence = self._find_out(is_timeout="imed out" in str(error))
             self._leaving_since = time.monotonic()
             self._watchdog.tell(self._step, _LEAVING)
@@ -309,11 +309,11 @@ class Peers(Callback):
         self._store.set(str(self._rank), json.dumps(said))
 
     def _where(self) -> str:
-        """What the training thread is doing, or was doing when it gave up waiting."""
-        return self._gave_up_at or place_of_thread(self._main)
+        """Say what the training thread does, or did when it gave up waiting."""
+        return self._gave_up_at or position_of_thread(self._main)
 
     def _exchange_verdict(self) -> None:
-        """What the first one has found out is what all say."""
+        """Take the verdict of the first to find out, so that all say the same."""
         mine = json.dumps(self._to_publish) if self._to_publish else ""
         known = self._store.compare_set(_VERDICT, "", mine).decode()
         if known and self._verdict is None:
@@ -377,7 +377,7 @@ class Peers(Callback):
 
 
 def _store_stays() -> bool:
-    """Whether what this rank has said in the store can be read when it has ended: not if the first rank keeps the
+    """Return whether what this rank has said in the store can be read when it has ended: not if rank 0 keeps the
     store, nor if the launcher of one of several hosts does, which ends after its own ranks."""
     kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept_by_launcher and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import FrameType
 
 
-def place_of_thread(thread: int) -> str:
+def position_of_thread(thread: int) -> str:
     """Where it is now, outside of torch; empty if it has ended."""
     return _place_of(_frames_from(sys._current_frames().get(thread)))
 
 
-def place_of_error(error: BaseException) -> str:
+def position_of_error(error: BaseException) -> str:
     """Where it was raised, outside of torch."""
     return _place_of(reversed([*traceback.walk_tb(error.__traceback__)]))
 
@@ -29,7 +29,7 @@ def _place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
     for frame, line in frames:
         if not place and f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
             place = f"{Path(frame.f_code.co_filename).name}:{line}"
-        if frame.f_code.co_qualname == "Lifecycle.call":  # of `train`, which stands above this
+        if frame.f_code.co_qualname == "Events.call":  # of `train`, which stands above this
             callback = f", in {frame.f_locals.get('name')}, {frame.f_locals.get('event')}"
             break
     return place + callback

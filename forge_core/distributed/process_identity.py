@@ -24,7 +24,7 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process could see it."""
+        """Return whether this process could see it."""
         return self.machine != "" and self.machine == _machine()
 
     @property

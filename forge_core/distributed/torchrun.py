@@ -1,4 +1,4 @@
-"""What torchrun has been started with, as a rank of it can see."""
+"""The options of torchrun, as a rank of it can see them."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def _held_back(numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """What this thread starts meanwhile holds them back for good."""
+    """Hold signals back in all that this thread starts meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

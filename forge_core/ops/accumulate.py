@@ -1,4 +1,4 @@
-"""What a module adds up over a step while it is used: counts of tokens, sums of probabilities.
+"""Sums that a module makes over a step while it is used: counts of tokens, sums of probabilities.
 
 Forward may run more often than a step has microbatches (activation checkpointing computes it again), and without being
 trained (evaluation); backward runs exactly once for each forward that counts. So it is backward that adds.
@@ -18,7 +18,7 @@ def accumulate(activation: torch.Tensor, buffer: torch.Tensor, value: torch.Tens
 
     Args:
         activation: any tensor on the way to the loss; what is returned must be used in its place.
-        buffer: a non-persistent buffer that the module names in ``accumulators`` (``StepContributor``).
+        buffer: a non-persistent buffer that the module names in ``accumulators`` (``StepModule``).
         value: of the buffer's shape; the gradient does not pass it.
     """
     if not (activation.requires_grad and torch.is_grad_enabled()):
@@ -28,7 +28,8 @@ def accumulate(activation: torch.Tensor, buffer: torch.Tensor, value: torch.Tens
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """What an ``autograd.Function`` returns whose forward is the identity: a view, which costs nothing. Not when it is
+    """Return a view, for an ``autograd.Function`` whose forward is the identity: it, which costs nothing. Not when
+    it is
     compiled: of a view that leaves its graph the compiler makes another one, whose gradient goes past the function."""
     return tensor.clone() if torch.compiler.is_compiling() else tensor.view_as(tensor)
 

@@ -21,7 +21,7 @@ but it goes on with the gradient of its own part of the vocabulary, as after the
 
 
 class AuxiliaryLedger:
-    """What the engine owns: the factors by which all losses of a step are multiplied, and the sums so far."""
+    """The factors by which all losses of a step are multiplied, and the sums so far."""
 
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
@@ -66,7 +66,7 @@ class AuxiliaryLedger:
         return torch.ones((), device=value.device) if scale is None else scale
 
     def gradient_for(self, name: str, value: torch.Tensor, place: Place) -> torch.Tensor:
-        """What backward begins with at ``value``, in its dtype; a tensor of its own."""
+        """The gradient with which backward begins at ``value``, in its dtype; a tensor of its own."""
         return (self.scale_for(name, value, place) / (self._readers if place == "read" else 1)).to(value.dtype)
 
     def add(self, name: str, place: Place, value: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ class AuxiliaryLedger:
         self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def sums(self) -> list[torch.Tensor]:
-        """What this rank has added up in this step, in the same order on all that have this part of the model, to be
+        """The sums of this rank in this step, in the same order on all that have this part of the model, to be
         summed further in place."""
         return [self._sums[key] for key in sorted(self._sums)]
 

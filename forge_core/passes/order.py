@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 
 from forge_core.config.sections import AXES, Job, ParallelSection
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.passes.rules import Declaration, conflicts_in, missing_in, names_of
-from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import PHASES, PassComponent
 
 
@@ -22,7 +22,7 @@ def add_required(
     job: Job,
     catalog: Catalog,
     world_size: int | None,
-    resolve: Callable[[str, str | Mapping[str, Any]], Use],
+    resolve: Callable[[str, str | Mapping[str, Any]], ComponentRef],
 ) -> Job:
     """The job with a pass for everything that its degrees and its precision ask for and that no named pass serves, and
     with the passes that its passes need.
@@ -35,11 +35,11 @@ def add_required(
         ConfigError: no installed pass serves what is asked for, several do, or the one that does is switched off. The
             message has a paragraph for each problem.
     """
-    passes: dict[str, Use | None] = dict(job.parallel.passes)
+    passes: dict[str, ComponentRef | None] = dict(job.parallel.passes)
     required = required_capabilities(job, world_size)
     switched_off = _switched_off(passes, catalog)
 
-    def unserved() -> dict[str, list[Provided]]:
+    def unserved() -> dict[str, list[CatalogEntry]]:
         """Each capability that no pass of the job serves yet, with the installed passes that would."""
         served = {one for _, declared in _declarations(passes.values(), catalog) for one in declared.serves}
         installed = catalog.components("parallel_pass")
@@ -71,7 +71,8 @@ def add_required(
 
 
 def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
-    """What some pass must serve (a mesh axis, ``"ep"``, or ``"precision"``), and the setting that asks for it.
+    """Capabilities that some pass must serve (a mesh axis, ``"ep"``, or ``"precision"``), and the setting that asks
+    for it.
 
     Args:
         world_size: ranks of the run; ``None`` takes ``dp_shard = -1`` for 1.
@@ -120,7 +121,7 @@ def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int
     return degrees
 
 
-def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tuple[Use, ...]:
+def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tuple[ComponentRef, ...]:
     """The passes of the job in the order in which they are applied: by phase, in it as declared, then by name.
 
     Args:
@@ -137,7 +138,7 @@ def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tu
         *conflicts_in(declared, job, _all_degrees(job.parallel, world_size)),
         *_against_phases(declared),
     ]
-    order: list[Use] = []
+    order: list[ComponentRef] = []
     for phase in PHASES:
         in_phase = [one for one in declared if one[1].phase == phase]
         try:
@@ -174,17 +175,17 @@ def _in_phases(job: Job, catalog: Catalog) -> list[Declaration]:
     return sorted(_declarations(job.parallel.passes.values(), catalog), key=lambda one: _place(one[0], one[1]))
 
 
-def _declarations(uses: Iterable[Use | None], catalog: Catalog) -> list[Declaration]:
+def _declarations(uses: Iterable[ComponentRef | None], catalog: Catalog) -> list[Declaration]:
     return [(use, _declared(catalog.lookup("parallel_pass", use.qualified_name))) for use in uses if use is not None]
 
 
-def _declared(provided: Provided) -> PassComponent:
+def _declared(provided: CatalogEntry) -> PassComponent:
     component = provided.component
     assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
     return component
 
 
-def _place(use: Use, component: PassComponent) -> tuple[int, str, str]:
+def _place(use: ComponentRef, component: PassComponent) -> tuple[int, str, str]:
     return _index(component.phase), component.name, use.provider
 
 
@@ -192,7 +193,9 @@ def _index(phase: str) -> int:
     return tuple(PHASES).index(phase)
 
 
-def _needed(passes: Mapping[str, Use | None], catalog: Catalog, switched_off: Collection[str]) -> Provided | None:
+def _needed(
+    passes: Mapping[str, ComponentRef | None], catalog: Catalog, switched_off: Collection[str]
+) -> CatalogEntry | None:
     """A pass that a pass of the job needs and the job does not name, if just one is installed and may be added."""
     declared = _declarations(passes.values(), catalog)
     present = {name for _, component in declared for name in names_of(component)}
@@ -204,7 +207,7 @@ def _needed(passes: Mapping[str, Use | None], catalog: Catalog, switched_off: Co
     return None
 
 
-def _switched_off(passes: Mapping[str, Use | None], catalog: Catalog) -> dict[str, str]:
+def _switched_off(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> dict[str, str]:
     """The passes that ``<key> = false`` keeps out, by qualified name, with that key.
 
     Raises:
@@ -224,7 +227,7 @@ def _switched_off(passes: Mapping[str, Use | None], catalog: Catalog) -> dict[st
 def _unserved_problem(
     why: str,
     capability: str,
-    candidates: Collection[Provided],
+    candidates: Collection[CatalogEntry],
     switched_off: Mapping[str, str],
     catalog: Catalog,
 ) -> str:
@@ -273,7 +276,7 @@ def _against_phases(declared: Collection[Declaration]) -> list[str]:
     return problems
 
 
-def _sorted_in_phase(declared: Collection[Declaration]) -> list[Use]:
+def _sorted_in_phase(declared: Collection[Declaration]) -> list[ComponentRef]:
     """Topological order by ``after`` and ``before``; among those that could come next, the smallest name does.
 
     Raises:
@@ -289,7 +292,7 @@ def _sorted_in_phase(declared: Collection[Declaration]) -> list[Use]:
                 graph[other_use.qualified_name].add(use.qualified_name)
     sorter = TopologicalSorter(graph)
     sorter.prepare()
-    order: list[Use] = []
+    order: list[ComponentRef] = []
     ready: list[tuple[str, str]] = []
     while sorter.is_active():
         for name in sorter.get_ready():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether ``blocks.*.head`` means ``name``: ``blocks.3.head``, but not ``blocks.3.head.norm``."""
+    """Return whether ``blocks.*.head`` means ``name``: ``blocks.3.head``, but not ``blocks.3.head.norm``."""
     return name.count(".") == pattern.count(".") and is_within(name, pattern)
 
 
 def is_within(name: str, pattern: str) -> bool:
-    """Whether ``name`` is of a module that the pattern means, or of one in it."""
+    """Return whether ``name`` is of a module that the pattern means, or of one in it."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) >= len(wanted) and all(w in ("*", part) for part, w in zip(parts, wanted, strict=False))

@@ -1,4 +1,4 @@
-"""What passes need and cannot be combined with, as they declare it: looked for in a job, and put into words."""
+"""Needs and conflicts that passes declare: looked for in a job, and put into words."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from forge_core.config.describe import literal
 from forge_core.config.sections import Job
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Conditions, Conflict, PassComponent
 
-Declaration = tuple[Use, PassComponent]
+Declaration = tuple[ComponentRef, PassComponent]
 """A pass of a job, and what it declares."""
 
 
@@ -63,16 +63,16 @@ def condition_words(conditions: Conditions) -> str:
 
 
 def other_words(conflict: Conflict) -> str:
-    """What a pass cannot be combined with, in general: ``mode = "full" of acme``, ``parallel.tp > 1``."""
+    """The other side of a conflict in general: ``mode = "full" of acme``, ``parallel.tp > 1``."""
     if "." not in conflict.other:
         return f"{condition_words(conflict.other_when)} of {conflict.other}".removeprefix(" of ")
     return condition_words({conflict.other: conflict.values}) if conflict.values else f"{conflict.other} > 1"
 
 
 def _met(
-    conflict: Conflict, use: Use, declared: Collection[Declaration], job: Job, degrees: Mapping[str, int]
+    conflict: Conflict, use: ComponentRef, declared: Collection[Declaration], job: Job, degrees: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """What of this job is meant by the conflict's ``other``: its name, and words for it."""
+    """The part of this job that the conflict's ``other`` means: its name, and words for it."""
     section, dot, key = conflict.other.partition(".")
     if not dot:
         for other_use, other in declared:
@@ -87,7 +87,7 @@ def _met(
 
 
 def _is_in_a_job(conflict: Conflict, job: Job, degrees: Mapping[str, int]) -> bool:
-    """Whether ``other`` can be there at all. Passes that are not installed can."""
+    """Return whether ``other`` can be there at all. Passes that are not installed can."""
     section, dot, key = conflict.other.partition(".")
     if not dot:
         return True
@@ -101,11 +101,11 @@ def _hold(conditions: Conditions, config: Any) -> bool:
 _ABSENT = object()
 
 
-def _are_keys_of(use: Use, conditions: Conditions) -> bool:
+def _are_keys_of(use: ComponentRef, conditions: Conditions) -> bool:
     return all(hasattr(use.config, key) for key in conditions)
 
 
-def _subject(use: Use, when: Conditions) -> str:
+def _subject(use: ComponentRef, when: Conditions) -> str:
     """``parallel.passes.fp8: it``, or ``parallel.passes.fp8.recipe: "rowwise" with emulate = false``."""
     if not when:
         return f"parallel.passes.{use.name}: it"
@@ -115,11 +115,11 @@ def _subject(use: Use, when: Conditions) -> str:
     return f"parallel.passes.{use.name}.{first}: {' with '.join([value, *words])}"
 
 
-def _own_words(conditions: Conditions, use: Use) -> str:
+def _own_words(conditions: Conditions, use: ComponentRef) -> str:
     """``mode = "full" of``, with a space behind, or nothing."""
     words = ", ".join(f"{key} = {literal(getattr(use.config, key))}" for key in conditions)
     return f"{words} of " if words else ""
 
 
-def _bug(use: Use, what: str) -> str:
+def _bug(use: ComponentRef, what: str) -> str:
     return f"parallel.passes.{use.name}: it declares {what}. This is a bug in {use.provider}."

@@ -1,1 +1,1 @@
-"""What is installed: plugins are found, their components listed by kind and name, and built."""
+"""The installed plugins: they are found, their components listed by kind and name, and built."""

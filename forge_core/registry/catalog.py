@@ -8,7 +8,7 @@ from typing import Literal
 
 import attrs
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.registry.component import Check, Command, Component, Kind, kind_words
 from forge_core.registry.entry_points import canonical_distribution
@@ -32,7 +32,7 @@ class Plugin:
     traceback: str = ""
     """Of the error that broke it; printed with ``--debug``."""
     import_seconds: float = 0.0
-    """What importing its plugin module cost this process."""
+    """The seconds that importing its plugin module took."""
     heavy: tuple[str, ...] = ()
     """Large libraries that its plugin module imported, although every command has to wait for them."""
     components: tuple[tuple[str, Component], ...] = ()
@@ -50,7 +50,7 @@ class Plugin:
 
 
 @attrs.frozen
-class Provided:
+class CatalogEntry:
     """A component and the plugin that provides it."""
 
     component: Component
@@ -88,7 +88,7 @@ class NameConflict:
 
 
 class Catalog:
-    """What is installed. It does not change once it is built, and building it imports no component."""
+    """The installed components. The catalog does not change once it is built, and building it imports no component."""
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.distribution))
@@ -103,7 +103,7 @@ class Catalog:
         """The plugins' commands by name, without those that several plugins provide."""
         return MappingProxyType({name: found[0] for name, found in self._commands.items() if len(found) == 1})
 
-    def components(self, kind: str) -> list[Provided]:
+    def components(self, kind: str) -> list[CatalogEntry]:
         """All components of a kind, sorted by name, then by distribution.
 
         Raises:
@@ -111,14 +111,14 @@ class Catalog:
         """
         self._require_kind(kind)
         provided = [
-            Provided(component, plugin)
+            CatalogEntry(component, plugin)
             for plugin in self.plugins
             for its_kind, component in plugin.components
             if its_kind == kind
         ]
         return sorted(provided, key=lambda one: (one.component.name, one.plugin.distribution))
 
-    def lookup(self, kind: str, name: str) -> Provided:
+    def lookup(self, kind: str, name: str) -> CatalogEntry:
         """The component that a configuration names, ready to be built.
 
         Args:
@@ -138,8 +138,8 @@ class Catalog:
             )
         return provided
 
-    def find(self, kind: str, name: str) -> Provided:
-        """As ``lookup``, also for a component whose optional modules are missing."""
+    def find(self, kind: str, name: str) -> CatalogEntry:
+        """Same as ``lookup``, also for a component whose optional modules are missing."""
         self._require_kind(kind)
         found = self.providers(kind, name)
         if len(found) > 1:
@@ -154,7 +154,7 @@ class Catalog:
             raise ConfigError(why_no_component(self, kind, name))
         return found[0]
 
-    def providers(self, kind: str, name: str) -> tuple[Provided, ...]:
+    def providers(self, kind: str, name: str) -> tuple[CatalogEntry, ...]:
         """Everything that a name, an alias, or ``"distribution:name"`` may mean; empty if it means nothing."""
         distribution, colon, bare = name.rpartition(":")
         found = self._components.get((kind, bare), ())
@@ -162,7 +162,7 @@ class Catalog:
             return found
         return tuple(one for one in found if one.plugin.distribution == canonical_distribution(distribution))
 
-    def words_for(self, use: Use) -> str:
+    def words_for(self, use: ComponentRef) -> str:
         """A chosen component as messages name it: ``"optimizer 'muon' of acme-optim 1.2"``."""
         plugin = next((one for one in self.plugins if one.distribution == use.provider), use.provider)
         return f"{kind_words(use.kind)} '{use.name}' of {plugin}"
@@ -212,18 +212,19 @@ class Catalog:
 
 
 def is_importable(module: str) -> bool:
-    """Whether the top-level package of ``module`` is there. Only that is looked at: asking for "a.b" would import a."""
+    """Return whether the top-level package of ``module`` is there. Only that is looked at: asking for "a.b" would
+    import a."""
     from importlib.util import find_spec  # four milliseconds that only few components need
 
     return find_spec(module.partition(".")[0]) is not None
 
 
-def _by_name_and_alias(plugins: Iterable[Plugin]) -> dict[tuple[str, str], tuple[Provided, ...]]:
-    index: dict[tuple[str, str], tuple[Provided, ...]] = {}
+def _by_name_and_alias(plugins: Iterable[Plugin]) -> dict[tuple[str, str], tuple[CatalogEntry, ...]]:
+    index: dict[tuple[str, str], tuple[CatalogEntry, ...]] = {}
     for plugin in plugins:
         for kind, component in plugin.components:
             for name in (component.name, *component.aliases):
-                index[kind, name] = (*index.get((kind, name), ()), Provided(component, plugin))
+                index[kind, name] = (*index.get((kind, name), ()), CatalogEntry(component, plugin))
     return index
 
 

@@ -1,4 +1,4 @@
-"""What a plugin registers: descriptions made of strings, so that listing them imports nothing.
+"""Descriptions of components that a plugin registers, made of strings, so that listing them imports nothing.
 
 Import paths come in three tiers. The module that holds these descriptions (``plugin.py``) is imported by every
 command; the config class by ``forge validate``; the factory by ``forge run``. Only the last may import torch.
@@ -60,7 +60,7 @@ class Component:
     """
 
     name: str = attrs.field(validator=_is_name)
-    """What people write in ``name = "…"``."""
+    """The name that people write in ``name = "…"``."""
     summary: str = attrs.field(validator=_is_summary)
     """One line for ``forge plugins`` and for error messages."""
     factory: str = attrs.field(validator=_is_reference)
@@ -85,7 +85,7 @@ def _conditions(given: Mapping[str, Any]) -> Conditions:
 
 @attrs.frozen
 class Conflict:
-    """What a pass cannot be combined with, and why: another pass, a mesh axis, or a setting of another section.
+    """A combination that a pass refuses, and why: another pass, a mesh axis, or a setting of another section.
 
     All that hold in a job are reported at validation. Arithmetic (what divides what) belongs into the config's
     ``check``.

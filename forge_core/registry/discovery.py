@@ -25,9 +25,9 @@ from forge_core.registry.component import Check, Command, Component, Kind
 from forge_core.registry.entry_points import (
     API_MINOR,
     ENTRY_POINT_GROUP,
-    Announcement,
-    announcements,
+    PluginEntryPoint,
     canonical_distribution,
+    plugin_entry_points,
 )
 from forge_core.registry.hookspecs import CORE_COMMANDS, CORE_KINDS, ForgeSpecs, hookspec
 from forge_core.registry.plugin_output import output_of
@@ -48,12 +48,12 @@ def discover(disable: Collection[str] = (), only: Collection[str] | None = None)
     """
     from_environment = os.environ.get(DISABLE_VARIABLE, "").split(",")
     disabled = {canonical_distribution(name.strip()) for name in (*disable, *from_environment)}
-    candidates = [_Candidate(announcement) for announcement in announcements(tuple(sys.path))]
+    candidates = [_Candidate(announcement) for announcement in plugin_entry_points(tuple(sys.path))]
     for candidate in candidates:
         if candidate.distribution in disabled:
             candidate.fail("disabled", "it was switched off")
         else:
-            candidate.check_announcement()
+            candidate.check_entry_point()
 
     manager = pluggy.PluginManager("forge")
     manager.add_hookspecs(ForgeSpecs)
@@ -77,7 +77,7 @@ def discover(disable: Collection[str] = (), only: Collection[str] | None = None)
 class _Candidate:
     """A distribution on its way to becoming a ``Plugin``."""
 
-    announcement: Announcement
+    announcement: PluginEntryPoint
     module: Any = None
     plugin: Plugin = attrs.field(init=False)
 
@@ -112,7 +112,7 @@ class _Candidate:
             kinds=(),
         )
 
-    def check_announcement(self) -> None:
+    def check_entry_point(self) -> None:
         """Look at the entry points, without an import."""
         points = self.announcement.entry_points
         ours = [name for major, name, _ in points if major == _MAJOR]
@@ -304,7 +304,8 @@ def _refuse_duplicates(candidate: _Candidate, hook: str, names: list[str]) -> No
 def _yielded(
     candidate: _Candidate, hook: str, expected: type[Description], manager: pluggy.PluginManager
 ) -> list[Description]:
-    """What one plugin's implementation yields; nothing, and the plugin is broken, if it fails or yields anything else.
+    """The descriptions that one plugin's implementation yields; nothing, and the plugin is broken, if it fails or
+    yields anything else.
 
     Generators run here, inside the ``try``, and not in pluggy, where one failure would discard everybody's results.
     """
@@ -329,7 +330,7 @@ def _yielded(
 
 
 def _version_in_source(path: str) -> str | None:
-    """What a plugin module that cannot be imported states as its ``FORGE_API``."""
+    """The text that a plugin module which cannot be imported states as its ``FORGE_API``."""
     from importlib.util import find_spec
     from pathlib import Path
 
@@ -356,7 +357,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _a(value: object) -> str:
-    """What ``value`` is: ``"a str"``."""
+    """The type of ``value`` in words: ``"a str"``."""
     if value is None:
         return "None"
     noun = type(value).__name__

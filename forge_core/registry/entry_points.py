@@ -22,7 +22,7 @@ API_MINOR = 0
 
 
 @attrs.frozen
-class Announcement:
+class PluginEntryPoint:
     """A distribution's entry points in the groups ``forge.v<major>``."""
 
     distribution: str
@@ -33,7 +33,7 @@ class Announcement:
 
 
 @lru_cache(maxsize=1)  # a scan opens a file for each installed distribution: slow on a shared file system
-def announcements(path: tuple[str, ...]) -> tuple[Announcement, ...]:
+def plugin_entry_points(path: tuple[str, ...]) -> tuple[PluginEntryPoint, ...]:
     """The announcements on an import path (``tuple(sys.path)``), sorted by distribution.
 
     Of several installations of one distribution the first one on the path counts, as it does for ``import``.
@@ -46,7 +46,7 @@ def announcements(path: tuple[str, ...]) -> tuple[Announcement, ...]:
                 seen.add(name)
                 points = tuple(_entry_points(os.path.join(information, "entry_points.txt")))  # noqa: PTH118  # speed
                 if points:
-                    found.append(Announcement(name, version, points))
+                    found.append(PluginEntryPoint(name, version, points))
     return tuple(sorted(found, key=lambda one: one.distribution))
 
 

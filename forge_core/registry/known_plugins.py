@@ -1,4 +1,5 @@
-"""What our published packages provide: read when something is missing, to say what to install, and never before."""
+"""The components of our published packages: read when something is missing, to say what to install, and never
+before."""
 
 from __future__ import annotations
 

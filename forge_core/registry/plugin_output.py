@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 
 @contextmanager
 def output_of(plugin: str) -> Iterator[None]:
-    """What is printed meanwhile goes to the error stream, each line with the plugin's name."""
+    """Send prints of this context to the error stream, each line with the plugin's name."""
     named = _Named(plugin)
     with redirect_stdout(named):
         try:

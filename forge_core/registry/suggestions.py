@@ -1,4 +1,4 @@
-"""What to say about a name that nothing installed has: the nearest one, what there is, what to install."""
+"""Sentences about a name that nothing installed has: the nearest one, what there is, what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Display of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_core.contracts.callback import Callback, RunContext, StepContext
 
 
 class Console(Callback):
-    """Prints lines on the first rank, and hands every line to ``record`` (the log file)."""
+    """Prints lines on rank 0, and hands every line to ``record`` (the log file)."""
 
     def __init__(self, *, speaks: bool, record: Callable[[str], None]) -> None:
         self._speaks = speaks

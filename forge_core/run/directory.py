@@ -29,7 +29,7 @@ BETWEEN_STARTS = "-" * 80
 
 
 class RunDirectory:
-    """Written by the first rank only; other ranks know the paths.
+    """Written by rank 0 only; other ranks know the paths.
 
     ``job.toml`` (resolved, loadable by ``forge run``), ``environment.json``, ``metrics.jsonl``, ``log.txt``,
     ``events.jsonl``, ``lease.json`` while it runs, ``checkpoints/``.
@@ -39,7 +39,7 @@ class RunDirectory:
         self.path = job.run.dir.expanduser() / str(job.run.name)
         self.checkpoints = self.path / "checkpoints"
         self.job_file = self.path / "job.toml"
-        """What the run was last started with."""
+        """The job of the last start."""
         self._writes = writes
         self._metrics: LineFile | None = None
         self._log: LineFile | None = None
@@ -131,7 +131,7 @@ class RunDirectory:
         self.write_log(sentence)
 
     def sync(self) -> None:
-        """What has been written so far survives a power cut. A disk that does not take it is complained about, and no
+        """Make all written so far survive a power cut. A disk that does not take it is complained about, and no
         reason to go without a checkpoint."""
         for file in (self._metrics, self._events, self._log):
             if file is not None:
@@ -162,7 +162,7 @@ class RunDirectory:
             self._append(self._events, json.dumps({"time": now, "event": event, **facts}))
 
     def events(self) -> list[dict[str, Any]]:
-        """What ``write_event`` has written, in all attempts so far; on the first rank."""
+        """The events of all attempts so far, on rank 0."""
         if not self._writes:
             return []
         try:
@@ -203,7 +203,7 @@ class RunDirectory:
 def describe_environment(
     plugins: Mapping[str, str], mesh: Mapping[str, int], device: str, command: str | None
 ) -> dict[str, Any]:
-    """What decided the numbers besides the job: command, commit of the working folder, versions, machine, mesh."""
+    """Facts that decide the numbers besides the job: command, commit of the working folder, versions, machine, mesh."""
     names = ("forge-core", "torch", "numpy")
     return {
         "command": command,

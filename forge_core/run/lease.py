@@ -50,7 +50,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process could see it."""
+        """Return whether this process could see it."""
         return self._identity.is_here
 
     @property
@@ -68,7 +68,7 @@ Sign = tuple[Holder, int]
 
 
 class Lease:
-    """Held by the first rank from before the run's directory is first written to until the run ends.
+    """Held by rank 0 from before the run's directory is first written to until the run ends.
 
     A lease is a file that its holder writes to every second. A holder that a file system or a debugger has stopped may
     lose it, and must look before it commits; once lost it does not come back, also not when the one who took it has
@@ -170,7 +170,7 @@ def refuse_unless_shared(run_directory: Path, attempt: str) -> None:
     while (found := _read(path)) is None or found[0].attempt != attempt:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"run.dir: {socket.gethostname()} does not see {path}, which the first rank has written. All ranks "
+                f"run.dir: {socket.gethostname()} does not see {path}, which rank 0 has written. All ranks "
                 "write to the run's directory, so it has to be on a file system that all nodes share; disks of their "
                 "own will do for a single node, with checkpoint.mirror."
             )
@@ -206,7 +206,7 @@ def _refuse_if_alive(path: Path, found: Sign) -> None:
 
 
 def _changes(path: Path, found: Sign) -> bool:
-    """Whether a sign of life comes within ``SILENCE`` seconds."""
+    """Return whether a sign of life comes within ``SILENCE`` seconds."""
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
         time.sleep(BEAT / 4)

@@ -44,7 +44,7 @@ class LineFile:
             self._write()
 
     def sync(self) -> None:
-        """What has been appended survives a power cut from here on. Raises ``OSError`` if it does not."""
+        """Make the appended lines survive a power cut. Raises ``OSError`` if it does not."""
         with self._lock:
             if self._file is not None:
                 self._write()

@@ -1,4 +1,4 @@
-"""What a run holds while it may write to its directory: the lease, the open directory, and its place at the mirror."""
+"""Ownership of a run's directory: the lease, the open directory, and its place at the mirror."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 import attrs
 
 from forge_core.contracts.checkpoint_mirror import MirrorStart
-from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.errors import ConfigError
 from forge_core.job import dump_job
 from forge_core.run.lease import FILE_NAME, Lease, refuse_unless_shared
-from forge_core.run.setup import Begun, Prepared
-from forge_core.run.time_limit import Deadline
+from forge_core.run.setup import Begun, RunSetup
+from forge_core.run.time_limit import TimeLimit
 
 
 @attrs.frozen
-class Tenancy:
+class Ownership:
     """From when a run's directory is first written to until the run ends, however it does."""
 
     attempt: str
     """The lease's, on every rank."""
     lease: Lease | None
-    """On the first rank."""
+    """On rank 0."""
 
     def refuse_if_lost(self) -> None:
-        """As ``Lease.refuse_if_lost``; other ranks hear of it from the first one."""
+        """Same as ``Lease.refuse_if_lost``; other ranks hear of it from the first one."""
         if self.lease is not None:
             self.lease.refuse_if_lost()
 
 
 @contextmanager
-def tenancy(prepared: Prepared, environment: Mapping[str, Any], deadline: Deadline) -> Iterator[Tenancy]:
+def ownership(prepared: RunSetup, environment: Mapping[str, Any], deadline: TimeLimit) -> Iterator[Ownership]:
     """Take the run's directory over and open it, on all ranks.
 
     Args:
-        environment: as ``describe_environment`` gives it, on the first rank.
+        environment: as ``describe_environment`` gives it, on rank 0.
 
     Raises:
         ConfigError: somebody else trains there, it cannot be written to, or has changed meanwhile.
         MirrorError: the mirror cannot be written to, and the run is not to start without it.
     """
     with _held(prepared) as lease:
-        attempt = from_first_rank(lambda: lease.attempt if lease else "")
-        on_all_ranks(lambda: refuse_unless_shared(prepared.directory.path, attempt))
-        on_all_ranks(lambda: _open_directory(prepared, environment))
+        attempt = run_on_rank0(lambda: lease.attempt if lease else "")
+        run_on_all_ranks(lambda: refuse_unless_shared(prepared.directory.path, attempt))
+        run_on_all_ranks(lambda: _open_directory(prepared, environment))
         try:
-            held = Tenancy(attempt, lease)
+            held = Ownership(attempt, lease)
             _begin_mirror(prepared, held, deadline)
             yield held
         finally:
@@ -60,13 +60,13 @@ def complete(begun: Begun) -> None:
     """Do what a run that has all its steps could not do any more: copy to the mirror, and clear up, if it was killed
     while it ended."""
     has_mirror = begun.job.checkpoint.mirror is not None
-    if not has_mirror and not from_first_rank(lambda: _is_left_untidy(begun)):
+    if not has_mirror and not run_on_rank0(lambda: _is_left_untidy(begun)):
         return
     with _held(begun) as lease:
         if lease is not None:
             begun.store.remove_unfinished()
-        attempt = from_first_rank(lambda: lease.attempt if lease else "")
-        _begin_mirror(begun, Tenancy(attempt, lease), None)
+        attempt = run_on_rank0(lambda: lease.attempt if lease else "")
+        _begin_mirror(begun, Ownership(attempt, lease), None)
         try:
             begun.mirror.finish()
         finally:
@@ -82,7 +82,7 @@ def _is_left_untidy(begun: Begun) -> bool:
 
 @contextmanager
 def _held(begun: Begun) -> Iterator[Lease | None]:
-    lease = on_all_ranks(lambda: _lease(begun))
+    lease = run_on_all_ranks(lambda: _lease(begun))
     try:
         yield lease
     finally:
@@ -91,7 +91,7 @@ def _held(begun: Begun) -> Iterator[Lease | None]:
 
 
 def _lease(begun: Begun) -> Lease | None:
-    """On the first rank: from here on, this run's directory is written to."""
+    """On rank 0: from here on, this run's directory is written to."""
     if begun.mesh.rank > 0:
         return None
     try:
@@ -100,8 +100,8 @@ def _lease(begun: Begun) -> Lease | None:
         raise ConfigError(f"run.dir: cannot write to {begun.directory.path}: {error.strerror}") from error
 
 
-def _open_directory(prepared: Prepared, environment: Mapping[str, Any]) -> None:
-    """On the first rank."""
+def _open_directory(prepared: RunSetup, environment: Mapping[str, Any]) -> None:
+    """On rank 0."""
     if prepared.mesh.rank > 0:
         return
     start, store = prepared.start, prepared.store
@@ -113,7 +113,7 @@ def _open_directory(prepared: Prepared, environment: Mapping[str, Any]) -> None:
     prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
 
 
-def _begin_mirror(begun: Begun, held: Tenancy, deadline: Deadline | None) -> None:
+def _begin_mirror(begun: Begun, held: Ownership, deadline: TimeLimit | None) -> None:
     """After the run's own directory: the mirror's ``job.toml`` says that both are done.
 
     Raises:

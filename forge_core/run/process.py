@@ -11,8 +11,8 @@ from typing import NoReturn
 
 
 @contextmanager
-def imported_for_good() -> Iterator[None]:
-    """What is imported in here stays as long as the process does: it is not searched for garbage now, which takes a
+def frozen_imports() -> Iterator[None]:
+    """Keep the imports of this context out of garbage collection: they are not searched for garbage now, which takes a
     fifth of the time that importing torch takes, nor ever after."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -24,7 +24,7 @@ def imported_for_good() -> Iterator[None]:
             gc.enable()
 
 
-def leave(code: int = 0) -> NoReturn:
+def hard_exit(code: int = 0) -> NoReturn:
     """End this process now, and do not unload torch: its threads sometimes wait, or abort the process, when it has had
     a process group. What has been registered with ``atexit`` is not called."""
     for stream in (sys.stdout, sys.stderr):

@@ -36,7 +36,7 @@ from forge_core.config.unstructure import plain
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.data_source import DataSource
-from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
 from forge_core.job import job_table
@@ -93,23 +93,23 @@ def resume_asked_for(job: Job, last_job: str | None, report: Callable[[str], Non
 def choose_start(
     resume: str, store: CheckpointStore, report: Callable[[str], None], events: Sequence[Mapping[str, Any]] = ()
 ) -> Start:
-    """What ``resume``, a value of ``checkpoint.resume``, means here. All ranks come to the same conclusion.
+    """Resolve ``resume``, a value of ``checkpoint.resume``. All ranks come to the same conclusion.
 
     Args:
-        events: of the run so far, on the first rank.
+        events: of the run so far, on rank 0.
 
     Raises:
         ConfigError: it names a checkpoint that is not there or is damaged; or there are checkpoints, and none is whole.
     """
     if resume == "never":
-        return Start(None, from_first_rank(store.steps), keeps_until=-1)
+        return Start(None, run_on_rank0(store.steps), keeps_until=-1)
     if resume.isdecimal():
         chosen = store.at(int(resume), report)
-        return Start(chosen, from_first_rank(store.steps), keeps_until=int(resume))
+        return Start(chosen, run_on_rank0(store.steps), keeps_until=int(resume))
     if resume != "auto":
-        from_first_rank(lambda: _refuse_if_nothing(resume))
+        run_on_rank0(lambda: _refuse_if_nothing(resume))
     newest = store.newest(report)
-    seen = from_first_rank(store.steps)
+    seen = run_on_rank0(store.steps)
     if resume == "auto" or newest is not None:
         if resume != "auto" and newest is not None:
             report(f"checkpoint.resume = {resume!r} {_why_not(resume, events)}; it goes on from {newest.path.name}")
@@ -192,10 +192,10 @@ def restore(
         ConfigError: it has tensors that these have not, or lacks some that they have.
         PluginError: a component does not take what an earlier version of it has saved.
     """
-    state, saved = on_all_ranks(lambda: (checkpoint.state(), checkpoint.saved_tensors()))
-    own = on_all_ranks(lambda: module_changes(model.parts, state.get("modules", {})))
+    state, saved = run_on_all_ranks(lambda: (checkpoint.state(), checkpoint.saved_tensors()))
+    own = run_on_all_ranks(lambda: module_changes(model.parts, state.get("modules", {})))
     here = reduce(operator.or_, mesh.gather_over("pp", module_versions(model.parts)))
-    on_all_ranks(lambda: refuse_versions_lost(state.get("modules", {}), here))
+    run_on_all_ranks(lambda: refuse_versions_lost(state.get("modules", {}), here))
     changes = reduce(Changes.joined, mesh.gather_over("pp", own))
     names = {changes.then.get(name, name): parameter for name, parameter in model.parameters.items()}
     tensors = own.to_read(model.tensors())
@@ -206,12 +206,12 @@ def restore(
         tensors.update(empty_optimizer_state(optimizer, names, saved, state["optimizer"], elsewhere))
         refuse_misfits(checkpoint.path, tensors)
 
-    on_all_ranks(match)  # before they read together
+    run_on_all_ranks(match)  # before they read together
     read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
     dropped = {key for key in saved if _name_of(key) in changes.dropped}
-    on_all_ranks(lambda: _refuse_unread(saved.keys() - read - dropped, checkpoint))
+    run_on_all_ranks(lambda: _refuse_unread(saved.keys() - read - dropped, checkpoint))
     checkpoint.load(tensors)
-    on_all_ranks(lambda: upgrade_optimizer(optimizer, state["optimizer"].get("version", 1)))
+    run_on_all_ranks(lambda: upgrade_optimizer(optimizer, state["optimizer"].get("version", 1)))
     for namespace in load_states(callbacks, state["callbacks"], checkpoint.manifest.versions):
         report(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
 

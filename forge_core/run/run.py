@@ -20,32 +20,32 @@ from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
 from forge_core.contracts.replication import Replication
 from forge_core.data.loader import evaluation_batches
-from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.distributed.peer_monitor import Peers
+from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import longer_timeouts
 from forge_core.errors import ExitCode, ForgeError, exit_code_of
 from forge_core.job import job_table
 from forge_core.registry.catalog import Catalog
 from forge_core.run.directory import RunDirectory, describe_environment
 from forge_core.run.fatal import fatal_errors_kept
-from forge_core.run.ownership import Tenancy, complete, tenancy
+from forge_core.run.ownership import Ownership, complete, ownership
 from forge_core.run.resume import restore
-from forge_core.run.setup import Prepared, begin, prepare
+from forge_core.run.setup import RunSetup, begin, prepare
 from forge_core.run.signals import stop_on_signals
 from forge_core.run.summary import EndReport, announce, announce_complete, describe
-from forge_core.run.time_limit import Deadline
+from forge_core.run.time_limit import TimeLimit
 from forge_core.run.trackers import Trackers
 from forge_core.run.warm_start import load_warm_start
 from forge_core.train.build import BuiltModel, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluation
-from forge_core.train.metrics import Measurement, peak_flops
+from forge_core.train.metrics import Metrics, peak_flops
 from forge_core.train.replication import JoinedReplicas, Replicas
-from forge_core.train.rollback import RollingBack
+from forge_core.train.rollback import Rollback
 from forge_core.train.saving import Contents, Saving
-from forge_core.train.state_transfer import LiveParts
-from forge_core.train.step_guard import Anomalies, Examination
+from forge_core.train.state_transfer import StateTransfer
+from forge_core.train.step_guard import NonFiniteSearch, StepGuard
 from forge_core.train.trainer import Trainer
 
 
@@ -74,9 +74,9 @@ def run_job(
     started = time.monotonic()
     device = choose_device(job.run.device)
     join_process_group(device, job.run.first_step_timeout)
-    peers = Peers(job.run, RunDirectory(job, writes=False).path)
+    peers = PeerMonitor(job.run, RunDirectory(job, writes=False).path)
     try:
-        with peers.lost_ones_named():
+        with peers.naming_lost_ranks():
             if heeding is not None:
                 return _run(job, catalog, device, peers, started, dry_run, heeding, command)
             with ExitStack() as own:
@@ -90,25 +90,25 @@ def _run(
     job: Job,
     catalog: Catalog,
     device: torch.device,
-    peers: Peers,
+    peers: PeerMonitor,
     started: float,
     dry_run: bool,
     heeding: ExitStack,
     command: str | None,
 ) -> ExitCode:
-    on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
-    begun = on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
-    peers.sign()
+    run_on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
+    begun = run_on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
+    peers.beat()
     if begun.is_complete:
         announce_complete(begun)
         if not dry_run:
             complete(begun)
         return ExitCode.COMPLETED
-    prepared = on_all_ranks(lambda: prepare(begun))
-    peers.sign()
-    deadline = on_all_ranks(lambda: Deadline(job.run, started))
-    built = on_all_ranks(lambda: _build(prepared))
-    peers.sign()
+    prepared = run_on_all_ranks(lambda: prepare(begun))
+    peers.beat()
+    deadline = run_on_all_ranks(lambda: TimeLimit(job.run, started))
+    built = run_on_all_ranks(lambda: _build(prepared))
+    peers.beat()
     if dry_run:
         describe(prepared, built.model)
         return ExitCode.COMPLETED
@@ -121,18 +121,18 @@ class _Built:
     optimizer: torch.optim.Optimizer
 
 
-def _build(prepared: Prepared) -> _Built:
+def _build(prepared: RunSetup) -> _Built:
     model = build_model(
         prepared.job, prepared.vocab_size, prepared.mesh, prepared.device, prepared.passes, prepared.build
     )
     return _Built(model, build_optimizer(prepared.job, model, prepared.build))
 
 
-def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitStack, command: str | None) -> ExitCode:
+def _train(prepared: RunSetup, built: _Built, deadline: TimeLimit, heeding: ExitStack, command: str | None) -> ExitCode:
     mesh, checkpoint = prepared.mesh, prepared.checkpoint
     if checkpoint is not None:
         restore(checkpoint, built.model, built.optimizer, prepared.callbacks, mesh, prepared.console.line)
-        prepared.peers.sign()
+        prepared.peers.beat()
     loaded = None
     if prepared.warm_start is not None:
         loaded = load_warm_start(prepared.warm_start, built.model, built.optimizer, mesh, prepared.console.line)
@@ -142,7 +142,7 @@ def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitS
         environment = describe_environment(versions, mesh.degrees, str(prepared.device), command)
     deadline.learn(prepared.directory.events(), prepared.console.line)
     with (
-        tenancy(prepared, environment, deadline) as held,
+        ownership(prepared, environment, deadline) as held,
         fatal_errors_kept(prepared.directory.path, mesh.rank),
     ):
         announce(prepared, built.model, held.attempt)
@@ -152,11 +152,11 @@ def _train(prepared: Prepared, built: _Built, deadline: Deadline, heeding: ExitS
 
 
 def _train_there(
-    prepared: Prepared,
+    prepared: RunSetup,
     built: _Built,
     versions: Mapping[str, str],
-    deadline: Deadline,
-    held: Tenancy,
+    deadline: TimeLimit,
+    held: Ownership,
     heeding: ExitStack,
 ) -> ExitCode:
     job, mesh, checkpoint = prepared.job, prepared.mesh, prepared.checkpoint
@@ -195,7 +195,7 @@ def _train_there(
 
     saving = _saving(prepared, built, versions, held, context, trackers, deadline)
     replicas = _replicas(prepared)
-    rolling_back = _rolling_back(prepared, built, replicas)
+    rollback = _rollback(prepared, built, replicas)
     trainer = Trainer(
         job=job,
         mesh=mesh,
@@ -206,7 +206,7 @@ def _train_there(
         schedule=prepared.schedule,
         loader=loader,
         evaluation=_evaluation(prepared, built.model),
-        measurement=Measurement(
+        measurement=Metrics(
             prepared.device,
             built.model.flops_per_token,
             peak_flops(prepared.device),
@@ -215,8 +215,8 @@ def _train_there(
         lifecycle=lifecycle,
         context=context,
         saving=saving,
-        anomalies=rolling_back.anomalies,
-        rolling_back=rolling_back,
+        anomalies=rollback.anomalies,
+        rollback=rollback,
         loss=built.model.loss,
         record=record,
         optimizer_words=prepared.build.words_for(job.optimizer),
@@ -224,7 +224,7 @@ def _train_there(
         is_resumed=checkpoint is not None,
         accumulation_asked_for=prepared.accumulation_asked_for,
         replicas=replicas,
-        live_parts=LiveParts(
+        live_parts=StateTransfer(
             built.model,
             built.optimizer,
             [(name, one) for name, one in prepared.callbacks if not isinstance(one, Replication)],
@@ -240,7 +240,7 @@ def _train_there(
 
         by_the_clock = deadline.watched(requests, prepared.console.line, stopping) if mesh.rank == 0 else nullcontext()
         _watch_data(prepared, lambda: trainer.step)
-        with by_the_clock, prepared.peers.lost_ones_named():
+        with by_the_clock, prepared.peers.naming_lost_ranks():
             stopped = trainer.run()
         if not stopped:
             outcome = "completed"
@@ -263,8 +263,8 @@ def _train_there(
         prepared.directory.write_event(outcome, step=trainer.step, **why)
 
 
-def _note_versions(prepared: Prepared, step: int, error: BaseException) -> None:
-    """What fails right after a resume may be state of another version."""
+def _note_versions(prepared: RunSetup, step: int, error: BaseException) -> None:
+    """Add a note to an error right after a resume: state may be of another version."""
     checkpoint = prepared.checkpoint
     if checkpoint is None or step > checkpoint.step + 1 or isinstance(error, ForgeError):
         return
@@ -276,7 +276,7 @@ def _note_versions(prepared: Prepared, step: int, error: BaseException) -> None:
         )
 
 
-def _watch_data(prepared: Prepared, step: Callable[[], int]) -> None:
+def _watch_data(prepared: RunSetup, step: Callable[[], int]) -> None:
     """Files that turn out to be damaged while they are read are told; whether to go on is for a person to say."""
     if prepared.mesh.rank > 0:
         return
@@ -293,13 +293,13 @@ def _watch_data(prepared: Prepared, step: Callable[[], int]) -> None:
 
 
 def _saving(
-    prepared: Prepared,
+    prepared: RunSetup,
     built: _Built,
     versions: Mapping[str, str],
-    held: Tenancy,
+    held: Ownership,
     context: RunContext,
     trackers: Trackers,
-    deadline: Deadline,
+    deadline: TimeLimit,
 ) -> Saving:
     job, directory = prepared.job, prepared.directory
     own = {"forge-core": forge_core.__version__, "torch": torch.__version__}
@@ -347,7 +347,7 @@ def _saving(
     )
 
 
-def _replicas(prepared: Prepared) -> Replicas:
+def _replicas(prepared: RunSetup) -> Replicas:
     replications = [callback for _, callback in prepared.callbacks if isinstance(callback, Replication)]
     if not replications:
         return Replicas()
@@ -364,7 +364,7 @@ def _replicas(prepared: Prepared) -> Replicas:
     )
 
 
-def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas) -> RollingBack:
+def _rollback(prepared: RunSetup, built: _Built, replicas: Replicas) -> Rollback:
     job, mesh, loader, console, directory = (
         prepared.job,
         prepared.mesh,
@@ -383,12 +383,12 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas) -> Roll
         with prepared.peers.patient(job.run.first_step_timeout), longer_timeouts(job.run):
             yield
 
-    return RollingBack(
+    return Rollback(
         job.anomalies,
         mesh,
         prepared.store,
         loader,
-        Anomalies(
+        StepGuard(
             job.anomalies,
             mesh,
             prepared.device,
@@ -397,7 +397,7 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas) -> Roll
             directory.write_event,
             state.get("anomalies"),
             replicas.any_replica,
-            Examination(built.model, prepared.catalog, loader, prepared.device),
+            NonFiniteSearch(built.model, prepared.catalog, loader, prepared.device),
         ),
         directory,
         console.line,
@@ -408,7 +408,7 @@ def _rolling_back(prepared: Prepared, built: _Built, replicas: Replicas) -> Roll
     )
 
 
-def _evaluation(prepared: Prepared, model: BuiltModel) -> Evaluation | None:
+def _evaluation(prepared: RunSetup, model: BuiltModel) -> Evaluation | None:
     source, job = prepared.validation, prepared.job
     if source is None:
         return None
@@ -423,7 +423,7 @@ def _evaluation(prepared: Prepared, model: BuiltModel) -> Evaluation | None:
             dp_size=prepared.mesh.dp_size,
             samples=samples,
         ):
-            prepared.peers.sign()  # there may be more of them than a step has time for
+            prepared.peers.beat()  # there may be more of them than a step has time for
             yield batch
 
     return Evaluation(batches, model, prepared.mesh, prepared.device)

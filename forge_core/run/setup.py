@@ -1,4 +1,4 @@
-"""What is known of a run before anything large is built, or anything is written."""
+"""Set-up of a run, before anything large is built or anything is written."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.checkpoint_mirror import MirrorContext
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import CheckedSource, DataSource, Split
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
-from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks, slowly_from_first_rank
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
 from forge_core.distributed.mesh import Mesh, build_mesh
-from forge_core.distributed.peer_monitor import Peers
+from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
 from forge_core.errors import ConfigError
 from forge_core.job import check_device
@@ -36,7 +36,7 @@ from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, r
 from forge_core.run.warm_start import WarmStart, choose_warm_start
 from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
-from forge_core.train.events import Lifecycle
+from forge_core.train.events import Events
 from forge_core.train.replication import refuse_several_replications
 
 
@@ -48,7 +48,7 @@ class Begun:
     catalog: Catalog
     device: torch.device
     mesh: Mesh
-    peers: Peers
+    peers: PeerMonitor
     directory: RunDirectory
     store: CheckpointStore
     mirror: NoMirror
@@ -66,24 +66,24 @@ class Begun:
 
 
 @attrs.frozen(kw_only=True)
-class Prepared(Begun):
+class RunSetup(Begun):
     """With the components of the run."""
 
     build: ComponentBuilder
-    passes: Sequence[Use]
+    passes: Sequence[ComponentRef]
     source: DataSource
     loader: BatchLoader
     validation: DataSource | None
     vocab_size: int
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
-    lifecycle: Lifecycle
+    lifecycle: Events
     warm_start: WarmStart | None
     accumulation_asked_for: int
     """``train.grad_accumulation`` before ``with_global_batch``."""
 
 
-def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry_run: bool) -> Begun:
+def begin(job: Job, catalog: Catalog, device: torch.device, peers: PeerMonitor, *, dry_run: bool) -> Begun:
     """Called by all ranks alike.
 
     Raises:
@@ -95,7 +95,7 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry
     console = Console(speaks=mesh.rank == 0, record=directory.write_log)
     store = CheckpointStore(directory.checkpoints, problem_of=resume_problem)
     # ranks talk to each other here, so it comes before anything that may fail on one of them alone
-    ended = from_first_rank(lambda: refuse_if_held(directory.path))
+    ended = run_on_rank0(lambda: refuse_if_held(directory.path))
     mirror = NoMirror()
     if job.checkpoint.mirror is not None and dry_run:
         console.line("dry run: goes by the checkpoints that are here; those at checkpoint.mirror are not fetched")
@@ -106,11 +106,11 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry
             section=job.checkpoint,
             rank=mesh.rank,
             say=console.line,
-            run_on_rank0=lambda work: slowly_from_first_rank(work, peers.sign),
+            run_on_rank0=lambda work: run_slowly_on_rank0(work, peers.beat),
         )
-        mirror = on_all_ranks(lambda: mirror_of(use, context, ComponentBuilder(catalog)))
+        mirror = run_on_all_ranks(lambda: mirror_of(use, context, ComponentBuilder(catalog)))
     last_job = mirror.last_job() or directory.last_job()
-    resume = from_first_rank(lambda: resume_asked_for(job, last_job, console.line))
+    resume = run_on_rank0(lambda: resume_asked_for(job, last_job, console.line))
     found = CheckpointStore(store.path, mirror, resume_problem)
     start = choose_start(resume, found, console.line, directory.events())
     return Begun(
@@ -128,7 +128,7 @@ def begin(job: Job, catalog: Catalog, device: torch.device, peers: Peers, *, dry
     )
 
 
-def prepare(begun: Begun) -> Prepared:
+def prepare(begun: Begun) -> RunSetup:
     """Called by all ranks alike. Nothing large is built, and nothing is written.
 
     Raises:
@@ -142,13 +142,13 @@ def prepare(begun: Begun) -> Prepared:
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
-    source = _data_source(job.data, "data", build, peers.sign, seq_len=job.train.seq_len, split="train")
+    source = _data_source(job.data, "data", build, peers.beat, seq_len=job.train.seq_len, split="train")
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_several_replications(callbacks)
-    return Prepared(
+    return RunSetup(
         job=job,
         catalog=catalog,
         build=build,
@@ -158,13 +158,13 @@ def prepare(begun: Begun) -> Prepared:
         passes=sort_passes(job, catalog),
         source=source,
         loader=_loader(job, source, mesh, device, checkpoint),
-        validation=_validation_source(job, source, build, peers.sign) if job.eval.interval else None,
+        validation=_validation_source(job, source, build, peers.beat) if job.eval.interval else None,
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(
             build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
         ),
         callbacks=callbacks,
-        lifecycle=Lifecycle(
+        lifecycle=Events(
             [
                 *([("timeouts", Timeouts(job.run)), ("peers", peers)] if mesh.world_size > 1 else []),
                 ("console", console),
@@ -203,24 +203,24 @@ def _loader(
 
 
 def _data_source(
-    use: Use, key: str, build: ComponentBuilder, sign: Callable[[], None], *, seq_len: int, split: Split
+    use: ComponentRef, key: str, build: ComponentBuilder, beat: Callable[[], None], *, seq_len: int, split: Split
 ) -> DataSource:
-    """What is wrong with it is told with its key, as there may be two."""
+    """Name the key in its problems, as there may be two sources."""
     try:
         source: DataSource = build(use, seq_len=seq_len, split=split)
         if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
-            slowly_from_first_rank(source.refuse_damaged, sign)
+            run_slowly_on_rank0(source.refuse_damaged, beat)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     return source
 
 
-def _validation_source(job: Job, training: DataSource, build: ComponentBuilder, sign: Callable[[], None]) -> DataSource:
+def _validation_source(job: Job, training: DataSource, build: ComponentBuilder, beat: Callable[[], None]) -> DataSource:
     seq_len, own = job.train.seq_len, job.eval.data
     if own is None:
-        source = _data_source(job.data, "data", build, sign, seq_len=seq_len, split="validation")
+        source = _data_source(job.data, "data", build, beat, seq_len=seq_len, split="validation")
     else:
-        source = _data_source(own, "eval.data", build, sign, seq_len=seq_len, split="all")
+        source = _data_source(own, "eval.data", build, beat, seq_len=seq_len, split="all")
     if source.vocab_size > training.vocab_size:
         raise ConfigError(
             f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "

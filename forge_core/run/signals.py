@@ -88,7 +88,7 @@ class SignalsForRanks:
 
 
 def is_in_foreground() -> bool:
-    """Whether a terminal sends this process its Ctrl-C. A signal does not say where it comes from."""
+    """Return whether a terminal sends this process its Ctrl-C. A signal does not say where it comes from."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run says when it begins, and what a dry run says instead."""
+"""Summaries: at the start of a run, of a dry run, and at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.job import job_table, notes
 from forge_core.registry.component import PassComponent
-from forge_core.run.setup import Begun, Prepared
+from forge_core.run.setup import Begun, RunSetup
 from forge_core.train.build import BuiltModel
 
 _SHOWN = 5
 """Keys that differ, of a run that has all its steps."""
 
 
-def announce(prepared: Prepared, model: BuiltModel, attempt: str) -> None:
+def announce(prepared: RunSetup, model: BuiltModel, attempt: str) -> None:
     """An event, and a line: fresh or resumed, from where, on what mesh."""
     job, checkpoint = prepared.job, prepared.checkpoint
     prepared.directory.write_event(
@@ -58,14 +58,14 @@ def announce_complete(begun: Begun) -> None:
         )
 
 
-def _axes(prepared: Prepared) -> dict[str, int]:
+def _axes(prepared: RunSetup) -> dict[str, int]:
     """Those of the mesh, and ``ep``, whose ranks are borrowed from others."""
     ep = prepared.job.parallel.ep
     return {**prepared.mesh.degrees, **({"ep": ep} if ep > 1 else {})}
 
 
-def describe(prepared: Prepared, model: BuiltModel) -> None:
-    """What would be trained: the model, the mesh, the passes and what they touched, the data."""
+def describe(prepared: RunSetup, model: BuiltModel) -> None:
+    """Print a dry run: the model, the mesh, the passes and what they touched, the data."""
     say = prepared.console.line
     size = f"{model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
     say(f"model {prepared.job.model.qualified_name}: {size}")
@@ -80,7 +80,7 @@ def describe(prepared: Prepared, model: BuiltModel) -> None:
     say("dry run: stopped before the first step; nothing was written")
 
 
-def _start_words(prepared: Prepared) -> str:
+def _start_words(prepared: RunSetup) -> str:
     checkpoint = prepared.checkpoint
     if checkpoint is None:
         loaded = f" with tensors of {prepared.warm_start.checkpoint.path}" if prepared.warm_start else ""
@@ -93,7 +93,7 @@ def _start_words(prepared: Prepared) -> str:
     return words + (f", with {skipped} updates left out before" if skipped else "")
 
 
-def _phase(prepared: Prepared, use: Use) -> str:
+def _phase(prepared: RunSetup, use: ComponentRef) -> str:
     component = prepared.catalog.lookup("parallel_pass", use.qualified_name).component
     assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
     return component.phase
@@ -177,9 +177,9 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 @attrs.define
 class EndReport:
-    """Made when training begins. ``note`` is given what is recorded, on the first rank."""
+    """Made when training begins. ``note`` is given what is recorded, on rank 0."""
 
-    prepared: Prepared
+    prepared: RunSetup
     _loss: str = ""
     _since: float = attrs.field(factory=time.monotonic)
 

@@ -19,7 +19,7 @@ from forge_core.run.directory import ENDS
 _SAVES_TO_LEARN_FROM = 10
 
 
-class Deadline:
+class TimeLimit:
     """The earlier of ``run.time_limit`` and the end of the cluster's job; there may be none.
 
     Args:

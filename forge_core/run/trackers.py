@@ -25,7 +25,7 @@ _WAITING = 1000
 
 
 class Trackers:
-    """On the first rank, all of them; on the others, none.
+    """On rank 0, all of them; on the others, none.
 
     Args:
         saved: what ``states`` returned when the checkpoint was saved that the run goes on from.
@@ -88,7 +88,7 @@ class Trackers:
 
 @attrs.frozen(eq=False)
 class _Work:
-    """What a tracker is asked for."""
+    """Requests to a tracker."""
 
     do: Callable[[Tracker], object]
     is_last: bool = False

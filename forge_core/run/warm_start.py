@@ -14,7 +14,7 @@ from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import empty_optimizer_state
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.sections import Job, LoadSection
-from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
 from forge_core.registry.suggestions import nearest
@@ -23,7 +23,7 @@ from forge_core.train.build import BuiltModel
 
 @attrs.frozen
 class WarmStart:
-    """What is to be loaded."""
+    """A part of a checkpoint to load."""
 
     checkpoint: Checkpoint
     chosen: frozenset[str]
@@ -33,7 +33,7 @@ class WarmStart:
 
 @attrs.frozen
 class Loaded:
-    """What became of every tensor, by sorted keys, over all ranks."""
+    """The fate of every tensor, by sorted keys, over all ranks."""
 
     source: str
     loaded: Sequence[str]
@@ -46,7 +46,7 @@ class Loaded:
 
 
 def choose_warm_start(job: Job, report: Callable[[str], None]) -> WarmStart | None:
-    """What ``checkpoint.load`` means, before anything is built. All ranks call it together.
+    """Resolve ``checkpoint.load``, before anything is built. All ranks call it together.
 
     Raises:
         ConfigError: there is no whole checkpoint; a pattern means nothing in it; or what is chosen would not be the
@@ -87,9 +87,9 @@ def load_warm_start(
         except ConfigError as error:
             raise ConfigError(f"checkpoint.load: {error}\nLeave them out with checkpoint.load.exclude.") from error
 
-    on_all_ranks(match)  # before they read together
+    run_on_all_ranks(match)  # before they read together
     loaded = _accounted(start, {*tensors, *state}, {*fresh}, mesh)
-    on_all_ranks(lambda: _refuse_nothing(start, loaded))
+    run_on_all_ranks(lambda: _refuse_nothing(start, loaded))
     checkpoint.load(tensors)
     _tell(loaded, report)
     return loaded

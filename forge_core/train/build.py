@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.executor import Executor
 from forge_core.contracts.gpu import Gpu
@@ -32,9 +32,9 @@ from forge_core.train.initialisation import initialise
 
 @attrs.frozen
 class AppliedPass:
-    """What a pass did, for ``--dry-run``."""
+    """The trace of a pass, for ``--dry-run``."""
 
-    use: Use
+    use: ComponentRef
     touched: Sequence[str]
 
 
@@ -55,10 +55,10 @@ class BuiltModel:
     """Of the whole model, forward and backward."""
     executor: Executor
     loss: CheckedLoss
-    """What the executor computes."""
+    """The loss that the executor computes."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank has to save of the model, by key."""
+        """The tensors of the model that this rank saves, by key."""
         return model_tensors(self.parameters, self.parts)
 
 
@@ -67,7 +67,7 @@ def build_model(
     vocab_size: int,
     mesh: Mesh,
     device: torch.device,
-    passes: Sequence[Use],
+    passes: Sequence[ComponentRef],
     build: ComponentBuilder,
     *,
     fill: Callable[[nn.Module, torch.device, int], None] | None = None,

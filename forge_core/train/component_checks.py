@@ -16,7 +16,7 @@ from forge_core.errors import PluginError
 
 
 class CheckedLoss:
-    """What costs nothing is checked in each call. While ``is_watched``, the first call with targets is looked into, for
+    """Check in each call what costs nothing. While ``is_watched``, the first call with targets is looked into, for
     which the host waits: its count, and whether it is a sum. What is wrong there is in ``problem`` afterwards, as only
     some ranks of a pipeline compute a loss, and all of them have to end.
 

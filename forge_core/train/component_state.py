@@ -1,4 +1,4 @@
-"""What callbacks and trackers want to find again after a resume: JSON values, each in a namespace of its own."""
+"""State of callbacks and trackers that survives a resume: JSON values, each in a namespace of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def states_of(named: Sequence[tuple[str, Stateful]]) -> dict[str, Any]:
 
 
 def state_entry(namespace: str, one: Stateful) -> dict[str, Any]:
-    """What is saved of one of them; nothing if it has no state. Raises as ``states_of`` does."""
+    """The saved state of one of them; nothing if it has none. Raises as ``states_of`` does."""
     state = one.state()
     if not state:
         return {}

@@ -23,7 +23,7 @@ EVENTS = (
 )
 
 
-class Lifecycle:
+class Events:
     """Calls the callbacks that override an event, in the order of the job.
 
     pluggy checks the callbacks and lets each take the arguments it wants; who listens is looked up once, so that an

@@ -1,4 +1,4 @@
-"""What is looked at in the first two steps after each start, and not in every step, as the host has to wait for it."""
+"""Checks of the first two steps after each start: the host has to wait for them, so no later step has them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from forge_core.checkpoint.state_dict import plain_values
-from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.errors import PluginError
 from forge_core.train.component_checks import CheckedLoss
 
 _STEPS = 2
-"""What an optimizer does in backward shows in the second one at the latest, when it has state."""
+"""An update in backward shows in the second step at the latest, when the optimizer has state."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes: what the bits of a value are read as."""
 
@@ -54,7 +54,7 @@ class FirstSteps:
         if not self._left:
             return
         self._left -= 1
-        on_all_ranks(lambda: self._refuse_what_is_wrong(step))
+        run_on_all_ranks(lambda: self._refuse_what_is_wrong(step))
         self._before = {}
         self._loss.is_watched = self._loss.is_watched and self._left > 0
 
@@ -99,7 +99,7 @@ _TORCHS = frozenset({"defaults", "state", "param_groups", "found_inf"})
 
 @attrs.frozen
 class _Own:
-    """What one rank has found."""
+    """The findings of one rank."""
 
     problems: Sequence[str]
     plain: Mapping[str, _Digest]
@@ -115,7 +115,7 @@ class FirstSave:
     Args:
         words: names the optimizer in messages.
         parameters: this rank's, by name.
-        say: prints a line on the first rank.
+        say: prints a line on rank 0.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ Layout = tuple[DeviceMesh | None, tuple[int, ...]]
 
 @attrs.frozen
 class Squares:
-    """What gradients that are laid out alike add to the square of a norm."""
+    """The share that gradients laid out alike add to the square of a norm."""
 
     places: Sequence[int]
     """Where they stand among all gradients of this rank."""
@@ -43,7 +43,7 @@ class Gradients:
         self._tensors = [*self.named.values()]
         self.squares = squared_norms(self._tensors)
         self.norm = global_norm(self.squares, mesh, device)
-        """As ``global_norm``."""
+        """Same as ``global_norm``."""
         self._mesh = mesh
         self._device = device
 
@@ -52,12 +52,12 @@ class Gradients:
         return norms_along(self.squares, self._mesh, axes, self._device) if axes else {}
 
     def clip(self, max_norm: float) -> None:
-        """As ``clip_gradients``."""
+        """Same as ``clip_gradients``."""
         clip_gradients(self._tensors, self.norm, max_norm)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> Mapping[Layout, Squares]:
-    """What norms of the gradients are made of, by their layout."""
+    """The sums of squares that norms of gradients are made of, by layout."""
     places: dict[Layout, list[int]] = defaultdict(list)
     for place, gradient in enumerate(gradients):
         places[_sharded_over(gradient)].append(place)
@@ -136,7 +136,7 @@ def norms_along(
 
 
 def all_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Whether this rank's elements of all of them are finite: a boolean scalar on ``device``."""
+    """Return whether this rank's elements of all of them are finite: a boolean scalar on ``device``."""
     finite = torch.ones((), dtype=torch.bool, device=device)
     held = [local for local in map(_local, tensors) if local.is_floating_point() and local.numel() > 0]
     for group in _by_device_and_dtype(held):

@@ -11,7 +11,7 @@ import torch
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
 from forge_core.distributed.mesh import LOSS_AXES, Mesh
 from forge_core.ops.auxiliary_loss import LEDGER
-from forge_core.train.step_modules import Contributors
+from forge_core.train.step_modules import StepModules
 
 
 @attrs.define
@@ -25,8 +25,8 @@ class Pending:
     known: Mapping[str, float]
 
 
-class Measurement:
-    """What is measured between two logged steps."""
+class Metrics:
+    """Times and counts between two logged steps."""
 
     def __init__(self, device: torch.device, flops_per_token: float, peak_flops: float | None, ranks: int) -> None:
         self._device = device
@@ -90,9 +90,9 @@ class Measurement:
 
 
 class StepMetrics:
-    """The values of a step that is logged, over all ranks, handed to ``Measurement``."""
+    """The values of a step that is logged, over all ranks, handed to ``Metrics``."""
 
-    def __init__(self, measurement: Measurement, mesh: Mesh, device: torch.device, modules: Contributors) -> None:
+    def __init__(self, measurement: Metrics, mesh: Mesh, device: torch.device, modules: StepModules) -> None:
         self._measurement = measurement
         self._mesh = mesh
         self._device = device
@@ -114,7 +114,7 @@ class StepMetrics:
             values: ``loss``, this rank's part, which is replaced by the whole; norms, equal on all ranks.
             skipped: updates left out so far.
             known: values that the host has already.
-            waited: as ``Measurement.submit``.
+            waited: as ``Metrics.submit``.
         """
         auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
         if auxiliary and self._mesh.degrees["tp"] > 1:

@@ -47,15 +47,16 @@ class Replicas:
         return tensor
 
     def sum_step(self, parameters: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-        """As ``sum``: the gradients of ``parameters``, and whatever else a step adds up. What one replica did not use,
+        """Same as ``sum``: the gradients of ``parameters``, and whatever else a step adds up. What one replica did
+        not use,
         and another did, has a gradient in both afterwards."""
 
     def any_replica(self, flag: torch.Tensor) -> torch.Tensor:
-        """Whether an fp32 flag is 1 in any of them."""
+        """Return whether an fp32 flag is 1 in any of them."""
         return flag
 
     def commit(self, step: int) -> bool:
-        """Whether ``step`` counts. If not, everything must be as if it had not been tried."""
+        """Return whether ``step`` counts. If not, everything must be as if it had not been tried."""
         return True
 
 
@@ -65,8 +66,8 @@ class JoinedReplicas(Replicas):
     Args:
         replication: joins this run to the others.
         patient: a context in which a rank may take longer than a step.
-        say: prints a line on the first rank.
-        write_event: adds a line to ``events.jsonl``, on the first rank.
+        say: prints a line on rank 0.
+        write_event: adds a line to ``events.jsonl``, on rank 0.
     """
 
     is_alone = False

@@ -12,22 +12,22 @@ from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.config.sections import AnomaliesSection
 from forge_core.data.loader import BatchLoader
-from forge_core.distributed.collective_errors import on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, NonFiniteError
 from forge_core.run.directory import RunDirectory
-from forge_core.train.step_guard import Anomalies, Stretch
+from forge_core.train.step_guard import SampleRange, StepGuard
 
 
 @attrs.define
-class RollingBack:
+class Rollback:
     """All ranks call the same methods at the same steps."""
 
     section: AnomaliesSection
     mesh: Mesh
     store: CheckpointStore
     loader: BatchLoader
-    anomalies: Anomalies
+    anomalies: StepGuard
     directory: RunDirectory
     say: Callable[[str], None]
     load: Callable[[Checkpoint], None]
@@ -40,10 +40,10 @@ class RollingBack:
     to_step: int = -1
 
     def state(self) -> Mapping[str, Any]:
-        """What decides the future, as JSON values."""
+        """State that decides the future, as JSON values."""
         return {"attempts": self.attempts, "to_step": self.to_step}
 
-    def go(self, stretch: Stretch, step: int) -> int:
+    def go(self, stretch: SampleRange, step: int) -> int:
         """Take everything back to the newest checkpoint from before ``stretch``, whose samples are left out from now
         on. With nothing being saved.
 
@@ -70,7 +70,7 @@ class RollingBack:
         first, last = self.loader.stream.places_of(stretch.start, stretch.stop)
         self.loader.restart(self.loader.stream.without(stretch.start, stretch.stop), state["position"])
         self.anomalies.restart(state.get("anomalies"))
-        on_all_ranks(lambda: self._take_back_files(checkpoint.step))
+        run_on_all_ranks(lambda: self._take_back_files(checkpoint.step))
         self.mirror.rolled_back(checkpoint.step)
         self.say(
             f"rolled back from step {step} to {checkpoint.path.name}, {self.attempts} of at most "
@@ -81,7 +81,7 @@ class RollingBack:
         )
         return checkpoint.step
 
-    def _checkpoint_before(self, stretch: Stretch) -> Checkpoint:
+    def _checkpoint_before(self, stretch: SampleRange) -> Checkpoint:
         try:
             checkpoint = self.store.newest(self.say, before=stretch.first_step)
         except ConfigError as error:  # all are damaged
@@ -90,7 +90,7 @@ class RollingBack:
             raise self._giving_up(stretch, f"there is no checkpoint from before step {stretch.first_step}")
         return checkpoint
 
-    def _giving_up(self, stretch: Stretch, why: str) -> NonFiniteError:
+    def _giving_up(self, stretch: SampleRange, why: str) -> NonFiniteError:
         if self.mesh.rank > 0:
             return NonFiniteError("")
         first, last = self.loader.stream.places_of(stretch.start, stretch.stop)
@@ -108,7 +108,7 @@ class RollingBack:
             self.directory.forget_after(step)
 
 
-def _steps(stretch: Stretch) -> str:
+def _steps(stretch: SampleRange) -> str:
     if stretch.steps == 1:
         return f"step {stretch.first_step}"
     return f"the {stretch.steps} steps from {stretch.first_step} on"

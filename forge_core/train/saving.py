@@ -1,4 +1,4 @@
-"""What a run puts into its checkpoints, when they are done, and which of them stay."""
+"""Saving: the contents of checkpoints, how a save ends, and which checkpoints stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.data_source import DataSource
 from forge_core.distributed.mesh import Mesh
-from forge_core.distributed.peer_monitor import Peers
+from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
 from forge_core.train.build import BuiltModel
@@ -92,7 +92,7 @@ class Saving:
 
     Args:
         mirror: copies what is committed.
-        report: prints a line on the first rank.
+        report: prints a line on rank 0.
         ended: told how every save has ended.
         committed: told of every checkpoint that is there, on all ranks; not after the run has failed.
     """
@@ -101,7 +101,7 @@ class Saving:
         self,
         contents: Contents,
         saver: Saver,
-        peers: Peers,
+        peers: PeerMonitor,
         store: CheckpointStore,
         mirror: NoMirror,
         report: Callable[[str], None],

@@ -1,4 +1,4 @@
-"""What a step's losses are means over: counted on the host, summed over the ranks that have other samples."""
+"""Denominators of a step's losses: counted on the host, summed over the ranks that have other samples."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from forge_core.train.component_state import load_states, states_of
 
 
 @attrs.frozen
-class LiveParts:
+class StateTransfer:
     """Where this rank's part of it is found. Ranks of a replica do not talk to each other here."""
 
     model: BuiltModel

@@ -37,7 +37,7 @@ _SAID = 3
 
 
 @attrs.frozen
-class Stretch:
+class SampleRange:
     """Steps in a row whose updates were left out, and their samples: positions ``start`` to ``stop − 1``."""
 
     first_step: int
@@ -48,7 +48,7 @@ class Stretch:
 
 @attrs.frozen
 class _Judged:
-    """What is kept of a step until the host looks: host values, and tensors on the device."""
+    """A step as it is kept until the host looks: host values, and tensors on the device."""
 
     step: int
     start: int
@@ -65,7 +65,7 @@ class _Judged:
 
 @attrs.frozen
 class _Found:
-    """What one rank found in a step."""
+    """The findings of one rank in a step."""
 
     rank: int
     loss: bool
@@ -75,20 +75,20 @@ class _Found:
     """Of this rank's samples."""
 
 
-class Anomalies:
+class StepGuard:
     """All ranks call the same methods at the same steps.
 
     Args:
-        say: prints a line on the first rank.
-        write_event: adds a line to ``events.jsonl``, on the first rank.
+        say: prints a line on rank 0.
+        write_event: adds a line to ``events.jsonl``, on rank 0.
         saved: what ``state`` returned when a checkpoint was written.
         any_replica: makes a flag on the device that of all replicas.
         examine: looks for the first module with an output that is not finite, in the step that starts at a position.
     """
 
     origin: Origin | None = None
-    """What was found the first time after this start."""
-    to_leave_out: Stretch | None
+    """The first finding after this start."""
+    to_leave_out: SampleRange | None
     """Set once there have been ``roll_back_after`` such steps in a row: the run must go back."""
 
     def __init__(
@@ -118,14 +118,14 @@ class Anomalies:
         """Go on from what was known when a checkpoint was written, or from nothing."""
         saved = saved or {"skipped": 0, "row": None, "mean_norm": [0.0, 0.0]}
         self._known = int(saved["skipped"])
-        self._row = None if saved["row"] is None else Stretch(**saved["row"])
+        self._row = None if saved["row"] is None else SampleRange(**saved["row"])
         self._judged: list[_Judged] = []
         self.to_leave_out = None
         self.skipped = torch.full((), float(self._known), device=self._device)
         self._mean, self._seen = (torch.full((), value, device=self._device) for value in saved["mean_norm"])
 
     def state(self) -> dict[str, Any]:
-        """What decides the future, as JSON values. ``look`` first."""
+        """State that decides the future, as JSON values. ``look`` first."""
         return {
             "skipped": self._known,
             "row": None if self._row is None else attrs.asdict(self._row),
@@ -148,7 +148,7 @@ class Anomalies:
         gradients: Gradients,
         batches: Iterable[Mapping[str, torch.Tensor]],
     ) -> torch.Tensor:
-        """Whether to leave out the update of this step. The host does not wait. ``take_note`` makes it count.
+        """Return whether to leave out the update of this step. The host does not wait. ``take_note`` makes it count.
 
         Args:
             loss: this rank's, a scalar.
@@ -176,7 +176,7 @@ class Anomalies:
         self._latest = _Judged(step, start, stop, verdict, own, loss, norm, names, squares, inputs)
         return verdict
 
-    def take_note(self) -> None:
+    def count_step(self) -> None:
         """The step that was judged last counts, with or without its update."""
         self.skipped.add_(self._latest.verdict)
         if self._section.spike_factor > 0:
@@ -207,15 +207,15 @@ class Anomalies:
                 self._row = None
                 continue
             self._known += 1
-            before = self._row or Stretch(one.step, one.start, one.start, 0)
+            before = self._row or SampleRange(one.step, one.start, one.start, 0)
             self._row = attrs.evolve(before, stop=one.stop, steps=before.steps + 1)
             self._tell(one)
             is_first = self.to_leave_out is None or self.to_leave_out.first_step == self._row.first_step
             if is_first and self._row.steps >= self._section.roll_back_after:
                 self.to_leave_out = self._row
 
-    def have_spared(self, parameters: Sequence[torch.Tensor], step: int) -> bool:
-        """Whether all parameters are finite, before they are saved. The host waits for it.
+    def parameters_are_finite(self, parameters: Sequence[torch.Tensor], step: int) -> bool:
+        """Return whether all parameters are finite, before they are saved. The host waits for it.
 
         If one is not, the update of ``step``, the last one, has made it so, since a step that begins with such
         parameters is left out; the run must go back.
@@ -227,7 +227,7 @@ class Anomalies:
             return True
         self._say(f"step {step}: its update has made parameters that are not finite; they are not saved")
         position = self._loader.position
-        self.to_leave_out = Stretch(step, position - self._loader.samples_per_step, position, 1)
+        self.to_leave_out = SampleRange(step, position - self._loader.samples_per_step, position, 1)
         return False
 
     def _follow(self, norm: torch.Tensor, verdict: torch.Tensor) -> None:
@@ -299,7 +299,7 @@ class Anomalies:
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer's step does nothing where its ``found_inf`` is 1, so that the host need not know.
+    """Return whether the optimizer's step does nothing where its ``found_inf`` is 1, so that the host need not know.
 
     Those of torch do that in their fused implementations, and say so as they do to ``torch.amp.GradScaler``:
     parameters, moments and counts of steps stay as they are. Only SGD makes its momentum in the first step without
@@ -333,7 +333,7 @@ def _stretches(places: Sequence[int]) -> list[list[int]]:
 
 
 def _described(found: Sequence[_Found]) -> str:
-    """What is not finite, with a verb."""
+    """Say which values are not finite, with a verb."""
     parts = []
     if any(one.loss for one in found):
         parts.append("the loss")
@@ -370,7 +370,7 @@ class Origin:
 
 
 @attrs.frozen
-class Examination:
+class NonFiniteSearch:
     """All ranks call it at the same step."""
 
     model: BuiltModel

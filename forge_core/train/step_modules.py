@@ -1,5 +1,5 @@
-"""Modules that do something once an optimizer step, or report on it, found by protocol (``StepContributor``,
-``MeasuredModule``)."""
+"""Modules that do something once an optimizer step, or report on it, found by protocol (``StepModule``,
+``ReportsMetrics``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_core.distributed.mesh import DATA_AXES, Mesh
 from forge_core.errors import PluginError
 
 
-class Contributors:
+class StepModules:
     """All such modules of this rank's parts of the model."""
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
@@ -33,7 +33,7 @@ class Contributors:
             tensor.zero_()
 
     def accumulators(self) -> list[torch.Tensor]:
-        """What this rank has accumulated in this step, to be summed further in place."""
+        """The accumulators of this rank in this step, to be summed further in place."""
         return [tensor for _, _, tensor in self._accumulators()]
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class Contributors:
         """Sum all accumulators over the ranks that hold other tokens, in one collective, and hand them out.
 
         Args:
-            progress: as ``StepContributor.before_optimizer_step``.
+            progress: as ``StepModule.before_optimizer_step``.
             left_out: scalar on the device, equal on all ranks; if it is not 0, modules keep the state they have.
         """
         reduced: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._modules}
@@ -70,7 +70,8 @@ class Contributors:
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> Mapping[str, torch.Tensor]:
-        """What modules report of the last step (``MeasuredModule``): fp32 scalars, equal on all ranks, those of
+        """The metrics that modules report of the last step (``ReportsMetrics``): fp32 scalars, equal on all ranks,
+        those of
         all pipeline stages.
 
         Raises:

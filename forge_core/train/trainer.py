@@ -20,22 +20,22 @@ from forge_core.contracts.replication import LiveState
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
-from forge_core.distributed.consensus import Agreement
+from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import Mesh
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.evaluation import Evaluation
-from forge_core.train.events import Lifecycle
+from forge_core.train.events import Events
 from forge_core.train.first_steps import FirstSave, FirstSteps
 from forge_core.train.gradients import Gradients
-from forge_core.train.metrics import Measurement, StepMetrics
+from forge_core.train.metrics import Metrics, StepMetrics
 from forge_core.train.replication import Replicas
-from forge_core.train.rollback import RollingBack
+from forge_core.train.rollback import Rollback
 from forge_core.train.saving import Saving
 from forge_core.train.scales import step_scales, to_device
-from forge_core.train.state_transfer import LiveParts
-from forge_core.train.step_guard import Anomalies, can_skip_on_device
-from forge_core.train.step_modules import Contributors
+from forge_core.train.state_transfer import StateTransfer
+from forge_core.train.step_guard import StepGuard, can_skip_on_device
+from forge_core.train.step_modules import StepModules
 
 
 @attrs.define(slots=False)
@@ -51,12 +51,12 @@ class Trainer:
     schedule: Schedule
     loader: BatchLoader
     evaluation: Evaluation | None
-    measurement: Measurement
-    lifecycle: Lifecycle
+    measurement: Metrics
+    lifecycle: Events
     context: RunContext
     saving: Saving
-    anomalies: Anomalies
-    rolling_back: RollingBack
+    anomalies: StepGuard
+    rollback: Rollback
     loss: CheckedLoss
     record: Callable[[Mapping[str, float]], None]
     """Takes the values of a logged step or of an evaluation."""
@@ -68,19 +68,19 @@ class Trainer:
     accumulation_asked_for: int = 1
     """``train.grad_accumulation``, whatever the ranks have made of it; the next start looks whether it is as before."""
     replicas: Replicas = attrs.field(factory=Replicas)
-    live_parts: LiveParts | None = None
+    live_parts: StateTransfer | None = None
     """What another replica is given; needed if there may be others."""
 
     def __attrs_post_init__(self) -> None:
         job = self.job
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._parameters = named_parameters(self.parts)
-        self._contributors = Contributors(self.parts, self.mesh)
+        self._step_modules = StepModules(self.parts, self.mesh)
         self._skips_on_device = can_skip_on_device(self.optimizer, self.device)
         self._first_steps = FirstSteps(self._parameters, self.loss, self.optimizer_words)
         self._first_save = FirstSave(self.optimizer, self.optimizer_words, self._parameters, self.context.log)
-        self._agreement = Agreement()
-        self._step_metrics = StepMetrics(self.measurement, self.mesh, self.device, self._contributors)
+        self._consensus = Consensus()
+        self._step_metrics = StepMetrics(self.measurement, self.mesh, self.device, self._step_modules)
         self._last_save = time.monotonic()
         self._may_skip = self.lifecycle.listens("before_optimizer_step")
         self._put_off_save = False
@@ -109,7 +109,7 @@ class Trainer:
                 continue  # it did not count
             evaluated = self._evaluate_if_due()
             self._ask_for_timely_save()
-            save, stop, is_writing = self._agreement.exchange(self.context.requests, is_writing=self.saving.is_writing)
+            save, stop, is_writing = self._consensus.exchange(self.context.requests, is_writing=self.saving.is_writing)
             self.saving.look(self.step, is_written=not is_writing)
             if save or stop or self.step == last or self._is_checkpoint_due() or self._put_off_save:
                 self._save(evaluated, is_last=stop or self.step == last)
@@ -117,10 +117,10 @@ class Trainer:
                 self._roll_back()
             elif stop or self.step == last:
                 break
-        self._agreement.finish()
+        self._consensus.finish()
         self._log_pending()
         self.saving.finish(must_succeed=True)
-        stopped = self._agreement.reason(self.context.requests) if self.step < last else ""
+        stopped = self._consensus.reason(self.context.requests) if self.step < last else ""
         self.lifecycle.call("run_end", run=self.context, step=self.step, stopped=stopped)
         return stopped
 
@@ -129,7 +129,7 @@ class Trainer:
         if self.evaluation is None or not self._is_due(self.job.eval.interval):
             return {}
         self._log_pending()
-        values = self.evaluation.run(lambda: self._agreement.any_rank(bool(self.context.requests.stop)))
+        values = self.evaluation.run(lambda: self._consensus.any_rank(bool(self.context.requests.stop)))
         if values:
             self.record({"step": self.step, **values})
             self.lifecycle.call("eval_end", run=self.context, step=self.step, metrics=values)
@@ -173,9 +173,9 @@ class Trainer:
             self._take_back_step()
             return
         self.measurement.count(self._tokens_a_step)
-        self.anomalies.take_note()
+        self.anomalies.count_step()
         if skip:
-            self._contributors.forget()
+            self._step_modules.forget()
         else:
             self._update(gradients, verdict)
         self.optimizer.zero_grad(set_to_none=True)
@@ -192,20 +192,20 @@ class Trainer:
         if self.replicas.is_alone:
             return total
         together = total.clone()
-        others = [*self._contributors.accumulators(), *LEDGER.sums(), together]
+        others = [*self._step_modules.accumulators(), *LEDGER.sums(), together]
         self.replicas.sum_step(self._parameters, others)
         return together
 
     def _update(self, gradients: Gradients, verdict: torch.Tensor) -> None:
         left_out = verdict if self._skips_on_device else None
-        self._contributors.before_optimizer_step(self.step / self.job.train.steps, left_out)
+        self._step_modules.before_optimizer_step(self.step / self.job.train.steps, left_out)
         gradients.clip(self.job.train.clip_norm)
         self.optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
         self.optimizer.step()
         self._first_save.note_update(gradients.named)
 
     def _take_back_step(self) -> None:
-        self._contributors.forget()
+        self._step_modules.forget()
         self.optimizer.zero_grad(set_to_none=True)
         self.loader.restart(self.loader.stream, self.loader.position - self.loader.samples_per_step)
         self.step -= 1
@@ -241,7 +241,7 @@ class Trainer:
         if not self._skips_on_device and verdict.item():
             skip = True
         elif self._may_skip:
-            skip = self._agreement.any_rank(self.context.requests.skip_step)
+            skip = self._consensus.any_rank(self.context.requests.skip_step)
             if not self.replicas.is_alone:
                 skip = bool(self.replicas.any_replica(torch.full((), float(skip), device=self.device)).item())
         else:
@@ -272,7 +272,7 @@ class Trainer:
         self.anomalies.learn(values["skipped"], int(values["step"]))
 
     def _ask_for_timely_save(self) -> None:
-        """By the first rank's clock."""
+        """By rank 0's clock."""
         minutes = self.job.checkpoint.minutes
         if (
             minutes > 0
@@ -290,7 +290,7 @@ class Trainer:
         self._put_off_save = not is_last and self.anomalies.in_a_row > 0
         if self._put_off_save or self.anomalies.to_leave_out is not None:
             return
-        if not self.anomalies.have_spared([*self._parameters.values()], self.step):
+        if not self.anomalies.parameters_are_finite([*self._parameters.values()], self.step):
             return
         self._first_save.check()
         self.saving.begin(self.step, self._tokens_so_far, self._progress(), evaluated, must_succeed=is_last)
@@ -302,7 +302,7 @@ class Trainer:
             "position": self.loader.position,
             "left_out": self.loader.stream.left_out,
             "anomalies": self.anomalies.state(),
-            "rolling_back": self.rolling_back.state(),
+            "rolling_back": self.rollback.state(),
             "accumulation_asked_for": self.accumulation_asked_for,
         }
 
@@ -329,6 +329,6 @@ class Trainer:
         stretch = self.anomalies.to_leave_out
         assert stretch is not None, "it is what the run goes back for"
         self.saving.finish()
-        self.step = self.rolling_back.go(stretch, self.step)
+        self.step = self.rollback.go(stretch, self.step)
         self._put_off_save = False
         self.measurement.restart(self.loader.seconds_waiting)

@@ -11,7 +11,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.mesh import Mesh, join_process_group
 from forge_core.train.gradients import Gradients
-from forge_core.train.step_guard import Anomalies
+from forge_core.train.step_guard import StepGuard
 from saboteur.config import NumberedConfig
 from saboteur.numbered import numbered
 
@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 
 
 class Run:
-    """As much of one as ``Anomalies`` needs: four samples a step."""
+    """As much of one as ``StepGuard`` needs: four samples a step."""
 
     def __init__(self, mesh, saved=None, **keys):
         stream = SampleStream(numbered(NumberedConfig(), seq_len=8, split="train", build=None), seed=0, shuffle=False)
         cut = {"batch_size": 2, "grad_accumulation": 2, "dp_rank": 0, "dp_size": 1}
         self._loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
         self.mesh, self.said, self.events, self.step = mesh, [], [], 0
-        self.anomalies = Anomalies(
+        self.anomalies = StepGuard(
             AnomaliesSection(**keys),
             mesh,
             CPU,
@@ -45,7 +45,7 @@ class Run:
         gradients = Gradients(parameters, self.mesh, CPU)
         batch = {"tokens": torch.zeros(2, 8, dtype=torch.int64), **inputs}
         verdict = self.anomalies.judge(self.step, torch.tensor(loss), gradients, [batch, batch])
-        self.anomalies.take_note()
+        self.anomalies.count_step()
         return verdict
 
 

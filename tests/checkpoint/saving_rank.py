@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 SAVES = 20
 
@@ -63,7 +63,7 @@ def main(folder: Path, group: str) -> None:
     if dist.get_rank() == 0:
         (folder / "steps").write_text(f"{steps} {steps_while_writing}")
     dist.destroy_process_group()
-    leave()
+    hard_exit()
 
 
 def _saver(store: CheckpointStore, group: str) -> Saver:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from forge_core.checkpoint import saver as saver_module
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 
 def main(folder: Path, timeout: float) -> None:
@@ -58,7 +58,7 @@ def main(folder: Path, timeout: float) -> None:
         _save(saver, 5)
     saver.close()
     dist.destroy_process_group()
-    leave()
+    hard_exit()
 
 
 def _save(saver: Saver, step: int) -> None:

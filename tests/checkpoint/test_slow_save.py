@@ -16,7 +16,7 @@ RANKS = 3
 
 @pytest.mark.slow
 def test_one_that_is_too_slow_is_agreed_upon_and_those_after_it_are_written(tmp_path):
-    """In the second save the first rank is late, with the name alone, so that it is there in the end; in the fourth
+    """In the second save rank 0 is late, with the name alone, so that it is there in the end; in the fourth
     another one is late, and it is not."""
     with create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])

@@ -11,7 +11,7 @@ import attrs
 import pytest
 from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, matches_re, max_len, min_len, optional, or_
 
-from forge_core.api import Component, PassComponent, Slot, Use
+from forge_core.api import Component, ComponentRef, PassComponent, Slot
 from forge_core.config.sections import Job
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog, Plugin
@@ -53,7 +53,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     window: int | None = attrs.field(default=None, validator=optional(gt(0)))
     scaling: Scaling | None = None
-    feed_forward: Annotated[Use, Slot("feed_forward", default="mlp")]
+    feed_forward: Annotated[ComponentRef, Slot("feed_forward", default="mlp")]
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         if job.train.seq_len > self.max_seq_len:
@@ -68,7 +68,7 @@ class MLPConfig:
 @attrs.frozen(kw_only=True)
 class MoEConfig:
     n_experts: int = attrs.field(default=8, validator=gt(0))
-    router: Annotated[Use, Slot("router")]
+    router: Annotated[ComponentRef, Slot("router")]
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         if self.n_experts % job.parallel.ep:
@@ -121,7 +121,7 @@ class TextConfig:
     suffixes: frozenset[str] = frozenset()
     mode: Mode = Mode.FAST
     files: str | tuple[str, ...] = ()
-    tokenizer: Annotated[Use, Slot("tokenizer", default="bytes")]
+    tokenizer: Annotated[ComponentRef, Slot("tokenizer", default="bytes")]
 
 
 @attrs.frozen(kw_only=True)

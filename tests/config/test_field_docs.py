@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.sections import Job, TrainSection
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Slot
 
 
@@ -89,9 +89,9 @@ def test_the_cores_own_sections_are_documented():
         (Mapping[str, int], "table of integers"),
         (Derived, "table"),
         (int | str, "integer or string"),
-        (Annotated[Use, Slot("data_source")], "data source"),
-        (Annotated[Use | None, Slot("router")], "router"),
-        (tuple[Annotated[Use, Slot("callback")], ...], "array of callbacks"),
+        (Annotated[ComponentRef, Slot("data_source")], "data source"),
+        (Annotated[ComponentRef | None, Slot("router")], "router"),
+        (tuple[Annotated[ComponentRef, Slot("callback")], ...], "array of callbacks"),
         (Annotated[int, "a note"], "integer"),
     ],
 )

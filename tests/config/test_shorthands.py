@@ -9,7 +9,7 @@ import attrs
 import pytest
 from attrs.validators import gt
 
-from forge_core.api import Component, Slot, Use
+from forge_core.api import Component, ComponentRef, Slot
 from forge_core.config.converter import structure
 from forge_core.errors import ConfigError
 from forge_core.job import components, deprecations, dump_job, load_job
@@ -42,7 +42,7 @@ lr = 1e-3
 class DeepConfig:
     """``width = 64`` stands for ``outer = {name = "wide", dim = 64}``."""
 
-    outer: Annotated[Use, Slot("feed_forward")]
+    outer: Annotated[ComponentRef, Slot("feed_forward")]
     width: int | None = None
 
     @classmethod
@@ -58,7 +58,7 @@ class WideConfig:
     """``twice = 3`` stands for ``inner = {name = "moe", n_experts = 6}``."""
 
     dim: int = attrs.field(default=1, validator=gt(0))
-    inner: Annotated[Use | None, Slot("feed_forward")] = None
+    inner: Annotated[ComponentRef | None, Slot("feed_forward")] = None
     twice: dict[str, Any] | None = None
 
     @classmethod
@@ -171,7 +171,7 @@ def test_a_mistake_of_the_plugin_is_called_that(complaint):
 
 def test_what_was_written_does_not_make_a_job_another_one(catalog):
     short, long = (
-        structure({"name": "deep", **keys}, Annotated[Use, Slot("model")], catalog)
+        structure({"name": "deep", **keys}, Annotated[ComponentRef, Slot("model")], catalog)
         for keys in ({"width": 8}, {"outer": {"name": "wide", "dim": 8}})
     )
 

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from forge_core.distributed.collective_errors import from_first_rank, on_all_ranks
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 
 def fails_with(error):
@@ -23,9 +23,9 @@ for error, expected, words in (
     (OSError(116, "Stale file handle"), ExitCode.UNEXPECTED, "OSError: [Errno 116] Stale file handle"),
 ):
     try:
-        on_all_ranks(lambda error=error: from_first_rank(fails_with(error)))
+        run_on_all_ranks(lambda error=error: run_on_rank0(fails_with(error)))
     except ForgeError as raised:
         print(raised.exit_code is expected, str(raised) == ("" if dist.get_rank() else words))
-print(from_first_rank(lambda: "told"))
+print(run_on_rank0(lambda: "told"))
 dist.destroy_process_group()
-leave()
+hard_exit()

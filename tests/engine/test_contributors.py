@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import PluginError
-from forge_core.train.step_modules import Contributors
+from forge_core.train.step_modules import StepModules
 
 
 class Counter(nn.Module):
@@ -45,7 +45,7 @@ def test_modules_are_found_given_their_sums_and_zeroed(parts):
     first.count += torch.tensor([1.0, 2])
     second.count += torch.tensor([2.0**24 + 2, 5])
 
-    Contributors(parts, OneRank()).before_optimizer_step(0.5)
+    StepModules(parts, OneRank()).before_optimizer_step(0.5)
 
     assert first.bias.tolist() == [0.5, 1]
     assert second.bias.tolist() == [2.0**23 + 1, 2.5]
@@ -56,7 +56,7 @@ def test_modules_are_found_given_their_sums_and_zeroed(parts):
 def test_a_step_that_is_left_out_changes_nothing_and_the_host_need_not_know(parts, left_out, bias):
     parts[0]["0"].count += torch.tensor([1.0, 2])
 
-    Contributors(parts, OneRank()).before_optimizer_step(1.0, torch.tensor(left_out))
+    StepModules(parts, OneRank()).before_optimizer_step(1.0, torch.tensor(left_out))
 
     assert parts[0]["0"].bias.tolist() == bias
     assert not parts[0]["0"].count.any()
@@ -75,7 +75,7 @@ def test_a_step_that_is_left_out_is_taken_back_from_a_module_that_exchanges_its_
     before = module.bias
     module.count += torch.tensor([1.0, 2])
 
-    Contributors([nn.ModuleDict({"0": module})], OneRank()).before_optimizer_step(1.0, torch.tensor(left_out))
+    StepModules([nn.ModuleDict({"0": module})], OneRank()).before_optimizer_step(1.0, torch.tensor(left_out))
 
     assert module.bias.tolist() == bias
     assert module.bias is before, "who knows the buffer knows its value"
@@ -107,7 +107,7 @@ def test_each_buffer_is_kept_once_where_contributors_are_nested():
     outer = Outer()
     for module in (outer, outer.inner):
         module.count += 1
-    contributors = Contributors([nn.ModuleDict({"0": outer})], OneRank())
+    contributors = StepModules([nn.ModuleDict({"0": outer})], OneRank())
 
     with Clones() as clones:
         contributors.before_optimizer_step(1.0, torch.tensor(1.0))
@@ -119,7 +119,7 @@ def test_each_buffer_is_kept_once_where_contributors_are_nested():
 
 def test_what_a_forgotten_step_has_counted_is_thrown_away(parts):
     parts[0]["0"].count += 1
-    contributors = Contributors(parts, OneRank())
+    contributors = StepModules(parts, OneRank())
 
     contributors.forget()
     contributors.before_optimizer_step(1.0)
@@ -129,7 +129,7 @@ def test_what_a_forgotten_step_has_counted_is_thrown_away(parts):
 
 def test_metrics_have_the_names_of_their_modules(parts):
     parts[1]["1"][0].count += 3
-    contributors = Contributors(parts, OneRank())
+    contributors = StepModules(parts, OneRank())
     contributors.before_optimizer_step(1.0)
 
     assert contributors.metrics(torch.device("cpu")) == {"most/0": 0.0, "most/1.0": 3.0}
@@ -147,7 +147,7 @@ class Told(nn.Module):
 
 
 def test_what_only_reports_is_found_too():
-    reported = Contributors([nn.ModuleDict({"0": Told(torch.ones(1, dtype=torch.float64))})], OneRank()).metrics("cpu")
+    reported = StepModules([nn.ModuleDict({"0": Told(torch.ones(1, dtype=torch.float64))})], OneRank()).metrics("cpu")
 
     assert {name: (value.shape, value.dtype) for name, value in reported.items()} == {"told/0": ((), torch.float32)}
 
@@ -161,7 +161,7 @@ def test_what_only_reports_is_found_too():
 )
 def test_what_is_no_scalar_is_refused_by_name(value, sentence):
     with pytest.raises(PluginError, match=sentence) as refused:
-        Contributors([nn.ModuleDict({"0": Told(value)})], OneRank()).metrics("cpu")
+        StepModules([nn.ModuleDict({"0": Told(value)})], OneRank()).metrics("cpu")
 
     assert refused.value.__notes__ == ["raised in step_metrics of Told (0)"]
 
@@ -175,7 +175,7 @@ def one_rank():
 
 def test_what_follows_from_a_parameter_that_is_cut_over_ranks_is_made_whole(one_rank):
     squares = distribute_tensor(torch.tensor([1.0, 2.0]), one_rank, [Shard(0)]).square()
-    reported = Contributors([nn.ModuleDict({"0": Told(squares.sum())})], OneRank()).metrics("cpu")
+    reported = StepModules([nn.ModuleDict({"0": Told(squares.sum())})], OneRank()).metrics("cpu")
 
     assert type(reported["told/0"]) is torch.Tensor
     assert reported["told/0"] == 5
@@ -196,7 +196,7 @@ def test_who_takes_a_parameter_for_whole_is_told_how_to_get_it(one_rank):
     parameter = distribute_tensor(torch.ones(2), one_rank, [Shard(0)])
 
     with pytest.raises(RuntimeError, match="DTensor") as raised:
-        Contributors([nn.ModuleDict({"0": Learning(parameter)})], OneRank()).before_optimizer_step(0.5)
+        StepModules([nn.ModuleDict({"0": Learning(parameter)})], OneRank()).before_optimizer_step(0.5)
 
     named, told = raised.value.__notes__
     assert named == "raised in before_optimizer_step of Learning (0)"

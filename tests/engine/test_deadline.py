@@ -14,9 +14,9 @@ from forge_plugins_slurm.cluster_environment import SlurmEnvironment
 from forge_plugins_slurm.config import SlurmEnvironmentConfig
 
 
-def Deadline(section, started, environment):  # as a run builds it
+def TimeLimit(section, started, environment):  # as a run builds it
     note_job(SlurmEnvironment(SlurmEnvironmentConfig()), environment)
-    return time_limit.Deadline(section, started, environment)
+    return time_limit.TimeLimit(section, started, environment)
 
 
 def wait_for_stop(deadline, seconds=30, told=None):
@@ -32,7 +32,7 @@ def wait_for_stop(deadline, seconds=30, told=None):
 def test_the_run_is_asked_to_stop_before_its_time_limit():
     section = RunSection(time_limit="1", stop_before_end=59.8)
 
-    stop, said = wait_for_stop(Deadline(section, time.monotonic(), {}))
+    stop, said = wait_for_stop(TimeLimit(section, time.monotonic(), {}))
 
     assert stop == TIME_LIMIT
     assert said == ["run.time_limit = '1' comes in 59.8 s: will save and stop after this step"]
@@ -42,25 +42,25 @@ def test_the_end_of_the_slurm_job_counts_if_it_comes_first():
     section = RunSection(time_limit="12:00:00", stop_before_end=3000)
     ends_in_an_hour = {SLURM_END: str(int(time.time()) + 3002)}
 
-    stop, said = wait_for_stop(Deadline(section, time.monotonic(), ends_in_an_hour))
+    stop, said = wait_for_stop(TimeLimit(section, time.monotonic(), ends_in_an_hour))
 
     assert stop == TIME_LIMIT
     assert said == ["the end of the Slurm job comes in 3000 s: will save and stop after this step"]
 
 
 def test_without_an_end_nothing_is_asked_and_no_thread_is_started():
-    assert wait_for_stop(Deadline(RunSection(), time.monotonic(), {}), 0.05) == ("", [])
+    assert wait_for_stop(TimeLimit(RunSection(), time.monotonic(), {}), 0.05) == ("", [])
 
 
 def test_the_end_of_a_slurm_job_that_is_over_means_nothing():
     over = {SLURM_END: str(int(time.time()) - 10)}
 
-    assert wait_for_stop(Deadline(RunSection(), time.monotonic(), over), 0.05) == ("", [])
+    assert wait_for_stop(TimeLimit(RunSection(), time.monotonic(), over), 0.05) == ("", [])
 
 
 def test_what_was_asked_before_stays():
     requests = Requests(stop="SIGTERM")
-    with Deadline(RunSection(time_limit="1", stop_before_end=59.99), time.monotonic(), {}).watched(requests, str, str):
+    with TimeLimit(RunSection(time_limit="1", stop_before_end=59.99), time.monotonic(), {}).watched(requests, str, str):
         time.sleep(0.2)
 
     assert requests.stop == "SIGTERM"
@@ -68,14 +68,14 @@ def test_what_was_asked_before_stays():
 
 def test_a_job_that_ends_too_soon_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"the Slurm job is 9[01] s away, .* run.stop_before_end = 120 s before it"):
-        Deadline(RunSection(), time.monotonic(), {SLURM_END: str(int(time.time() + 90.9))})
+        TimeLimit(RunSection(), time.monotonic(), {SLURM_END: str(int(time.time() + 90.9))})
     with pytest.raises(ConfigError, match=r"run.time_limit = '2' is 20 s away"):
-        Deadline(RunSection(time_limit="2", stop_before_end=30), time.monotonic() - 100, {})
+        TimeLimit(RunSection(time_limit="2", stop_before_end=30), time.monotonic() - 100, {})
 
 
 def test_a_save_that_takes_too_long_for_the_lead_moves_the_stop_forward():
     said = []
-    deadline = Deadline(RunSection(time_limit="1:00:00"), time.monotonic(), {})
+    deadline = TimeLimit(RunSection(time_limit="1:00:00"), time.monotonic(), {})
 
     deadline.must_hold(50, said.append)
     assert said == []
@@ -93,7 +93,7 @@ def saved(seconds):
 
 def test_a_start_begins_with_what_earlier_ones_have_needed():
     said = []
-    deadline = Deadline(RunSection(time_limit="1:00:00"), time.monotonic(), {})
+    deadline = TimeLimit(RunSection(time_limit="1:00:00"), time.monotonic(), {})
 
     deadline.learn([{"event": "started"}, saved(50), {"event": "skipped"}], said.append)
     assert said == []
@@ -105,7 +105,7 @@ def test_a_start_begins_with_what_earlier_ones_have_needed():
 
 def test_half_of_the_time_is_trained_however_slow_a_save_was_once():
     said, told = [], []
-    deadline = Deadline(RunSection(time_limit="1", stop_before_end=0.1), time.monotonic() - 54, {})
+    deadline = TimeLimit(RunSection(time_limit="1", stop_before_end=0.1), time.monotonic() - 54, {})
 
     deadline.learn([saved(2000)], said.append)
 
@@ -125,6 +125,6 @@ def test_a_start_that_was_killed_while_it_stopped_is_given_more_time_the_next_ti
     ):
         said = []
 
-        Deadline(section, time.monotonic(), {}).learn(events, said.append)
+        TimeLimit(section, time.monotonic(), {}).learn(events, said.append)
 
         assert [line.rpartition("will stop ")[2].partition(" s ")[0] for line in said] == ([lead] if lead else [])

@@ -123,7 +123,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from forge_core.config.sections import AXES
 from forge_core.train.gradients import global_norm, norms_along, squared_norms
 from forge_core.distributed.mesh import Mesh, join_process_group
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 cpu = torch.device("cpu")
 join_process_group(cpu)
@@ -151,5 +151,5 @@ print(json.dumps({
     "expected": {name: math.sqrt(value) for name, value in expected.items()},
     "total": global_norm(squared_norms(gradients), mesh, cpu).item(),
 }))
-leave()
+hard_exit()
 """

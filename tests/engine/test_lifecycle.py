@@ -6,7 +6,7 @@ import pytest
 from forge_core.contracts.callback import Callback
 from forge_core.errors import PluginError
 from forge_core.train.component_state import load_states, states_of
-from forge_core.train.events import EVENTS, Lifecycle
+from forge_core.train.events import EVENTS, Events
 
 
 class Recorder(Callback):
@@ -25,7 +25,7 @@ def test_every_event_of_the_contract_is_called_by_name():
 
 def test_callbacks_are_called_in_the_order_of_the_job_each_with_the_arguments_it_takes():
     heard = []
-    lifecycle = Lifecycle([("a", Recorder("first", heard)), ("a", Recorder("second", heard))])
+    lifecycle = Events([("a", Recorder("first", heard)), ("a", Recorder("second", heard))])
 
     lifecycle.call("step_end", run=None, context=SimpleNamespace(step=3))
 
@@ -33,7 +33,7 @@ def test_callbacks_are_called_in_the_order_of_the_job_each_with_the_arguments_it
 
 
 def test_an_event_that_nobody_overrides_has_no_listeners():
-    lifecycle = Lifecycle([("a", Recorder("x", []))])
+    lifecycle = Events([("a", Recorder("x", []))])
 
     assert lifecycle.listens("step_end")
     assert not lifecycle.listens("step_start")
@@ -45,7 +45,7 @@ def test_an_argument_that_the_event_does_not_have_is_refused_before_the_run():
             pass
 
     with pytest.raises(PluginError, match="trainer"):
-        Lifecycle([("a", Wrong())])
+        Events([("a", Wrong())])
 
 
 def test_a_callback_that_raises_is_named():
@@ -54,7 +54,7 @@ def test_a_callback_that_raises_is_named():
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no") as caught:
-        Lifecycle([("acme:failing", Failing())]).call("step_start", run=None, step=1)
+        Events([("acme:failing", Failing())]).call("step_start", run=None, step=1)
 
     assert "acme:failing in step_start" in caught.value.__notes__[0]
 
@@ -65,7 +65,7 @@ def test_a_callback_that_fails_in_run_failed_is_reported_and_hides_nothing():
             raise ValueError("again")
 
     lines = []
-    Lifecycle([("acme:failing", Failing())]).call_failed(lines.append, run=None, step=1, error=KeyError())
+    Events([("acme:failing", Failing())]).call_failed(lines.append, run=None, step=1, error=KeyError())
 
     assert "acme:failing failed in run_failed: ValueError: again" in lines[0]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forge_core.distributed.collective_errors import from_first_rank
+from forge_core.distributed.collective_errors import run_on_rank0
 
 
 def test_whatever_goes_wrong_on_the_first_rank_alone_ends_all_of_them(run_ranks):
@@ -12,4 +12,4 @@ def test_whatever_goes_wrong_on_the_first_rank_alone_ends_all_of_them(run_ranks)
 
 
 def test_without_a_process_group_there_is_only_this_process():
-    assert from_first_rank(lambda: 3) == 3
+    assert run_on_rank0(lambda: 3) == 3

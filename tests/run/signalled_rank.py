@@ -17,7 +17,7 @@ from forge_core.checkpoint.saver import Saver
 from forge_core.data.loader import BatchLoader
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 from forge_core.run.run import run_job
 from forge_core.train.evaluation import Evaluation
 from forge_core.train.trainer import Trainer
@@ -114,7 +114,7 @@ def main() -> None:
         else:
             code = run_job(job, catalog)
         print(json.dumps([int(code), *reached[-1]]), flush=True)
-    leave()
+    hard_exit()
 
 
 main()

@@ -16,7 +16,7 @@ from faults.objects import Objects
 from forge_core.checkpoint.manifest import read_manifest
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
-from forge_core.train.step_guard import Stretch
+from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
 from forge_plugins_mirror.mirror import Mirror, open_mirror
 from forge_plugins_mirror.mirroring import Mirroring
@@ -282,7 +282,7 @@ def test_a_run_that_goes_back_takes_the_later_ones_from_the_mirror(run, monkeypa
         if self.step == 7 and next(once, False):
             self.saving.finish()
             position = self.loader.position
-            self.step = self.rolling_back.go(Stretch(5, position - 12, position - 8, 1), self.step)
+            self.step = self.rollback.go(SampleRange(5, position - 12, position - 8, 1), self.step)
 
     monkeypatch.setattr(Trainer, "_ask_for_timely_save", go_back)
     assert run() == 0

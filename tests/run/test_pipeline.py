@@ -34,7 +34,7 @@ def launcher(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(launcher):
-    """All runs of this file, in one launch; what its first rank printed."""
+    """All runs of this file, in one launch; what its rank 0 printed."""
     return launcher.launch(
         [
             Work("straight", 1, HALVES),

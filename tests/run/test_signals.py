@@ -24,7 +24,7 @@ def ranks(tiny, tmp_path):
 
     def start(runs):
         plan = tmp_path / "plan.json"
-        # not on the first rank, so that no port is chosen before somebody listens on it
+        # not on rank 0, so that no port is chosen before somebody listens on it
         stores.extend(TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs)
         plan.write_text(json.dumps([{**run, "port": store.port} for run, store in zip(runs, stores, strict=True)]))
         script = Path(__file__).with_name("signalled_rank.py")

@@ -36,7 +36,7 @@ _ACTIVATIONS: dict[str, tuple[Function, Function]] = {
 
 
 def in_batches(rows: torch.Tensor) -> bool:
-    """Whether this is for such rows. Not for those of ``forge plan``, which stand for what a GPU has."""
+    """Return whether this is for such rows. Not for those of ``forge plan``, which stand for what a GPU has."""
     return rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and not isinstance(rows, FakeTensor)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import attrs
 from attrs.validators import ge, gt, optional
 
-from forge_core.api import Slot, Use
+from forge_core.api import ComponentRef, Slot
 from forge_plugins_dense.config import Activation
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def no_experts(job: Job) -> str:
 class ExpertParallelConfig:
     """Experts shared out over the axis ``ep``."""
 
-    dispatcher: Annotated[Use, Slot("dispatcher", default="all_to_all")]
+    dispatcher: Annotated[ComponentRef, Slot("dispatcher", default="all_to_all")]
     """How rows travel to their experts and back."""
     overlap: bool = False
     """Compute shared experts while rows travel, in backward too."""
@@ -129,7 +129,7 @@ class MoEConfig:
 
     n_experts: int = attrs.field(validator=gt(0))
     """Routed experts a layer."""
-    router: Annotated[Use, Slot("router", default="softmax_topk")]
+    router: Annotated[ComponentRef, Slot("router", default="softmax_topk")]
     """Which experts see which token."""
     hidden_dim: int | None = attrs.field(default=None, validator=optional(gt(0)))
     """Width of each expert; by default that of the ``dense`` layer, times ``width_factor``."""
@@ -151,7 +151,7 @@ class MoEConfig:
     """Every n-th block is sparse, the n-th first: with 2, the blocks 1, 3, …"""
     first_dense: int = attrs.field(default=0, validator=[ge(0), _is_alone])
     """The first blocks, which stay dense (DeepSeek)."""
-    dense: Annotated[Use, Slot("feed_forward", default="mlp")]
+    dense: Annotated[ComponentRef, Slot("feed_forward", default="mlp")]
     """The layer of blocks that are not sparse, and the measure of experts."""
     capacity_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """An expert takes at most ``ceil(assignments / n_experts · capacity_factor)`` tokens of a microbatch, and the rest
@@ -172,7 +172,7 @@ class MoEConfig:
     waits for the device."""
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the block of this index is sparse."""
+        """Return whether the block of this index is sparse."""
         if self.layers is not None:
             return layer in self.layers
         return layer >= self.first_dense and (layer + 1) % self.every == 0

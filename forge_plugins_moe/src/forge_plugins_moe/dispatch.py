@@ -33,7 +33,7 @@ class Assignments:
     weight: torch.Tensor
     """``(A,)`` fp32."""
     top_k: int | None = None
-    """As ``Routing.top_k``."""
+    """Same as ``Routing.top_k``."""
     some_to_none: bool = False
     """Whether ``expert`` may be E."""
 
@@ -111,7 +111,7 @@ class DispatcherFactory(Protocol):
         """Build the dispatcher of one layer.
 
         Args:
-            n_experts: E, of the layer as a whole; each rank of ``mesh`` has E / n neighbouring ones, the first rank the
+            n_experts: E, of the layer as a whole; each rank of ``mesh`` has E / n neighbouring ones, rank 0 the
                 first.
             mesh: the n ranks of ``ep``, one dimension.
         """
@@ -147,7 +147,7 @@ class Sorting:
     n_tokens: int
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """As ``Dispatcher.combine``, for rows in this order."""
+        """Same as ``Dispatcher.combine``, for rows in this order."""
         given = self.assignments
         rows = self.without_none(rows)
         if given.top_k is not None:

@@ -31,7 +31,7 @@ class ExpertParallel:
         self._build = build
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        """As ``ParallelPass.apply``.
+        """Same as ``ParallelPass.apply``.
 
         Raises:
             ConfigError: the experts cannot be shared out evenly.
@@ -51,7 +51,7 @@ class ExpertParallel:
         return model, touched
 
     def traffic(self, model: nn.Module, context: PassContext) -> Sequence[Traffic]:
-        """As ``TravellingPass.traffic``."""
+        """Same as ``TravellingPass.traffic``."""
         assert context.mesh.experts is not None, "the pass has been applied"
         return [*expert_traffic(model, context, context.mesh.experts["ep"], self._build)]
 

@@ -112,7 +112,7 @@ class Experts(nn.Module):
         return scaled
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        """As ``FeedForward.init_weights``: each expert as a layer of its own would be."""
+        """Same as ``FeedForward.init_weights``: each expert as a layer of its own would be."""
         if self.gate is not None:
             rng.fill_each(f"{prefix}gate", self.gate, normal(std))
         rng.fill_each(f"{prefix}up", self.up, normal(std))
@@ -121,16 +121,16 @@ class Experts(nn.Module):
             rng.fill(f"{prefix}gradient_scale", self.gradient_scale, lambda full, _: full.fill_(1))
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
-        """As ``FeedForward.parameter_roles``."""
+        """Same as ``FeedForward.parameter_roles``."""
         return {name: "expert" for name, _ in self.named_parameters()}
 
     def feature_dims(self) -> Mapping[str, int]:
-        """As ``StackedExperts.feature_dims``."""
+        """Same as ``StackedExperts.feature_dims``."""
         dims = {"up": 1, "down": 2}
         return dims if self.gate is None else {"gate": 1, **dims}
 
     def multiply_in_float8(self, capability: tuple[int, int] | None) -> None:
-        """As ``Float8Experts.multiply_in_float8``."""
+        """Same as ``Float8Experts.multiply_in_float8``."""
         sizes = self._local(self.up).shape[1:]
         if any(size % FLOAT8_MULTIPLE for size in sizes):
             raise ConfigError(

@@ -77,14 +77,14 @@ class MoE(nn.Module):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the router chooses by later tokens, in the mode that it is in."""
+        """Return whether the router chooses by later tokens, in the mode that it is in."""
         return not getattr(self.router, "causal", True)
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
         return self._routed_by(self.router, hidden, valid, facts, drops=self.training)
 
     def generate(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
-        """As ``forward``, where later tokens are not there yet. Experts take all tokens that come, whatever their
+        """Same as ``forward``, where later tokens are not there yet. Experts take all tokens that come, whatever their
         capacity is in training, as a text must not depend on those that are written beside it.
 
         Raises:

@@ -24,12 +24,13 @@ _NO_LESS = 1e-12
 
 
 def float8_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
-    """As ``grouped_product``, for bf16 on GPUs with compute capability 9.0."""
+    """Same as ``grouped_product``, for bf16 on GPUs with compute capability 9.0."""
     return lambda rows, weight: _multiplied(rows, weight, counts, False)
 
 
 def emulated_float8_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
-    """As ``grouped_product``, of factors that are rounded to float8 and multiplied in their own dtype, bf16 or fp32."""
+    """Same as ``grouped_product``, of factors that are rounded to float8 and multiplied in their own dtype, bf16 or
+    fp32."""
     return lambda rows, weight: _multiplied(rows, weight, counts, True)
 
 

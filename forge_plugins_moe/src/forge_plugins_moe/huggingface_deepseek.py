@@ -26,7 +26,7 @@ SUPPORTED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noa
 
 
 def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
-    """As ``Architecture.read``. Multi-token prediction, which generation does without, is left out.
+    """Same as ``Architecture.read``. Multi-token prediction, which generation does without, is left out.
 
     Raises:
         ConfigError: it uses something that we have not.
@@ -65,7 +65,7 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
 
 
 def write(config: TransformerConfig, table: dict[str, Any]) -> None:
-    """As ``Architecture.write``."""
+    """Same as ``Architecture.write``."""
     moe, router, latent = moe_of(config), _router(config), config.latent_attention
     assert latent is not None, "the architecture has been checked"
     table |= {
@@ -92,7 +92,7 @@ def write(config: TransformerConfig, table: dict[str, Any]) -> None:
 
 
 def problems(config: TransformerConfig) -> Iterator[str]:
-    """As ``Architecture.problems``."""
+    """Same as ``Architecture.problems``."""
     moe, router = moe_of(config), _router(config)
     if config.latent_attention is None:
         yield "there must be latent_attention"

@@ -109,7 +109,7 @@ class UpcycledState(Mapping[str, torch.Tensor]):
 
     @property
     def preserves(self) -> bool:
-        """Whether the sparse model computes what the dense one does, but for rounding."""
+        """Return whether the sparse model computes what the dense one does, but for rounding."""
         return (
             self.how.drop == 0
             and self.how.scale == "down_only"

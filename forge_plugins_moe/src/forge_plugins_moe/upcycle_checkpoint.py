@@ -18,7 +18,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
 from forge_core.config.sections import Job
 from forge_core.config.unstructure import plain
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.job import dump_job, load_job
 from forge_core.registry.catalog import Catalog
@@ -106,8 +106,12 @@ def upcycle_checkpoint(
 def _sparse_settings(job: Job, source: Checkpoint, n_experts: int, how: Upcycling) -> list[str]:
     """The feed-forward layer of the sparse model: experts of the right width, and the dense layer where it stays."""
     dense: Any = getattr(job.model.config, "feed_forward", None)
-    if not isinstance(dense, Use) or not isinstance(dense.config, MLPConfig):
-        what = f"the feed-forward layer {dense.qualified_name!r}" if isinstance(dense, Use) else "no feed-forward layer"
+    if not isinstance(dense, ComponentRef) or not isinstance(dense.config, MLPConfig):
+        what = (
+            f"the feed-forward layer {dense.qualified_name!r}"
+            if isinstance(dense, ComponentRef)
+            else "no feed-forward layer"
+        )
         raise ConfigError(
             f"{source.path}: the model {job.model.qualified_name!r} has {what}; experts can be made of 'mlp' alone"
         )

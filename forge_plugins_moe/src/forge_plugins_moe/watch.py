@@ -45,7 +45,7 @@ class WatchExperts(Callback):
         self._without: dict[str, torch.Tensor] = {}
         """For how many steps each expert of this rank's layers has had no token."""
         self._last_without: dict[str, list[float]] = {}
-        """The same at the last line written, of all layers, on the first rank."""
+        """The same at the last line written, of all layers, on rank 0."""
         self._coactivation: dict[str, Coactivation] = {}
         self._looks: list[_Look] = []
         self._told: dict[str, set[int]] = {}
@@ -101,7 +101,7 @@ class WatchExperts(Callback):
 
     def state(self) -> Mapping[str, Any]:
         told = {name: sorted(dead) for name, dead in self._told.items()}
-        # of the layers of other pipeline stages, the first rank knows what they had at the last look
+        # of the layers of other pipeline stages, rank 0 knows what they had at the last look
         without = {**self._last_without, **{name: steps.tolist() for name, steps in self._without.items()}}
         return {"step": self._last_step, "without": without, "told": told}
 
@@ -132,7 +132,7 @@ class WatchExperts(Callback):
         return {name: size for sizes in everybody for name, size in sizes.items()}
 
     def _look(self, run: RunContext, step: int) -> None:
-        """Start to copy to the first rank's host. Ranks with the same layers have the same values."""
+        """Start to copy to rank 0's host. Ranks with the same layers have the same values."""
         self._last_step = step
         parts = [self._of_layers({name: layer.last_load for name, layer in self._layers.items()}, run)]
         parts.append(self._of_layers(self._without, run))
@@ -170,7 +170,7 @@ class WatchExperts(Callback):
             load = self._by_layer(values)
             self._last_without = self._by_layer(values)
             pairs = self._by_layer(values, power=2) if self._config.coactivation else {}
-            assert self._history is not None, "looks are kept by the first rank"
+            assert self._history is not None, "looks are kept by rank 0"
             self._history.add(look.step, load, pairs)
             run.track_series(look.step, {f"load/{name}": each for name, each in load.items()})
             for name, steps in self._last_without.items():

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
 from forge_core.distributed.timeouts import set_timeouts
 from forge_core.errors import PluginError
-from forge_core.train.events import EVENTS, Lifecycle
+from forge_core.train.events import EVENTS, Events
 from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
 from forge_testing.several_ranks import on_ranks
@@ -57,7 +57,7 @@ class CallbackConformance(ComponentCase):
             for near in difflib.get_close_matches(name, known, 1, cutoff=0.8):
                 pytest.fail(f"nothing calls {name}; did you mean {near!r}?")
         try:
-            Lifecycle([("callback", callback)])
+            Events([("callback", callback)])
         except PluginError as error:
             pytest.fail(f"an event takes arguments that it is not given: {error}")
 
@@ -97,7 +97,7 @@ class CallbackConformance(ComponentCase):
             )
 
     def _talks_as(self, rank: int) -> bool:
-        """Whether the callback may talk to the other one of two ranks, which is not there. What fails does."""
+        """Return whether the callback may talk to the other one of two ranks, which is not there. What fails does."""
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             with tempfile.TemporaryDirectory() as folder, _Collectives() as collectives:
@@ -148,7 +148,7 @@ class SmallRun:
     """A run of a few steps of a small model on the CPU, as a callback sees it."""
 
     def __init__(self, callback: Callback, directory: Path, steps: int) -> None:
-        self._lifecycle = Lifecycle([("callback", callback)])
+        self._lifecycle = Events([("callback", callback)])
         self._checkpoint = directory / "checkpoints" / "step"
         self._checkpoint.mkdir(parents=True, exist_ok=True)
         self._steps = steps

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.discovery import discover
 
 
@@ -35,7 +35,7 @@ class ComponentCase:
         """Build the component from its configuration and from what the engine gives to its kind."""
         return builder()(self.use(), **given)
 
-    def use(self) -> Use:
+    def use(self) -> ComponentRef:
         """The choice of component that ``component`` and ``config`` describe."""
         assert self.component, f'{type(self).__name__}: set component = "distribution:name", or override make()'
         return builder().resolve(self.kind, {"name": self.component, **self.config})

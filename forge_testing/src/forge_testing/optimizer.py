@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 from forge_testing.component_case import ComponentCase
 
 _SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {
@@ -269,7 +269,7 @@ def _rank(rank: int, folder: Path, file: str, qualname: str) -> None:
         # Sorted behind the sentences: losing the connection to a rank that failed a check is a consequence.
         outcome, text = "failure_otherwise", traceback.format_exc()
     (folder / f"{outcome}_{rank}").write_text(text, encoding="utf-8")
-    leave()
+    hard_exit()
 
 
 def _join(folder: Path, *, rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
 from forge_core.distributed.mesh import join_process_group
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 SECONDS = 240
 """After which ranks are taken for lost."""
@@ -44,7 +44,7 @@ def on_ranks(case: type, method: str, ranks: int) -> list[Any]:
 
 
 def _launch(case: type, method: str, ranks: int, folder: Path) -> list[Any]:
-    # The store is here and not on the first rank, so that no port is chosen before somebody listens on it.
+    # The store is here and not on rank 0, so that no port is chosen before somebody listens on it.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
@@ -105,4 +105,4 @@ def _main(file: str, qualname: str, method: str, folder: str) -> None:
 
 if __name__ == "__main__":
     _main(*sys.argv[1:])
-    leave()
+    hard_exit()

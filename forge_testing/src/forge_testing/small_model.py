@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.config.sections import Job, ParallelSection, TrainSection
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.loss import IGNORED, Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 
@@ -110,11 +110,11 @@ def cross_entropy(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) 
     return LossSum(total, (targets != IGNORED).sum())
 
 
-def small_job(steps: int = 4, passes: Mapping[str, Use] | None = None) -> Job:
+def small_job(steps: int = 4, passes: Mapping[str, ComponentRef] | None = None) -> Job:
     """A job of a few steps in fp32. Its components are names only; nothing can be built from it."""
 
-    def use(kind: str) -> Use:
-        return Use(kind=kind, name="small", provider="forge-core", factory="forge_testing:none", config=None)
+    def use(kind: str) -> ComponentRef:
+        return ComponentRef(kind=kind, name="small", provider="forge-core", factory="forge_testing:none", config=None)
 
     return Job(
         model=use("model"),

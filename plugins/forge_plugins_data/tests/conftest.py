@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
 from forge_plugins_data.plugin import forge_data_sources, forge_tokenizers
 
@@ -23,7 +23,7 @@ class SmallBuilder:
         assert kind == "tokenizer"
         keys = {"name": table} if isinstance(table, str) else dict(table)
         name = keys.pop("name").removeprefix("forge-plugins-data:")
-        return Use(
+        return ComponentRef(
             kind=kind,
             name=name,
             provider="forge-plugins-data",

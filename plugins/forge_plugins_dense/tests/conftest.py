@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
 from forge_plugins_dense.transformer import Transformer
 
 
-def build(use: Use, /, **given: Any) -> Any:
+def build(use: ComponentRef, /, **given: Any) -> Any:
     module, name = use.factory.split(":")
     return getattr(importlib.import_module(module), name)(use.config, build=build, **given)
 
 
-def mlp(**keys: Any) -> Use:
-    return Use(
+def mlp(**keys: Any) -> ComponentRef:
+    return ComponentRef(
         kind="feed_forward",
         name="mlp",
         provider="forge-plugins-dense",
@@ -28,7 +28,7 @@ def mlp(**keys: Any) -> Use:
     )
 
 
-def tiny_config(*, feed_forward: Use | None = None, **keys: Any) -> TransformerConfig:
+def tiny_config(*, feed_forward: ComponentRef | None = None, **keys: Any) -> TransformerConfig:
     """Two layers, four query heads, two key-value heads."""
     shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
     return TransformerConfig(**(shape | keys), feed_forward=feed_forward or mlp(hidden_dim=48))
@@ -51,7 +51,7 @@ def build_fixture() -> Callable[..., Any]:
 
 
 @pytest.fixture(name="mlp")
-def mlp_fixture() -> Callable[..., Use]:
+def mlp_fixture() -> Callable[..., ComponentRef]:
     return mlp
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig, YarnScaling
 
 
@@ -100,7 +100,7 @@ def test_a_job_that_this_model_cannot_run_is_told_by_key(tiny_config, keys, give
 def test_a_hidden_width_that_tensor_parallelism_cannot_cut_is_told(tiny_config, keys, tp, said):
     layer = MLPConfig(**keys)
     here = job(tp=tp)
-    own = Use(kind="feed_forward", name="mlp", provider="forge-plugins-dense", factory="", config=layer)
+    own = ComponentRef(kind="feed_forward", name="mlp", provider="forge-plugins-dense", factory="", config=layer)
     here.model = SimpleNamespace(config=tiny_config(feed_forward=own))
 
     found = [sentence for key, sentence in layer.check(here) if key == "hidden_dim"]

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_plugins_dense.huggingface import to_hf_state, weight_names
 from forge_plugins_dense.multi_token_config import MultiTokenConfig, SequentialConfig
 
-SEQUENTIAL = Use(
+SEQUENTIAL = ComponentRef(
     kind="predictor",
     name="sequential",
     provider="forge-plugins-dense",

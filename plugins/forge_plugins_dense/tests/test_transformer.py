@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from forge_core.contracts.loss import LossSum
 from forge_core.errors import ConfigError
-from forge_plugins_dense.attention import Surroundings
+from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
 from forge_plugins_dense.mask import document_block_mask, document_mask
 from forge_plugins_dense.rope import rotary_tables
@@ -192,7 +192,7 @@ def test_a_compiled_block_has_no_graph_breaks_and_is_compiled_once(tiny_model, m
 
     for seed, document in enumerate(torch.tensor([[[0] * 10 + [1] * 14] * 2, [[4] * 20 + [1] * 4] * 2])):
         cos, sin = rotary_tables(document, 8, 10_000.0)
-        surroundings = Surroundings(cos, sin, mask and mask(document), causal=mask is None)
+        surroundings = BlockInputs(cos, sin, mask and mask(document), causal=mask is None)
         hidden = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(seed))
         hidden.requires_grad_(mask is not document_block_mask)  # FlexAttention has no backward on the CPU
         with (
@@ -203,7 +203,7 @@ def test_a_compiled_block_has_no_graph_breaks_and_is_compiled_once(tiny_model, m
         if hidden.requires_grad:
             result.sum().backward()
 
-        plain = Surroundings(cos, sin, mask and document_mask(document), causal=mask is None)
+        plain = BlockInputs(cos, sin, mask and document_mask(document), causal=mask is None)
         torch.testing.assert_close(result, block(hidden, plain), atol=1e-4, rtol=1e-4)
 
 

@@ -14,7 +14,7 @@ from forge_core.checkpoint.store import CheckpointStore
 from forge_core.config.sections import CheckpointSection
 from forge_core.errors import LeaseLostError, MirrorError
 from forge_plugins_mirror.mirror import open_mirror
-from forge_plugins_mirror.uploader import Copier
+from forge_plugins_mirror.uploader import Uploader
 
 _NUMBERS = itertools.count()
 
@@ -290,7 +290,7 @@ def test_what_an_earlier_attempt_tidies_up_at_the_same_moment_does_not_keep_a_la
 
 class TestCopier:
     def _copier(self, store, url, **section):
-        return Copier(
+        return Uploader(
             store,
             open_mirror(url),
             CheckpointSection(**section),

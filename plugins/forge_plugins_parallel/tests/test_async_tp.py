@@ -73,7 +73,7 @@ from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_core.errors import ExitCode
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 catalog, called = discover(), []
 config, settings, on_cpu = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "cpu"
@@ -97,7 +97,7 @@ if on_cpu:
 job = load_job(config, settings, catalog=catalog, world_size=2)
 assert run_job(job, catalog) is ExitCode.COMPLETED
 print(json.dumps(called))
-leave()
+hard_exit()
 """
 
 
@@ -113,7 +113,7 @@ def write_job(folder: Path, device: str = "cpu") -> Path:
 
 
 def train_on_two_ranks(config: Path, device: str, *settings: str) -> str:
-    """What the first rank printed last."""
+    """What rank 0 printed last."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

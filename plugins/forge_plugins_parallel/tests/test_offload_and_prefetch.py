@@ -16,7 +16,7 @@ import torch
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.problems import ConfigProblems
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, ExitCode
@@ -92,7 +92,7 @@ from forge_core.train.executor import PlainExecutor
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.run.run import run_job
 from forge_core.errors import ExitCode
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, cross_entropy, small_job
 
@@ -149,7 +149,7 @@ def asked_for(prefetch):
 
 
 print(json.dumps({str(prefetch): asked_for(prefetch) for prefetch in (0, 1, 2)}))
-leave()
+hard_exit()
 """
 
 
@@ -179,7 +179,7 @@ def curve(config: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """The configuration, and what the first rank printed at the end."""
+    """The configuration, and what rank 0 printed at the end."""
     config = write_job(tmp_path_factory.mktemp("offload"))
     (config.parent / "worker.py").write_text(WORKER)
     runs = [(free_port(), [*settings, f"run.name={name}"]) for name, settings in WORKS]
@@ -245,7 +245,7 @@ def test_nothing_to_gather_ahead_is_refused(context):
         builder()(fsdp_with(prefetch=1)).apply(model, context)
 
 
-def fsdp_with(**keys) -> Use:
+def fsdp_with(**keys) -> ComponentRef:
     return builder().resolve("parallel_pass", {"name": "fsdp", **keys})
 
 

@@ -60,7 +60,7 @@ class Launcher:
             timeout: seconds for all of them.
 
         Returns:
-            What the first rank printed.
+            What rank 0 printed.
         """
         deadline = time.monotonic() + timeout
         left, said = [*works], ""
@@ -108,7 +108,7 @@ class Launcher:
         return self._folder / "runs" / name
 
     def _launch_once(self, works: Sequence[Work], deadline: float) -> str | None:
-        """Returns what the first rank to fail said last, or ``None``."""
+        """Returns what rank 0 to fail said last, or ``None``."""
         for done in self._folder.glob("done.*"):
             done.unlink()
         # A store of its own for every group. They are here and not on the first ranks, so that no port is chosen

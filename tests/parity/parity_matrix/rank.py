@@ -17,7 +17,7 @@ from forge_core.errors import ExitCode, ForgeError
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 from forge_core.run.run import run_job
 
 
@@ -39,7 +39,7 @@ def main(job_toml: Path, plan: Path) -> None:
             _clear_sharding_prop_cache()  # its meshes name groups that are gone, by names that new ones get
             with Path(f"done.{rank}").open("a") as done:
                 done.write(f"{number}\n")
-    leave()
+    hard_exit()
 
 
 def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:

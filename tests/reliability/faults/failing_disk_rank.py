@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.errors import ConfigError
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 
 def main(folder: Path, background: bool, saves: int) -> None:
@@ -48,7 +48,7 @@ def main(folder: Path, background: bool, saves: int) -> None:
     _read(newest)
     _read(older)
     dist.destroy_process_group()
-    leave()
+    hard_exit()
 
 
 def _sharded(value: float) -> DTensor:

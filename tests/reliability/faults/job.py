@@ -99,7 +99,7 @@ class SmallJob:
         return self._output.read_text()
 
     def ranks(self) -> list[int]:
-        """Process numbers of those that train, the first rank first."""
+        """Process numbers of those that train, rank 0 first."""
         assert self._process is not None
         found = {}
         for process in descendants(self._process.pid):

@@ -20,7 +20,7 @@ from forge_core.checkpoint.store import CheckpointStore
 from forge_core.errors import ConfigError
 
 ANNOUNCEMENTS = "announced"
-"""In the scratch folder, a line for each thing that the first rank has begun, acknowledged, or seen fail."""
+"""In the scratch folder, a line for each thing that rank 0 has begun, acknowledged, or seen fail."""
 
 
 def save_again_and_again(
@@ -111,7 +111,7 @@ def _announce(rank: int, scratch: Path, what: str, step: int) -> None:
 
 @attrs.frozen
 class Announced:
-    """How far the first rank has come, as it says."""
+    """How far rank 0 has come, as it says."""
 
     begun: int
     saved: int

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from forge_core.run.process import leave
+from forge_core.run.process import hard_exit
 
 
 class Rank:
@@ -119,7 +119,7 @@ def _fork(order: dict[str, Any], rank: int) -> int:
     except BaseException:  # noqa: BLE001 - a fork of the server must not go on as the server
         traceback.print_exc()
     finally:
-        leave(code)
+        hard_exit(code)
 
 
 def _die_with_parent() -> None:

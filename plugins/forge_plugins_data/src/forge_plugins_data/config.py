@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import attrs
 from attrs.validators import ge, gt, lt, optional
 
-from forge_core.api import Slot, Use
+from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
@@ -90,7 +90,7 @@ class TextFilesConfig(_FilesConfig):
     For paths of which at least one is a folder."""
     exclude: tuple[str, ...] = ()
     """Files to leave out: globs for their path in the folder, such as ``"site-packages/**"`` or ``"**/tests/**"``."""
-    tokenizer: Annotated[Use, Slot("tokenizer", default="bytes")]
+    tokenizer: Annotated[ComponentRef, Slot("tokenizer", default="bytes")]
     """How text becomes tokens. ``bytes`` needs no file and reads any file as it is."""
     encoding_errors: EncodingErrors = "strict"
     """What to do with files that are not UTF-8: ``strict`` refuses to start, ``replace`` puts U+FFFD, ``skip`` leaves
@@ -112,7 +112,7 @@ class TokenFilesConfig(_FilesConfig):
     ``validation`` holds out the last windows of every file.
     """
 
-    tokenizer: Annotated[Use | None, Slot("tokenizer")] = None
+    tokenizer: Annotated[ComponentRef | None, Slot("tokenizer")] = None
     """The tokenizer of files that do not carry theirs. Prepared folders do."""
     vocab_size: int | None = attrs.field(default=None, validator=optional(gt(0)))
     """For files that do not say, without a ``tokenizer``: all ids are below this, which is checked by reading them."""

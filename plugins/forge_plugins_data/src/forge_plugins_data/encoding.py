@@ -10,7 +10,7 @@ from forge_plugins_data.config import EncodingErrors
 
 
 def reads_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer has the optional method ``encode_bytes(bytes) → ids`` and so needs no valid UTF-8."""
+    """Return whether a tokenizer has the optional method ``encode_bytes(bytes) → ids`` and so needs no valid UTF-8."""
     return hasattr(tokenizer, "encode_bytes")
 
 

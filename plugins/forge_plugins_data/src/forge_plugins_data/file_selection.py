@@ -66,7 +66,7 @@ def _ending(file: Path) -> str:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a path of a configuration names a folder, among whose files a pattern chooses."""
+    """Return whether a path of a configuration names a folder, among whose files a pattern chooses."""
     return _location(path).is_dir()
 
 
@@ -131,7 +131,7 @@ def _matches(root: Path, pattern: str) -> list[SelectedFile]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a glob would find this name: ``**`` stands for any number of folders, ``*`` stays within one."""
+    """Return whether a glob would find this name: ``**`` stands for any number of folders, ``*`` stays within one."""
 
     def fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
         if not wanted:

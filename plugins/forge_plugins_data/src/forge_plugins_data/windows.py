@@ -88,12 +88,12 @@ class TokenWindows:
         return batch
 
     def refuse_damaged(self) -> None:
-        """As ``CheckedSource`` has it."""
+        """Same as ``CheckedSource`` has it."""
         if self._verification is not None:
             self._verification.refuse_damaged()
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """As ``CheckedSource`` has it."""
+        """Same as ``CheckedSource`` has it."""
         if self._verification is not None:
             self._verification.watch(report)
 

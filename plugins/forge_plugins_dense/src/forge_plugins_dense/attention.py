@@ -26,7 +26,7 @@ from forge_plugins_dense.rope import rotate
 
 
 @attrs.define(eq=False)  # torch.compile cannot trace how a frozen class sets its fields
-class Surroundings:
+class BlockInputs:
     """What all blocks share in one forward.
 
     It is an object and not a tuple on purpose: FSDP casts the floating-point tensors that it finds in a block's
@@ -36,7 +36,7 @@ class Surroundings:
     cos: torch.Tensor
     """``(B or 1, S, 1, head_dim / 2)`` fp32."""
     sin: torch.Tensor
-    """As ``cos``."""
+    """Same as ``cos``."""
     mask: torch.Tensor | BlockMask | None = None
     """``(B or 1, 1, S, T)`` bool, true where the query sees the key."""
     causal: bool = False
@@ -66,9 +66,7 @@ class Attention(nn.Module):
             heads = (config.n_heads, config.kv_heads) if config.qk_norm_over == "all" else (1, 1)
             self.q_norm, self.k_norm = (nn.RMSNorm(n * self.head_dim, eps=config.norm_eps) for n in heads)
 
-    def forward(
-        self, hidden: torch.Tensor, surroundings: Surroundings, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
         # The number of heads is left open: under tensor parallelism this rank has a part of them.
         split = (*hidden.shape[:2], -1, self.head_dim)
@@ -89,7 +87,7 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        """As ``FeedForward.init_weights``."""
+        """Same as ``FeedForward.init_weights``."""
         rng.fill(f"{prefix}q.weight", self.q.weight, normal(std))
         rng.fill(f"{prefix}k.weight", self.k.weight, normal(std))
         rng.fill(f"{prefix}v.weight", self.v.weight, normal(std))
@@ -104,7 +102,7 @@ class Attention(nn.Module):
         return plan | dict.fromkeys(self._norms(), "replicate")
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
-        """As ``FeedForward.parameter_roles``."""
+        """Same as ``FeedForward.parameter_roles``."""
         roles: dict[str, ParameterRole] = {f"{name}.weight": "matrix" for name in "qkvo"}
         for name, norm in self._norms().items():
             roles |= norm_roles(norm, f"{name}.")
@@ -128,7 +126,7 @@ class AttentionCore(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None, causal: bool
     ) -> torch.Tensor:
-        """As ``attend``."""
+        """Same as ``attend``."""
         return attend(q, k, v, mask, causal, self.backend)
 
 
@@ -145,7 +143,7 @@ def attend(
     Args:
         q: ``(B, H, S, head_dim)``.
         k, v: ``(B, H_kv, T, head_dim)``, ``H`` a multiple of ``H_kv``; values may have their own ``head_dim``.
-        mask, causal: as in ``Surroundings``.
+        mask, causal: as in ``BlockInputs``.
 
     Returns:
         ``(B, H, S, head_dim of v)``.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import attrs
 from attrs.validators import ge, gt, le, optional
 
-from forge_core.api import Slot, Use
+from forge_core.api import ComponentRef, Slot
 from forge_plugins_dense.latent_config import LatentAttentionConfig
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 from forge_plugins_dense.sparse_shorthand import with_feed_forward
@@ -158,7 +158,7 @@ class TransformerConfig:
     """Rows of the embedding table; by default the tokenizer's."""
     max_seq_len: int = attrs.field(default=2048, validator=gt(0))
     """The longest sequence, in tokens, in training and in generation. It costs no memory by itself."""
-    feed_forward: Annotated[Use, Slot("feed_forward", default="mlp")]
+    feed_forward: Annotated[ComponentRef, Slot("feed_forward", default="mlp")]
     """The position-wise half of each block."""
     num_experts: int | None = attrs.field(default=None, validator=[optional(ge(0)), _is_written_out])
     """Makes the model sparse: short for a ``feed_forward`` named ``moe`` with so many ``n_experts``, whose ``dense``
@@ -224,12 +224,13 @@ class TransformerConfig:
 
     @property
     def n_experts(self) -> int | None:
-        """As ``ModelConfig.n_experts``: the layer's own word, or none in ours."""
+        """Same as ``ModelConfig.n_experts``: the layer's own word, or none in ours."""
         layer = self.feed_forward.config
         return 0 if isinstance(layer, MLPConfig) else getattr(layer, "n_experts", None)
 
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
-        """As ``ModelConfig.matrices``, for heads with keys and values of their own and our own feed-forward layer."""
+        """Same as ``ModelConfig.matrices``, for heads with keys and values of their own and our own feed-forward
+        layer."""
         if self.latent_attention is not None:
             return {}
         dim, layer = self.dim, self.feed_forward.config

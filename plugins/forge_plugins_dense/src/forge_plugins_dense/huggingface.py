@@ -52,7 +52,8 @@ def weight_names(config: TransformerConfig) -> dict[str, str]:
 
 
 def decoder_names(config: TransformerConfig) -> dict[str, str]:
-    """As ``weight_names``, as if the feed-forward layers were dense and some architecture were equal to this model."""
+    """Same as ``weight_names``, as if the feed-forward layers were dense and some architecture were equal to this
+    model."""
     if config.latent_attention is not None:
         attention = _LATENT | (_LATENT_Q if config.latent_attention.q_rank else {})
     else:
@@ -107,7 +108,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """As ``config_from_hf``, of the parts of any architecture that are alike in the decoders of Hugging Face.
+    """Same as ``config_from_hf``, of the parts of any architecture that are alike in the decoders of Hugging Face.
 
     Raises:
         ConfigError: it uses something that the transformer has not.
@@ -255,7 +256,7 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
 
 
 def is_derived(name: str) -> bool:
-    """Whether a weight of this name follows from the configuration; old checkpoints have some."""
+    """Return whether a weight of this name follows from the configuration; old checkpoints have some."""
     return _DERIVED.search(name) is not None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
-from forge_plugins_dense.attention import AttentionCore, Surroundings, attend
+from forge_plugins_dense.attention import AttentionCore, BlockInputs, attend
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.initial_values import normal
@@ -40,9 +40,7 @@ class LatentAttention(nn.Module):
         self.o = nn.Linear(config.n_heads * latent.value_dim, config.dim, bias=False)
         self.core = AttentionCore(config.attention)
 
-    def forward(
-        self, hidden: torch.Tensor, surroundings: Surroundings, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
         q = self._queries(hidden, surroundings)
         latent, k_rotary = self.kv_down(hidden).split((self.kv_rank, self.rotary_dim), dim=-1)
@@ -64,7 +62,7 @@ class LatentAttention(nn.Module):
         return output
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        """As ``FeedForward.init_weights``."""
+        """Same as ``FeedForward.init_weights``."""
         for name, module in self._weighted().items():
             if isinstance(module, nn.Linear):
                 rng.fill(f"{prefix}{name}.weight", module.weight, normal(residual_std if name == "o" else std))
@@ -77,7 +75,7 @@ class LatentAttention(nn.Module):
         return {name: roles.get(name, "replicate") for name in self._weighted()}
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
-        """As ``FeedForward.parameter_roles``."""
+        """Same as ``FeedForward.parameter_roles``."""
         roles: dict[str, ParameterRole] = {}
         for name, module in self._weighted().items():
             if isinstance(module, nn.Linear):
@@ -90,7 +88,7 @@ class LatentAttention(nn.Module):
         """Weights of the projections."""
         return sum(module.weight.numel() for module in self._weighted().values() if isinstance(module, nn.Linear))
 
-    def _queries(self, hidden: torch.Tensor, surroundings: Surroundings) -> torch.Tensor:
+    def _queries(self, hidden: torch.Tensor, surroundings: BlockInputs) -> torch.Tensor:
         """``(B, H, S, plain_dim + rotary_dim)``."""
         if self.q_down is not None:
             hidden = self.q_norm(self.q_down(hidden))

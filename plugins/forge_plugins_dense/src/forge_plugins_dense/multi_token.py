@@ -14,7 +14,7 @@ from torch import nn
 from forge_core.contracts.loss import IGNORED, Loss, LossSum
 from forge_core.ops.accumulate import accumulate
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
-from forge_plugins_dense.attention import Surroundings
+from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 
 NOTHING = -1
@@ -64,7 +64,7 @@ def further_targets(targets: torch.Tensor, there: Sequence[torch.Tensor]) -> tor
 def are_ahead(
     like: torch.Tensor, document: torch.Tensor | None, positions: torch.Tensor | None, depths: int
 ) -> Iterator[torch.Tensor]:
-    """Whether the token k ahead is in the same document, and neither is padding, ``(B, S)`` bool for k = 1 to K.
+    """Return whether the token k ahead is in the same document, and neither is padding, ``(B, S)`` bool for k = 1 to K.
 
     Args:
         like: ``(B, S)``.
@@ -90,7 +90,7 @@ def attach_predictions(
     hidden: torch.Tensor,
     embedded: torch.Tensor,
     predictors: Sequence[Any],
-    surroundings: Sequence[Surroundings],
+    surroundings: Sequence[BlockInputs],
     loss: Loss,
     head: nn.Module,
     targets: torch.Tensor,
@@ -127,7 +127,7 @@ def loss_name(k: int) -> str:
 
 
 def count_further_targets(batch: Mapping[str, torch.Tensor], config: MultiTokenConfig) -> dict[str, int]:
-    """As ``MultiTokenModel.count_targets``."""
+    """Same as ``MultiTokenModel.count_targets``."""
     if config.normalizer == "paper":
         return {}
     targets = batch["targets"]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import attrs
 from attrs.validators import gt
 
-from forge_core.api import Slot, Use
+from forge_core.api import ComponentRef, Slot
 
 
 @attrs.frozen(kw_only=True)
@@ -31,5 +31,5 @@ class MultiTokenConfig:
     acceptance_every: int = attrs.field(default=16, validator=gt(0))
     """At every n-th position it is looked whether the likeliest token is the target, which is what
     ``multi_token_acceptance`` reports; it takes the logits of these positions once more."""
-    predictor: Annotated[Use, Slot("predictor", default="sequential")]
+    predictor: Annotated[ComponentRef, Slot("predictor", default="sequential")]
     """How such a block reads what the one before gives, and the token that it is told."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
-from forge_plugins_dense.attention import Surroundings
+from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.multi_token_config import SequentialConfig
 from forge_plugins_dense.norm import init_norm, norm_roles
@@ -50,7 +50,7 @@ class Predictor(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, surroundings: Surroundings
+        self, hidden: torch.Tensor, embedded: torch.Tensor, surroundings: BlockInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
@@ -66,36 +66,36 @@ class Predictor(nn.Module):
 
     @property
     def needs(self) -> frozenset[str]:
-        """As ``Block.needs``."""
+        """Same as ``Block.needs``."""
         return self.block.needs
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        """As ``FeedForward.init_weights``."""
+        """Same as ``FeedForward.init_weights``."""
         self.block.init_weights(rng, f"{prefix}block.", residual_std, std)
         init_norm(self.norm, rng, f"{prefix}norm.")
         for name, buffer in self.named_buffers(recurse=False):
             rng.fill(prefix + name, buffer, zeros)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
-        """As ``FeedForward.parallel_plan``."""
+        """Same as ``FeedForward.parallel_plan``."""
         plan = {f"block.{name}": role for name, role in self.block.parallel_plan().items()}
         return plan | {"norm": "sequence"}
 
     def context_plan(self) -> list[str]:
-        """As ``ContextParallelModel.context_plan``, names relative to this module."""
+        """Same as ``ContextParallelModel.context_plan``, names relative to this module."""
         return [f"block.{name}" for name in self.block.context_plan()]
 
     def recompute_plan(self) -> Mapping[str, Recompute]:
-        """As ``Model.recompute_plan``, for operations that other layers do not have."""
+        """Same as ``Model.recompute_plan``, for operations that other layers do not have."""
         return self.block.recompute_plan()
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
-        """As ``FeedForward.parameter_roles``."""
+        """Same as ``FeedForward.parameter_roles``."""
         roles = {f"block.{name}": role for name, role in self.block.parameter_roles().items()}
         return roles | norm_roles(self.norm, "norm.")
 
     def active_parameters(self) -> int:
-        """As ``FeedForward.active_parameters``, without the head."""
+        """Same as ``FeedForward.active_parameters``, without the head."""
         return self.block.active_parameters()
 
     def accumulators(self) -> Mapping[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.errors import ConfigError
 from forge_core.ops.sequence_sum import number_sequences
-from forge_plugins_dense.attention import Attention, Surroundings
+from forge_plugins_dense.attention import Attention, BlockInputs
 from forge_plugins_dense.cache import KeyValueCache, LayerCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
 from forge_plugins_dense.initial_values import normal
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
         further_tokens: torch.Tensor | None = None,
         further_targets: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSum:
-        """As ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
+        """Same as ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
 
         ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``.
 
@@ -145,7 +145,8 @@ class Transformer(nn.Module):
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:
-        """As ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features of a
+        """Same as ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features
+        of a
         head, in latent attention the mean of those of keys and of values."""
         weights = sum(block.active_parameters() for block in self.blocks.values())
         if self.head is not None:
@@ -154,7 +155,7 @@ class Transformer(nn.Module):
         return float(6 * weights + 12 * attention)
 
     def make_cache(self, batch_size: int, max_len: int) -> KeyValueCache:
-        """As ``GenerativeModel.make_cache``.
+        """Same as ``GenerativeModel.make_cache``.
 
         Raises:
             ConfigError: ``max_len`` is more than ``max_seq_len``.
@@ -164,11 +165,12 @@ class Transformer(nn.Module):
 
     @property
     def stage_width(self) -> int:
-        """As ``MultiTokenModel.stage_width``: the stage that has the embedding sends those of further tokens along."""
+        """Same as ``MultiTokenModel.stage_width``: the stage that has the embedding sends those of further tokens
+        along."""
         return self.config.dim * (1 + self.n_predictors)
 
     def count_targets(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """As ``MultiTokenModel.count_targets``."""
+        """Same as ``MultiTokenModel.count_targets``."""
         return {} if self.config.multi_token is None else count_further_targets(batch, self.config.multi_token)
 
     def _add_predictors(self, config: TransformerConfig, multi_token: MultiTokenConfig, build: Builder) -> None:
@@ -203,7 +205,7 @@ class Transformer(nn.Module):
             return hidden, self.departure(self.embed(further_tokens.clamp(min=0)))
         return hidden, self.embed(further_tokens.clamp(min=0)) if predicts else None
 
-    def _surroundings_ahead(self, surroundings: Surroundings, further_tokens: torch.Tensor) -> list[Surroundings]:
+    def _surroundings_ahead(self, surroundings: BlockInputs, further_tokens: torch.Tensor) -> list[BlockInputs]:
         """For each predictor: a position counts if it has the token ahead, which is then what it knows last."""
         each = []
         for ids in further_tokens.unbind(-1):
@@ -211,7 +213,7 @@ class Transformer(nn.Module):
             if "token_ids" in facts:
                 facts["token_ids"] = ids.clamp(min=0)
             cos, sin, mask, causal = surroundings.cos, surroundings.sin, surroundings.mask, surroundings.causal
-            each.append(Surroundings(cos, sin, mask, causal, valid=ids >= 0, facts=facts))
+            each.append(BlockInputs(cos, sin, mask, causal, valid=ids >= 0, facts=facts))
         return each
 
     def _surroundings(
@@ -221,7 +223,7 @@ class Transformer(nn.Module):
         document: torch.Tensor | None,
         mask: torch.Tensor | BlockMask | None,
         cache: KeyValueCache | None,
-    ) -> Surroundings:
+    ) -> BlockInputs:
         start = 0
         if cache is None:
             self._check_length(tokens.shape[1])
@@ -239,12 +241,12 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(
             positions, self.config.rotary_size, self.config.rope_theta, self.config.rope_scaling or self.config.yarn
         )
-        return Surroundings(cos, sin, mask, causal, valid)
+        return BlockInputs(cos, sin, mask, causal, valid)
 
     def _facts(
         self, tokens: torch.Tensor, document: torch.Tensor | None, token_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """``Surroundings.facts``; those that no layer asks for cost nothing."""
+        """``BlockInputs.facts``; those that no layer asks for cost nothing."""
         needs = self.needs
         facts: dict[str, torch.Tensor] = {}
         if "sequence" in needs:
@@ -258,7 +260,7 @@ class Transformer(nn.Module):
     def _mask(
         self, tokens: torch.Tensor, document: torch.Tensor | None
     ) -> tuple[torch.Tensor | BlockMask | None, bool]:
-        """``Surroundings.mask`` and ``Surroundings.causal``."""
+        """``BlockInputs.mask`` and ``BlockInputs.causal``."""
         kernel = self.config.attention
         if kernel in CUDA_KERNELS and not tokens.is_cuda:
             raise ConfigError(f'model.attention = "{kernel}" needs CUDA, and this model is on {tokens.device}')
@@ -295,7 +297,7 @@ class Transformer(nn.Module):
         return cache_mask(start, cache.length, cache.filled, tokens.device), False
 
     def _has_own_head(self) -> bool:
-        """Whether the head's weight goes by its own name, and not by the embedding's."""
+        """Return whether the head's weight goes by its own name, and not by the embedding's."""
         return self.head is not None and not (self.config.tie_embeddings and self.embed is not None)
 
     def _check_length(self, length: int) -> None:
@@ -314,9 +316,7 @@ class Block(nn.Module):
         self.feed_forward_norm = make_norm(config.norm, config.dim, config.norm_eps)
         self.feed_forward = build(config.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
 
-    def forward(
-        self, hidden: torch.Tensor, surroundings: Surroundings, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
         hidden = hidden + self.attention(self.attention_norm(hidden), surroundings, cache)
         facts = {name: surroundings.facts[name] for name in self.needs}
@@ -330,14 +330,14 @@ class Block(nn.Module):
         return frozenset(getattr(self.feed_forward, "needs", ()))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        """As ``FeedForward.init_weights``."""
+        """Same as ``FeedForward.init_weights``."""
         init_norm(self.attention_norm, rng, f"{prefix}attention_norm.")
         self.attention.init_weights(rng, f"{prefix}attention.", residual_std, std)
         init_norm(self.feed_forward_norm, rng, f"{prefix}feed_forward_norm.")
         self.feed_forward.init_weights(rng, f"{prefix}feed_forward.", residual_std, std)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
-        """As ``FeedForward.parallel_plan``."""
+        """Same as ``FeedForward.parallel_plan``."""
         plan: dict[str, ShardRole] = {"attention_norm": "sequence", "feed_forward_norm": "sequence"}
         plan |= {f"attention.{name}": role for name, role in self.attention.parallel_plan().items()}
         for name, role in self.feed_forward.parallel_plan().items():
@@ -345,16 +345,16 @@ class Block(nn.Module):
         return plan
 
     def context_plan(self) -> list[str]:
-        """As ``ContextParallelModel.context_plan``, names relative to this module."""
+        """Same as ``ContextParallelModel.context_plan``, names relative to this module."""
         return ["attention.core"]
 
     def recompute_plan(self) -> Mapping[str, Recompute]:
-        """As ``Model.recompute_plan``, for operations that other layers do not have."""
+        """Same as ``Model.recompute_plan``, for operations that other layers do not have."""
         layer: Any = self.feed_forward
         return layer.recompute_plan() if hasattr(layer, "recompute_plan") else {}
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
-        """As ``FeedForward.parameter_roles``."""
+        """Same as ``FeedForward.parameter_roles``."""
         roles = norm_roles(self.attention_norm, "attention_norm.") | norm_roles(
             self.feed_forward_norm, "feed_forward_norm."
         )

@@ -74,7 +74,7 @@ def generate_steps(
     stop: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[torch.Tensor]:
-    """As ``generate``, one step at a time: yields ``(B,)`` int64 new tokens, −1 for rows that have ended.
+    """Same as ``generate``, one step at a time: yields ``(B,)`` int64 new tokens, −1 for rows that have ended.
 
     The model is in evaluation mode until the iterator is exhausted or closed, and then as it was before.
     """

@@ -14,7 +14,7 @@ from forge_plugins_mirror.downloader import fetch
 from forge_plugins_mirror.mirror import open_mirror
 from forge_plugins_mirror.mirror_url import mirror_problem, url_of_run
 from forge_plugins_mirror.mirroring import Mirroring
-from forge_plugins_mirror.uploader import Copier
+from forge_plugins_mirror.uploader import Uploader
 
 
 class FsspecMirror(CheckpointMirror):
@@ -44,7 +44,7 @@ class FsspecMirror(CheckpointMirror):
     def begin(self, start: MirrorStart) -> None:
         copier = None
         if self._context.rank == 0:
-            copier = Copier(
+            copier = Uploader(
                 CheckpointStore(self._context.folder),
                 open_mirror(self._url),
                 self._context.section,

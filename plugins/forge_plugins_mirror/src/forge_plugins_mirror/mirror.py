@@ -180,7 +180,7 @@ class Mirror(ABC):
             return next((why for name, entry in found.files.items() if (why := problem_of(folder, name, entry))), None)
 
     def _misfit(self, folder: str, name: str, entry: Mapping[str, Any]) -> str | None:
-        """As ``damage`` has it, of a file over there."""
+        """Same as ``damage`` has it, of a file over there."""
         if problem := self._wrong_size(folder, name, entry):
             return problem
         digest = xxhash.xxh3_128()

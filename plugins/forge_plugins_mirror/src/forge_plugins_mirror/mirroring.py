@@ -9,17 +9,17 @@ from pathlib import Path
 
 from forge_core.contracts.checkpoint_mirror import MirrorContext, MirrorStart
 from forge_core.errors import MirrorError
-from forge_plugins_mirror.uploader import Copied, Copier
+from forge_plugins_mirror.uploader import Copied, Uploader
 
 
 class Mirroring:
     """All ranks call the same methods at the same steps.
 
     Args:
-        copier: on the first rank; ``None`` on the others.
+        copier: on rank 0; ``None`` on the others.
     """
 
-    def __init__(self, copier: Copier | None, context: MirrorContext, start: MirrorStart) -> None:
+    def __init__(self, copier: Uploader | None, context: MirrorContext, start: MirrorStart) -> None:
         self._copier = copier
         self._context = context
         self._start = start
@@ -36,14 +36,14 @@ class Mirroring:
             self._copier.put_aside(after)
 
     def removable(self, steps: Sequence[int], sizes: Mapping[int, int], folder: Path) -> list[int]:
-        """On the first rank: those of ``steps``, none of which is kept for itself, that may be removed here. What has
+        """On rank 0: those of ``steps``, none of which is kept for itself, that may be removed here. What has
         not been copied stays, unless the next checkpoint would have no room; then the oldest go.
 
         Args:
             sizes: bytes of each checkpoint that is here.
             folder: where they are.
         """
-        assert self._copier is not None, "it is there on the first rank"
+        assert self._copier is not None, "it is there on rank 0"
         needed = self._copier.needed()
         gone = [step for step in steps if step not in needed]
         room = shutil.disk_usage(folder).free + sum(sizes[step] for step in gone)
@@ -85,7 +85,7 @@ class Mirroring:
             self._copier.close()
 
     def _wait_until(self, deadline: float) -> None:
-        assert self._copier is not None, "it is there on the first rank"
+        assert self._copier is not None, "it is there on rank 0"
         while self._copier.is_busy and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -28,8 +28,8 @@ class Copied:
     seconds: float = 0.0
 
 
-class Copier:
-    """On the first rank. One thing at a time, in a thread of its own, in the order in which it was asked for.
+class Uploader:
+    """On rank 0. One thing at a time, in a thread of its own, in the order in which it was asked for.
 
     Args:
         attempt: of this run; another one that takes the mirror over later is told apart by it.
@@ -86,7 +86,7 @@ class Copier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was asked for has not ended yet."""
+        """Return whether something that was asked for has not ended yet."""
         return self._work.unfinished_tasks > 0
 
     def outcomes(self) -> list[Copied]:

@@ -20,7 +20,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class Health(Callback):
-    """Looks every ``interval`` steps. What is found is told on the first rank, once until it changes."""
+    """Looks every ``interval`` steps. What is found is told on rank 0, once until it changes."""
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config

@@ -34,7 +34,8 @@ class ParameterGroup:
 
     @property
     def is_exemption(self) -> bool:
-        """Whether it has a ``pattern`` only: what it takes is treated as usual, and kept from the groups after it."""
+        """Return whether it has a ``pattern`` only: what it takes is treated as usual, and kept from the groups
+        after it."""
         return self.lr is None and self.lr_scale is None and self.weight_decay is None
 
 

@@ -50,7 +50,7 @@ class ActivationCheckpointing:
         self._config = config
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        """As ``ParallelPass.apply``. The model itself counts as touched where the answer is to recompute nothing.
+        """Same as ``ParallelPass.apply``. The model itself counts as touched where the answer is to recompute nothing.
 
         Raises:
             ConfigError: the model declares no operation to keep, or not even full recomputation would fit.
@@ -108,7 +108,7 @@ def _policy(kept: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: 
 
 
 def _accumulating_once(contexts: Callable[[], Contexts], counting: Sequence[Any]) -> Contexts:
-    """``contexts`` for a block whose forward counts something (``StepContributor``): the second forward does not."""
+    """``contexts`` for a block whose forward counts something (``StepModule``): the second forward does not."""
     forward, recomputation = contexts()
     return forward, _Restoring(recomputation, counting)
 

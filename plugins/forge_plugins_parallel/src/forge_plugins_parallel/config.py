@@ -115,7 +115,7 @@ class FullyShardConfig:
 
 
 def _matrices(job: Job) -> Mapping[str, tuple[int, int, str]]:
-    """As ``ModelConfig.matrices``; none where the model does not say."""
+    """Same as ``ModelConfig.matrices``; none where the model does not say."""
     config = job.model.config
     return config.matrices() if hasattr(config, "matrices") else {}
 
@@ -163,7 +163,7 @@ class PipelineConfig:
 
     @property
     def is_v(self) -> bool:
-        """Whether stages go down the ranks and up again, instead of round."""
+        """Return whether stages go down the ranks and up again, instead of round."""
         return self.schedule in _V_SCHEDULES
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
@@ -290,7 +290,7 @@ class Float8Config:
             yield "min_dim", sentence
 
     def takes(self, features: Sequence[int]) -> bool:
-        """Whether a linear layer with so many features on a rank is converted, its name permitting."""
+        """Return whether a linear layer with so many features on a rank is converted, its name permitting."""
         return all(size >= self.min_dim and size % FLOAT8_MULTIPLE == 0 for size in features)
 
 

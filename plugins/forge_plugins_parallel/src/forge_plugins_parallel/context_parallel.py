@@ -41,7 +41,7 @@ class ContextParallel:
         self._config = config
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        """As ``ParallelPass.apply``.
+        """Same as ``ParallelPass.apply``.
 
         Raises:
             ConfigError: the model does not say which of its modules compute attention; or there is no ring attention.

@@ -97,7 +97,7 @@ class CutLayer:
         return {name: local(parameter) for name, parameter in parameters.items()}
 
 
-class CutByOutput(CutLayer):
+class ColumnParallel(CutLayer):
     """A linear layer of which each rank has some output features; the input is whole."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class CutByOutput(CutLayer):
         return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}
 
 
-class CutByInput(CutLayer):
+class RowParallel(CutLayer):
     """A linear layer of which each rank has some input features: those that its part of the layer before gives."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class CutByInput(CutLayer):
         return {"weight": local(parameters["weight"]), "bias": None}  # added once, to the sum
 
 
-class CutEmbedding(CutLayer):
+class VocabParallelEmbedding(CutLayer):
     """An embedding of which each rank has some rows: it looks up the tokens it has, and gives zero for others."""
 
     num_embeddings: int
@@ -135,7 +135,7 @@ class CutEmbedding(CutLayer):
         return self.ranks.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class CutHead(CutLayer):
+class VocabParallelHead(CutLayer):
     """An output projection of which each rank has some rows.
 
     Called, it gives all logits, gathered, and works with any loss. A loss that asks for ``vocabulary_part`` instead
@@ -151,7 +151,7 @@ class CutHead(CutLayer):
         return gather_copies(logits, -1, sizes, self.ranks)
 
     def vocabulary_part(self, hidden: torch.Tensor) -> VocabularyPart:
-        """As ``forge_core.contracts.loss.HeadInParts``."""
+        """Same as ``forge_core.contracts.loss.HeadInParts``."""
         parts = self.parts_of(self._parameters)
         start = self.ranks.part_of(self.out_features).start
         return VocabularyPart(self.ranks.read(hidden), parts["weight"], parts["bias"], start, self.ranks.group)
@@ -160,14 +160,14 @@ class CutHead(CutLayer):
         return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}
 
 
-class CutExperts(CutLayer):
+class TensorParallelExperts(CutLayer):
     """Experts of each of which every rank has some hidden features; the input is whole, the output a part of a sum."""
 
     def forward(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         return self.ranks.leave(super().forward(self.ranks.read(hidden), *args))
 
 
-class WholeOnEachRank(CutLayer):
+class Replicated(CutLayer):
     """A module whose parameters, and those of all modules in it, are whole on every rank, and which works on a part of
     the activations: gradients are summed over ranks."""
 

@@ -33,7 +33,7 @@ class Float8:
         self._config = config
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        """As ``ParallelPass.apply``.
+        """Same as ``ParallelPass.apply``.
 
         Raises:
             ConfigError: the device has no float8 and ``emulate`` is not set; a pattern of ``exclude`` fits nothing; or
@@ -151,7 +151,7 @@ def _make_float8(linear: Any, config: Float8LinearConfig) -> None:
 
 
 def _is_plain(own: type[nn.Linear]) -> bool:
-    """Whether it multiplies as ``nn.Linear`` does: that itself, or with something mixed in before and after."""
+    """Return whether it multiplies as ``nn.Linear`` does: that itself, or with something mixed in before and after."""
     return own is nn.Linear or (nn.Linear in own.__bases__ and "forward" not in vars(own))
 
 

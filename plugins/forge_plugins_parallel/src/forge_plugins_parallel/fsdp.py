@@ -77,7 +77,7 @@ class FullyShard:
         return CPUOffloadPolicy(pin_memory=device.type == "cuda")  # copies from other memory would not overlap
 
     def _reshards(self, context: PassContext) -> bool:
-        """Whether blocks free their parameters between forward and backward."""
+        """Return whether blocks free their parameters between forward and backward."""
         if self._config.keep_gathered:
             return False
         if self._config.reshard_after_forward == "auto":

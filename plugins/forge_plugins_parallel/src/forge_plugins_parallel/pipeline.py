@@ -37,7 +37,7 @@ class Pipeline:
         self._width = 0
 
     def split(self, model: Any, context: PassContext) -> tuple[Sequence[nn.Module], Sequence[str]]:
-        """As ``SplitPass.split``.
+        """Same as ``SplitPass.split``.
 
         Raises:
             ConfigError: the model has fewer blocks than there are stages, or shares a tensor between stages.
@@ -60,7 +60,7 @@ class Pipeline:
         return parts, touched
 
     def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> PipelineExecutor:
-        """As ``SplitPass.executor``."""
+        """Same as ``SplitPass.executor``."""
         dtype = torch.float32 if context.job.train.precision == "fp32" else torch.bfloat16
         return PipelineExecutor(
             dict(zip(self._stages_of(context.mesh.device_mesh), parts, strict=True)),
@@ -201,7 +201,7 @@ class _Stage(PipelineStage):
         """Not here: torch, where TORCH_DISTRIBUTED_DEBUG asks for it, compares with the one shape that it knows."""
 
     def _validate_fwd_outputs(self, *_: Any) -> None:
-        """As ``_validate_stage_tensors``, in torch 2.11, which always compares."""
+        """Same as ``_validate_stage_tensors``, in torch 2.11, which always compares."""
 
 
 def _known(part: nn.Module, tokens: torch.Tensor) -> Batch:
@@ -254,7 +254,7 @@ class PipelineExecutor:
         self._sums: list[torch.Tensor] = []
 
     def run(self, microbatches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
-        """As ``Executor.run``. Microbatches may differ in their shapes, and in what they have entries for."""
+        """Same as ``Executor.run``. Microbatches may differ in their shapes, and in what they have entries for."""
         self._prepare(len(microbatches), microbatches[0]["tokens"].shape)
         self._scale = scale
         self._sums.clear()
@@ -275,7 +275,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``Executor.evaluate``: one batch down the stages, while earlier ranks already begin with the next.
+        """Same as ``Executor.evaluate``: one batch down the stages, while earlier ranks already begin with the next.
 
         Not by the schedule's ``eval``, which wants as many batches at once as a step has, all of one size.
         """

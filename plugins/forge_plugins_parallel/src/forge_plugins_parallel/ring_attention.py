@@ -74,7 +74,7 @@ class _Interception(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """As ``torch.nn.functional.scaled_dot_product_attention``."""
+        """Same as ``torch.nn.functional.scaled_dot_product_attention``."""
         if attn_mask is not None or not is_causal or dropout_p:
             asked = "a mask" if attn_mask is not None else "dropout" if is_causal else "no causal order"
             raise ConfigError(f'{_METHOD} is for causal attention, and this model asks for {asked}; take "gather"')

@@ -27,13 +27,13 @@ from forge_core.passes.patterns import fits
 from forge_plugins_parallel.config import TensorParallelConfig, rank_without_rows
 from forge_plugins_parallel.cut_layers import (
     POSITION,
-    CutByInput,
-    CutByOutput,
-    CutEmbedding,
-    CutExperts,
-    CutHead,
+    ColumnParallel,
     Ranks,
-    WholeOnEachRank,
+    Replicated,
+    RowParallel,
+    TensorParallelExperts,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     become,
     gather_copies,
     own_share,
@@ -55,7 +55,7 @@ class TensorParallel:
         self._config = config
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        """As ``ParallelPass.apply``.
+        """Same as ``ParallelPass.apply``.
 
         Raises:
             ConfigError: a layer cannot be cut into so many parts, or there is nothing that ``async_tp`` could overlap.
@@ -129,7 +129,7 @@ def _fusible(ranks: Ranks, model: nn.Module, device: torch.device) -> Ranks:
 
 
 def _is_of_another_stage(pattern: str, model: Any) -> bool:
-    """Whether it names what a pipeline stage does not hold: a plan may list the whole model on each of them."""
+    """Return whether it names what a pipeline stage does not hold: a plan may list the whole model on each of them."""
     part, *rest = pattern.split(".")
     if part != "blocks":
         return getattr(model, part, model) is None
@@ -151,23 +151,23 @@ def _cut(
         case "column":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.out_features, "output", ranks)
-            become(module, CutByOutput, ranks)
+            become(module, ColumnParallel, ranks)
             _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)
         case "row":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.in_features, "input", ranks)
-            become(module, CutByInput, ranks)
+            become(module, RowParallel, ranks)
             _distribute(module, {"weight": Shard(1)}, mesh, cut)
         case "vocab":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_small_vocabulary(name, module.out_features, ranks)
-            become(module, CutHead, ranks)
+            become(module, VocabParallelHead, ranks)
             _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)
         case "embedding":
             _refuse_unless(name, module, role, nn.Embedding)
             _refuse_special_embedding(name, module)
             _refuse_small_vocabulary(name, module.num_embeddings, ranks)
-            become(module, CutEmbedding, ranks)
+            become(module, VocabParallelEmbedding, ranks)
             _distribute(module, {"weight": Shard(0)}, mesh, cut)
         case "replicate":
             _sum_gradients(module, ranks)
@@ -198,13 +198,13 @@ def _cut_experts(name: str, module: Any, ranks: Ranks, mesh: DeviceMesh, cut: di
     dims = module.feature_dims()
     for parameter, dim in dims.items():
         _refuse_uneven(f"{name}.{parameter}", getattr(module, parameter).shape[dim], "hidden", ranks)
-    become(module, CutExperts, ranks)
+    become(module, TensorParallelExperts, ranks)
     _distribute(module, {parameter: Shard(dim) for parameter, dim in dims.items()}, mesh, cut)
 
 
 def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
     if next(module.parameters(), None) is not None:
-        become(module, WholeOnEachRank, ranks)
+        become(module, Replicated, ranks)
 
 
 def _bias(module: nn.Linear, mesh: DeviceMesh, shards: int) -> dict[str, Placement]:

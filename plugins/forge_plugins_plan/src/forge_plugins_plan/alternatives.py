@@ -10,7 +10,7 @@ import attrs
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
 from forge_core.config.sections import Job
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.passes.order import sort_passes
 from forge_core.registry.catalog import Catalog
@@ -61,13 +61,13 @@ def _offered(catalog: Catalog) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
                 yield f"{component.name}: {words}", [{"name": provided.qualified_name, **settings}]
 
 
-def _with(job: Job, catalog: Catalog, uses: list[Use]) -> Job:
+def _with(job: Job, catalog: Catalog, uses: list[ComponentRef]) -> Job:
     """The job with ``uses`` as its passes of the phase."""
     kept = {key: use for key, use in job.parallel.passes.items() if use is not None and not _is_of_phase(use, catalog)}
     passes = kept | {use.qualified_name: use for use in uses}
     return attrs.evolve(job, parallel=attrs.evolve(job.parallel, passes=passes))
 
 
-def _is_of_phase(use: Use, catalog: Catalog) -> bool:
+def _is_of_phase(use: ComponentRef, catalog: Catalog) -> bool:
     component = catalog.find("parallel_pass", use.qualified_name).component
     return isinstance(component, PassComponent) and component.phase == PHASE

@@ -13,13 +13,13 @@ import attrs
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import Traffic
 from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import ConfigError
 from forge_core.passes.order import resolve_degrees
-from forge_core.registry.catalog import Catalog, Provided
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import PassComponent
 from forge_core.train.build import build_on_meta
 from forge_plugins_plan.alternatives import Alternative, alternatives
@@ -32,7 +32,7 @@ _FRAGMENTATION = 1.03
 
 @attrs.frozen
 class PlannedPass:
-    """A pass that would be applied, and what it touched on the first rank."""
+    """A pass that would be applied, and what it touched on rank 0."""
 
     name: str
     phase: str
@@ -43,7 +43,7 @@ class PlannedPass:
 
 @attrs.frozen
 class PlannedStage:
-    """The first rank of a pipeline stage; the others hold no more."""
+    """Rank 0 of a pipeline stage; the others hold no more."""
 
     rank: int
     parameter_bytes: int
@@ -232,7 +232,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         return (f"{f'{what}, {unit}':<46}" + "".join(f"{column:>12}" for column in columns)).rstrip()
 
     if len(plan.stages) > 1:
-        yield title("Memory of the first rank of each of pp", "parameters", "peak")
+        yield title("Memory of rank 0 of each of pp", "parameters", "peak")
         for number, stage in enumerate(plan.stages):
             yield row(f"pp {number}: rank {stage.rank}", stage.parameter_bytes, stage.peak_bytes)
         yield ""
@@ -291,7 +291,7 @@ def _stage(simulated: SimulatedRank) -> PlannedStage:
     )
 
 
-def _planned(use: Use, touched: Sequence[str], provided: Provided) -> PlannedPass:
+def _planned(use: ComponentRef, touched: Sequence[str], provided: CatalogEntry) -> PlannedPass:
     assert isinstance(provided.component, PassComponent)
     alike = Counter(re.sub(r"\d+", "*", name) or "the model" for name in touched)
     names = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
@@ -328,7 +328,7 @@ def _vocabulary(job: Job, build: ComponentBuilder, given: int | None) -> int:
     if configured is None:
         configured = getattr(job.data.config, "vocab_size", None)
     tokenizer = getattr(job.data.config, "tokenizer", None)
-    if configured is None and isinstance(tokenizer, Use) and tokenizer.kind == "tokenizer":
+    if configured is None and isinstance(tokenizer, ComponentRef) and tokenizer.kind == "tokenizer":
         configured = build(tokenizer, base=Path()).vocab_size
     if configured is None:
         raise ConfigError(

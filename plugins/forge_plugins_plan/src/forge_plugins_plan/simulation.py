@@ -69,7 +69,7 @@ def simulate(
     gpu: Gpu | None = None,
     ranks_per_node: int = 8,
 ) -> SimulatedRank:
-    """Build ``job`` for the first rank of a pipeline stage among ``world_size`` ranks, and run a step of it.
+    """Build ``job`` for rank 0 of a pipeline stage among ``world_size`` ranks, and run a step of it.
 
     The optimizer has made its state before that step, as in every step but the first. Compiled blocks run as they are
     written.

@@ -97,7 +97,7 @@ def _from_slurm(environment: Mapping[str, str], tasks: str) -> dict[str, str]:
 
 
 def _own_step(environment: Mapping[str, str]) -> Iterator[str]:
-    """What is the same for all tasks of a step, and for no other step on these hosts: the numbers of jobs are those of
+    """Numbers that all tasks of a step share, and no other step on these hosts has: the numbers of jobs are those of
     one cluster, and what is left of a job's last start may still listen."""
     yield str(_number(environment, "SLURM_JOB_ID"))
     yield str(_number(environment, "SLURM_STEP_ID"))

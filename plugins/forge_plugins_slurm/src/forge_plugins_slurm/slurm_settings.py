@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 from forge_core.config.time_limit import DEFAULT_LEAD
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_slurm.cluster import FILE
 
@@ -20,7 +20,7 @@ _NO_CLUSTER = "Could not establish a configuration source"
 """Slurm's words where there is neither a slurm.conf nor a server that has one."""
 
 
-def look(_: Surroundings) -> Iterator[Finding]:
+def look(_: CheckContext) -> Iterator[Finding]:
     """Version, preemption, what a run has to save in, and how long it waits after a requeue."""
     try:
         config = _words(_answer("scontrol", "show", "config"))

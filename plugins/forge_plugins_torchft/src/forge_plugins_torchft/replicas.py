@@ -24,7 +24,7 @@ import torch
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.commands.validate import options_of
 from forge_core.config.sections import Job
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, load_job
 from forge_core.run.directory import RunDirectory
@@ -267,7 +267,7 @@ def _job_of_replica(job: Job, number: int) -> Job:
     )
 
 
-def _within(mirror: Use, name: str) -> Use:
+def _within(mirror: ComponentRef, name: str) -> ComponentRef:
     """The mirror of a run, for its replicas."""
     if not hasattr(mirror.config, "within"):
         raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forge_core.contracts.component_ref import Use
+from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_dense.predictor import Predictor
 from forge_testing.component_case import builder
 from forge_testing.model import ModelConformance
@@ -25,7 +25,7 @@ class PredictorConformance(ModelConformance):
         "feed_forward": {"name": "mlp", "hidden_dim": 48},
     }
 
-    def use(self) -> Use:
+    def use(self) -> ComponentRef:
         predictor = {"name": self.component, **self.config}
         multi_token = {"depths": 2, "predictor": predictor}
         table = {"name": "forge-plugins-dense:transformer", **self.decoder, "multi_token": multi_token}

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import click
 
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 from forge_core.contracts.command import Invocation
 from forge_core.distributed.cluster import find_cluster
 from forge_core.distributed.environment import world_size_of
@@ -38,7 +38,7 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
     catalog = invocation.catalog()
     checks = [(check, plugin.distribution) for plugin in catalog.plugins for check in plugin.checks]
     checks.sort(key=lambda one: one[1] != OWN)  # those of every machine first
-    surroundings = Surroundings(run_dir, catalog)
+    surroundings = CheckContext(run_dir, catalog)
 
     def look() -> list[Finding]:
         return [finding for check, owner in checks for finding in _findings(check, owner, surroundings)]
@@ -52,7 +52,7 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
     ctx.exit(ExitCode.INVALID if any(one.state == "wrong" for one in findings) else ExitCode.COMPLETED)
 
 
-def _findings(check: Check, owner: str, surroundings: Surroundings) -> list[Finding]:
+def _findings(check: Check, owner: str, surroundings: CheckContext) -> list[Finding]:
     """A check that fails is a finding, and the others are done all the same."""
     findings: list[Finding] = []
     try:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from forge_core.contracts.check import Finding, Surroundings
-from forge_core.run.process import leave
+from forge_core.contracts.check import CheckContext, Finding
+from forge_core.run.process import hard_exit
 
 _SECONDS = 60
 
 
-def look(_: Surroundings) -> Iterator[Finding]:
+def look(_: CheckContext) -> Iterator[Finding]:
     """Two processes that add a tensor over gloo, as ranks do in every step."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
@@ -72,4 +72,4 @@ def add(port: int, rank: int) -> None:
 
 if __name__ == "__main__":
     add(int(sys.argv[1]), int(sys.argv[2]))
-    leave()
+    hard_exit()

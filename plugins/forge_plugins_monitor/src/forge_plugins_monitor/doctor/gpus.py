@@ -6,7 +6,7 @@ import csv
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 
 _ASKED = (
     "index",
@@ -21,7 +21,7 @@ _ASKED = (
 _BUSY_MIB = 1000
 
 
-def look(_: Surroundings) -> Iterator[Finding]:
+def look(_: CheckContext) -> Iterator[Finding]:
     """Nothing on a machine without GPUs: ``software`` says whether there should be some."""
     import torch
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from forge_core.config.time_limit import DEFAULT_LEAD
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 from forge_core.distributed.environment import interface_problem
 
 _TORCH_SHUTDOWN = 30.0
 """Seconds that torchrun gives its ranks after a signal, if nobody says anything else."""
 
 
-def look(_: Surroundings) -> Iterator[Finding]:
+def look(_: CheckContext) -> Iterator[Finding]:
     """Names, interfaces, and what a launcher has set."""
     yield _own_name()
     yield from _interfaces()

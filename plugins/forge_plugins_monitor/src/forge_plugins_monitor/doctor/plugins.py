@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 
 
-def look(surroundings: Surroundings) -> Iterator[Finding]:
-    """As ``forge plugins``, which says more."""
+def look(surroundings: CheckContext) -> Iterator[Finding]:
+    """Same as ``forge plugins``, which says more."""
     catalog = surroundings.catalog
     fine = [plugin for plugin in catalog.plugins if plugin.status == "ok"]
     if fine:

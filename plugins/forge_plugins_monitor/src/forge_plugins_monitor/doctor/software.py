@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 
 
-def look(_: Surroundings) -> Iterator[Finding]:
+def look(_: CheckContext) -> Iterator[Finding]:
     """Versions, and whether they go together."""
     yield Finding("Python", "fine", f"{sys.version.split()[0]} at {sys.executable}")
     try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge_core.contracts.check import Finding, Surroundings
+from forge_core.contracts.check import CheckContext, Finding
 
 _MIB = 2**20
 _WRITTEN = 64 * _MIB
@@ -19,7 +19,7 @@ _LITTLE_GIB = 20
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def look(surroundings: Surroundings) -> Iterator[Finding]:
+def look(surroundings: CheckContext) -> Iterator[Finding]:
     """Writes and removes 64 MiB in a folder of its own."""
     place = surroundings.run_dir.expanduser().absolute()
     while not place.exists() and place != place.parent:

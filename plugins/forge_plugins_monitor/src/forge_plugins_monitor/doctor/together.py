@@ -95,7 +95,7 @@ def _all_reduce(subject: str, device: torch.device) -> Finding:
 
 
 def _visibility(run_dir: Path) -> Finding:
-    """Whether a file that the first rank writes is seen by all others, and how soon."""
+    """Return whether a file that rank 0 writes is seen by all others, and how soon."""
     place = run_dir.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
