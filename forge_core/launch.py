@@ -142,12 +142,12 @@ def _launch_once(
         if not signals.leaves:
             ranks.end(lambda: signals.leaves)
         if signals.wants_stacks:
-            ranks.hard_exit(signal.SIGQUIT)
+            ranks.leave(signal.SIGQUIT)
             _show_stacks(folder, nproc)
             return _Ended(ExitCode.UNEXPECTED)
         if signals.leaves:
             leave_file(folder).touch()
-            ranks.hard_exit(signal.SIGINT)
+            ranks.leave(signal.SIGINT)
             return _Ended(INTERRUPTED)
         if failed is None:
             return _Ended(ExitCode.COMPLETED)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, MutableMapping
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.cluster_environment import NO_CLUSTER, ClusterEnvironment
-from forge_core.errors import ConfigError
-from forge_core.registry.catalog import Catalog
+from forge_core.errors import ConfigError, ForgeError, PluginError
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.suggestions import missing_cluster
 
 CLUSTER, JOB, JOB_END = "FORGE_JOB_CLUSTER", "FORGE_JOB_ID", "FORGE_JOB_END"
@@ -15,16 +15,17 @@ CLUSTER, JOB, JOB_END = "FORGE_JOB_CLUSTER", "FORGE_JOB_ID", "FORGE_JOB_END"
 
 
 def find_cluster(catalog: Catalog, environment: Mapping[str, str]) -> ClusterEnvironment:
-    """The installed one that detects itself, or ``NO_CLUSTER``.
+    """Find the installed cluster that detects itself, or ``NO_CLUSTER``.
 
     Raises:
+        PluginError: one fails while it is asked.
         ConfigError: several do; or none does, and the environment is that of one whose plugin is missing.
     """
     build = ComponentBuilder(catalog)
     found = {}
     for provided in catalog.components("cluster_environment"):
         cluster = build(build.resolve("cluster_environment", provided.qualified_name))
-        if cluster.detect(environment):
+        if _detects(cluster, environment, provided):
             found[provided] = cluster
     if len(found) > 1:
         names = " and ".join(provided.qualified_name for provided in found)
@@ -36,6 +37,18 @@ def find_cluster(catalog: Catalog, environment: Mapping[str, str]) -> ClusterEnv
     if missing:
         raise ConfigError(missing)
     return next(iter(found.values()), NO_CLUSTER)
+
+
+def _detects(cluster: ClusterEnvironment, environment: Mapping[str, str], provided: CatalogEntry) -> bool:
+    try:
+        return cluster.detect(environment)
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"the cluster environment '{provided.component.name}' of {provided.plugin} fails in detect: "
+            f"{type(error).__name__}: {error}. This is a bug in {provided.plugin.distribution}."
+        ) from error
 
 
 def note_job(cluster: ClusterEnvironment, environment: MutableMapping[str, str]) -> None:

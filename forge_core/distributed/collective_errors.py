@@ -42,8 +42,9 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
         failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
         if failed:
             _, _, code, name = failed[0]
-            kind: type[ForgeError] = getattr(errors, name, ForgeError)
-            joined = kind("" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed]))
+            joined = _class_named(name)(
+                "" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed])
+            )
             joined.exit_code = code
             raise joined from error
     if error is not None:
@@ -52,7 +53,7 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0, on all of them: not all ranks may see the same files at the same time.
+    """Run ``work`` on rank 0, and return its result on all ranks: they may not see the same files at the same time.
     Where there is no process group, or one of a single rank, that is ``work()``.
 
     Raises:
@@ -75,8 +76,7 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     dist.broadcast_object_list(outcome, src=0)
     value, code, name = outcome[0]
     if code is not None:
-        kind: type[ForgeError] = getattr(errors, name, ForgeError)
-        refusal = refusal or kind("")
+        refusal = refusal or _class_named(name)("")
         refusal.exit_code = code
         raise refusal
     return cast("T", value)
@@ -101,6 +101,12 @@ def run_slowly_on_rank0(work: Callable[[], T], beat: Callable[[], None]) -> T:
     while not run_on_rank0(lambda: bool(wait([outcome], timeout=1.0).done)):
         beat()
     return run_on_rank0(outcome.result)
+
+
+def _class_named(name: str) -> type[ForgeError]:
+    """The core's class of errors of that name; of a plugin's, which this rank need not have, the base."""
+    kind: type[ForgeError] = getattr(errors, name, ForgeError)
+    return kind
 
 
 def _unforeseen(cause: Exception) -> ForgeError:

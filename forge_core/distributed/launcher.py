@@ -74,7 +74,7 @@ class LocalRanks:
         if not self._wait(_AFTER_SIGTERM, is_in_a_hurry) and not is_in_a_hurry():
             self._kill()
 
-    def hard_exit(self, number: signal.Signals) -> None:
+    def leave(self, number: signal.Signals) -> None:
         """They are told by this signal, and not waited for."""
         self.tell(number)
         self._wait(_AFTER_CTRL_C, lambda: False)

@@ -6,7 +6,7 @@ import pytest
 
 from forge_core.distributed.cluster import find_cluster, note_job
 from forge_core.distributed.environment import world_size_of
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, PluginError
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 
@@ -100,3 +100,11 @@ def test_a_task_whose_plugin_is_not_there_does_not_train_alone():
 def test_a_package_that_is_not_installed_is_named_with_the_command():
     with pytest.raises(ConfigError, match=re.escape("which is not installed: pip install forge-plugins-slurm")):
         find_cluster(Catalog([]), TASK)
+
+
+def test_one_that_fails_while_it_is_asked_is_named(make_distribution):
+    source = CLUSTER.replace('return "MADE_UP" in environment', 'raise KeyError("MADE_UP")')
+    make_distribution("acme", files={"acme/plugin.py": PLUGIN.format(name="acme"), "acme/cluster.py": source})
+
+    with pytest.raises(PluginError, match=r"'acme' of acme 1.0 fails in detect: KeyError: .* This is a bug in acme"):
+        find_cluster(discover(), {})
