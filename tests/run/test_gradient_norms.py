@@ -40,3 +40,12 @@ def test_an_axis_whose_degree_is_not_known_yet_is_taken(tiny):
     job = load_job(tiny.config, ['metrics.grad_norm_per=["dp_shard"]'], catalog=discover(), world_size=None)
 
     assert job.metrics.grad_norm_per == ("dp_shard",)
+
+
+def test_updates_are_made_of_clipped_gradients(shared_tiny):
+    """Clipped to far below Adam's epsilon, a gradient moves nothing."""
+    free = shared_tiny.completed("run.name=free", "train.clip_norm=0")
+    clipped = shared_tiny.completed("run.name=clipped", "train.clip_norm=1e-12", "optimizer.weight_decay=0")
+
+    assert free[-1]["loss"] < free[0]["loss"] - 0.5
+    assert abs(clipped[-1]["loss"] - clipped[0]["loss"]) < 0.1

@@ -1,0 +1,41 @@
+"""A step's losses are means over its targets, over its tokens without padding, or over what the model counts."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from forge_core.contracts.loss import IGNORED
+from forge_core.train.replication import Replicas
+from forge_core.train.scales import step_scales
+
+CPU = torch.device("cpu")
+ALONE = SimpleNamespace(dp_size=1)
+
+
+def batch(targets, positions=None):
+    found = {"tokens": torch.zeros(len(targets), dtype=torch.int64), "targets": torch.tensor(targets)}
+    return found if positions is None else {**found, "positions": torch.tensor(positions)}
+
+
+def test_positions_without_a_target_and_padding_do_not_count():
+    step = [batch([1, IGNORED, 3, 4], [0, 1, 2, -1]), batch([1, IGNORED, IGNORED, IGNORED], [0, 1, -1, -1])]
+
+    scales = step_scales(step, nn.Module(), ALONE, CPU, Replicas())
+
+    assert 1 / scales.targets.item() == 4
+    assert round(1 / scales.tokens.item(), 4) == 5
+    assert scales.own == {}
+
+
+def test_a_step_without_targets_divides_by_one():
+    assert step_scales([batch([IGNORED])], nn.Module(), ALONE, CPU, Replicas()).targets.item() == 1
+
+
+def test_the_model_counts_for_losses_of_its_own():
+    model = nn.Module()
+    model.count_targets = lambda one: {"ahead": 2}
+
+    scales = step_scales([batch([1, 2]), batch([3, 4])], model, ALONE, CPU, Replicas())
+
+    assert 1 / scales.own["ahead"].item() == 4
