@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,16 +23,19 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.callback import Requests, RunContext
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
+from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
 from forge_core.job import load_job
 from forge_core.passes.order import sort_passes
 from forge_core.registry.discovery import discover
-from forge_core.train.build import build_model, build_optimizer
-from forge_core.train.component_checks import CheckedLoss
+from forge_core.train.build import Built, build_model, build_optimizer
+from forge_core.train.evaluation import Evaluation
 from forge_core.train.events import Events
-from forge_core.train.executor import PlainExecutor
 from forge_core.train.metrics import Metrics
+from forge_core.train.replication import Replicas
+from forge_core.train.run import Run
 from forge_core.train.step_guard import StepGuard
+from forge_core.train.step_modules import StepModules
 from forge_core.train.trainer import Trainer
 
 JOB = """
@@ -87,18 +91,12 @@ class NothingIsSaved:
     """In place of ``Saving``: files are not what is measured here."""
 
     is_writing = False
+    optimizer_check = SimpleNamespace(note_update=lambda names: None)
 
-    def begin(self, *_: object, **__: object) -> None:
+    def finish(self, *_: object, **__: object) -> None:
         pass
 
-    wait_until_copied = look = finish = begin
-
-
-class NothingGoesWrong:
-    """In place of ``Rollback``."""
-
-    def state(self) -> Mapping:
-        return {}
+    wait_until_copied = ask_for_timely_save = after_step = finish
 
 
 class Bench:
@@ -168,50 +166,54 @@ class Bench:
         trainer = self.trainer()
         starts: list[float] = []
         step = trainer._train_step
-        trainer._train_step = lambda microbatches: (starts.append(time.perf_counter()), step(microbatches))
-        trainer.run()
+        trainer._train_step = lambda microbatches: starts.append(time.perf_counter()) or step(microbatches)
+        trainer.train(save_first=False)
         self._wait()
         ended = time.perf_counter()
         trainer.loader.close()
         return (ended - starts[2]) / (self.steps - 2)
 
     def trainer(self) -> Trainer:
-        model, optimizer, schedule, loss = self.parts()
+        model = build_model(self.job, self.source.vocab_size, self.mesh, self.device, self.passes, self.build)
+        optimizer = build_optimizer(self.job, model, self.build)
+        requests = Requests()
         context = RunContext(
             job=self.job,
             run_dir=Path(),
             rank=0,
             world_size=1,
             device=self.device,
-            parts=[model],
+            parts=model.parts,
             optimizer=optimizer,
             total_steps=self.steps,
-            requests=Requests(),
+            requests=requests,
             log=print,
         )
-        loader = self.loader()
-        checked = CheckedLoss(loss, "the loss")
-        return Trainer(
-            job=self.job,
-            mesh=self.mesh,
-            device=self.device,
-            parts=[model],
-            executor=PlainExecutor(model, checked),
-            optimizer=optimizer,
-            schedule=schedule,
-            loader=loader,
-            evaluation=None,
-            measurement=Metrics(self.device, 1.0, None, 1),
-            lifecycle=Events([]),
+        run = Run(
             context=context,
-            saving=NothingIsSaved(),
-            anomalies=StepGuard(
-                self.job.anomalies, self.mesh, self.device, loader, print, lambda event, **facts: print(event, facts)
-            ),
-            rollback=NothingGoesWrong(),
-            loss=checked,
+            mesh=self.mesh,
+            directory=SimpleNamespace(write_event=print),
+            events=Events([]),
+            supervisor=None,
+            consensus=Consensus(requests),
             record=lambda values: None,
-            optimizer_words="the optimizer",
+        )
+        loader = self.loader()
+        modules = StepModules(model.parts, self.mesh)
+        guard = StepGuard(run, loader)
+        metrics = Metrics(run, 1.0, loader, modules, guard)
+        return Trainer(
+            run=run,
+            built=Built(model, optimizer, "the optimizer"),
+            schedule=self.build(self.job.scheduler, total_steps=self.steps),
+            loader=loader,
+            step_modules=modules,
+            evaluation=Evaluation(run, list, model, metrics),
+            metrics=metrics,
+            guard=guard,
+            rollback=None,
+            saving=NothingIsSaved(),
+            replicas=Replicas(),
         )
 
     def _wait(self) -> None:
@@ -240,8 +242,8 @@ def synchronisations(bench: Bench) -> list[tuple[bool, int]]:
     counted: list[tuple[bool, int]] = []
     step = trainer._train_step
 
-    def counting(microbatches) -> None:
-        fetch = trainer.measurement.fetch
+    def counting(microbatches) -> bool:
+        fetch = trainer.metrics.fetch
         waited = 0
 
         def counting_fetch():
@@ -250,14 +252,15 @@ def synchronisations(bench: Bench) -> list[tuple[bool, int]]:
             waited += values is not None  # .tolist() on the values of an earlier step does not pass the dispatcher
             return values
 
-        trainer.measurement.fetch = counting_fetch
+        trainer.metrics.fetch = counting_fetch
         with HostSynchronisations() as mode:
-            step(microbatches)
-        trainer.measurement.fetch = fetch
-        counted.append((trainer._is_logged(), mode.count + waited))
+            counts = step(microbatches)
+        trainer.metrics.fetch = fetch
+        counted.append((trainer.metrics.is_logged(trainer.step), mode.count + waited))
+        return counts
 
     trainer._train_step = counting
-    trainer.run()
+    trainer.train(save_first=False)
     trainer.loader.close()
     return counted
 

@@ -40,24 +40,15 @@ LEVELS = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ROOMS = sorted(path.name for path in CORE.iterdir() if (path / "__init__.py").exists())
 
-MAX_LINES = 11_830
+MAX_LINES = 11_760
 MAX_ROOMS, MAX_FILES_ON_TOP, MAX_FILES = 11, 8, {"config": 20, "contracts": 21, "run": 17, "train": 18}
-MAX_ARROWS = 84
+MAX_ARROWS = 83
 MAX_PARAMETERS = 6
-UPWARDS = {
-    "train.rollback imports run.directory",
-}
-"""To become empty."""
 WITH_MORE_PARAMETERS = {
     "checkpoint.export.write_checkpoint": 8,
     "data.loader.__init__": 9,
     "launch.launch": 7,
-    "run.run._run": 8,
-    "run.run._saving": 7,
     "train.build.build_model": 8,
-    "train.replication.__init__": 9,
-    "train.saving.__init__": 8,
-    "train.step_guard.__init__": 9,
 }
 """Functions, with how many. To become empty. Those of click's commands, which are options, are not counted."""
 
@@ -141,13 +132,12 @@ def test_no_import_goes_up_nor_to_a_neighbour():
         for one, other in sorted(edges() | for_types)
         if room(one) != room(other) and LEVEL[room(other)] >= LEVEL[room(one)]
     ]
-    assert set(wrong) == UPWARDS
+    assert wrong == []
 
 
 def test_nothing_is_imported_in_a_ring():
     assert ring(edges()) == []
-    down = {(one, other) for one, other in edges() if f"{one} imports {other}" not in UPWARDS}
-    assert ring({(room(one), room(other)) for one, other in down if room(one) != room(other)}) == []
+    assert ring({(room(one), room(other)) for one, other in edges() if room(one) != room(other)}) == []
 
 
 def test_few_rooms_know_each_other():
@@ -196,5 +186,5 @@ def test_the_loop_fits_on_a_screen(module):
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
-    assert lengths["run"] <= 37
-    assert lengths["_train_step"] <= 60
+    assert lengths["train"] <= 30
+    assert lengths["_train_step"] <= 35

@@ -18,6 +18,7 @@ from forge_core.checkpoint.compatibility import (
     used_plugins,
     value_text,
 )
+from forge_core.checkpoint.component_state import load_states
 from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import empty_optimizer_state
@@ -41,7 +42,6 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
 from forge_core.job import job_table
 from forge_core.train.build import BuiltModel
-from forge_core.train.component_state import load_states
 
 
 @attrs.frozen

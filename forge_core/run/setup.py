@@ -77,7 +77,7 @@ class RunSetup(Begun):
     vocab_size: int
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
-    lifecycle: Events
+    events: Events
     warm_start: WarmStart | None
     accumulation_asked_for: int
     """``train.grad_accumulation`` before ``with_global_batch``."""
@@ -164,7 +164,7 @@ def prepare(begun: Begun) -> RunSetup:
             build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
         ),
         callbacks=callbacks,
-        lifecycle=Events(
+        events=Events(
             [
                 *([("timeouts", Timeouts(job.run)), ("peers", peers)] if mesh.world_size > 1 else []),
                 ("console", console),

@@ -12,11 +12,11 @@ from typing import Any
 
 import attrs
 
+from forge_core.checkpoint.component_state import by_namespace, state_entry
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.tracker import Tracker
 from forge_core.job import job_table
-from forge_core.train.component_state import by_namespace, state_entry
 
 SLOW_LINE = 1.0
 """Seconds that a line may take before its tracker is named."""

@@ -62,6 +62,16 @@ class BuiltModel:
         return model_tensors(self.parameters, self.parts)
 
 
+@attrs.frozen
+class Built:
+    """Everything that is trained."""
+
+    model: BuiltModel
+    optimizer: torch.optim.Optimizer
+    optimizer_words: str
+    """Names the optimizer in messages."""
+
+
 def build_model(
     job: Job,
     vocab_size: int,

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from forge_core.checkpoint.state_dict import plain_values
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.errors import PluginError
+from forge_core.train.build import Built
 from forge_core.train.component_checks import CheckedLoss
 
 _STEPS = 2
@@ -113,22 +114,14 @@ class FirstSave:
     """All ranks call the same methods at the same steps.
 
     Args:
-        words: names the optimizer in messages.
-        parameters: this rank's, by name.
-        say: prints a line on rank 0.
+        log: prints a line on rank 0.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        words: str,
-        parameters: Mapping[str, nn.Parameter],
-        say: Callable[[str], None],
-    ) -> None:
-        self._optimizer = optimizer
-        self._words = words
-        self._parameters = parameters
-        self._say = say
+    def __init__(self, built: Built, log: Callable[[str], None]) -> None:
+        self._optimizer = built.optimizer
+        self._words = built.optimizer_words
+        self._parameters = built.model.parameters
+        self._log = log
         self._updated: set[str] = set()
         self._has_updated = self._is_done = False
 
@@ -181,7 +174,7 @@ class FirstSave:
         whose = f"{len(missing)} of the {n_updated} parameters" if len(missing) < n_updated else "any of the parameters"
         own = _holding_tensors(self._optimizer, {id(parameter) for parameter in self._parameters.values()})
         where = f"; its attribute {' and '.join(own)} holds tensors, which are not saved" if own else ""
-        self._say(
+        self._log(
             f"{self._words} has no state for {whose} that it has updated ({names}){where}. Only what stands in "
             "optimizer.state[parameter] is saved: if it keeps anything else, a resumed run is another one"
         )

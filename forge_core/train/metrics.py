@@ -8,9 +8,13 @@ from collections.abc import Mapping
 import attrs
 import torch
 
+from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
-from forge_core.distributed.mesh import LOSS_AXES, Mesh
+from forge_core.data.loader import BatchLoader
+from forge_core.distributed.mesh import LOSS_AXES
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.train.run import Run
+from forge_core.train.step_guard import StepGuard
 from forge_core.train.step_modules import StepModules
 
 
@@ -26,60 +30,99 @@ class Pending:
 
 
 class Metrics:
-    """Times and counts between two logged steps."""
+    """Values of logged steps, and the times and counts between them.
 
-    def __init__(self, device: torch.device, flops_per_token: float, peak_flops: float | None, ranks: int) -> None:
-        self._device = device
+    Args:
+        flops_per_token: of the whole model, forward and backward.
+        loader: says how long the run has waited for data.
+        modules: report values of their own.
+        guard: learns from logged values that updates were left out.
+    """
+
+    def __init__(
+        self, run: Run, flops_per_token: float, loader: BatchLoader, modules: StepModules, guard: StepGuard
+    ) -> None:
+        train = run.job.train
+        self._run = run
         self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._ranks = ranks
+        self._peak_flops = peak_flops(run.device)
+        self._loader = loader
+        self._modules = modules
+        self._guard = guard
+        self._tokens_a_step = train.batch_size * (train.grad_accumulation or 1) * run.mesh.dp_size * train.seq_len
         self._pending: Pending | None = None
-        self.restart(0.0)
+        # of all pipeline stages, asked for once, at the first step that is logged
+        self._auxiliary_names: list[str] | None = None
+        self._start_window()
 
-    def restart(self, waited: float) -> None:
-        """Measure from here: after what is not training (evaluation, saving).
+    def restart(self) -> None:
+        """Measure from here: after what is not training (evaluation, saving)."""
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)  # so that what was queued before is not measured
+        self._start_window()
 
-        ``waited``: seconds spent waiting for data since the start of the run.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that what was queued before is not measured; not on every step
-        self._start_window(waited)
-
-    def _start_window(self, waited: float) -> None:
+    def _start_window(self) -> None:
         self._since = time.perf_counter()
-        self._waited_before = waited
+        self._waited_before = self._loader.seconds_waiting
         self._steps = 0
-        self._tokens = 0
 
-    def count(self, tokens: int) -> None:
-        """One more step of ``tokens`` tokens over all ranks."""
+    def is_logged(self, step: int) -> bool:
+        """Return whether the values of ``step`` are logged: of the first and the last step in any case."""
+        return step in (1, self._run.job.train.steps) or self._run.is_due(step, self._run.job.metrics.interval)
+
+    def count(self) -> None:
+        """Count one more step."""
         self._steps += 1
-        self._tokens += tokens
 
-    def submit(self, step: int, tensors: Mapping[str, torch.Tensor], known: Mapping[str, float], waited: float) -> None:
-        """Start to copy device scalars to the host, together with what the host knows already.
+    def submit(self, context: StepContext, rate: float) -> torch.Tensor:
+        """Start to copy the values of a step to the host.
 
-        ``waited``: seconds spent waiting for data since the start of the run.
+        Args:
+            context: its ``metrics`` have ``loss``, this rank's part of it, and norms, equal on all ranks.
+            rate: the learning rate that is logged.
+
+        Returns:
+            The loss of all ranks.
         """
+        mesh, values = self._run.mesh, context.metrics
+        auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
+        if auxiliary and mesh.degrees["tp"] > 1:
+            whole = mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
+            auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
+        over_ranks = torch.stack([values["loss"], *auxiliary.values()])
+        loss, *means = mesh.sum_over(over_ranks, LOSS_AXES).unbind()
+        norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
+        tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
+        tensors |= self._modules.metrics(self._run.device)
+        known = {"lr": rate, "tokens": context.tokens, **self._speed()}
+        self._copy(context.step, tensors | {"skipped": self._guard.skipped}, known)
+        self._start_window()
+        return loss
+
+    def _speed(self) -> dict[str, float]:
+        """Since the last logged step, or ``restart``."""
+        device = self._run.device
         seconds = (time.perf_counter() - self._since) / self._steps
-        per_second = self._tokens / self._steps / seconds
-        values = {**known, "tokens_per_second": per_second, "step_seconds": seconds}
-        values["data_seconds"] = (waited - self._waited_before) / self._steps
+        per_second = self._tokens_a_step / seconds
+        values = {"tokens_per_second": per_second, "step_seconds": seconds}
+        values["data_seconds"] = (self._loader.seconds_waiting - self._waited_before) / self._steps
         if self._peak_flops is not None:
-            values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self._ranks)
-        if self._device.type == "cuda":
-            values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self._run.mesh.world_size)
+        if device.type == "cuda":
+            values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        return values
+
+    def _copy(self, step: int, tensors: Mapping[str, torch.Tensor], known: Mapping[str, float]) -> None:
         stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
         copied = None
-        if self._device.type == "cuda":
+        if self._run.device.type == "cuda":
             stacked = torch.empty_like(stacked, device="cpu", pin_memory=True).copy_(stacked, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
             copied.record()
-        self._pending = Pending(step, tuple(tensors), stacked, copied, values)
-        self._start_window(waited)
+        self._pending = Pending(step, tuple(tensors), stacked, copied, known)
 
     def fetch(self) -> dict[str, float] | None:
-        """The values of the last logged step, once. The only place where the host waits for the device."""
+        """The values of the last logged step, once. The host waits for the device here, and in the guard."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
@@ -88,55 +131,31 @@ class Metrics:
         fetched = dict(zip(pending.names, pending.values.tolist(), strict=True))
         return {"step": pending.step, **fetched, **pending.known}
 
+    def log_pending(self) -> None:
+        """Log the last step that is to be logged, if it has not been."""
+        values = self.fetch()
+        if values is None:
+            return
+        values["skipped"] = int(values["skipped"])
+        self._run.record(values)
+        if self._run.mesh.rank == 0:
+            self._run.emit("step_logged", step=int(values["step"]), metrics=values)
+        self._guard.learn(values["skipped"], int(values["step"]))
 
-class StepMetrics:
-    """The values of a step that is logged, over all ranks, handed to ``Metrics``."""
-
-    def __init__(self, measurement: Metrics, mesh: Mesh, device: torch.device, modules: StepModules) -> None:
-        self._measurement = measurement
-        self._mesh = mesh
-        self._device = device
-        self._modules = modules
-        # of all pipeline stages, asked for once, at the first step that is logged
-        self._auxiliary_names: list[str] | None = None
-
-    def submit(
-        self,
-        step: int,
-        values: dict[str, torch.Tensor],
-        skipped: torch.Tensor,
-        known: Mapping[str, float],
-        waited: float,
-    ) -> None:
-        """Sum over ranks what is a part of a sum.
-
-        Args:
-            values: ``loss``, this rank's part, which is replaced by the whole; norms, equal on all ranks.
-            skipped: updates left out so far.
-            known: values that the host has already.
-            waited: as ``Metrics.submit``.
-        """
-        auxiliary = {f"auxiliary/{name}": value for name, value in self._auxiliary_means().items()}
-        if auxiliary and self._mesh.degrees["tp"] > 1:
-            whole = self._mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
-            auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
-        over_ranks = torch.stack([values["loss"], *auxiliary.values()])
-        loss, *means = self._mesh.sum_over(over_ranks, LOSS_AXES).unbind()
-        values["loss"] = loss
-        norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
-        tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
-        tensors |= self._modules.metrics(self._device)
-        self._measurement.submit(step, tensors | {"skipped": skipped}, known, waited)
+    def sync(self) -> None:
+        """Log what is pending, and let the guard look at all steps so far. The host waits for the device."""
+        self.log_pending()
+        self._guard.sync()
 
     def _auxiliary_means(self) -> Mapping[str, torch.Tensor]:
         """By the same names on every rank: a stage without the layers that have a loss has zero of it."""
-        means = LEDGER.means()
-        if self._mesh.degrees["pp"] == 1:
+        means, mesh = LEDGER.means(), self._run.mesh
+        if mesh.degrees["pp"] == 1:
             return means
         if self._auxiliary_names is None:
-            stages = self._mesh.gather_over("pp", [*means])
+            stages = mesh.gather_over("pp", [*means])
             self._auxiliary_names = list(dict.fromkeys(name for stage in stages for name in stage))
-        nothing = torch.zeros((), device=self._device)
+        nothing = torch.zeros((), device=self._run.device)
         return {name: means.get(name, nothing) for name in self._auxiliary_names}
 
 

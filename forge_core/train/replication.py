@@ -17,6 +17,7 @@ from forge_core.distributed.fingerprint import fingerprint
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
+from forge_core.train.run import Run
 
 _MAY_DIFFER = ("run.", "checkpoint.resume", "checkpoint.load")
 """Keys of the jobs of replicas."""
@@ -25,7 +26,6 @@ _MAY_DIFFER = ("run.", "checkpoint.resume", "checkpoint.load")
 class Replicas:
     """There are none: this run is alone, and nothing here costs anything."""
 
-    is_alone = True
     share = Share(0, 1, -1)
     """Of the last step that has begun."""
 
@@ -38,21 +38,38 @@ class Replicas:
             take: makes the given state this rank's; returns the step that it is of.
         """
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, sync: Callable[[], None]) -> None:
         """Find out who takes part in the step after ``step``, and which samples are this replica's. It may find itself
-        at another step afterwards, with the state of another replica."""
+        at another step afterwards, with the state of another replica.
+
+        Args:
+            sync: finishes what is still to be said of earlier steps. The host waits for the device.
+        """
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place, over the ranks of this number in all replicas; worth something only if ``commit`` says so."""
+        """Sum in place over the ranks of this number in all replicas; worth something only if ``commit`` says so."""
         return tensor
 
-    def sum_step(self, parameters: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-        """Same as ``sum``: the gradients of ``parameters``, and whatever else a step adds up. What one replica did
-        not use,
-        and another did, has a gradient in both afterwards."""
+    def sum_step(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        loss: torch.Tensor,
+        more: Callable[[], Sequence[torch.Tensor]],
+    ) -> torch.Tensor:
+        """Sum as ``sum`` does: the gradients of ``parameters``, and what ``more`` returns. A parameter that one replica
+        did not use, and another did, has a gradient in both afterwards.
+
+        Returns:
+            The sum of ``loss``, which stays as it is.
+        """
+        return loss
 
     def any_replica(self, flag: torch.Tensor) -> torch.Tensor:
         """Return whether an fp32 flag is 1 in any of them."""
+        return flag
+
+    def any_replica_asks(self, flag: bool) -> bool:
+        """Return whether any of them says so. The host waits."""
         return flag
 
     def commit(self, step: int) -> bool:
@@ -65,34 +82,13 @@ class JoinedReplicas(Replicas):
 
     Args:
         replication: joins this run to the others.
-        patient: a context in which a rank may take longer than a step.
-        say: prints a line on rank 0.
-        write_event: adds a line to ``events.jsonl``, on rank 0.
     """
 
-    is_alone = False
-
-    def __init__(
-        self,
-        replication: Replication,
-        job: Job,
-        catalog: Catalog,
-        mesh: Mesh,
-        device: torch.device,
-        loader: BatchLoader,
-        patient: Callable[[float], AbstractContextManager[None]],
-        say: Callable[[str], None],
-        write_event: Callable[..., None],
-    ) -> None:
+    def __init__(self, replication: Replication, run: Run, catalog: Catalog, loader: BatchLoader) -> None:
         self._replication = replication
-        self._digest = _digest(job, catalog, mesh)
-        self._patience = job.run.first_step_timeout
-        self._mesh = mesh
-        self._device = device
+        self._digest = _digest(run.job, catalog, run.mesh)
+        self._run = run
         self._loader = loader
-        self._patient = patient
-        self._say = say
-        self._write_event = write_event
         self._committed = 0
         self._taken_over: int | None = None
 
@@ -100,51 +96,69 @@ class JoinedReplicas(Replicas):
         def take_and_note(state: LiveState) -> None:
             self._taken_over = take(state)
 
-        with self._patient(self._patience):
+        with self._patiently():
             self._replication.join(Handover(step, give, take_and_note))
 
-    def begin_step(self, step: int) -> None:
-        with self._patient(self._patience):
+    def begin_step(self, step: int, sync: Callable[[], None]) -> None:
+        sync()  # while everything still is as it was in that step
+        with self._patiently():
             share = self._replication.begin_step()
         if self._taken_over is not None:
-            self._say(f"took over the state of another replica: it was at step {self._taken_over}, this one at {step}")
-            self._write_event("taken_over", step=self._taken_over, from_step=step)
+            self._run.log(
+                f"took over the state of another replica: it was at step {self._taken_over}, this one at {step}"
+            )
+            self._run.directory.write_event("taken_over", step=self._taken_over, from_step=step)
             step, self._taken_over = self._taken_over, None
         if share == self.share:
             return
         self.share = share
-        self._loader.deal(share.index * self._mesh.dp_size + self._mesh.dp_rank, share.count * self._mesh.dp_size)
+        self._loader.deal(
+            share.index * self._run.mesh.dp_size + self._run.mesh.dp_rank, share.count * self._run.mesh.dp_size
+        )
         self._refuse_other_job()
         who = "alone" if share.count == 1 else f"as number {share.index + 1} of {share.count} replicas"
-        self._say(f"from step {step + 1} on {who}")
-        self._write_event("replicas", step=step, index=share.index, count=share.count)
+        self._run.log(f"from step {step + 1} on {who}")
+        self._run.directory.write_event("replicas", step=step, index=share.index, count=share.count)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         self._replication.sum([tensor])
         return tensor
 
-    def sum_step(self, parameters: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    def sum_step(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        loss: torch.Tensor,
+        more: Callable[[], Sequence[torch.Tensor]],
+    ) -> torch.Tensor:
+        total = loss.clone()
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        used = torch.tensor([float(one.grad is not None) for one in trained], device=self._device)
+        used = torch.tensor([float(one.grad is not None) for one in trained], device=self._run.device)
         for one in trained:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
         gradients = [_local(one.grad) for one in trained if one.grad is not None]
-        self._replication.sum([*gradients, used, *others])
+        self._replication.sum([*gradients, used, *more(), total])
         for one, is_used in zip(trained, used.tolist(), strict=True):
             if not is_used:
                 one.grad = None
+        return total
 
     def any_replica(self, flag: torch.Tensor) -> torch.Tensor:
         return (self.sum(flag.clone()) > 0).float()
+
+    def any_replica_asks(self, flag: bool) -> bool:
+        return bool(self.any_replica(torch.full((), float(flag), device=self._run.device)).item())
 
     def commit(self, step: int) -> bool:
         if self._replication.commit():
             self._committed += 1
             return True
-        self._say(f"step {step} is done again: another replica was lost in it, or could not be reached")
-        self._write_event("step_again", step=step)
+        self._run.log(f"step {step} is done again: another replica was lost in it, or could not be reached")
+        self._run.directory.write_event("step_again", step=step)
         return False
+
+    def _patiently(self) -> AbstractContextManager[None]:
+        return self._run.supervisor.patient(self._run.job.run.first_step_timeout)
 
     def _refuse_other_job(self) -> None:
         """Compare with the replica that has been there for longest.
@@ -152,7 +166,7 @@ class JoinedReplicas(Replicas):
         Raises:
             ConfigError: this one was started with another job.
         """
-        digests = torch.zeros(self.share.count, dtype=torch.int64, device=self._device)
+        digests = torch.zeros(self.share.count, dtype=torch.int64, device=self._run.device)
         committed = torch.zeros_like(digests)
         digests[self.share.index], committed[self.share.index] = self._digest, self._committed
         if not self._replication.sum([digests, committed]):

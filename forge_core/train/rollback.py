@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
 
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
-from forge_core.config.sections import AnomaliesSection
 from forge_core.data.loader import BatchLoader
 from forge_core.distributed.collective_errors import run_on_all_ranks
-from forge_core.distributed.mesh import Mesh
+from forge_core.distributed.timeouts import longer_timeouts
 from forge_core.errors import ConfigError, NonFiniteError
-from forge_core.run.directory import RunDirectory
+from forge_core.train.run import Run
 from forge_core.train.step_guard import SampleRange, StepGuard
 
 
@@ -23,18 +21,13 @@ from forge_core.train.step_guard import SampleRange, StepGuard
 class Rollback:
     """All ranks call the same methods at the same steps."""
 
-    section: AnomaliesSection
-    mesh: Mesh
+    run: Run
     store: CheckpointStore
+    mirror: NoMirror
     loader: BatchLoader
-    anomalies: StepGuard
-    directory: RunDirectory
-    say: Callable[[str], None]
-    load: Callable[[Checkpoint], None]
+    guard: StepGuard
+    restore: Callable[[Checkpoint], None]
     """Fills model, optimizer and callbacks."""
-    patiently: Callable[[], AbstractContextManager[None]]
-    """While it is found and loaded: reading may take longer than a step."""
-    mirror: NoMirror = attrs.field(factory=NoMirror)
     attempts: int = 0
     """How often the run has gone back to the checkpoint of ``to_step``."""
     to_step: int = -1
@@ -43,9 +36,9 @@ class Rollback:
         """State that decides the future, as JSON values."""
         return {"attempts": self.attempts, "to_step": self.to_step}
 
-    def go(self, stretch: SampleRange, step: int) -> int:
-        """Take everything back to the newest checkpoint from before ``stretch``, whose samples are left out from now
-        on. With nothing being saved.
+    def go_back(self, step: int) -> int:
+        """Take everything back to the newest checkpoint from before the steps that the guard leaves out, whose samples
+        are left out from now on. Nothing is being saved then.
 
         Args:
             step: where the run is.
@@ -56,59 +49,61 @@ class Rollback:
         Raises:
             NonFiniteError: there is none, or this has been tried often enough.
         """
-        with self.patiently():
-            checkpoint = self._checkpoint_before(stretch)
+        left_out, section = self.guard.to_leave_out, self.run.job.run
+        assert left_out is not None, "it is what the run goes back for"
+        with self.run.supervisor.patient(section.first_step_timeout), longer_timeouts(section):
+            checkpoint = self._checkpoint_before(left_out)
             if checkpoint.step > self.to_step:
                 self.attempts, self.to_step = 0, checkpoint.step
-            if self.attempts == self.section.give_up_after:
+            if self.attempts == self.run.job.anomalies.give_up_after:
                 place = checkpoint.path.name
                 often = f"has gone back to {place} {self.attempts} times, which is anomalies.give_up_after"
-                raise self._giving_up(stretch, f"the run {often}")
+                raise self._giving_up(left_out, f"the run {often}")
             self.attempts += 1
-            self.load(checkpoint)
+            self.restore(checkpoint)
         state = checkpoint.state()
-        first, last = self.loader.stream.places_of(stretch.start, stretch.stop)
-        self.loader.restart(self.loader.stream.without(stretch.start, stretch.stop), state["position"])
-        self.anomalies.restart(state.get("anomalies"))
+        first, last = self.loader.stream.places_of(left_out.start, left_out.stop)
+        self.loader.restart(self.loader.stream.without(left_out.start, left_out.stop), state["position"])
+        self.guard.restart(state.get("anomalies"))
         run_on_all_ranks(lambda: self._take_back_files(checkpoint.step))
         self.mirror.rolled_back(checkpoint.step)
-        self.say(
+        self.run.log(
             f"rolled back from step {step} to {checkpoint.path.name}, {self.attempts} of at most "
-            f"{self.section.give_up_after} times; from now on without the samples {first} to {last}"
+            f"{self.run.job.anomalies.give_up_after} times; from now on without the samples {first} to {last}"
         )
-        self.directory.write_event(
+        self.run.directory.write_event(
             "rolled_back", step=step, to_step=checkpoint.step, attempt=self.attempts, samples=[[first, last]]
         )
         return checkpoint.step
 
-    def _checkpoint_before(self, stretch: SampleRange) -> Checkpoint:
+    def _checkpoint_before(self, left_out: SampleRange) -> Checkpoint:
         try:
-            checkpoint = self.store.newest(self.say, before=stretch.first_step)
+            checkpoint = self.store.newest(self.run.log, before=left_out.first_step)
         except ConfigError as error:  # all are damaged
-            raise self._giving_up(stretch, str(error)) from error
+            raise self._giving_up(left_out, str(error)) from error
         if checkpoint is None:
-            raise self._giving_up(stretch, f"there is no checkpoint from before step {stretch.first_step}")
+            raise self._giving_up(left_out, f"there is no checkpoint from before step {left_out.first_step}")
         return checkpoint
 
-    def _giving_up(self, stretch: SampleRange, why: str) -> NonFiniteError:
-        if self.mesh.rank > 0:
+    def _giving_up(self, left_out: SampleRange, why: str) -> NonFiniteError:
+        if self.run.mesh.rank > 0:
             return NonFiniteError("")
-        first, last = self.loader.stream.places_of(stretch.start, stretch.stop)
+        first, last = self.loader.stream.places_of(left_out.start, left_out.stop)
         look = f"Look at the samples {first} to {last} of the data, and at the lines before this one"
-        if self.anomalies.origin is not None:
-            look = f"Look at {self.anomalies.origin}, whose output was the first that was not finite"
+        if self.guard.origin is not None:
+            look = f"Look at {self.guard.origin}, whose output was the first that was not finite"
         return NonFiniteError(
-            f"the loss, the gradient or an input is not finite, or the gradient is a spike, in {_steps(stretch)}, and "
+            f"the loss, the gradient or an input is not finite, or the gradient is a spike, in {_steps(left_out)}, and "
             f"{why}. {look}; or lower optimizer.lr."
         )
 
     def _take_back_files(self, step: int) -> None:
-        if self.mesh.rank == 0:
+        if self.run.mesh.rank == 0:
             self.store.put_aside(step)
-            self.directory.forget_after(step)
+            self.run.directory.forget_after(step)
 
 
-def _steps(stretch: SampleRange) -> str:
-    if stretch.steps == 1:
-        return f"step {stretch.first_step}"
-    return f"the {stretch.steps} steps from {stretch.first_step} on"
+def _steps(left_out: SampleRange) -> str:
+    if left_out.steps == 1:
+        return f"step {left_out.first_step}"
+    return f"the {left_out.steps} steps from {left_out.first_step} on"

@@ -1,9 +1,9 @@
-"""Saving: the contents of checkpoints, how a save ends, and which checkpoints stay."""
+"""Saving: when a checkpoint is saved and what is in it, how a save ends, and which checkpoints stay."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -12,47 +12,67 @@ from typing import Any
 import attrs
 import torch
 
+from forge_core.checkpoint.component_state import states_of
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
-from forge_core.checkpoint.retention import superfluous
+from forge_core.checkpoint.retention import is_due, superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.saver import Saved, Saver, Snapshot
 from forge_core.checkpoint.state_dict import optimizer_state
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.checkpoint.upgrading import module_versions, optimizer_version
-from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
-from forge_core.contracts.data_source import DataSource
-from forge_core.distributed.mesh import Mesh
-from forge_core.distributed.peer_monitor import PeerMonitor
+from forge_core.data.loader import BatchLoader
+from forge_core.distributed.consensus import Votes
 from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
 from forge_core.train.build import BuiltModel
-from forge_core.train.component_state import states_of
+from forge_core.train.first_steps import FirstSave
+from forge_core.train.metrics import Metrics
+from forge_core.train.replication import Replicas
+from forge_core.train.rollback import Rollback
+from forge_core.train.run import Run
+from forge_core.train.step_guard import StepGuard
 
 TRIED_AGAIN_AFTER = (2.0, 5.0, 10.0)
 """Seconds to wait before the last save of a run is tried again, each time that it has failed."""
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Contents:
     """Where everything that affects the future is found."""
 
-    job: Job
-    mesh: Mesh
+    run: Run
     model: BuiltModel
     optimizer: torch.optim.Optimizer
-    source: DataSource
+    loader: BatchLoader
+    guard: StepGuard
+    rollback: Rollback
     vocab_size: int
-    callbacks: tuple[tuple[str, Callback], ...]
+    callbacks: Sequence[tuple[str, Callback]]
     tracker_states: Callable[[], Mapping[str, Any]]
     versions: Mapping[str, str]
+    accumulation_asked_for: int
+    """``train.grad_accumulation`` of the job, before ranks were counted; the next start looks whether it is as
+    before."""
 
-    def snapshot(self, step: int, tokens: int, progress: Mapping[str, Any], metrics: Mapping[str, float]) -> Snapshot:
-        """Of now. Its tensors are the ones that are trained; everything else has been copied."""
+    def progress(self) -> dict[str, Any]:
+        """Where in the data the run is, and what went wrong, as JSON values."""
+        return {
+            "position": self.loader.position,
+            "left_out": self.loader.stream.left_out,
+            "anomalies": self.guard.state(),
+            "rolling_back": self.rollback.state(),
+            "accumulation_asked_for": self.accumulation_asked_for,
+        }
+
+    def snapshot(self, step: int, metrics: Mapping[str, float]) -> Snapshot:
+        """Take a snapshot of now. Its tensors are the ones that are trained; everything else is a copy."""
+        job, mesh, source = self.run.job, self.run.mesh, self.loader.stream.source
+        tokens = self.loader.position * job.train.seq_len
         tensors, own_facts = optimizer_state(self.optimizer, self.model.parameters)
-        facts = self.mesh.gather_over("pp", own_facts)
-        modules = self.mesh.gather_over("pp", module_versions(self.model.parts))
-        job_toml, tokenizer = dump_job(self.job), self.source.tokenizer
+        facts = mesh.gather_over("pp", own_facts)
+        modules = mesh.gather_over("pp", module_versions(self.model.parts))
+        job_toml, tokenizer = dump_job(job), source.tokenizer
 
         def write_more(folder: Path) -> Mapping[str, Any]:
             (folder / "job.toml").write_text(job_toml)
@@ -68,8 +88,8 @@ class Contents:
             state={
                 "step": step,
                 "tokens": tokens,
-                **progress,
-                "data_fingerprint": self.source.fingerprint,
+                **self.progress(),
+                "data_fingerprint": source.fingerprint,
                 "vocab_size": self.vocab_size,
                 "optimizer": {
                     "values": {name: value for stage in facts for name, value in stage["values"].items()},
@@ -80,91 +100,108 @@ class Contents:
                 "callbacks": states_of(self.callbacks),
                 "trackers": self.tracker_states(),
             },
-            mesh=self.mesh.degrees,
+            mesh=mesh.degrees,
             versions=self.versions,
             metrics=metrics,
             write_more=write_more,
         )
 
 
+@attrs.define(kw_only=True)
 class Saving:
-    """One checkpoint at a time. All ranks call the same methods at the same steps.
+    """When a checkpoint is saved, and how its save ends: one at a time. All ranks call the same methods at the same
+    steps."""
 
-    Args:
-        mirror: copies what is committed.
-        report: prints a line on rank 0.
-        ended: told how every save has ended.
-        committed: told of every checkpoint that is there, on all ranks; not after the run has failed.
-    """
-
-    def __init__(
-        self,
-        contents: Contents,
-        saver: Saver,
-        peers: PeerMonitor,
-        store: CheckpointStore,
-        mirror: NoMirror,
-        report: Callable[[str], None],
-        ended: Callable[[Saved], None],
-        committed: Callable[[Saved], None],
-    ) -> None:
-        self._contents = contents
-        self._saver = saver
-        self._peers = peers
-        self._store = store
-        self._mirror = mirror
-        self._report = report
-        self._ended = ended
-        self._committed = committed
-        self._begun_at: int | None = None
-        self._snapshot: Callable[[], Snapshot] | None = None
-        """Of the step of the last save, which must not be over yet."""
+    run: Run
+    contents: Contents
+    saver: Saver
+    store: CheckpointStore
+    mirror: NoMirror
+    """Copies what is committed."""
+    metrics: Metrics
+    optimizer_check: FirstSave
+    replicas: Replicas
+    """Number 0 writes what all of them have."""
+    committed: Callable[[Saved], None]
+    """Told of every checkpoint that is there, on all ranks."""
+    _last: float = attrs.field(factory=time.monotonic, init=False)
+    """The time of the last save, or of the start."""
+    _is_put_off: bool = attrs.field(default=False, init=False)
+    """A save waits for a good step."""
+    _snapshot: Callable[[], Snapshot] | None = attrs.field(default=None, init=False)
+    """Takes the snapshot of the last save once more, as long as its step is not over."""
+    _begun_at: int | None = attrs.field(default=None, init=False)
 
     @property
     def is_writing(self) -> bool:
         """On this rank."""
-        return self._saver.is_writing
+        return self.saver.is_writing
 
-    def begin(
-        self,
-        step: int,
-        tokens: int,
-        progress: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        *,
-        must_succeed: bool,
-    ) -> None:
-        """Save what is there now, after the save before it has ended.
+    def save_first(self) -> None:
+        """Save before the first step of a run that is not resumed, if it is asked for."""
+        if is_due(0, self.run.job.checkpoint):
+            self._save(0, {}, is_last=False)
+
+    def ask_for_timely_save(self) -> None:
+        """Request a save after ``checkpoint.minutes``, by rank 0's clock."""
+        minutes = self.run.job.checkpoint.minutes
+        if (
+            minutes > 0
+            and self.run.mesh.rank == 0
+            and self.replicas.share.index == 0
+            and time.monotonic() - self._last >= 60 * minutes
+        ):
+            self.run.requests.save_now = True
+
+    def after_step(self, step: int, evaluated: Mapping[str, float], votes: Votes) -> None:
+        """Finish the save that all ranks have written, and begin one if it is due or asked for.
 
         Args:
-            progress: more that decides the future, as JSON values: where in the data, and what went wrong.
-            must_succeed: this is the last save of the run. In the background, ``finish`` is told the same.
+            evaluated: values of the evaluation after this step.
 
         Raises:
-            ForgeError: this save, in the foreground, or the one before has failed, and the run cannot go on without it.
+            ForgeError: a save has failed, and the run cannot go on without it.
         """
+        self.mirror.look()
+        if self._begun_at is not None and step >= self._begun_at + 2 and not votes.is_writing:  # told two steps late
+            self.finish()
+        is_last = votes.stop or step == self.run.job.train.steps
+        is_regular = self.replicas.share.index == 0 and is_due(step, self.run.job.checkpoint)
+        if votes.save or is_last or is_regular or self._is_put_off:
+            self._save(step, evaluated, is_last=is_last)
+
+    def _save(self, step: int, evaluated: Mapping[str, float], *, is_last: bool) -> None:
+        """Unless the run has to go back; and if another one will follow, not before a step has been a good one: the
+        newest checkpoint is then one from before what may be wrong."""
+        guard = self.contents.guard
+        self.metrics.sync()
+        self._is_put_off = not is_last and guard.in_a_row > 0
+        if self._is_put_off or guard.has_failed:
+            return
+        if not guard.parameters_are_finite([*self.contents.model.parameters.values()], step):
+            return
+        self.optimizer_check.check()
+        self._begin(step, evaluated, must_succeed=is_last)
+        self._last = time.monotonic()
+        self.metrics.restart()
+
+    def _begin(self, step: int, evaluated: Mapping[str, float], *, must_succeed: bool) -> None:
         self.finish()
-        self._mirror.refuse_if_failed()
+        self.mirror.refuse_if_failed()
         self._begun_at = step
-        self._snapshot = partial(self._contents.snapshot, step, tokens, progress, metrics)
+        self._snapshot = partial(self.contents.snapshot, step, evaluated)
         with self._waiting():
-            self._saver.save(self._snapshot())
-        if not self._contents.job.checkpoint.background:
+            self.saver.save(self._snapshot())
+        if not self.run.job.checkpoint.background:
             self._finish(must_succeed)
+
+    def restart(self) -> None:
+        """Forget that a save was put off: the run is at another step now."""
+        self._is_put_off = False
 
     def wait_until_copied(self) -> None:
         """Before anything that is being saved changes."""
-        self._saver.wait_until_copied()
-
-    def look(self, step: int, *, is_written: bool) -> None:
-        """Take note of a save that has ended.
-
-        Args:
-            is_written: whether all ranks have said so; they say it two steps late at most.
-        """
-        self._mirror.look()
-        if is_written and self._begun_at is not None and step >= self._begun_at + 2:
-            self.finish()
+        self.saver.wait_until_copied()
 
     def finish(self, *, must_succeed: bool = False) -> None:
         """Wait for the save that is under way, if there is one.
@@ -178,30 +215,34 @@ class Saving:
         self._finish(must_succeed)
         if must_succeed:
             with self._waiting():
-                self._mirror.finish()
+                self.mirror.finish()
 
     def _finish(self, must_succeed: bool) -> None:
         with self._waiting():
-            saved = self._saver.finish()
+            saved = self.saver.finish()
         self._begun_at = None
         if saved is None:
             return
-        self._ended(saved)
+        self._note_end(saved)
         if must_succeed:
             saved = self._persist(saved)
         if saved.error is None:
-            self._report(f"saved {saved.path.name}")
-            self._committed(saved)
-            self._mirror.saved(saved.path)
+            self.run.log(f"saved {saved.path.name}")
+            self.committed(saved)
+            self.run.emit("checkpoint_saved", step=saved.step, path=saved.path)
+            self.mirror.saved(saved.path)
             self._prune(saved.step)
             return
-        if (
-            must_succeed
-            or self._contents.job.checkpoint.on_failure == "stop"
-            or isinstance(saved.error, LeaseLostError)
-        ):
+        if must_succeed or self.run.job.checkpoint.on_failure == "stop" or isinstance(saved.error, LeaseLostError):
             raise saved.error
-        self._report(f"saving step {saved.step} failed, training goes on: {saved.error}")
+        self.run.log(f"saving step {saved.step} failed, training goes on: {saved.error}")
+
+    def _note_end(self, saved: Saved) -> None:
+        if saved.error is None:
+            times = {"seconds": saved.seconds, "seconds_blocked": saved.seconds_blocked}
+            self.run.directory.write_event("saved", step=saved.step, **times)
+        else:
+            self.run.directory.write_event("save_failed", step=saved.step, error=str(saved.error))
 
     def _persist(self, saved: Saved) -> Saved:
         """Try again what has failed: a disk that is full or away for a moment must not cost the last steps."""
@@ -209,43 +250,43 @@ class Saving:
         for seconds in TRIED_AGAIN_AFTER:
             if saved.error is None or isinstance(saved.error, LeaseLostError):
                 break
-            self._report(f"saving step {saved.step} failed, it is tried again in {seconds:g} s: {saved.error}")
+            self.run.log(f"saving step {saved.step} failed, it is tried again in {seconds:g} s: {saved.error}")
             with self._waiting():
                 time.sleep(seconds)
-                self._saver.save(self._snapshot())
-                again = self._saver.finish()
+                self.saver.save(self._snapshot())
+                again = self.saver.finish()
             assert again is not None, "it has just been begun"
             saved = again
-            self._ended(saved)
+            self._note_end(saved)
         return saved
 
     def close(self) -> None:
         """After a failure, too: what is being written is not cut off."""
-        saved = self._saver.close()
+        saved = self.saver.close()
         if saved is not None:
-            self._ended(saved)
-        self._mirror.close()
+            self._note_end(saved)
+        self.mirror.close()
 
     def _waiting(self) -> AbstractContextManager[None]:
         """For files to be written, which may take longer than a step."""
-        return self._peers.patient(self._contents.job.checkpoint.timeout)
+        return self.run.supervisor.patient(self.run.job.checkpoint.timeout)
 
     def _prune(self, newest: int) -> None:
         """Later ones than ``newest`` have been passed over when the run began: they are damaged, and would be counted
         in the place of whole ones."""
-        if self._contents.mesh.rank > 0:
+        if self.run.mesh.rank > 0:
             return
         there = {}
-        for step in self._store.steps():
+        for step in self.store.steps():
             if step > newest:
                 continue
             try:
-                there[step] = read_manifest(self._store.folder(step))
+                there[step] = read_manifest(self.store.folder(step))
             except DamagedError:
                 continue  # not ours to judge by, nor to remove
-        steps = superfluous([(step, found.metrics) for step, found in there.items()], self._contents.job.checkpoint)
-        steps = self._mirror.may_remove(steps, {step: found.n_bytes for step, found in there.items()})
+        steps = superfluous([(step, found.metrics) for step, found in there.items()], self.run.job.checkpoint)
+        steps = self.mirror.may_remove(steps, {step: found.n_bytes for step, found in there.items()})
         try:
-            self._store.begin_to_remove(steps)
+            self.store.begin_to_remove(steps)
         except OSError as error:
-            self._report(f"could not remove checkpoints that are no longer kept: {error}")
+            self.run.log(f"could not remove checkpoints that are no longer kept: {error}")

@@ -43,7 +43,7 @@ def step_scales(
         of_batches = [of_model.count_targets(batch) for batch in microbatches]
         names = [*of_batches[0]]
         counts += [sum(one[name] for one in of_batches) for name in names]
-    if mesh.dp_size == 1 and replicas.is_alone:
+    if mesh.dp_size == 1 and replicas.share.count == 1:
         scales = [torch.full((), 1 / max(count, 1), device=device) for count in counts]
     else:
         each = torch.stack([torch.full((), float(count), device=device) for count in counts])

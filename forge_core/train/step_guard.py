@@ -1,7 +1,7 @@
 """Steps whose update would do harm: a loss, a gradient or an input is not finite, or the gradient is far too large.
 
 Whether a step is one is found on the device and agreed by all ranks, and its update is left out. The host learns of it
-when it waits for the device anyway: at logged steps, before saving, and after ``_LOOK_AFTER`` steps at the latest.
+when it waits for the device anyway: at logged steps, before saving, and after ``_SYNC_AFTER`` steps at the latest.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from forge_core.config.sections import AnomaliesSection
 from forge_core.contracts.model import canonical_name
 from forge_core.data.loader import BatchLoader
-from forge_core.distributed.mesh import Mesh
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel
 from forge_core.train.gradients import Gradients, Squares, all_finite
+from forge_core.train.run import Run
 
-_LOOK_AFTER = 100
+_SYNC_AFTER = 100
 """Steps. What is kept of each is small, and one wait in so many steps costs nothing."""
 _LISTED = 8
 """Names and ranks in an event; of more, the number is given."""
@@ -47,8 +46,8 @@ class SampleRange:
 
 
 @attrs.frozen
-class _Judged:
-    """A step as it is kept until the host looks: host values, and tensors on the device."""
+class _Checked:
+    """A step as it is kept until the host syncs: host values, and tensors on the device."""
 
     step: int
     start: int
@@ -79,8 +78,6 @@ class StepGuard:
     """All ranks call the same methods at the same steps.
 
     Args:
-        say: prints a line on rank 0.
-        write_event: adds a line to ``events.jsonl``, on rank 0.
         saved: what ``state`` returned when a checkpoint was written.
         any_replica: makes a flag on the device that of all replicas.
         examine: looks for the first module with an output that is not finite, in the step that starts at a position.
@@ -93,22 +90,17 @@ class StepGuard:
 
     def __init__(
         self,
-        section: AnomaliesSection,
-        mesh: Mesh,
-        device: torch.device,
+        run: Run,
         loader: BatchLoader,
-        say: Callable[[str], None],
-        write_event: Callable[..., None],
         saved: Mapping[str, Any] | None = None,
         any_replica: Callable[[torch.Tensor], torch.Tensor] = lambda flag: flag,
         examine: Callable[[int], Origin | None] = lambda start: None,
     ) -> None:
-        self._section = section
-        self._mesh = mesh
-        self._device = device
+        self._run = run
+        self._section = run.job.anomalies
+        self._mesh = run.mesh
+        self._device = run.device
         self._loader = loader
-        self._say = say
-        self._write_event = write_event
         self._any_replica = any_replica
         self._examine = examine
         self._has_examined = False
@@ -119,13 +111,13 @@ class StepGuard:
         saved = saved or {"skipped": 0, "row": None, "mean_norm": [0.0, 0.0]}
         self._known = int(saved["skipped"])
         self._row = None if saved["row"] is None else SampleRange(**saved["row"])
-        self._judged: list[_Judged] = []
+        self._checked: list[_Checked] = []
         self.to_leave_out = None
         self.skipped = torch.full((), float(self._known), device=self._device)
         self._mean, self._seen = (torch.full((), value, device=self._device) for value in saved["mean_norm"])
 
     def state(self) -> dict[str, Any]:
-        """State that decides the future, as JSON values. ``look`` first."""
+        """State that decides the future, as JSON values. ``sync`` first."""
         return {
             "skipped": self._known,
             "row": None if self._row is None else attrs.asdict(self._row),
@@ -133,22 +125,23 @@ class StepGuard:
         }
 
     @property
-    def in_a_row(self) -> int:
-        """Such steps, the last one included, as far as the host has looked."""
-        return self._row.steps if self._row else 0
+    def has_failed(self) -> bool:
+        """Return whether the run must go back."""
+        return self.to_leave_out is not None
 
     @property
-    def is_overdue(self) -> bool:
-        return len(self._judged) >= _LOOK_AFTER
+    def in_a_row(self) -> int:
+        """Such steps, the last one included, as far as the host knows."""
+        return self._row.steps if self._row else 0
 
-    def judge(
+    def check(
         self,
         step: int,
         loss: torch.Tensor,
         gradients: Gradients,
         batches: Iterable[Mapping[str, torch.Tensor]],
     ) -> torch.Tensor:
-        """Return whether to leave out the update of this step. The host does not wait. ``take_note`` makes it count.
+        """Return whether to leave out the update of this step. The host does not wait. ``count`` makes it count.
 
         Args:
             loss: this rank's, a scalar.
@@ -173,15 +166,15 @@ class StepGuard:
         start = self._loader.position - self._loader.samples_per_step
         stop = self._loader.position
         names, squares = [*gradients.named], gradients.squares.values()
-        self._latest = _Judged(step, start, stop, verdict, own, loss, norm, names, squares, inputs)
+        self._latest = _Checked(step, start, stop, verdict, own, loss, norm, names, squares, inputs)
         return verdict
 
-    def count_step(self) -> None:
-        """The step that was judged last counts, with or without its update."""
+    def count(self) -> None:
+        """The step that was checked last counts, with or without its update."""
         self.skipped.add_(self._latest.verdict)
         if self._section.spike_factor > 0:
             self._follow(self._latest.norm, self._latest.verdict)
-        self._judged.append(self._latest)
+        self._checked.append(self._latest)
 
     def learn(self, skipped: float, step: int) -> None:
         """Take note of what has come with the metrics of a step.
@@ -190,19 +183,24 @@ class StepGuard:
             skipped: updates left out until then.
         """
         if skipped != self._known:
-            self.look()
+            self.sync()
             return
-        later = [judged for judged in self._judged if judged.step > step]
-        if len(later) < len(self._judged):
+        later = [checked for checked in self._checked if checked.step > step]
+        if len(later) < len(self._checked):
             self._row = None
-        self._judged = later
+        self._checked = later
 
-    def look(self) -> None:
+    def sync_if_overdue(self) -> None:
+        """So that not too much is kept."""
+        if len(self._checked) >= _SYNC_AFTER:
+            self.sync()
+
+    def sync(self) -> None:
         """Wait for the device, and tell of every update that has been left out."""
-        judged, self._judged = self._judged, []
-        if not judged:
+        checked, self._checked = self._checked, []
+        if not checked:
             return
-        for one, verdict in zip(judged, torch.stack([one.verdict for one in judged]).tolist(), strict=True):
+        for one, verdict in zip(checked, torch.stack([one.verdict for one in checked]).tolist(), strict=True):
             if not verdict:
                 self._row = None
                 continue
@@ -225,7 +223,7 @@ class StepGuard:
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         if finite.item():
             return True
-        self._say(f"step {step}: its update has made parameters that are not finite; they are not saved")
+        self._run.log(f"step {step}: its update has made parameters that are not finite; they are not saved")
         position = self._loader.position
         self.to_leave_out = SampleRange(step, position - self._loader.samples_per_step, position, 1)
         return False
@@ -237,28 +235,28 @@ class StepGuard:
         share = (1 / self._seen.clamp(min=1)).clamp(min=1 / self._section.spike_window)
         self._mean = torch.where(good, self._mean + (norm - self._mean) * share, self._mean)
 
-    def _tell(self, judged: _Judged) -> None:
-        own = self._find(judged)
+    def _tell(self, checked: _Checked) -> None:
+        own = self._find(checked)
         found = [own] * self._mesh.world_size
         if self._mesh.world_size > 1:
             dist.all_gather_object(found, own)
         found = [one for one in found if one.loss or one.inputs or one.gradients]
         places = sorted({place for one in found if one.loss or one.inputs for place in one.places})
         if not places:  # a gradient is the sum over all of them
-            places = self._loader.stream.places(np.arange(judged.start, judged.stop)).tolist()
-        stretches = _stretches(places)
+            places = self._loader.stream.places(np.arange(checked.start, checked.stop)).tolist()
+        ranges = _ranges_of(places)
         reason, what = "not finite", f"{_described(found)} not finite" if found else ""
-        if not found and judged.is_own.item():
+        if not found and checked.is_own.item():
             reason, what = "spike", "the norm of the gradient is a spike"
         elif not found:
             what = "an input of another replica is not finite"
-        self._say(f"step {judged.step}: {what}; its update is left out (samples {_listed(_spans(stretches))})")
-        origin = self._origin_of(judged, found)
+        self._run.log(f"step {checked.step}: {what}; its update is left out (samples {_listed(_spans(ranges))})")
+        origin = self._origin_of(checked, found)
         if origin is not None:
-            self._say(f"step {judged.step}: the first output that is not finite is that of {origin}")
-        self._write_event(
+            self._run.log(f"step {checked.step}: the first output that is not finite is that of {origin}")
+        self._run.directory.write_event(
             "skipped",
-            step=judged.step,
+            step=checked.step,
             reason=reason,
             ranks=len(found),
             found=[
@@ -271,30 +269,30 @@ class StepGuard:
                 }
                 for one in found[:_LISTED]
             ],
-            samples=stretches,
+            samples=ranges,
             origin=None if origin is None else attrs.asdict(origin),
         )
 
-    def _origin_of(self, judged: _Judged, found: Sequence[_Found]) -> Origin | None:
+    def _origin_of(self, checked: _Checked, found: Sequence[_Found]) -> Origin | None:
         """Looked for once, as it costs a forward, and not where the data is at fault."""
         if self._has_examined or not found or any(one.inputs for one in found):
             return None
         self._has_examined = True
-        self.origin = self._examine(judged.start)
+        self.origin = self._examine(checked.start)
         return self.origin
 
-    def _find(self, judged: _Judged) -> _Found:
+    def _find(self, checked: _Checked) -> _Found:
         """On this rank."""
         bad = []
-        for squares in judged.squares:
+        for squares in checked.squares:
             finite = squares.each.isfinite().tolist()
             bad += [place for place, is_finite in zip(squares.places, finite, strict=True) if not is_finite]
         return _Found(
             rank=self._mesh.rank,
-            loss=not judged.loss.isfinite().item(),
-            inputs=[name for name, finite in judged.inputs.items() if not finite.item()],
-            gradients=[judged.names[place] for place in sorted(bad)],
-            places=self._loader.places_of_step(judged.start),
+            loss=not checked.loss.isfinite().item(),
+            inputs=[name for name, finite in checked.inputs.items() if not finite.item()],
+            gradients=[checked.names[place] for place in sorted(bad)],
+            places=self._loader.places_of_step(checked.start),
         )
 
 
@@ -325,7 +323,7 @@ def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, t
     return finite
 
 
-def _stretches(places: Sequence[int]) -> list[list[int]]:
+def _ranges_of(places: Sequence[int]) -> list[list[int]]:
     """Ascending places as ``[first, last]`` of those that follow each other."""
     starts = [places[0], *(after for before, after in pairwise(places) if after > before + 1)]
     ends = [*(before for before, after in pairwise(places) if after > before + 1), places[-1]]
@@ -346,8 +344,8 @@ def _described(found: Sequence[_Found]) -> str:
     return f"{' and '.join(parts)}{where} {'is' if len(parts) == 1 else 'are'}"
 
 
-def _spans(stretches: Sequence[Sequence[int]]) -> list[str]:
-    return [str(first) if first == last else f"{first} to {last}" for first, last in stretches]
+def _spans(ranges: Sequence[Sequence[int]]) -> list[str]:
+    return [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
 
 
 def _listed(names: Sequence[str]) -> str:

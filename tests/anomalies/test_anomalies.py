@@ -1,5 +1,7 @@
 """What is one, and what the host learns of it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -26,15 +28,14 @@ class Run:
         cut = {"batch_size": 2, "grad_accumulation": 2, "dp_rank": 0, "dp_size": 1}
         self._loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
         self.mesh, self.said, self.events, self.step = mesh, [], [], 0
-        self.anomalies = StepGuard(
-            AnomaliesSection(**keys),
-            mesh,
-            CPU,
-            self._loader,
-            self.said.append,
-            lambda event, **facts: self.events.append({"event": event, **facts}),
-            saved,
-        )
+        self.job, self.device, self.directory = SimpleNamespace(anomalies=AnomaliesSection(**keys)), CPU, self
+        self.anomalies = StepGuard(self, self._loader, saved)
+
+    def log(self, line):
+        self.said.append(line)
+
+    def write_event(self, event, **facts):
+        self.events.append({"event": event, **facts})
 
     def train(self, loss=1.0, gradient=1.0, **inputs):
         """One step; returns whether its update is left out."""
@@ -44,8 +45,8 @@ class Run:
         parameters["first"].grad, parameters["second"].grad = torch.ones(3), torch.tensor([0.0, gradient])
         gradients = Gradients(parameters, self.mesh, CPU)
         batch = {"tokens": torch.zeros(2, 8, dtype=torch.int64), **inputs}
-        verdict = self.anomalies.judge(self.step, torch.tensor(loss), gradients, [batch, batch])
-        self.anomalies.count_step()
+        verdict = self.anomalies.check(self.step, torch.tensor(loss), gradients, [batch, batch])
+        self.anomalies.count()
         return verdict
 
 
@@ -66,7 +67,7 @@ def test_one_value_that_is_not_finite_is_enough(mesh, where, value):
     assert run.train(pixels=torch.ones(2)) == 0
     assert run.train(**values, pixels=pixels) == 1
     assert run.train() == 0
-    run.anomalies.look()
+    run.anomalies.sync()
 
     (event,) = run.events
     (found,) = event["found"]
@@ -86,12 +87,12 @@ def test_a_row_is_counted_across_looks_and_ended_by_a_good_step(mesh):
     for losses in ([1.0, float("nan")], [float("nan"), 1.0, float("nan")], [float("nan")]):
         for loss in losses:
             run.train(loss)
-        run.anomalies.look()
+        run.anomalies.sync()
         assert run.anomalies.to_leave_out is None
     assert run.anomalies.in_a_row == 2
 
     run.train(float("nan"))
-    run.anomalies.look()
+    run.anomalies.sync()
 
     stretch = run.anomalies.to_leave_out
     assert (stretch.first_step, stretch.steps, stretch.start, stretch.stop) == (5, 3, 16, 28)
@@ -101,7 +102,7 @@ def test_a_row_is_counted_across_looks_and_ended_by_a_good_step(mesh):
 def test_metrics_that_tell_of_nothing_end_a_row_without_a_look(mesh):
     run = Run(mesh)
     run.train(float("nan"))
-    run.anomalies.look()
+    run.anomalies.sync()
     run.train()
 
     run.anomalies.learn(1.0, step=2)
@@ -115,13 +116,13 @@ def test_what_was_known_is_known_after_a_resume(mesh):
     run = Run(mesh, **keys)
     for gradient in (1.0, 2.0, float("nan"), float("inf")):
         run.train(gradient=gradient)
-    run.anomalies.look()
+    run.anomalies.sync()
 
     resumed = Run(mesh, run.anomalies.state(), **keys)
 
     assert resumed.anomalies.state() == run.anomalies.state()
     assert resumed.train(gradient=30.0) == 1, "a spike, by the mean from before"
-    resumed.anomalies.look()
+    resumed.anomalies.sync()
     assert resumed.anomalies.to_leave_out.first_step == 3
 
 

@@ -169,8 +169,9 @@ def test_the_host_does_not_wait_for_the_device_in_steps_that_are_not_logged_also
     def counted(trainer, microbatches):
         with Waits() as waits:
             waits.count = 0
-            train_step(trainer, microbatches)
+            counts = train_step(trainer, microbatches)
         waited.append(waits.count)
+        return counts
 
     monkeypatch.setattr(Trainer, "_train_step", counted)
     sick.describe('what = "gradient"\nsteps = [6]')

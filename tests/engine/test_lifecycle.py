@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from forge_core.checkpoint.component_state import load_states, states_of
 from forge_core.contracts.callback import Callback
 from forge_core.errors import PluginError
-from forge_core.train.component_state import load_states, states_of
 from forge_core.train.events import EVENTS, Events
 
 

@@ -38,7 +38,7 @@ def in_a_step(original):
     def train_step(self, microbatches):
         if self.step == STEP:
             signal_self()
-        original(self, microbatches)
+        return original(self, microbatches)
 
     return train_step
 
@@ -47,7 +47,7 @@ def in_a_first_step(original):
     def train_step(self, microbatches):
         if self.step == 1:
             signal_self(after=1.0)
-        original(self, microbatches)
+        return original(self, microbatches)
 
     return train_step
 
@@ -85,7 +85,7 @@ def in_waiting_for_data(original):
 MOMENTS = {
     "step": (Trainer, "_train_step", in_a_step),
     "compiling": (Trainer, "_train_step", in_a_first_step),
-    "evaluation": (Evaluation, "run", in_an_evaluation),
+    "evaluation": (Evaluation, "_evaluate", in_an_evaluation),
     "writing": (Saver, "_write_and_commit", in_the_writing),
     "data": (BatchLoader, "__next__", in_waiting_for_data),
 }
@@ -95,14 +95,14 @@ def main() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # one may come when the run has stopped for that of another rank
     reached = []
-    run = Trainer.run
+    train = Trainer.train
 
-    def remembering(self):
-        stopped = run(self)
+    def remembering(self, **options):
+        stopped = train(self, **options)
         reached.append((self.step, stopped))
         return stopped
 
-    Trainer.run = remembering
+    Trainer.train = remembering
     catalog = discover()
     for plan in json.loads(Path(sys.argv[2]).read_text()):
         os.environ["MASTER_PORT"] = str(plan["port"])

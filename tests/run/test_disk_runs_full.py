@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,10 +39,11 @@ def start(shared_tiny, disk, monkeypatch):
             if self.step == since:
                 fill(self)
             if self.step == stop_in:
-                self.context.requests.stop = "SIGTERM"
-            train_step(self, *given)
+                self.run.requests.stop = "SIGTERM"
+            counts = train_step(self, *given)
             if self.step == 6:
                 (disk / "filler").unlink(missing_ok=True)
+            return counts
 
         monkeypatch.setattr(Trainer, "_train_step", step)
         settings = [f"run.dir={disk}", "checkpoint.interval=2", "checkpoint.background=false"]
@@ -50,7 +52,7 @@ def start(shared_tiny, disk, monkeypatch):
     def fill(trainer):
         with (disk / "filler").open("wb", buffering=0) as file:
             file.write(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
-        trainer.context.log("long" * 1100)  # more than what is left of the file's last page
+        trainer.run.log("long" * 1100)  # more than what is left of the file's last page
 
     return run
 
@@ -103,7 +105,7 @@ def test_the_last_checkpoint_of_a_run_is_written_once_there_is_room(start, disk,
             (disk / "filler").unlink()
 
     waited = []
-    monkeypatch.setattr(saving, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(saving, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
 
     with pytest.raises(SystemExit) as left:
         start(f"checkpoint.background={background}", "checkpoint.interval=0", since=7, stop_in=7)

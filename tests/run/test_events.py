@@ -39,7 +39,7 @@ def run(tiny):
         def step(self, microbatches):
             if self.step == at_step:
                 happens()
-            train_step(self, microbatches)
+            return train_step(self, microbatches)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Trainer, "_train_step", step)

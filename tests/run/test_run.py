@@ -266,13 +266,14 @@ def test_the_host_waits_for_the_device_only_for_logged_steps(tiny, monkeypatch, 
     fetches, counted, train_step = [], [], Trainer._train_step
 
     def counting(self, microbatches):
-        fetch = self.measurement.fetch
+        fetch = self.metrics.fetch
         before = Reads.count, len(fetches)
-        self.measurement.fetch = lambda: fetch() if self.measurement._pending is None else fetches.append(1) or fetch()
+        self.metrics.fetch = lambda: fetch() if self.metrics._pending is None else fetches.append(1) or fetch()
         with Reads():
-            train_step(self, microbatches)
-        self.measurement.fetch = fetch
+            counts = train_step(self, microbatches)
+        self.metrics.fetch = fetch
         counted.append(Reads.count - before[0] + len(fetches) - before[1])
+        return counts
 
     monkeypatch.setattr(Trainer, "_train_step", counting)
     tiny.completed(f"train.grad_accumulation={accumulation}", "train.batch_size=1", "metrics.interval=4")

@@ -47,7 +47,7 @@ def _crash_at(step, monkeypatch):
     def crashing(self, microbatches):
         if self.step == step:
             raise RuntimeError("the power is gone")
-        train_step(self, microbatches)
+        return train_step(self, microbatches)
 
     monkeypatch.setattr(Trainer, "_train_step", crashing)
 
