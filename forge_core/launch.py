@@ -112,7 +112,7 @@ class _Ended:
     """How the ranks have ended."""
 
     code: int
-    """Of the run."""
+    """The exit code of the run."""
     before_it_listened: bool = False
     """A rank was told to stop while it started: nothing had been trained yet."""
     killed_by: int = 0
@@ -176,7 +176,7 @@ def _read(outcome: Path) -> ExitCode | None:
 
 
 def _code_of(rank: int, ended: int, own: ExitCode | None) -> ExitCode:
-    """Of rank 0 if it has a reason of its own, or of the rank that failed first if it is one of ours.
+    """The code of rank 0 if it has a reason of its own, or of the rank that failed first if it is one of ours.
 
     Args:
         ended: as ``LocalRanks.first_failed`` says.

@@ -115,7 +115,7 @@ def _to_read(checkpoint: Checkpoint, model: nn.Module) -> dict[str, torch.Tensor
 
 
 def _refuse_large_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Those that are not stored, such as tables of positions."""
+    """The buffers that are not stored, such as tables of positions."""
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         n_bytes = buffer.numel() * buffer.itemsize

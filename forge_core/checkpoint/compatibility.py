@@ -60,12 +60,12 @@ def used_plugins(*tables: object) -> set[str]:
 
 
 def plugins_missing(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
-    """Of ``used``, the distributions that are not installed here, with the version it was, as a manifest says it."""
+    """Return the distributions of ``used`` that are not installed here, each with its version in the manifest."""
     return [f"{name} {versions[name]}" for name in sorted(used) if name in versions and installed(name) is None]
 
 
 def plugins_changed(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
-    """Of ``used``, those that are installed in another version than then: ``acme-norm 1.0 (now 2.0)``."""
+    """Return the distributions of ``used`` whose version is another one now: ``acme-norm 1.0 (now 2.0)``."""
     return [
         f"{name} {versions[name]} (now {now})"
         for name in sorted(used)

@@ -11,7 +11,7 @@ from forge_core.errors import ForgeError, PluginError
 
 
 class Stateful(Protocol):
-    """As the contracts of callbacks and trackers have it."""
+    """The part of a callback or tracker that is saved."""
 
     @property
     def state_version(self) -> int: ...
@@ -45,7 +45,7 @@ def state_entry(namespace: str, one: Stateful) -> dict[str, Any]:
 def load_states(
     named: Sequence[tuple[str, Stateful]], saved: Mapping[str, Any], versions: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Give each its state back; returns the namespaces nobody claims.
+    """Give each its state back; returns the namespaces that belong to none of them.
 
     Args:
         versions: of the distributions that saved it, if they may be others than are here.

@@ -22,7 +22,7 @@ STATE = "state.json"
 JOB = "job.toml"
 _MAX_STATE_BYTES = 2**28
 _COUNT = [ge(0), lt(2**62)]
-"""Of what is added to in 64 bits."""
+"""Validators of counts: sums of them fit into 64 bits."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class OptimizerFacts:
 
 @attrs.frozen(kw_only=True)
 class ComponentState:
-    """Of a callback, a tracker, or another component that has any."""
+    """The state of a callback, a tracker, or another component that has any."""
 
     version: int
     state: Mapping[str, Any]
@@ -88,7 +88,7 @@ class ModelState:
     vocab_size: int = attrs.field(validator=[ge(1), le(2**31)])
     tokenizer: Mapping[str, Any] | None = None
     modules: Mapping[str, int] = attrs.field(factory=dict)
-    """The ``state_version`` of those that have one."""
+    """The ``state_version`` of each module that has one."""
     optimizer: OptimizerFacts | None = None
     """``None`` where its state has been left out."""
 
@@ -117,7 +117,7 @@ class SavedComponent:
 
 @attrs.frozen(kw_only=True)
 class SavedTrain:
-    """Of ``[train]``, what a resume looks at."""
+    """The keys of ``[train]`` that a resume looks at."""
 
     batch_size: int = attrs.field(validator=[ge(1), lt(2**62)])
     global_batch_size: int = attrs.field(validator=[ge(1), lt(2**62)])
@@ -125,7 +125,7 @@ class SavedTrain:
 
 @attrs.frozen(kw_only=True)
 class ModelJob:
-    """Of a job, what a model needs to be used."""
+    """The keys of a job without which its model cannot be used."""
 
     model: SavedComponent
     optimizer: SavedComponent | None = None
@@ -133,7 +133,7 @@ class ModelJob:
 
 @attrs.frozen(kw_only=True)
 class ResumeJob(ModelJob):
-    """Of a job, what a run needs to go on."""
+    """The keys of a job without which its run cannot go on."""
 
     optimizer: SavedComponent
     train: SavedTrain

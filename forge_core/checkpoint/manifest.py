@@ -49,7 +49,7 @@ class Manifest:
     mesh: Mapping[str, int] = attrs.field(validator=deep_mapping(instance_of(str), _IS_COUNT))
     """Degrees of the axes it was written with; any other layout can read it."""
     versions: Mapping[str, str] = attrs.field(validator=deep_mapping(instance_of(str), instance_of(str)))
-    """Of Forge, torch, and every plugin, by distribution."""
+    """Versions of Forge, torch, and every plugin, by distribution."""
     files: Mapping[str, Mapping[str, Any]] = attrs.field(validator=_are_files)
     """``{"bytes": …, "xxh3_128": …}`` by path below the checkpoint's folder."""
     written: str = attrs.field(validator=instance_of(str))

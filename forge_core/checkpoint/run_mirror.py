@@ -29,7 +29,7 @@ class NoMirror:
         """List the steps of the checkpoints at the mirror.
 
         Args:
-            here: steps of those that need not be fetched.
+            here: steps whose checkpoints need not be fetched.
 
         Raises:
             MirrorError: it cannot be reached, and nothing is known of a run that may be there.

@@ -195,7 +195,7 @@ def _stand_in(found: Any) -> type:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of a message that may be as long as whoever wrote the file likes."""
+    """The first line of a message, cut: the writer of the file decides how long it is."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 

@@ -59,16 +59,16 @@ class Saved:
     seconds: float
     """From the call of ``save`` to the end."""
     seconds_blocked: float
-    """Of these, those that training waited."""
+    """The seconds of these that training waited."""
 
 
 @attrs.frozen
 class _Outcome:
-    """Of one rank's part in a save."""
+    """How one rank's part in a save has ended."""
 
     saved: Saved
     is_group_lost: bool
-    """Whether it was the other ranks that could not be heard."""
+    """The other ranks could not be heard."""
 
 
 class Saver:
@@ -164,7 +164,7 @@ class Saver:
         return outcome
 
     def _agreed(self, own: _Outcome) -> Saved:
-        """What rank 0 says, since it gives checkpoints their names. If ranks have lost each other in the group
+        """The outcome on rank 0, which gives checkpoints their names. If ranks have lost each other in the group
         over which they save, as after one that was too slow, nothing more can be said over it, and they get another."""
         if dist.get_world_size() == 1:
             return own.saved

@@ -117,12 +117,12 @@ class CheckpointStore:
         return self.path / f".{self.folder(step).name}.{attempt}.partial"
 
     def steps(self) -> list[int]:
-        """Of all committed checkpoints, damaged or not, in ascending order."""
+        """List the steps of all committed checkpoints, damaged or not, in ascending order."""
         names = (path.name.removeprefix("step_") for path in self.path.glob("step_*") if _may_be_folder(path))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def newest(self, report: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
-        """The newest whole checkpoint; those that are not are named to ``report`` and passed over. All ranks of a
+        """The newest whole checkpoint; damaged ones are named to ``report`` and passed over. All ranks of a
         process group, if there is one, look at the same one and share the work.
 
         Args:

@@ -16,7 +16,7 @@ from forge_core.errors import ForgeError, PluginError
 
 @attrs.frozen(kw_only=True)
 class Changes:
-    """Of the tensors of a whole model, by their names in it."""
+    """Versions of the tensors of a whole model, by their names in it."""
 
     then: Mapping[str, str] = attrs.field(factory=dict)
     """The name in the checkpoint of what has another one now."""
@@ -32,7 +32,7 @@ class Changes:
         )
 
     def to_read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors by their keys in the checkpoint, without those that are not there."""
+        """The model's tensors that the checkpoint has, by their keys there."""
         then = {f"model.{now}": f"model.{before}" for now, before in self.then.items()}
         added = {f"model.{name}" for name in self.added}
         return {then.get(key, key): tensor for key, tensor in tensors.items() if key not in added}

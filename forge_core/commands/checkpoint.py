@@ -203,7 +203,7 @@ class _Run:
 
     @property
     def section(self) -> CheckpointSection:
-        """What the run was last started with; the defaults if it cannot be read, by which all are kept."""
+        """The section of the last start of the run; if it is not readable the defaults, by which all are kept."""
         try:
             table = {key: value for key, value in self._job().get("checkpoint", {}).items() if key != "mirror"}
             section = structure(table, CheckpointSection, Catalog([]))

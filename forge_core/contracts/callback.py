@@ -71,11 +71,11 @@ class StepContext:
     """Device scalars; reading one on the host makes it wait for the device. ``grad_norm`` is global and measured before
     clipping; ``loss`` is this rank's part of the step's mean, and in ``step_end`` of a logged step all ranks'."""
     logged: bool
-    """Whether the host values of this step will be logged. Look at tensors only then."""
+    """The host values of this step will be logged. Look at tensors only then."""
 
 
 class Callback:
-    """Base class. Override what you need; an event that nobody overrides costs nothing.
+    """Base class. Override what you need; an event without an override costs nothing.
 
     A method may take any subset of its event's parameters. Callbacks are called in the order in which the job names
     them. One that raises ends the run, and the error names it.

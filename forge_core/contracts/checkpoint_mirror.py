@@ -57,7 +57,7 @@ class MirrorStart:
     """The step of the checkpoint from which the run goes on; -1 if it starts afresh. Later checkpoints at the mirror
     belong to work that is given up."""
     may_start_without: bool
-    """Whether the run starts although the mirror cannot be written to. Otherwise ``begin`` raises."""
+    """The run starts although the mirror cannot be written to. Otherwise ``begin`` raises."""
     refuse_if_lost: Callable[[], None]
     """Call it before something at the mirror changes.
 
@@ -141,10 +141,11 @@ class CheckpointMirror:
         """Hand what a thread has done to ``start.copied`` and ``start.failed``. Called after every step."""
 
     def may_remove(self, steps: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
-        """Choose of ``steps``, which the run does not keep for itself, those that may be removed in its folder: not
-        what is still to be copied. Called on rank 0 alone.
+        """Choose the steps that may be removed in the run's folder: not one that is still to be copied. Called on
+        rank 0 alone.
 
         Args:
+            steps: which the run does not keep for itself.
             sizes: bytes of each checkpoint in the folder.
         """
         return [*steps]

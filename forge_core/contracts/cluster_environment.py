@@ -24,8 +24,8 @@ class ClusterEnvironment:
         return False
 
     def ranks(self, environment: Mapping[str, str]) -> Mapping[str, str] | None:
-        """What torchrun would set for a task that is one of several: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-        ``MASTER_ADDR``, ``MASTER_PORT`` and, where it is known, ``LOCAL_WORLD_SIZE``.
+        """The variables that torchrun would set for a task that is one of several: ``RANK``, ``WORLD_SIZE``,
+        ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT`` and, where it is known, ``LOCAL_WORLD_SIZE``.
 
         ``None`` for anything else, such as a batch script. What is set already stays; a ``RANK`` or ``WORLD_SIZE`` that
         contradicts the cluster's is for this method to refuse.

@@ -22,7 +22,7 @@ class Invocation(Protocol):
     arguments: tuple[str, ...]
     """The words behind ``forge``, without ``--debug``."""
     debug: bool
-    """Whether tracebacks are wanted."""
+    """Tracebacks are wanted."""
     until_the_end: ExitStack
     """Contexts that stay open until the process of a command ends, or its caller goes on."""
 

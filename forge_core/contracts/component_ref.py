@@ -29,5 +29,5 @@ class ComponentRef:
 
     @property
     def qualified_name(self) -> str:
-        """``"distribution:name"``, unambiguous whatever else is installed."""
+        """``"distribution:name"``, unambiguous with any set of installed plugins."""
         return f"{self.provider}:{self.name}"

@@ -15,21 +15,37 @@ if TYPE_CHECKING:
 ShardRole = Literal[
     "column", "row", "vocab", "embedding", "expert", "router", "whole", "sequence", "residual", "replicate"
 ]
-"""How a module is cut over the ``tp`` axis: ``column`` by output features, ``row`` by input features, ``vocab`` the
-head by vocabulary, ``embedding`` the table by vocabulary, ``sequence`` its input by position. ``expert`` is a stack of
-experts (``StackedExperts``), each cut by its hidden features; over the axis ``ep``, it is the stack that is cut.
-``router`` reads what they read, and steers what they do: it is whole on every rank, and sees the gradient of the rank's
-features only.
+"""The role of a module under tensor parallelism (axis ``tp``).
 
-What ``column`` and ``vocab`` modules read is whole, and what ``row`` and ``embedding`` modules give is summed. Between
-them lies the residual stream. If there are ``sequence`` modules, they stand wherever it is read: each rank has some of
-its positions, they work on those, and their output is whole. ``residual`` is for a module that reads the residual
-stream and writes to it, position by position: a norm right after the embedding, or of what a layer gives. An
-``embedding`` may also look up positions. ``replicate`` is for a module between ``column`` and ``row`` that is not cut
-but works on what its rank has of features, so that its gradients must be summed. ``whole`` is for a module that reads
-what ``column`` modules read and gives what ``row`` modules give, and is not cut: each rank does all of its work.
-Without ``sequence`` modules, those that are not named work on whole activations; with them, every module that has
-parameters must be named."""
+=============  ============================  ===========================  ==================================
+role           sharded                       reads                        gives
+=============  ============================  ===========================  ==================================
+``column``     weights, by output features   whole activations            this rank's features
+``row``        weights, by input features    this rank's features         a sum over ranks: residual stream
+``embedding``  the table, by vocabulary      token ids (or positions)     a sum over ranks: residual stream
+``vocab``      the head, by vocabulary       whole activations            logits of this rank's vocabulary
+``expert``     each expert of a stack        whole activations            this rank's part of the sum
+               (``StackedExperts``), by
+               hidden features; over ``ep``
+               the stack itself
+``router``     nothing                       what experts read            what steers them
+``replicate``  nothing                       this rank's features         this rank's features
+``whole``      nothing                       what ``column`` reads        what ``row`` gives
+``sequence``   its input, by position        this rank's positions of     whole activations
+                                             the residual stream
+``residual``   its input, by position        this rank's positions of     the same positions
+                                             the residual stream
+=============  ============================  ===========================  ==================================
+
+The gradients of what is whole on each rank:
+
+- ``router`` and ``replicate``: the sum over ranks, as each sees the gradient of its own features alone.
+- ``sequence`` and ``residual``: the sum over ranks, as each has other positions.
+- ``whole``: each rank does all of the work, and its gradient counts once.
+
+Examples: a norm before attention is ``sequence``; a norm right after the embedding, or of what a layer gives, is
+``residual``; a norm of queries is ``replicate``. Without ``sequence`` modules a module without a role works on whole
+activations; with them, every module that has parameters has a role."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """The role of a parameter to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""

@@ -58,7 +58,7 @@ class OffloadingPass(ParallelPass, Protocol):
     """A pass that brings parameters to the device as they are needed, and gradients back."""
 
     parameters_on_host: bool
-    """Whether it does so. The engine then gives parameters their memory on the CPU (buffers on the device), and the
+    """It does so. The engine then gives parameters their memory on the CPU (buffers on the device), and the
     optimizer, whose state follows them, runs there; gradients are to be on the CPU after backward."""
 
 
@@ -80,7 +80,7 @@ class TravellingPass(ParallelPass, Protocol):
     """A pass that can tell ``forge plan`` what ranks send each other for it."""
 
     def traffic(self, model: nn.Module, context: PassContext) -> Sequence[Traffic]:
-        """Of one part of the model, to which all passes have been applied.
+        """Check one part of the model, to which all passes have been applied.
 
         Tensors of the model have no values. The process group is a simulated one, and ``LOCAL_WORLD_SIZE`` in the
         environment says how many ranks a node has.

@@ -13,7 +13,7 @@ class StateChanges:
     """Changes of a module's parameters and persistent buffers; names are those within the module."""
 
     renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """The name of then to that of now. Shape and dtype are the same."""
+    """The earlier name to the name of today. Shape and dtype are the same."""
     dropped: Sequence[str] = ()
     """Those of then that are not read."""
     added: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Which process it is, on whatever machine; and whether it still runs, where that can be seen."""
+"""The identity of a process on any machine, and a test that it still runs, where this can be seen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Process:
-    """As another process may remember it."""
+    """The identity of a process, to be remembered by another one."""
 
     machine: str
     """Boot and process namespace: where the number means something. Empty where there is no telling."""
@@ -34,7 +34,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """As far as can be seen from here."""
+        """Return whether it has ended, as far as this machine can see."""
         return self.is_here and not self.is_running
 
 

@@ -63,7 +63,7 @@ def _is_torchrun(command: Sequence[str]) -> bool:
 
 
 def _option(name: str, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """As torchrun takes it: with ``-`` or ``_``, after ``=`` or as the next word, or from the environment."""
+    """Find an option as torchrun does: with ``-`` or ``_``, after ``=``, as the next word, or in the environment."""
     for spelled in {f"--{name}", f"--{name.replace('-', '_')}"}:
         for word, following in zip(command, [*command[1:], ""], strict=True):
             if word == spelled:

@@ -194,7 +194,7 @@ def _say(sentence: str) -> None:
 
 
 def _fields(process: int) -> list[str]:
-    """Of ``/proc/<process>/stat``, from the state on; empty if there is no such process, or no ``/proc``."""
+    """The fields of ``/proc/<process>/stat`` from the state on; empty if there is no such process, or no ``/proc``."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

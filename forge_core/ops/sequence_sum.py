@@ -39,7 +39,7 @@ def number_sequences(document: torch.Tensor | None, like: torch.Tensor) -> torch
 
 
 def sum_by_sequence(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """For each token, the sum of ``values`` over all tokens of its sequence, on whatever rank they are.
+    """For each token, the sum of ``values`` over all tokens of its sequence, on all ranks.
 
     Args:
         values: ``(T, E)``; the gradient does not pass them.

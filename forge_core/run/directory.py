@@ -121,7 +121,7 @@ class RunDirectory:
         self._metrics = LineFile(metrics)
 
     def _set_aside(self, file: Path, odd: Sequence[bytes]) -> None:
-        """Lines that are none of ours stay readable for people, and get in nobody's way."""
+        """Move lines that are none of ours into a file beside, so that people can read them."""
         aside = LineFile(file.with_name(f"{file.name}.aside"))
         for line in odd:
             aside.append(line.decode(errors="backslashreplace"))

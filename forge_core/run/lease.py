@@ -42,7 +42,7 @@ class Holder:
     started: str
     """When that process started, so that a number used again is not mistaken for it."""
     job: str
-    """Of the cluster's scheduler, or empty."""
+    """The job's number at the cluster's scheduler, or empty."""
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, TextIO
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Nobody reads any more: the program behind a pipe has ended, the terminal is closed."""
+"""The reader is gone: the program behind a pipe has ended, the terminal is closed."""
 
 
 class LossyOutput(AbstractContextManager[None]):

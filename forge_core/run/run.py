@@ -146,7 +146,7 @@ def _restore(setup: RunSetup, built: Built) -> Loaded | None:
 
 
 def _versions(setup: RunSetup) -> dict[str, str]:
-    """Of our packages and the plugins."""
+    """The versions of our packages and the plugins."""
     return {plugin.distribution: plugin.version for plugin in setup.catalog.plugins if plugin.status == "ok"}
 
 

@@ -45,7 +45,7 @@ def announce(prepared: RunSetup, model: BuiltModel, attempt: str) -> None:
 
 
 def announce_complete(begun: Begun) -> None:
-    """That there is nothing to do, and with which keys it has been trained otherwise."""
+    """Say that there is nothing to do, and which keys the run was trained with instead of the job's."""
     assert begun.checkpoint is not None, "it is complete"
     steps = begun.job.train.steps
     begun.console.line(f"{begun.directory.path} already has all {steps} steps; nothing to do")
@@ -184,7 +184,7 @@ class EndReport:
     _since: float = attrs.field(factory=time.monotonic)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Keep the newest loss; that of an evaluation, if there has been one."""
+        """Keep the newest loss; of evaluations, if there has been one."""
         for name in ("loss", "eval/loss"):
             if name in values and not (name == "loss" and self._loss.startswith("eval/")):
                 self._loss = f"{name} {values[name]:.4g}"

@@ -75,7 +75,7 @@ class TimeLimit:
     def watched(
         self, requests: Requests, say: Callable[[str], None], stopping: Callable[[float], None]
     ) -> Iterator[None]:
-        """Ask the run to stop when the time comes, whatever it is doing then. One rank is enough.
+        """Ask the run to stop when the time comes. One rank is enough.
 
         Args:
             stopping: told, from another thread, how many seconds there are then.

@@ -27,7 +27,7 @@ class WarmStart:
 
     checkpoint: Checkpoint
     chosen: frozenset[str]
-    """Of the checkpoint's keys, those that the patterns mean."""
+    """Keys of the checkpoint that the patterns match."""
     others: frozenset[str]
 
 
@@ -38,11 +38,11 @@ class Loaded:
     source: str
     loaded: Sequence[str]
     left_out: Sequence[str]
-    """Of the checkpoint, by the patterns."""
+    """Keys of the checkpoint that the patterns exclude."""
     without_a_place: Sequence[str]
-    """Of the checkpoint: chosen, and this run has nothing of that name."""
+    """Keys of the checkpoint that are chosen, and that this run does not have."""
     fresh: Sequence[str]
-    """Of this run's model: with their first values."""
+    """Tensors of this run's model that keep their first values."""
 
 
 def choose_warm_start(job: Job, report: Callable[[str], None]) -> WarmStart | None:

@@ -45,14 +45,14 @@ class BuiltModel:
     parts: Sequence[nn.Module]
     applied: Sequence[AppliedPass]
     roles: Mapping[str, ParameterRole]
-    """Of every parameter of the whole model."""
+    """Roles of every parameter of the whole model."""
     parameters: Mapping[str, nn.Parameter]
-    """This rank's, by their names in the whole model: those that the optimizer updates. While FSDP has a unit gathered,
+    """This rank's, by their names in the whole model, as the optimizer updates them. While FSDP has a unit gathered,
     the modules hold others."""
     n_parameters: int
     """Elements of the whole model's; a tied one counts once."""
     flops_per_token: float
-    """Of the whole model, forward and backward."""
+    """FLOPs of the whole model, forward and backward."""
     executor: Executor
     loss: CheckedLoss
     """The loss that the executor computes."""
@@ -158,7 +158,7 @@ def _apply(one: ParallelPass, parts: Sequence[nn.Module], context: PassContext) 
 
 
 def _all_names(parts: Sequence[nn.Module]) -> dict[str, None]:
-    """Of parameters; a tied one has several."""
+    """Names of parameters; a tied one has several."""
     named = (name for part in parts for name, _ in part.named_parameters(remove_duplicate=False))
     return dict.fromkeys(canonical_name(name) for name in named)
 

@@ -104,7 +104,7 @@ class _Own:
 
     problems: Sequence[str]
     plain: Mapping[str, _Digest]
-    """Of state that is no DTensor, which has to be the same on all ranks that have it."""
+    """Digests of state that is no DTensor, which has to be the same on all ranks that have it."""
     updated: Collection[str]
     missing: Collection[str]
     """Parameters that have been updated and have no state."""

@@ -48,7 +48,7 @@ class Gradients:
         self._device = device
 
     def norms_along(self, axes: Sequence[str]) -> dict[str, torch.Tensor]:
-        """As the function; nothing for no axes."""
+        """Call ``norms_along``; nothing for no axes."""
         return norms_along(self.squares, self._mesh, axes, self._device) if axes else {}
 
     def clip(self, max_norm: float) -> None:

@@ -27,7 +27,7 @@ class Replicas:
     """There are none: this run is alone, and nothing here costs anything."""
 
     share = Share(0, 1, -1)
-    """Of the last step that has begun."""
+    """The share in the last step that has begun."""
 
     def join(self, step: int, give: Callable[[], LiveState], take: Callable[[LiveState], int]) -> None:
         """Before the first step.

@@ -1,4 +1,4 @@
-"""What a replica gives another one that is behind: its state between two steps, without a file."""
+"""State transfer: a replica gives its state between two steps to one that is behind, without a file."""
 
 from __future__ import annotations
 

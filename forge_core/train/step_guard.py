@@ -71,7 +71,7 @@ class _Found:
     inputs: Sequence[str]
     gradients: Sequence[str]
     places: Sequence[int]
-    """Of this rank's samples."""
+    """Positions of this rank's samples in the data."""
 
 
 class StepGuard:
@@ -79,7 +79,7 @@ class StepGuard:
 
     Args:
         saved: what ``state`` returned when a checkpoint was written.
-        any_replica: makes a flag on the device that of all replicas.
+        any_replica: returns whether a flag on the device is 1 in any replica.
         examine: looks for the first module with an output that is not finite, in the step that starts at a position.
     """
 
@@ -313,7 +313,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -
 
 
 def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """By name, whether an input is finite, on its device; of those that are floating point."""
+    """Flags on the device, by name: a floating-point input is finite."""
     finite: dict[str, torch.Tensor] = {}
     for batch in batches:
         for name, tensor in batch.items():
@@ -324,7 +324,7 @@ def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, t
 
 
 def _ranges_of(places: Sequence[int]) -> list[list[int]]:
-    """Ascending places as ``[first, last]`` of those that follow each other."""
+    """Ascending positions as ranges ``[first, last]``."""
     starts = [places[0], *(after for before, after in pairwise(places) if after > before + 1)]
     ends = [*(before for before, after in pairwise(places) if after > before + 1), places[-1]]
     return [[start, end] for start, end in zip(starts, ends, strict=True)]

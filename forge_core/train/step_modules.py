@@ -103,7 +103,7 @@ def _contributes(module: nn.Module) -> bool:
 
 
 def _scalar(key: str, value: object) -> torch.Tensor:
-    """Of a tensor with one value, which may follow from parameters: these are cut over ranks."""
+    """The value of a tensor with one element, which may follow from parameters that are sharded over ranks."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise PluginError(f"the metric {key!r} must be a tensor with one value, and is {what}")
@@ -113,7 +113,7 @@ def _scalar(key: str, value: object) -> torch.Tensor:
 
 @contextmanager
 def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
-    """Says of whatever is raised where it comes from."""
+    """Add a note to an error that names the module."""
     try:
         yield
     except Exception as error:

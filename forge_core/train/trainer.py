@@ -120,7 +120,7 @@ class Trainer:
         return True
 
     def _begin_step(self) -> int:
-        """Whatever draws random numbers in a step draws the same ones after a resume, with nothing to save; and others
+        """Seed the generators: a step draws the same random numbers after a resume, with nothing to save; and others
         on ranks, of all replicas, that have other samples, positions or layers."""
         self.run.emit("step_start", step=self.step)
         mesh, device = self.run.mesh, self.run.device
