@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.job import load_job
 from forge_core.ops.auxiliary_loss import LEDGER
@@ -119,7 +120,8 @@ def run_rank(config: Path, overrides: list[str]) -> None:
     job = load_job(config, overrides, catalog=catalog, world_size=dist.get_world_size())
     build = ComponentBuilder(catalog)
     mesh = build_mesh(job, device)
-    model = build_model(job, 4096, mesh, device, sort_passes(job, catalog, mesh.world_size), build)
+    passes = sort_passes(job, catalog, mesh.world_size)
+    model = build_model(PassContext(mesh, job, device), 4096, passes, build)
     optimizer = build_optimizer(job, model, build)
     parameters = list(model.parameters.values())
     peak = 0

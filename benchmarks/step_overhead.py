@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.callback import Requests, RunContext
+from forge_core.contracts.parallel_pass import PassContext
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.consensus import Consensus
@@ -112,6 +113,7 @@ class Bench:
         self.passes = sort_passes(self.job, catalog)
         self.device = choose_device("auto")
         self.mesh = build_mesh(self.job, self.device)
+        self.context = PassContext(self.mesh, self.job, self.device)
         self.build = ComponentBuilder(catalog)
         self.source = RandomTokens(shape["vocab"], shape["seq_len"])
         self.steps = steps
@@ -131,7 +133,7 @@ class Bench:
         )
 
     def parts(self) -> tuple:
-        built = build_model(self.job, self.source.vocab_size, self.mesh, self.device, self.passes, self.build)
+        built = build_model(self.context, self.source.vocab_size, self.passes, self.build)
         (model,) = built.parts
         schedule = self.build(self.job.scheduler, total_steps=self.steps)
         return model, build_optimizer(self.job, built, self.build), schedule, self.build(self.job.loss)
@@ -174,7 +176,7 @@ class Bench:
         return (ended - starts[2]) / (self.steps - 2)
 
     def trainer(self) -> Trainer:
-        model = build_model(self.job, self.source.vocab_size, self.mesh, self.device, self.passes, self.build)
+        model = build_model(self.context, self.source.vocab_size, self.passes, self.build)
         optimizer = build_optimizer(self.job, model, self.build)
         requests = Requests()
         context = RunContext(

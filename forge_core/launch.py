@@ -54,35 +54,36 @@ def processes_asked_for(nproc: str) -> int:
     return int(nproc)
 
 
-def launch(
-    job_toml: str,
-    nproc: int,
-    options: Sequence[str],
-    *,
-    max_restarts: int,
-    checkpoints: Path,
-    heeding: ExitStack,
-    variables: Mapping[str, str],
-) -> int:
-    """Run a resolved job in ``nproc`` processes, and end as they do.
+@attrs.frozen
+class Ranks:
+    """The processes to start."""
+
+    number: int
+    job_toml: str
+    """The text of a resolved job; every process reads the same."""
+    options: Sequence[str]
+    """Further arguments of ``forge run``."""
+    variables: Mapping[str, str]
+    """More of the environment."""
+
+
+def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, heeding: ExitStack) -> int:
+    """Run a job in processes on this machine, and end as they do.
 
     Args:
-        job_toml: the job's text; every process reads the same.
-        options: further arguments of ``forge run``.
         max_restarts: start all processes again when one has crashed, so many times in a row without a new checkpoint.
         checkpoints: where those of the run are.
         heeding: signals are heeded until this is closed.
-        variables: of the environment, for the ranks.
 
     Returns:
         An ``ExitCode``, or ``INTERRUPTED``.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks.number)))
     in_vain = 0
     signals = heeding.enter_context(SignalsForRanks())
     while True:
         before = _newest(checkpoints)
-        ended = _launch_once(job_toml, nproc, options, signals, variables)
+        ended = _launch_once(ranks, signals)
         if ended.killed_by:
             words = signal_words(ended.killed_by)
             note_end(checkpoints.parent, f"a rank was killed by {words}", ended.code, ENDS)
@@ -121,15 +122,13 @@ class _Ended:
     """It had been told to stop, and ended by an error: a last checkpoint that could not be written, perhaps."""
 
 
-def _launch_once(
-    job_toml: str, nproc: int, options: Sequence[str], signals: SignalsForRanks, variables: Mapping[str, str]
-) -> _Ended:
+def _launch_once(asked: Ranks, signals: SignalsForRanks) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="forge-") as name:
         folder = Path(name)
         job, outcome = folder / "job.toml", folder / "outcome"
-        job.write_text(job_toml)
-        command = [sys.executable, *RANK_PROGRAM, "run", str(job), *options]
-        ranks = LocalRanks(command, nproc, {**variables, OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
+        job.write_text(asked.job_toml)
+        command = [sys.executable, *RANK_PROGRAM, "run", str(job), *asked.options]
+        ranks = LocalRanks(command, asked.number, {**asked.variables, OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
         was_told = False
         while ranks.are_running() and not signals.leaves:
             if signals.stop is not None and not was_told:
@@ -143,7 +142,7 @@ def _launch_once(
             ranks.end(lambda: signals.leaves)
         if signals.wants_stacks:
             ranks.leave(signal.SIGQUIT)
-            _show_stacks(folder, nproc)
+            _show_stacks(folder, asked.number)
             return _Ended(ExitCode.UNEXPECTED)
         if signals.leaves:
             leave_file(folder).touch()

@@ -79,7 +79,7 @@ def run(
     if nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
         load_job(config, overrides, catalog=obj.catalog, world_size=int(nproc) or None, options=options_of(run))
     with frozen_imports():
-        from forge_core.launch import launch, processes_asked_for
+        from forge_core.launch import Ranks, launch, processes_asked_for
 
     world_size = processes_asked_for(nproc)
     if world_size == 1 and max_restarts == 0:
@@ -90,13 +90,10 @@ def run(
     checkpoints = RunDirectory(job, writes=False).checkpoints
     _end(
         launch(
-            dump_job(job),
-            world_size,
-            options,
+            Ranks(world_size, dump_job(job), options, {COMMAND: _command(obj)}),
             max_restarts=max_restarts,
             checkpoints=checkpoints,
             heeding=obj.until_the_end,
-            variables={COMMAND: _command(obj)},
         )
     )
 

@@ -18,6 +18,7 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
+from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.replication import Replication
 from forge_core.data.loader import evaluation_batches
 from forge_core.distributed.collective_errors import run_on_all_ranks
@@ -130,7 +131,8 @@ def _end_at_once(begun: Begun, *, dry_run: bool) -> ExitCode:
 
 def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
-    model = build_model(job, setup.vocab_size, setup.mesh, setup.device, setup.passes, build)
+    context = PassContext(setup.mesh, job, setup.device)
+    model = build_model(context, setup.vocab_size, setup.passes, build)
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer))
 
 

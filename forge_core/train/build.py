@@ -17,11 +17,9 @@ from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.executor import Executor
-from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.model import ParameterRole, canonical_name
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
-from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.sequence_sum import share_out_positions
@@ -73,34 +71,31 @@ class Built:
 
 
 def build_model(
-    job: Job,
+    context: PassContext,
     vocab_size: int,
-    mesh: Mesh,
-    device: torch.device,
     passes: Sequence[ComponentRef],
     build: ComponentBuilder,
     *,
     fill: Callable[[nn.Module, torch.device, int], None] | None = None,
-    planned_gpu: Gpu | None = None,
 ) -> BuiltModel:
-    """The model of ``job``, cut, sharded, materialised and initialised.
+    """The model of a job, cut, sharded, materialised and initialised.
 
     Args:
+        context: as passes are given it.
         vocab_size: the model's, as ``choose_vocab_size`` gives it.
         passes: in the order in which they are applied.
         fill: gives a part its memory and values; by default ``materialise``.
-        planned_gpu: as in ``PassContext``.
 
     Raises:
         ConfigError: a pass was asked for and finds nothing to do.
         PluginError: the model leaves a tensor uninitialised, or declares less than the contract asks.
     """
+    job, device = context.job, context.device
     LEDGER.start_run()
     share_out_positions(None)
     model: Any = build_on_meta(job, vocab_size, build)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    context = PassContext(mesh, job, device, planned_gpu)
     parts: list[nn.Module] = [model]
     known = _all_names(parts)
     split: SplitPass | None = None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -274,7 +275,7 @@ def test_the_engine_gives_memory_where_the_pass_says(context, tmp_path, monkeypa
     job = load_job(write_job(tmp_path), [], catalog=catalog, world_size=1)
     for offloads in (True, False):
         passes = [fsdp_with(cpu_offload=offloads)]
-        build_model(job, 257, context.mesh, context.device, passes, ComponentBuilder(catalog))
+        build_model(attrs.evolve(context, job=job), 257, passes, ComponentBuilder(catalog))
 
     assert asked == [True, False]
 

@@ -93,12 +93,12 @@ def simulate(
         mesh = build_mesh(job, _CPU)
         build = ComponentBuilder(catalog)
         passes = sort_passes(job, catalog, world_size)
-        built = build_model(job, vocab_size, mesh, _CPU, passes, build, fill=allocate_only, planned_gpu=gpu)
+        context = PassContext(mesh, job, _CPU, gpu)
+        built = build_model(context, vocab_size, passes, build, fill=allocate_only)
         size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
         ledger.vocabulary = _vocabulary(built, vocab_size)
         memory, reason = None, ""
         appliers = [build(use) for use in passes]
-        context = PassContext(mesh, job, _CPU, gpu)
         traffic = [
             one
             for applier in appliers
