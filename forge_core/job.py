@@ -23,7 +23,7 @@ from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
-from forge_core.passes.order import add_required, refuse_conflicts, resolve_degrees, sort_passes
+from forge_core.passes.order import add_required, conflict_problems, pass_problems, resolve_degrees, setting_of
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import PassComponent, kind_words
 from forge_core.registry.entry_points import canonical_distribution
@@ -173,8 +173,8 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     degrees = None
     try:
         degrees = resolve_degrees(job.parallel, world_size) if world_size is not None else None
-    except ConfigError as error:
-        problems += _paragraphs(error)
+    except ConfigProblems as error:
+        problems += error.problems
         world_size = None  # what does not depend on it is checked all the same
     train, found = _with_batches(job.train, degrees)
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
@@ -193,18 +193,13 @@ def _with_degrees(job: Job, degrees: Mapping[str, int]) -> Job:
 
 def _with_passes(job: Job, catalog: Catalog, world_size: int | None) -> tuple[Job, list[Problem]]:
     """With the passes that it asks for without naming them, and what is wrong with all of them."""
-    problems = []
-    check: Callable[[Job, Catalog, int | None], object] = sort_passes
     try:
-        job = add_required(job, catalog, world_size, ComponentBuilder(catalog).resolve)
-    except ConfigError as error:
-        problems += _paragraphs(error)
-        check = refuse_conflicts  # passes that could not be added would be missed once more
-    try:
-        check(job, catalog, world_size)
-    except ConfigError as error:
-        problems += _paragraphs(error)
-    return job, problems
+        job, problems = add_required(job, catalog, world_size, ComponentBuilder(catalog).resolve)
+    except ConfigProblems as error:
+        problems = [*error.problems]
+    # passes that could not be added would be missed once more
+    check = conflict_problems if problems else pass_problems
+    return job, [*problems, *check(job, catalog, world_size)]
 
 
 def check_device(job: Job, catalog: Catalog) -> None:
@@ -214,10 +209,7 @@ def check_device(job: Job, catalog: Catalog) -> None:
         ConfigProblems: what they answer.
     """
     problems = [problem for path, use in components(job) for problem in _component_problems(path, use, job)]
-    try:
-        refuse_conflicts(job, catalog)
-    except ConfigError as error:
-        problems += _paragraphs(error)
+    problems += conflict_problems(job, catalog)
     if problems:
         raise ConfigProblems(problems, str(job.run.name))
 
@@ -337,25 +329,6 @@ def _factory_problems(path: KeyPath, use: ComponentRef, catalog: Catalog) -> lis
     return [Problem(path, sentence)]
 
 
-def _paragraphs(error: ConfigError) -> list[Problem]:
-    """The problems in a message that has one to a paragraph, each starting with the key that it is about."""
-    paragraphs: list[str] = []
-    for line in str(error).splitlines():
-        if paragraphs and line.startswith((" ", "note: ")):
-            paragraphs[-1] += f"\n{line}"
-        else:
-            paragraphs.append(line)
-    problems = []
-    for paragraph in paragraphs:
-        match = re.match(r"([a-z_]+(?:\.[\w:-]*\w)*)(: )?", paragraph)
-        key = key_path(match[1]) if match and match[1].partition(".")[0] in SECTIONS else ()
-        if match and key and match[2]:
-            problems.append(Problem(key, paragraph[match.end() :]))
-        else:
-            problems.append(Problem((), paragraph, at=key))
-    return problems
-
-
 def _placed(problem: Problem, document: Document) -> Problem:
     """The problem with the place of its value, and the remedy that only the command line needs."""
     path = problem.path if problem.at is None else problem.at
@@ -375,8 +348,7 @@ def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog
         return problem
     component = catalog.lookup("parallel_pass", use.qualified_name).component
     served = component.serves if isinstance(component, PassComponent) else ()
-    causes = [("train" if one == "precision" else "parallel", one) for one in served]
-    written = next((cause for cause in causes if cause in document.locations), None)
+    written = next((cause for cause in map(setting_of, served) if cause in document.locations), None)
     return problem if written is None else attrs.evolve(problem, at=written)
 
 

@@ -286,7 +286,10 @@ def complete(asked: Job, installed: Catalog, world_size: int | None = None) -> d
         provided = installed.lookup(kind, name)
         return use(provided.component.name, provided.plugin.distribution)
 
-    return dict(add_required(asked, installed, world_size, resolve).parallel.passes)
+    done, problems = add_required(asked, installed, world_size, resolve)
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
+    return dict(done.parallel.passes)
 
 
 def incomplete(asked: Job, installed: Catalog, world_size: int | None = None) -> str:
@@ -370,7 +373,8 @@ def test_what_an_added_pass_needs_is_added_too_unless_it_is_switched_off():
 def test_the_rest_of_the_job_is_left_as_it_was():
     asked = job({}, precision="bf16")
 
-    done = add_required(asked, catalog(FSDP), None, lambda kind, name: use("fsdp"))
+    done, problems = add_required(asked, catalog(FSDP), None, lambda kind, name: use("fsdp"))
 
+    assert problems == []
     assert attrs.evolve(done, parallel=asked.parallel) == asked
     assert asked.parallel.passes == {}

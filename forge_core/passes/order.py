@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from forge_core.config.problems import ConfigProblems, KeyPath, Problem
 from forge_core.config.sections import AXES, Job, ParallelSection
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
@@ -23,20 +24,24 @@ def add_required(
     catalog: Catalog,
     world_size: int | None,
     resolve: Callable[[str, str | Mapping[str, Any]], ComponentRef],
-) -> Job:
+) -> tuple[Job, list[Problem]]:
     """The job with a pass for everything that its degrees and its precision ask for and that no named pass serves, and
     with the passes that its passes need.
+
+    And the problems: no installed pass serves what is asked for, several do, or the one that does is switched off. With
+    any, the job is as it was.
 
     Args:
         world_size: ranks of the run; ``None`` if it is not known yet.
         resolve: turns a kind and a name into a choice of component with its default configuration.
 
     Raises:
-        ConfigError: no installed pass serves what is asked for, several do, or the one that does is switched off. The
-            message has a paragraph for each problem.
+        ConfigProblems: the degrees do not multiply to the world size, or a pass cannot be without keys of its own.
     """
     passes: dict[str, ComponentRef | None] = dict(job.parallel.passes)
     required = required_capabilities(job, world_size)
+    if problems := _typos(passes, catalog):
+        return job, problems
     switched_off = _switched_off(passes, catalog)
 
     def unserved() -> dict[str, list[CatalogEntry]]:
@@ -62,12 +67,14 @@ def add_required(
         passes[key] = resolve("parallel_pass", needed.qualified_name)
 
     problems = [
-        _unserved_problem(required[capability], capability, candidates, switched_off, catalog)
+        Problem(
+            (),
+            _why_unserved(required[capability], capability, candidates, switched_off, catalog),
+            at=setting_of(capability),
+        )
         for capability, candidates in unserved().items()
     ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return attrs.evolve(job, parallel=attrs.evolve(job.parallel, passes=passes))
+    return job if problems else attrs.evolve(job, parallel=attrs.evolve(job.parallel, passes=passes)), problems
 
 
 def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
@@ -78,7 +85,7 @@ def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
         world_size: ranks of the run; ``None`` takes ``dp_shard = -1`` for 1.
 
     Raises:
-        ConfigError: the degrees do not multiply to the world size.
+        ConfigProblems: the degrees do not multiply to the world size.
     """
     parallel = job.parallel
     required = {}
@@ -91,33 +98,41 @@ def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
     return required
 
 
+def setting_of(capability: str) -> KeyPath:
+    """The key that asks for a capability."""
+    return ("train" if capability == "precision" else "parallel", capability)
+
+
 def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int]:
     """The size of every axis of the mesh, outermost first, with ``dp_shard = -1`` resolved.
 
     Raises:
-        ConfigError: they do not multiply to the world size, or ``ep`` does not divide the ranks it borrows from.
+        ConfigProblems: they do not multiply to the world size, or ``ep`` does not divide the ranks it borrows from.
     """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
     spelled = " × ".join(f"{axis} {degree}" for axis, degree in fixed.items() if degree > 1) or "all axes 1"
     if len(fixed) == len(degrees) and product != world_size:
-        raise ConfigError(
-            f"parallel: the degrees ask for {product} ranks ({spelled}), and there are {world_size}; start {product} "
+        sentence = (
+            f"the degrees ask for {product} ranks ({spelled}), and there are {world_size}; start {product} "
             "processes, change a degree, or set dp_shard = -1 to take what is left"
         )
+        raise ConfigProblems([Problem(("parallel",), sentence)])
     if world_size % product:
-        raise ConfigError(
-            f"parallel: {world_size} ranks cannot be divided by the degrees, which ask for a multiple of {product} "
+        sentence = (
+            f"{world_size} ranks cannot be divided by the degrees, which ask for a multiple of {product} "
             f"({spelled}); start such a number of processes or change a degree"
         )
+        raise ConfigProblems([Problem(("parallel",), sentence)])
     degrees = {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
     lenders = degrees["dp_shard"] * degrees["cp"]
     if lenders % parallel.ep:
-        raise ConfigError(
+        sentence = (
             f"parallel.ep = {parallel.ep} must divide the {lenders} ranks that it borrows "
             f"(dp_shard {degrees['dp_shard']} × cp {degrees['cp']})"
         )
+        raise ConfigProblems([Problem((), sentence, at=("parallel", "ep"))])
     return degrees
 
 
@@ -128,9 +143,26 @@ def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tu
         world_size: ranks of the run; ``None`` takes ``dp_shard = -1`` for 1.
 
     Raises:
-        ConfigError: a pass is named twice, or lacks a pass that it needs, or conflicts with something, or what they
-            declare cannot all be true. The message has a line for each problem.
+        ConfigError: with a line for each of ``pass_problems``.
     """
+    order, problems = _sorted(job, catalog, world_size)
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
+    return tuple(order)
+
+
+def pass_problems(job: Job, catalog: Catalog, world_size: int | None = None) -> list[Problem]:
+    """A pass is named twice, or lacks a pass that it needs, or conflicts with something, or what they declare cannot
+    all be true."""
+    return _sorted(job, catalog, world_size)[1]
+
+
+def conflict_problems(job: Job, catalog: Catalog, world_size: int | None = None) -> list[Problem]:
+    """The part of ``pass_problems`` that makes sense also for a job that lacks some of its passes."""
+    return conflicts_in(_in_phases(job, catalog), job, _all_degrees(job.parallel, world_size))
+
+
+def _sorted(job: Job, catalog: Catalog, world_size: int | None) -> tuple[list[ComponentRef], list[Problem]]:
     declared = _in_phases(job, catalog)
     problems = [
         *_repeated(declared),
@@ -145,21 +177,9 @@ def sort_passes(job: Job, catalog: Catalog, world_size: int | None = None) -> tu
             order += _sorted_in_phase(in_phase)
         except CycleError as error:
             cycle = " → ".join(f"'{name}'" for name in error.args[1])
-            problems.append(f"parallel.passes: each of {cycle} says that it comes before the next; leave one out")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return tuple(order)
-
-
-def refuse_conflicts(job: Job, catalog: Catalog, world_size: int | None = None) -> None:
-    """The part of ``sort_passes`` that makes sense also for a job that lacks some of its passes.
-
-    Raises:
-        ConfigError: with a line for each conflict.
-    """
-    problems = conflicts_in(_in_phases(job, catalog), job, _all_degrees(job.parallel, world_size))
-    if problems:
-        raise ConfigError("\n".join(problems))
+            sentence = f"each of {cycle} says that it comes before the next; leave one out"
+            problems.append(Problem(("parallel", "passes"), sentence))
+    return order, problems
 
 
 def _all_degrees(parallel: ParallelSection, world_size: int | None) -> dict[str, int]:
@@ -207,24 +227,28 @@ def _needed(
     return None
 
 
+def _typos(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> list[Problem]:
+    """Keys that switch off a pass which there is not."""
+    wrong = [key for key, use in passes.items() if use is None and not catalog.providers("parallel_pass", key)]
+    if not wrong:
+        return []
+    from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only
+
+    path = ("parallel", "passes")
+    return [Problem((*path, key), why_no_component(catalog, "parallel_pass", key)) for key in wrong]
+
+
 def _switched_off(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -> dict[str, str]:
-    """The passes that ``<key> = false`` keeps out, by qualified name, with that key.
-
-    Raises:
-        ConfigError: such a key names no pass, and would have no effect.
-    """
-    switched_off = {}
-    for key in [key for key, use in passes.items() if use is None]:
-        found = catalog.providers("parallel_pass", key)
-        if not found:
-            from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only
-
-            raise ConfigError(f"parallel.passes.{key}: {why_no_component(catalog, 'parallel_pass', key)}")
-        switched_off.update({one.qualified_name: key for one in found})
-    return switched_off
+    """The passes that ``<key> = false`` keeps out, by qualified name, with that key."""
+    return {
+        one.qualified_name: key
+        for key, use in passes.items()
+        if use is None
+        for one in catalog.providers("parallel_pass", key)
+    }
 
 
-def _unserved_problem(
+def _why_unserved(
     why: str,
     capability: str,
     candidates: Collection[CatalogEntry],
@@ -249,16 +273,17 @@ def _unserved_problem(
     return f"{why}: no installed pass {purpose}{f'; {published}' if published else '.'}{notes(catalog)}"
 
 
-def _repeated(declared: Collection[Declaration]) -> list[str]:
+def _repeated(declared: Collection[Declaration]) -> list[Problem]:
     names = [use.qualified_name for use, _ in declared]
+    sentence = "'{}' is named {} times, by its name and by another one; keep one"
     return [
-        f"parallel.passes: '{name}' is named {names.count(name)} times, by its name and by another one; keep one"
+        Problem(("parallel", "passes"), sentence.format(name, names.count(name)))
         for name in sorted(set(names))
         if names.count(name) > 1
     ]
 
 
-def _against_phases(declared: Collection[Declaration]) -> list[str]:
+def _against_phases(declared: Collection[Declaration]) -> list[Problem]:
     problems = []
     for _, component in declared:
         for _, other in declared:
@@ -268,11 +293,12 @@ def _against_phases(declared: Collection[Declaration]) -> list[str]:
                 ("before", component.before, own > others),
             ):
                 if impossible and names_of(other) & set(names):
-                    problems.append(
-                        f"parallel.passes.{component.name}: it says that it comes {wish} '{other.name}', but its phase "
-                        f"'{component.phase}' comes {'before' if own < others else 'after'} '{other.phase}'. This is a "
-                        "bug in one of the two plugins."
+                    sentence = (
+                        f"it says that it comes {wish} '{other.name}', but its phase '{component.phase}' comes "
+                        f"{'before' if own < others else 'after'} '{other.phase}'. This is a bug in one of the two "
+                        "plugins."
                     )
+                    problems.append(Problem(("parallel", "passes", component.name), sentence))
     return problems
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from forge_core.config.describe import literal
+from forge_core.config.problems import Problem
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Conditions, Conflict, PassComponent
@@ -14,8 +15,8 @@ Declaration = tuple[ComponentRef, PassComponent]
 """A pass of a job, and what it declares."""
 
 
-def conflicts_in(declared: Collection[Declaration], job: Job, degrees: Mapping[str, int]) -> list[str]:
-    """A line for each conflict; if both of two passes declare theirs, what the first one says.
+def conflicts_in(declared: Collection[Declaration], job: Job, degrees: Mapping[str, int]) -> list[Problem]:
+    """Every conflict once; if both of two passes declare theirs, what the first one says.
 
     Args:
         declared: all passes of the job.
@@ -33,12 +34,12 @@ def conflicts_in(declared: Collection[Declaration], job: Job, degrees: Mapping[s
                     if (other, use.qualified_name) not in told:
                         told.add((use.qualified_name, other))
                         sentence = f"cannot be combined with {words}: {conflict.reason}"
-                        problems.append(f"{_subject(use, conflict.when)} {sentence}")
+                        problems.append(_problem(use, conflict.when, sentence))
     return problems
 
 
-def missing_in(declared: Collection[Declaration]) -> list[str]:
-    """A line for each pass that another one needs and that is not there."""
+def missing_in(declared: Collection[Declaration]) -> list[Problem]:
+    """Every pass that another one needs and that is not there."""
     present = {name for _, component in declared for name in names_of(component)}
     problems = []
     for use, component in declared:
@@ -48,7 +49,7 @@ def missing_in(declared: Collection[Declaration]) -> list[str]:
             elif need.other not in present and _hold(need.when, use.config):
                 reason = f": {need.reason}" if need.reason else ""
                 remedy = f"add {need.other} = true under [parallel.passes]"
-                problems.append(f"{_subject(use, need.when)} needs the pass '{need.other}'{reason}; {remedy}")
+                problems.append(_problem(use, need.when, f"needs the pass '{need.other}'{reason}; {remedy}"))
     return problems
 
 
@@ -105,14 +106,15 @@ def _are_keys_of(use: ComponentRef, conditions: Conditions) -> bool:
     return all(hasattr(use.config, key) for key in conditions)
 
 
-def _subject(use: ComponentRef, when: Conditions) -> str:
-    """``parallel.passes.fp8: it``, or ``parallel.passes.fp8.recipe: "rowwise" with emulate = false``."""
+def _problem(use: ComponentRef, when: Conditions, sentence: str) -> Problem:
+    """About the pass, ``it needs …``; or about the first of its keys, ``"rowwise" with emulate = false needs …``."""
+    path = ("parallel", "passes", use.name)
     if not when:
-        return f"parallel.passes.{use.name}: it"
+        return Problem(path, f"it {sentence}")
     first, *others = when
     words = [f"{key} = {literal(getattr(use.config, key))}" for key in others]
     value = literal(getattr(use.config, first))
-    return f"parallel.passes.{use.name}.{first}: {' with '.join([value, *words])}"
+    return Problem((*path, first), f"{' with '.join([value, *words])} {sentence}")
 
 
 def _own_words(conditions: Conditions, use: ComponentRef) -> str:
@@ -121,5 +123,5 @@ def _own_words(conditions: Conditions, use: ComponentRef) -> str:
     return f"{words} of " if words else ""
 
 
-def _bug(use: ComponentRef, what: str) -> str:
-    return f"parallel.passes.{use.name}: it declares {what}. This is a bug in {use.provider}."
+def _bug(use: ComponentRef, what: str) -> Problem:
+    return _problem(use, {}, f"declares {what}. This is a bug in {use.provider}.")

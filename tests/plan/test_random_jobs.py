@@ -154,7 +154,7 @@ def unchecked(file, settings, catalog, world_size, monkeypatch):
     """The job without the rules across sections; ``None`` where a section by itself is wrong."""
     with monkeypatch.context() as patch:
         patch.setattr(job_module, "_component_problems", lambda *_: [])
-        patch.setattr(job_module, "refuse_conflicts", lambda *_: None)
+        patch.setattr(job_module, "conflict_problems", lambda *_: [])
         try:
             return load_job(file, settings, catalog=catalog, world_size=world_size)
         except ConfigError:
