@@ -11,9 +11,7 @@ from typing import Any
 import attrs
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.config.checkpoint_rules import checkpoint_problems
 from forge_core.config.converter import EXPECTED_STRING, structure
-from forge_core.config.lead_rules import lead_problems
 from forge_core.config.overrides import with_overrides
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text
 from forge_core.config.sections import Job, PluginsSection, TrainSection
@@ -169,7 +167,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     """Fill in what follows from the rest, and check what one section says against the others."""
     run = job.run if job.run.name is not None else attrs.evolve(job.run, name=name)
     job = attrs.evolve(job, run=run)
-    problems = [*_run_name_problems(str(run.name)), *lead_problems(job)]
+    problems: list[Problem] = []
     degrees = None
     try:
         degrees = resolve_degrees(job.parallel, world_size) if world_size is not None else None
@@ -178,8 +176,8 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
         world_size = None  # what does not depend on it is checked all the same
     train, found = _with_batches(job.train, degrees)
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
-    problems += [*found, *found_in_passes, *_grad_norm_problems(job, degrees), *checkpoint_problems(job)]
     on_ranks = job if degrees is None else _with_degrees(job, degrees)
+    problems += [*found, *found_in_passes, *_section_problems(on_ranks)]
     for path, use in components(job):
         problems += _component_problems(path, use, on_ranks)
         problems += _factory_problems(path, use, catalog)
@@ -252,12 +250,6 @@ def _table_at(table: Mapping[str, Any], way: Sequence[str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _run_name_problems(name: str) -> list[Problem]:
-    if name.strip() == name and name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\"):
-        return []
-    return [Problem(("run", "name"), f"must be a plain file name, as it becomes a directory; got {name!r}")]
-
-
 def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tuple[TrainSection, list[Problem]]:
     """``grad_accumulation``, from ``global_batch_size`` if that is given. It is not filled in: a run that goes on on
     another number of ranks has to know whether it was asked for."""
@@ -284,20 +276,10 @@ def _with_batches(train: TrainSection, degrees: Mapping[str, int] | None) -> tup
     return attrs.evolve(train, grad_accumulation=accumulation), []
 
 
-def _grad_norm_problems(job: Job, degrees: Mapping[str, int] | None) -> list[Problem]:
-    """Axes of ``metrics.grad_norm_per`` that would tell nothing."""
-    axes = job.metrics.grad_norm_per
-    problems = []
-    for index, axis in enumerate(axes):
-        degree = getattr(job.parallel, axis) if degrees is None else degrees[axis]
-        if degree == 1:
-            sentence = f"there is one rank along {axis}, whose norm is grad_norm; leave {axis} out"
-        elif axis in axes[:index]:
-            sentence = f"{axis} is named twice; keep one"
-        else:
-            continue
-        problems.append(Problem(("metrics", "grad_norm_per", index), sentence))
-    return problems
+def _section_problems(job: Job) -> Iterator[Problem]:
+    """The core's own problems with the job."""
+    said = {"": job.check(), **{name: getattr(job, name).check(job) for name in ("run", "checkpoint", "metrics")}}
+    return (Problem(key_path(f"{name}.{key}"), sentence) for name, found in said.items() for key, sentence in found)
 
 
 def _component_problems(path: KeyPath, use: ComponentRef, job: Job) -> list[Problem]:

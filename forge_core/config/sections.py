@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import attrs
 from attrs.validators import ge, gt, in_, lt, optional, or_
 
-from forge_core.config.time_limit import is_time_limit
+from forge_core.config.time_limit import DEFAULT_LEAD, is_time_limit, lead_problem
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Slot
+
+Objections = Iterator[tuple[str, str]]
+"""Problems that a section has with the job, as a component's ``check`` tells them: a key of its own, and a sentence."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first."""
@@ -48,6 +51,16 @@ class RunSection:
     trackers_timeout: float = attrs.field(default=60.0, validator=gt(0))
     """Seconds that a checkpoint waits for trackers with state to be done with their lines, and the end of the run for
     all of them."""
+
+    def check(self, job: Job) -> Objections:
+        """A name that is no file's; a ``stop_before_end`` that is not below ``time_limit``."""
+        name = str(self.name)
+        if name.strip() != name or name in ("", ".", "..") or not name.isprintable() or set(name) & set("/\\"):
+            yield "name", f"must be a plain file name, as it becomes a directory; got {name!r}"
+        if self.time_limit is not None and (
+            problem := lead_problem(self.stop_before_end, self.time_limit, "run.time_limit")
+        ):
+            yield "stop_before_end", problem
 
 
 @attrs.frozen(kw_only=True)
@@ -171,6 +184,38 @@ class CheckpointSection:
     load: LoadSection | None = None
     """Parts that a fresh start takes from another run: weights without the position in the data, for instance."""
 
+    def check(self, job: Job) -> Objections:
+        """Keys that contradict each other, or would do nothing."""
+        start, end = self.powers_of_two_from, self.powers_of_two_until
+        if start and not end:
+            yield "powers_of_two_from", "has no effect without powers_of_two_until, the step up to which they are saved"
+        elif start > end:
+            yield "powers_of_two_from", f"{start} is after powers_of_two_until = {end}"
+        elif start > job.train.steps:
+            yield "powers_of_two_from", f"{start} is after the last step, train.steps = {job.train.steps}"
+        for key in ("keep_every", "keep_best"):
+            if getattr(self, key) and self.keep_last is None and self.mirror_keep_last is None:
+                yield key, "has no effect without keep_last, since all are kept; set how many of the newest to keep"
+        if self.keep_best:
+            yield from self._check_best(job.eval.interval)
+        if self.mirror is None and self.mirror_keep_last is not None:
+            yield "mirror_keep_last", "has no effect without mirror"
+        if self.load is not None and self.resume not in ("auto", "never"):
+            yield "load", f"has no effect: checkpoint.resume = {self.resume!r} starts from a whole checkpoint"
+
+    def _check_best(self, evaluated: int) -> Objections:
+        """A checkpoint is judged by the evaluation of its own step."""
+        if not evaluated:
+            yield "keep_best", "nothing is evaluated to tell which are the best; set eval.interval"
+        elif not self.interval:
+            yield "keep_best", "the last checkpoint is the only one while checkpoint.interval = 0"
+        elif self.interval % evaluated:
+            sentence = (
+                f"a checkpoint is judged by the evaluation at its step, so checkpoint.interval = {self.interval} must "
+                f"be a multiple of eval.interval = {evaluated}"
+            )
+            yield "keep_best", sentence
+
     def at_mirror(self) -> CheckpointSection:
         """As it applies there: which are kept."""
         return self if self.mirror_keep_last is None else attrs.evolve(self, keep_last=self.mirror_keep_last)
@@ -199,6 +244,16 @@ class MetricsSection:
     """Axes of the mesh for which to log the norm of the gradient that each coordinate holds: with ``["pp"]``,
     ``grad_norm/pp0`` for the first pipeline rank and so on. Their squares add up to that of ``grad_norm``; of what
     several coordinates hold copies, each has an equal share. Not ``dp_replicate``, along which all is copied."""
+
+    def check(self, job: Job) -> Objections:
+        """Axes of ``grad_norm_per`` that would tell nothing."""
+        axes = self.grad_norm_per
+        for index, axis in enumerate(axes):
+            if getattr(job.parallel, axis) == 1:
+                sentence = f"there is one rank along {axis}, whose norm is grad_norm; leave {axis} out"
+                yield f"grad_norm_per[{index}]", sentence
+            elif axis in axes[:index]:
+                yield f"grad_norm_per[{index}]", f"{axis} is named twice; keep one"
 
 
 @attrs.frozen(kw_only=True)
@@ -233,3 +288,30 @@ class Job:
     callbacks: tuple[Annotated[ComponentRef, Slot("callback")], ...] = ()
     trackers: tuple[Annotated[ComponentRef, Slot("tracker")], ...] = ()
     plugins: PluginsSection = attrs.field(factory=PluginsSection)
+
+    def check(self) -> Objections:
+        """With ``run.time_limit``: whether a step and a save fit into the time before it at which the run stops."""
+        run = self.run
+        if run.time_limit is not None and not lead_problem(run.stop_before_end, run.time_limit, "run.time_limit"):
+            lead = DEFAULT_LEAD if run.stop_before_end is None else run.stop_before_end
+            yield from self.too_long_to_stop(lead, "run.stop_before_end", "run.time_limit")
+
+    def too_long_to_stop(self, lead: float, name: str, end: str) -> Objections:
+        """Timeouts by which a step or a save may take longer than there is time for it before the end.
+
+        One that has not been raised above its default says nothing about how long things take in this run.
+
+        Args:
+            lead: seconds between the moment when the run is told to stop and its end.
+            name: of the key that says so.
+            end: what ends it.
+        """
+        for place, key, what in (("checkpoint", "timeout", "save"), ("run", "step_timeout", "step")):
+            section = getattr(self, place)
+            seconds = getattr(section, key)
+            if seconds > max(getattr(attrs.fields(type(section)), key).default, lead):
+                sentence = (
+                    f"by {seconds:g} s, a {what} may take longer than {name} = {lead:g} s, after which {end} ends the "
+                    f"run: raise {name} to what a step and a save take, or lower this one below it"
+                )
+                yield f"{place}.{key}", sentence

@@ -15,8 +15,7 @@ import click
 
 from forge_core.commands.validate import options_of, summary
 from forge_core.config.builder import ComponentBuilder
-from forge_core.config.lead_rules import timeout_problems
-from forge_core.config.problems import ConfigProblems
+from forge_core.config.problems import ConfigProblems, Problem, key_path
 from forge_core.config.sections import Job
 from forge_core.config.time_limit import lead_problem, seconds_of
 from forge_core.contracts.data_source import DataSourceConfig
@@ -179,8 +178,8 @@ def _stopping_in_time(job: Job, cluster: Cluster, limit: str) -> Job:
         if problem:
             raise ConfigError(f"run.stop_before_end: {problem}")
     # an older Slurm does not tell the run its end: then there is only the signal
-    if problems := list(timeout_problems(job, signal_lead, "signal_lead", "the time limit of the job")):
-        raise ConfigProblems(problems)
+    if said := [*job.too_long_to_stop(signal_lead, "signal_lead", "the time limit of the job")]:
+        raise ConfigProblems(Problem(key_path(key), sentence) for key, sentence in said)
     return attrs.evolve(job, run=attrs.evolve(run, stop_before_end=lead))
 
 
