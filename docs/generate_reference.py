@@ -1,4 +1,4 @@
-"""Writes the pages that are made of data: the configuration reference and the table of passes.
+"""Writes the pages that are made of data: the configuration reference and the tables of hooks and of passes.
 
 ``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Nothing
 heavy is imported: config classes are free of torch.
@@ -21,14 +21,20 @@ from forge_core.passes.rules import condition_words, other_words
 from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import PHASES, PassComponent, Slot
 from forge_core.registry.discovery import discover
+from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_KINDS
 from forge_core.registry.imports import load_reference
 
 
 def write_reference(folder: Path) -> None:
-    """Write ``config-reference.md`` and ``passes.md`` for what is installed. Unchanged files are left alone."""
+    """Write the pages for what is installed. Unchanged files are left alone."""
     catalog = discover()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in {"config-reference.md": config_reference(catalog), "passes.md": pass_tables(catalog)}.items():
+    pages = {
+        "config-reference.md": config_reference(catalog),
+        "hooks.md": hook_table(catalog),
+        "passes.md": pass_tables(catalog),
+    }
+    for name, lines in pages.items():
         page, text = folder / name, "\n".join(lines) + "\n"
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             page.write_text(text, encoding="utf-8")
@@ -54,6 +60,48 @@ def config_reference(catalog: Catalog) -> Iterator[str]:
             yield ""
         for provided in components:
             yield from _component(kind, provided)
+
+
+def hook_table(catalog: Catalog) -> Iterator[str]:
+    """The hooks of the core, what each yields, and where a configuration chooses one of it."""
+    yield "# Table of hooks"
+    yield ""
+    yield "Generated from the kinds of the core, `CORE_KINDS` in `forge_core/registry/hookspecs.py`. A hook takes no"
+    yield "arguments. *Chosen by* names the sections of a job, and the keys of installed components."
+    yield ""
+    yield "| hook | yields | which is | contract | chosen by |"
+    yield "|---|---|---|---|---|"
+    chosen: dict[str, list[str]] = {}
+    for words, kind in _choices(catalog):
+        chosen.setdefault(kind, []).append(words)
+    for kind in CORE_KINDS:
+        contract = kind.contract.replace(":", ".")
+        cells = (
+            kind.descriptor.__name__,
+            kind.summary,
+            _code(contract),
+            ", ".join(dict.fromkeys(chosen.get(kind.name, ()))),
+        )
+        yield _row((f"[`{kind.hook}`](../hooks/{kind.hook}.md)", *cells))
+    for hook, description in BESIDE_COMPONENTS.items():
+        yield _row((f"[`{hook}`](../hooks/{hook}.md)", description.__name__, _plain(description.__doc__ or ""), "", ""))
+
+
+def _choices(catalog: Catalog) -> Iterator[tuple[str, str]]:
+    """Every key that chooses a component, in words, and its kind."""
+    for section in attrs.fields(attrs.resolve_types(Job, include_extras=True)):
+        if slot := _slot(section.type):
+            yield f"`[{section.name}]`", slot.kind
+        elif attrs.has(section.type):
+            for field in attrs.fields(attrs.resolve_types(section.type, include_extras=True)):
+                if slot := _slot(field.type):
+                    yield f"`[{section.name}] {field.name}`", slot.kind
+    for kind in catalog.kinds:
+        for provided in catalog.components(kind):
+            cls = load_reference(provided.component.config, what="config", owner=provided.plugin.distribution)
+            for field in attrs.fields(attrs.resolve_types(cls, include_extras=True)):
+                if slot := _slot(field.type):
+                    yield f"`{field.name}` of a {kind.replace('_', ' ')}", slot.kind
 
 
 def pass_tables(catalog: Catalog) -> Iterator[str]:

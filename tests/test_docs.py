@@ -30,7 +30,7 @@ from forge_core.registry.imports import load_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GENERATED = ("generated/config-reference.md", "generated/passes.md")
+GENERATED = ("generated/config-reference.md", "generated/hooks.md", "generated/passes.md")
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]

@@ -29,7 +29,7 @@ from forge_core.registry.entry_points import (
     canonical_distribution,
     plugin_entry_points,
 )
-from forge_core.registry.hookspecs import CORE_COMMANDS, CORE_KINDS, ForgeSpecs, hookspec
+from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_COMMANDS, CORE_KINDS, ForgeSpecs, specifications
 from forge_core.registry.plugin_output import output_of
 
 DISABLE_VARIABLE = "FORGE_DISABLE_PLUGINS"
@@ -67,9 +67,7 @@ def discover(disable: Collection[str] = (), only: Collection[str] | None = None)
 
     _add_kinds(candidates, manager)
     _refuse_unknown_hooks(candidates, manager)
-    _collect_components(candidates, manager)
-    _collect_commands(candidates, manager)
-    _collect_checks(candidates, manager)
+    _collect(candidates, manager)
     return Catalog(candidate.result() for candidate in candidates)
 
 
@@ -202,7 +200,7 @@ def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
             for taken in (kind.name, kind.hook):
                 adders.setdefault(taken, []).append(candidate)
     core = {name for kind in CORE_KINDS for name in (kind.name, kind.hook)}
-    core |= {"command", "forge_commands", "check", "forge_checks", "kind", "forge_kinds"}
+    core |= {name for hook, cls in BESIDE_COMPONENTS.items() for name in (cls.__name__.lower(), hook)}
     for taken, found in adders.items():
         for candidate in found:
             others = sorted({other.distribution for other in found if other is not candidate})
@@ -222,11 +220,7 @@ def _specify(kind: Kind, candidates: Mapping[str, _Candidate], manager: pluggy.P
             refused = candidates[implementation.plugin_name]
             refused.fail("broken", f"{kind.hook} takes no arguments and may not be a wrapper")
             manager.unregister(name=refused.distribution)
-
-    def specification(self: object) -> Iterable[Component]:
-        raise AssertionError("specification only")
-
-    manager.add_hookspecs(type("KindSpecs", (), {kind.hook: hookspec(specification)}))
+    manager.add_hookspecs(specifications({kind.hook: kind.descriptor}))
 
 
 def _refuse_unknown_hooks(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
@@ -244,8 +238,11 @@ def _refuse_unknown_hooks(candidates: Collection[_Candidate], manager: pluggy.Pl
 
 
 def _known_hooks(candidates: Iterable[_Candidate]) -> set[str]:
-    kinds = (*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds))
-    return {"forge_commands", "forge_checks", "forge_kinds", *(kind.hook for kind in kinds)}
+    return {*BESIDE_COMPONENTS, *(kind.hook for kind in _kinds(candidates))}
+
+
+def _kinds(candidates: Iterable[_Candidate]) -> list[Kind]:
+    return [*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds)]
 
 
 def _unknown_hooks(candidate: _Candidate, known: Collection[str], manager: pluggy.PluginManager) -> list[str]:
@@ -260,45 +257,36 @@ def _unknown_hooks(candidate: _Candidate, known: Collection[str], manager: plugg
     )
 
 
-def _collect_components(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
-    candidates = [candidate for candidate in candidates if candidate.loaded]
-    kinds = (*CORE_KINDS, *(kind for candidate in candidates for kind in candidate.plugin.kinds))
-    for candidate in candidates:
-        found: list[tuple[str, Component]] = []
-        for kind in kinds:
-            of_kind = _yielded(candidate, kind.hook, kind.descriptor, manager)
-            names = [name for component in of_kind for name in (component.name, *component.aliases)]
-            _refuse_duplicates(candidate, kind.hook, names)
-            found += [(kind.name, component) for component in of_kind]
+def _collect(candidates: Collection[_Candidate], manager: pluggy.PluginManager) -> None:
+    """Ask every plugin for what it has of each kind, and for its commands and checks."""
+    loaded = [candidate for candidate in candidates if candidate.loaded]
+    kinds = _kinds(loaded)
+    for candidate in loaded:
+        components = [
+            (kind.name, component)
+            for kind in kinds
+            for component in _distinct(candidate, kind.hook, kind.descriptor, manager)
+        ]
+        commands = _distinct(candidate, "forge_commands", Command, manager)
+        for name in sorted({one.name for one in commands} & {one.name for one in CORE_COMMANDS}):
+            candidate.fail("broken", f"its command '{name}' would replace the core's")
+        checks = _distinct(candidate, "forge_checks", Check, manager)
         if candidate.loaded:
-            candidate.plugin = attrs.evolve(candidate.plugin, components=tuple(found))
+            candidate.plugin = attrs.evolve(
+                candidate.plugin, components=tuple(components), commands=tuple(commands), checks=tuple(checks)
+            )
 
 
-def _collect_commands(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
-    core = {command.name for command in CORE_COMMANDS}
-    for candidate in candidates:
-        commands = _yielded(candidate, "forge_commands", Command, manager)
-        names = [command.name for command in commands]
-        _refuse_duplicates(candidate, "forge_commands", names)
-        for name in names:
-            if name in core:
-                candidate.fail("broken", f"its command '{name}' would replace the core's")
-        if candidate.loaded:
-            candidate.plugin = attrs.evolve(candidate.plugin, commands=tuple(commands))
-
-
-def _collect_checks(candidates: Iterable[_Candidate], manager: pluggy.PluginManager) -> None:
-    for candidate in candidates:
-        checks = _yielded(candidate, "forge_checks", Check, manager)
-        _refuse_duplicates(candidate, "forge_checks", [check.name for check in checks])
-        if candidate.loaded:
-            candidate.plugin = attrs.evolve(candidate.plugin, checks=tuple(checks))
-
-
-def _refuse_duplicates(candidate: _Candidate, hook: str, names: list[str]) -> None:
+def _distinct(
+    candidate: _Candidate, hook: str, expected: type[Description], manager: pluggy.PluginManager
+) -> list[Description]:
+    """What ``_yielded`` gives; the plugin is broken if two of them have one name."""
+    found = _yielded(candidate, hook, expected, manager)
+    names = [name for one in found for name in (one.name, *getattr(one, "aliases", ()))]
     for name in names:
         if names.count(name) > 1:
             candidate.fail("broken", f"{hook} yields the name '{name}' {names.count(name)} times")
+    return found
 
 
 def _yielded(

@@ -7,120 +7,12 @@ and nobody else's. Hooks take no arguments, and nothing may depend on the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pluggy
 
-from forge_core.registry.component import Check, Command, Component, Kind, PassComponent
-
-hookspec = pluggy.HookspecMarker("forge")
-
-
-class ForgeSpecs:
-    """The hook specifications of the entry-point group ``forge.v1``."""
-
-    @hookspec
-    def forge_models(self) -> Iterable[Component]:
-        """Contribute models, chosen by ``[model] name``. Contract: ``forge_core.contracts.model``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_feed_forwards(self) -> Iterable[Component]:
-        """Contribute feed-forward layers, chosen by ``[model.feed_forward] name``: how a block becomes sparse.
-
-        Contract: ``forge_core.contracts.feed_forward``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_routers(self) -> Iterable[Component]:
-        """Contribute token-to-expert routers, chosen by the ``router`` table of a sparse feed-forward layer.
-
-        Contract: ``forge_core.contracts.router``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_optimizers(self) -> Iterable[Component]:
-        """Contribute optimizers, chosen by ``[optimizer] name``. Contract: ``forge_core.contracts.optimizer``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_schedulers(self) -> Iterable[Component]:
-        """Contribute learning-rate schedules, chosen by ``[scheduler] name``.
-
-        Contract: ``forge_core.contracts.scheduler``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_losses(self) -> Iterable[Component]:
-        """Contribute losses, chosen by ``[loss] name``. Contract: ``forge_core.contracts.loss``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_data_sources(self) -> Iterable[Component]:
-        """Contribute data sources, chosen by ``[data] name``. Contract: ``forge_core.contracts.data_source``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_tokenizers(self) -> Iterable[Component]:
-        """Contribute tokenizers, chosen by ``[data] tokenizer``. Contract: ``forge_core.contracts.tokenizer``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_parallel_passes(self) -> Iterable[PassComponent]:
-        """Contribute passes over the built model (shard, quantise, checkpoint, compile).
-
-        They are switched on by a table ``[parallel.passes.<name>]`` or by a degree in ``[parallel]`` that they serve.
-        Contract: ``forge_core.contracts.parallel_pass``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_trackers(self) -> Iterable[Component]:
-        """Contribute trackers of metrics, chosen by ``[[trackers]] name``.
-
-        Contract: ``forge_core.contracts.tracker``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_checkpoint_mirrors(self) -> Iterable[Component]:
-        """Contribute mirrors of checkpoints, chosen by ``[checkpoint.mirror] name``.
-
-        Contract: ``forge_core.contracts.checkpoint_mirror``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_callbacks(self) -> Iterable[Component]:
-        """Contribute callbacks, chosen by ``[[callbacks]] name``. Contract: ``forge_core.contracts.callback``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_cluster_environments(self) -> Iterable[Component]:
-        """Contribute clusters, by their variables. The one that detects itself is taken; no key chooses it.
-
-        Contract: ``forge_core.contracts.cluster_environment``.
-        """
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_commands(self) -> Iterable[Command]:
-        """Contribute sub-commands of ``forge``. Contract: ``forge_core.contracts.command``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_checks(self) -> Iterable[Check]:
-        """Contribute checks of ``forge doctor``. Contract: ``forge_core.contracts.check``."""
-        raise AssertionError("specification only")
-
-    @hookspec
-    def forge_kinds(self) -> Iterable[Kind]:
-        """Contribute kinds of components, each with a hook of its own that other plugins can then implement."""
-        raise AssertionError("specification only")
-
+from forge_core.registry.component import Check, Command, Kind, PassComponent
 
 CORE_KINDS = (
     Kind(
@@ -213,7 +105,14 @@ CORE_KINDS = (
         returns="forge_core.contracts.cluster_environment:ClusterEnvironment",
     ),
 )
-"""The kinds of the core. Commands, checks and kinds themselves are registered by hooks of their own."""
+"""The kinds of the core."""
+
+BESIDE_COMPONENTS: Mapping[str, type[Command | Check | Kind]] = {
+    "forge_commands": Command,
+    "forge_checks": Check,
+    "forge_kinds": Kind,
+}
+"""The hooks of what is no component, each with what it yields."""
 
 
 CORE_COMMANDS = (
@@ -240,3 +139,21 @@ CORE_COMMANDS = (
     ),
 )
 """In the order in which they are listed. A plugin cannot replace one."""
+
+
+def specifications(yields: Mapping[str, type]) -> type[Any]:
+    """A class of hook specifications as pluggy reads it: hooks without arguments, by what each yields."""
+    return type("ForgeSpecs", (), {hook: _specification(hook, description) for hook, description in yields.items()})
+
+
+def _specification(hook: str, description: type) -> object:
+    def specification(self: object) -> Iterable[object]:
+        raise AssertionError("specification only")
+
+    specification.__name__ = hook
+    specification.__annotations__ = {"return": f"Iterable[{description.__name__}]"}
+    return pluggy.HookspecMarker("forge")(specification)
+
+
+ForgeSpecs = specifications({**{kind.hook: kind.descriptor for kind in CORE_KINDS}, **BESIDE_COMPONENTS})
+"""The hook specifications of the entry-point group ``forge.v1``."""
