@@ -158,7 +158,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> Non
         return
     from importlib.metadata import PackageNotFoundError, version
 
-    from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
+    from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
 
     try:
         torch = f"torch {version('torch')}"  # its metadata: importing it takes a second

@@ -69,3 +69,13 @@ class SaveError(ForgeError):
 
 class MirrorError(ForgeError):
     """The mirror of a run's checkpoints cannot be reached, read or written. Starting again later may help."""
+
+
+def with_article(words: str) -> str:
+    """``"an optimizer"``, ``"a router"``."""
+    return f"{'an' if words[0].lower() in 'aeiou' else 'a'} {words}"
+
+
+def and_more(n: int, shown: int, before: str = " ") -> str:
+    """``" and 3 more"``, behind a list that shows fewer than ``n``; else nothing."""
+    return f"{before}and {n - shown} more" if n > shown else ""

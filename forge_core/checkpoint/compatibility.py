@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from forge_core.config.diff import Difference, differences
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, and_more
 
 _FIXED = ("model", "optimizer.name", "train.seq_len", "train.seed", "train.data_seed", "data.shuffle")
 """Sections that give weights, the optimizer's state and the position in the data their meaning. The data themselves
@@ -26,8 +26,7 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
     refused = [change for change in changes if any(_is_within(change.key, fixed) for fixed in _FIXED)]
     if refused:
         named = [f"{change.key}: {value_text(change.old)} -> {value_text(change.new)}" for change in refused[:_NAMED]]
-        lines = "\n  ".join(named)
-        lines += f"\n  and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+        lines = "\n  ".join(named) + and_more(len(refused), _NAMED, "\n  ")
         raise ConfigError(
             f"{where} cannot be continued with this configuration; these {len(refused)} keys differ:\n  {lines}\n"
             "Restore them, or choose another run.name to start afresh."

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
-from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
+from forge_core.checkpoint.manifest import Manifest, describe_files, lack_of_room, write_manifest
 from forge_core.errors import ConfigError, ForgeError, SaveError
 
 
@@ -55,11 +55,8 @@ def write_checkpoint(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        free = shutil.disk_usage(unfinished).free
-        if free < n_bytes:
-            raise SaveError(
-                f"{folder.parent} has {as_size(free)} free, and the checkpoint needs {as_size(n_bytes)}; make room"
-            )
+        if lack := lack_of_room(folder.parent, n_bytes):
+            raise SaveError(lack)
         _write_tensors(unfinished, shapes, make)
         write_more(unfinished)
         write_durably(unfinished / "state.json", json.dumps(dict(state), indent=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -185,6 +186,12 @@ def as_size(n_bytes: int) -> str:
             break
         size /= 1024
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def lack_of_room(folder: Path, n_bytes: int, what: str = "the checkpoint") -> str:
+    """Say that the disk of ``folder`` has less room than ``n_bytes``; nothing if it has enough."""
+    free = shutil.disk_usage(folder).free
+    return f"{folder} has {as_size(free)} free, and {what} needs {as_size(n_bytes)}; make room" * (free < n_bytes)
 
 
 def _own_digest(body: Mapping[str, Any]) -> str:

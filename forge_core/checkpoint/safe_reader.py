@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, and_more
 
 _ALLOWED = {
     *(
@@ -85,8 +85,8 @@ def refuse_misfits(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     saved = saved_tensors(folder)
     problems = [problem for key, tensor in tensors.items() if (problem := _mismatch(key, tensor, saved.get(key)))]
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ConfigError(f"{folder} does not fit this model:\n  " + "\n  ".join(problems[:20]) + more)
+        lines = "\n  ".join(problems[:20]) + and_more(len(problems), 20, "\n  ")
+        raise ConfigError(f"{folder} does not fit this model:\n  {lines}")
 
 
 class _Reader(FileSystemReader):

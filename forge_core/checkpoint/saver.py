@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
-from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, write_manifest
+from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.timeouts import CHECKPOINT_GROUP
@@ -239,11 +239,8 @@ class Saver:
             flush(parent)
         self._store.finish_removing()  # for their room
         shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(self._store.path).free
-        if free < n_bytes:
-            raise SaveError(
-                f"{self._store.path} has {as_size(free)} free, and the checkpoint needs {as_size(n_bytes)}; make room"
-            )
+        if lack := lack_of_room(self._store.path, n_bytes):
+            raise SaveError(lack)
         folder.mkdir()
 
     def _commit(self, snapshot: Snapshot, folder: Path, files: dict[str, dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forge_core.contracts.model import canonical_name
 from forge_core.errors import ConfigError, PluginError
+from forge_core.ops.local_tensor import local_tensor
 
 
 def model_tensors(parameters: Mapping[str, nn.Parameter], parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -27,7 +28,7 @@ def model_tensors(parameters: Mapping[str, nn.Parameter], parts: Sequence[nn.Mod
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without the class that a pass has put around it (such as float8 all-gather's): a checkpoint with
     that class in it could be read only where the class is known."""
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: Any = local_tensor(tensor)
     if not is_traceable_wrapper_subclass(local):
         return tensor
     values: torch.Tensor = getattr(local, local.__tensor_flatten__()[0][0])

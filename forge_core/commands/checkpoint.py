@@ -14,11 +14,12 @@ from forge_core.checkpoint.compatibility import installed
 from forge_core.checkpoint.contents import JOB, read_job
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
 from forge_core.checkpoint.retention import reasons_to_keep, superfluous
+from forge_core.commands.table import aligned
 from forge_core.config.converter import structure
 from forge_core.config.describe import printable
 from forge_core.config.diff import differences
 from forge_core.config.problems import ConfigProblems, InvalidError
-from forge_core.config.sections import CheckpointSection
+from forge_core.config.sections import CheckpointSection, mesh_words
 from forge_core.contracts.checkpoint_mirror import WRITER, CheckpointMirror, MirrorContext
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, ExitCode, MirrorError
@@ -327,7 +328,7 @@ def _changed_since(folder: Path) -> list[dict[str, Any]]:
 def _described(facts: Mapping[str, Any]) -> Iterable[str]:
     yield facts["path"]
     yield f"step {facts['step']}, {facts['tokens']:,} tokens, written {facts['written']}"
-    yield f"{as_size(facts['bytes'])} in {facts['files']} files; mesh {_mesh(facts['mesh'])}"
+    yield f"{as_size(facts['bytes'])} in {facts['files']} files; mesh {mesh_words(facts['mesh']) or 'one process'}"
     for name, value in facts["metrics"].items():
         yield f"{name} {value:g}"
     for namespace, amount in facts["tensors"].items():
@@ -350,19 +351,14 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             lines.append([str(row["step"]), *"----", f"damaged: {row['damage']}", *there, "-"])
             continue
         kept = "-" if row["kept_by"] is None else ", ".join(row["kept_by"]) or "nothing: prune removes it"
-        amounts = [as_size(row["bytes"]), f"{row['tokens']:,}", _mesh(row["mesh"])]
+        amounts = [as_size(row["bytes"]), f"{row['tokens']:,}", mesh_words(row["mesh"]) or "one process"]
         state = "whole" if row["path"] else "not here"
         lines.append([str(row["step"]), row["written"], *amounts, state, *there, kept])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(aligned(lines))
 
 
 def _state(at_mirror: str | None) -> str:
     return {None: "-", "whole": "whole"}.get(at_mirror) or f"damaged: {at_mirror}"
-
-
-def _mesh(degrees: Mapping[str, int]) -> str:
-    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
 
 
 def _as_json(value: Any) -> str:

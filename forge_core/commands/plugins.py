@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
-from textwrap import fill, wrap
+from textwrap import fill
 from typing import Any
 
 import attrs
 import click
 
 from forge_core import __version__
-from forge_core.api import API_MINOR, ENTRY_POINT_GROUP
+from forge_core.commands.table import LEAST_ROOM, aligned, terminal_width
 from forge_core.contracts.command import Invocation
 from forge_core.registry.catalog import Catalog, CatalogEntry, Plugin, is_importable
 from forge_core.registry.component import PassComponent
-
-_LEAST_ROOM = 20
-"""Characters below which text is not wrapped."""
+from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
 
 
 @click.group(invoke_without_command=True)
@@ -103,7 +99,7 @@ def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
         )
         for plugin in catalog.plugins
     ]
-    first, *lines = _aligned([header, *rows], right=3)
+    first, *lines = aligned([header, *rows], right=3)
     indent = " " * first.index("VERSION")
     text = [first]
     for plugin, line in zip(catalog.plugins, lines, strict=True):
@@ -129,7 +125,7 @@ def _kind_table(components: Sequence[CatalogEntry]) -> str:
     if not components:
         return "none is installed"
     rows = [(one.component.name, str(one.plugin), one.component.summary) for one in components]
-    return "\n".join(_aligned([("NAME", "PLUGIN", "SUMMARY"), *rows]))
+    return "\n".join(aligned([("NAME", "PLUGIN", "SUMMARY"), *rows]))
 
 
 def _key_table(config: type) -> str:
@@ -144,7 +140,7 @@ def _key_table(config: type) -> str:
         (field.name, type_words(field.type), _default(field), " ".join(docs.get(field.name, "").split()))
         for field in fields
     ]
-    return "\n".join(_aligned([("KEY", "TYPE", "DEFAULT", ""), *rows]))
+    return "\n".join(aligned([("KEY", "TYPE", "DEFAULT", ""), *rows]))
 
 
 def _default(field: attrs.Attribute[Any]) -> str:
@@ -170,33 +166,9 @@ def _provides(plugin: Plugin) -> list[str]:
     ]
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
-    """Rows as lines, columns two spaces apart; the column ``right`` is flush right. On a terminal, the last column
-    wraps at its width, where that leaves some room."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    before_last = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = _terminal_width() - before_last
-    if room >= _LEAST_ROOM:
-        under = f"\n{' ' * before_last}"
-        rows = [(*row[:-1], under.join(wrap(row[-1], room, break_on_hyphens=False))) for row in rows]
-        widths[-1] = 0
-    return [
-        "  ".join(
-            cell.rjust(width) if index == right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _terminal_width() -> int:
-    """0 where there is none: lines are then as long as they are."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-
-
 def _wrapped(text: str) -> str:
-    width = _terminal_width()
-    return fill(text, width, subsequent_indent="    ", break_on_hyphens=False) if width >= _LEAST_ROOM else text
+    width = terminal_width()
+    return fill(text, width, subsequent_indent="    ", break_on_hyphens=False) if width >= LEAST_ROOM else text
 
 
 def _json(value: Any) -> str:

@@ -21,7 +21,7 @@ from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
 from forge_core.config.shorthands import as_written, expanded
 from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.errors import ConfigError, PluginError
+from forge_core.errors import ConfigError, PluginError, with_article
 from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
@@ -404,7 +404,7 @@ def _configure(
 
 def _naming(slot: Slot, catalog: Catalog) -> str:
     names = dict.fromkeys(provided.component.name for provided in catalog.components(slot.kind))
-    return f'name = "..." naming {_article(kind_words(slot.kind))}; available: {", ".join(names) or "none"}'
+    return f'name = "..." naming {with_article(kind_words(slot.kind))}; available: {", ".join(names) or "none"}'
 
 
 def _a(annotation: Any) -> str:
@@ -412,8 +412,4 @@ def _a(annotation: Any) -> str:
     from forge_core.config.field_docs import type_words  # it parses source text; only a message needs it
 
     words = type_words(annotation)
-    return words if words[0] in '"-0123456789' or words in ("true or false", "anything") else _article(words)
-
-
-def _article(words: str) -> str:
-    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
+    return words if words[0] in '"-0123456789' or words in ("true or false", "anything") else with_article(words)

@@ -29,18 +29,20 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
         a: the old job, as ``job_table`` gives it.
         b: the new one.
     """
-    old, new = dict(_leaves(a, "")), dict(_leaves(b, ""))
+    old, new = dict(leaves(a)), dict(leaves(b))
     keys = dict.fromkeys([*old, *new])
     return [Difference(key, old.get(key), new.get(key)) for key in keys if not _identical(old.get(key), new.get(key))]
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a table with their keys, such as ``callbacks[0].interval``; arrays as a whole, but for those of
+    tables."""
     if isinstance(value, Mapping) and (value or not key):
         for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else name)
+            yield from leaves(item, f"{key}.{name}" if key else name)
     elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{key}[{index}]")
+            yield from leaves(item, f"{key}[{index}]")
     else:
         yield key, value
 

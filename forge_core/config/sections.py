@@ -19,6 +19,12 @@ Objections = Iterator[tuple[str, str]]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first."""
 
+
+def mesh_words(degrees: Mapping[str, int]) -> str:
+    """``"dp_shard 4 × tp 2"``, without axes of one rank."""
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+
+
 ShardingAxis = Literal["pp", "dp_shard", "cp", "tp"]
 """The axes of the mesh along which ranks hold different parameters."""
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import attrs
 
+from forge_core.errors import and_more
+
 SILENCE = 3.0
 """Seconds without a sign of life after which a rank is said to be gone."""
 _NAMED = 4
@@ -96,5 +98,5 @@ class Diagnosis:
     def _finding(self, ranks: Sequence[tuple[int, str]]) -> Finding | None:
         hosts = {rank: f" on {one.said['host']}" for rank, one in self.signs.items()}
         named = [f"rank {rank}{hosts.get(rank, '')} {what}" for rank, what in ranks[:_NAMED]]
-        more = [f"and {len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
-        return ("; ".join([*named, *more]), [rank for rank, _ in ranks]) if ranks else None
+        more = and_more(len(ranks), _NAMED, "; ")
+        return ("; ".join(named) + more, [rank for rank, _ in ranks]) if ranks else None

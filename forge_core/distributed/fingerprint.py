@@ -5,15 +5,15 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from forge_core import __version__
 from forge_core.config.describe import literal
+from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, and_more
 from forge_core.job import components, job_table
 from forge_core.registry.catalog import Catalog
 
@@ -33,29 +33,18 @@ def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
     dist.all_gather_object(ranks, fingerprint(job, catalog))
     differences = list(_differences(ranks))
     if differences:
-        more = [f"  and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
-        raise ConfigError(
-            "the ranks have not been started with the same job and packages:\n"
-            + "\n".join([*differences[:_SHOWN], *more])
-        )
+        shown = "\n".join(differences[:_SHOWN]) + and_more(len(differences), _SHOWN, "\n  ")
+        raise ConfigError(f"the ranks have not been started with the same job and packages:\n{shown}")
 
 
 def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:
     """Every key of the resolved job that is not the machine's own, and every version that could change a number."""
-    facts = {key: text for key, text in _flat(job_table(job), "") if key not in _OF_THE_MACHINE}
+    facts = {key: literal(value) for key, value in leaves(job_table(job)) if key not in _OF_THE_MACHINE}
     providers = {use.provider for _, use in components(job)}
     versions = {one.distribution: one.version for one in catalog.plugins if one.distribution in providers}
     versions |= {"forge-core": __version__, "torch": str(torch.__version__), "numpy": version("numpy")}
     versions["Python"] = ".".join(platform.python_version_tuple()[:2])
     return facts | {f"version of {name}": number for name, number in versions.items()}
-
-
-def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _flat(item, f"{key}.{name}" if key else name)
-    else:
-        yield key, literal(value)
 
 
 def _differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -70,5 +59,4 @@ def _differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
 def _rank_words(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{and_more(len(ranks), 8)}"

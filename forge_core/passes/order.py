@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from forge_core.config.problems import ConfigProblems, KeyPath, Problem
-from forge_core.config.sections import AXES, Job, ParallelSection
+from forge_core.config.sections import AXES, Job, ParallelSection, mesh_words
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.passes.rules import Declaration, conflicts_in, missing_in, names_of
@@ -112,7 +112,7 @@ def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
-    spelled = " × ".join(f"{axis} {degree}" for axis, degree in fixed.items() if degree > 1) or "all axes 1"
+    spelled = mesh_words(fixed) or "all axes 1"
     if len(fixed) == len(degrees) and product != world_size:
         sentence = (
             f"the degrees ask for {product} ranks ({spelled}), and there are {world_size}; start {product} "

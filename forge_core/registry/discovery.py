@@ -19,7 +19,7 @@ import attrs
 import pluggy
 
 from forge_core import __version__
-from forge_core.errors import ForgeError, PluginError
+from forge_core.errors import ForgeError, PluginError, with_article
 from forge_core.registry.catalog import Catalog, Plugin, Status
 from forge_core.registry.component import Check, Command, Component, Kind
 from forge_core.registry.entry_points import (
@@ -346,10 +346,7 @@ def _sentence(error: BaseException) -> str:
 
 def _a(value: object) -> str:
     """The type of ``value`` in words: ``"a str"``."""
-    if value is None:
-        return "None"
-    noun = type(value).__name__
-    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+    return "None" if value is None else with_article(type(value).__name__)
 
 
 def _upgrade(distribution: str) -> str:

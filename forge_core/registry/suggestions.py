@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from forge_core.errors import with_article
 from forge_core.registry.component import kind_words
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.known_plugins import cluster_of, published_names, publishers, publishers_of_kind, serving_pass
@@ -30,11 +31,12 @@ def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
     if colon:
         return _why_not_there(catalog, kind, bare, canonical_distribution(distribution))
     available = sorted({one.component.name for one in catalog.components(kind)})
+    wanted = with_article(kind_words(kind))
     choice = f"Available: {', '.join(available)}." if available else f"None is installed.{_install_hint(kind)}"
     elsewhere = [other for other in sorted(catalog.kinds) if other != kind and catalog.providers(other, name)]
     if elsewhere:
-        names = " and ".join(_with_article(other) for other in elsewhere)
-        return f"'{name}' names {names}; this key needs {_with_article(kind)}. {choice}"
+        names = " and ".join(with_article(kind_words(other)) for other in elsewhere)
+        return f"'{name}' names {names}; this key needs {wanted}. {choice}"
     published = _where_published(catalog, kind, name)
     if published:
         return f"{kind_words(kind)} '{name}' {published}{notes(catalog)}"
@@ -42,7 +44,7 @@ def why_no_component(catalog: Catalog, kind: str, name: str) -> str:
         known for one in catalog.components(kind) for known in (one.component.name, *one.component.aliases)
     ]
     near = did_you_mean(name, names_and_aliases) or _near_published(catalog, kind, name)
-    return f"no installed plugin provides {_with_article(kind)} named '{name}'.{near} {choice}{notes(catalog)}"
+    return f"no installed plugin provides {wanted} named '{name}'.{near} {choice}{notes(catalog)}"
 
 
 def why_no_kind(catalog: Catalog, kind: str) -> str:
@@ -133,11 +135,6 @@ def _near_published(catalog: Catalog, kind: str, name: str) -> str:
 def _install_hint(kind: str) -> str:
     sources = publishers_of_kind(kind)
     return f" Published ones come with: pip install {' '.join(sources)}." if sources else ""
-
-
-def _with_article(kind: str) -> str:
-    words = kind_words(kind)
-    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from forge_core.checkpoint.manifest import DamagedError, NewerFormatError, as_size
+from forge_core.checkpoint.manifest import DamagedError, NewerFormatError, lack_of_room
 from forge_core.errors import ConfigError
 from forge_plugins_mirror.mirror import Mirror
 
@@ -27,12 +26,8 @@ def fetch(mirror: Mirror, step: int, folder: Path) -> str | None:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {place}: {error.strerror}") from error
-    free = shutil.disk_usage(place).free
-    if free < found.n_bytes:
-        raise ConfigError(
-            f"{place} has {as_size(free)} free, and the checkpoint at {mirror.url} needs {as_size(found.n_bytes)}; "
-            "make room"
-        )
+    if lack := lack_of_room(place, found.n_bytes, f"the checkpoint at {mirror.url}"):
+        raise ConfigError(lack)
     try:
         return mirror.fetch(step, folder)
     except OSError as error:

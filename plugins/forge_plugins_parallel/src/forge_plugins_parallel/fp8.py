@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped]  # it has no types
 from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped]
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.passes.patterns import fits, is_within
 from forge_plugins_parallel.config import Float8Config
 
@@ -106,7 +106,7 @@ class Float8:
             and roles.get(f"{name}.weight") == "matrix"
             and not any(is_within(name, pattern) for pattern in kept)
             and not self._is_excluded(name)
-            and self._config.takes(_local_shape(module.weight))
+            and self._config.takes(local_tensor(module.weight).shape)
         ]
 
     def _chosen_experts(self, model: Any) -> list[tuple[str, Any]]:
@@ -115,7 +115,9 @@ class Float8:
             for name, module in _stacks_of(model)
             if hasattr(module, "multiply_in_float8")
             and not self._is_excluded(name)
-            and all(min(_local_shape(stack)[1:]) >= self._config.min_dim for stack in module.parameters(recurse=False))
+            and all(
+                min(local_tensor(stack).shape[1:]) >= self._config.min_dim for stack in module.parameters(recurse=False)
+            )
         ]
 
     def _is_excluded(self, name: str) -> bool:
@@ -161,7 +163,3 @@ def _float8_class(own: Any) -> Any:
         return Float8Linear
     bases = tuple(Float8Linear if base is nn.Linear else base for base in own.__bases__)
     return type(f"Float8{own.__name__}", bases, {"__module__": __name__})
-
-
-def _local_shape(weight: torch.Tensor) -> torch.Size:
-    return weight.to_local().shape if isinstance(weight, DTensor) else weight.shape

@@ -12,6 +12,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
 
@@ -136,8 +137,7 @@ def _kept(blocks: Mapping[str, BlockActivations], choice: Choice, *, compiled: b
 
 def _size(parameter: torch.Tensor) -> int:
     """Bytes of this rank's part."""
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return int(local.numel() * local.element_size())
+    return local_tensor(parameter).nbytes
 
 
 def _compute_dtype(job: Job) -> torch.dtype:

@@ -10,9 +10,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
+
+from forge_core.ops.local_tensor import local_tensor
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
 """What memory is for:
@@ -163,7 +164,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     if is_traceable_wrapper_subclass_type(type(local)):  # such as a collective that is under way
         names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
         return [storage for name in names for storage in _storages(getattr(local, name))]

@@ -21,9 +21,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 def look(surroundings: CheckContext) -> Iterator[Finding]:
     """Writes and removes 64 MiB in a folder of its own."""
-    place = surroundings.run_dir.expanduser().absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = nearest_existing(surroundings.run_dir)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         advice = "choose another run.dir, or ask for permission"
         yield Finding("run.dir", "wrong", f"{surroundings.run_dir}: no permission to write in {place}", advice)
@@ -38,6 +36,12 @@ def look(surroundings: CheckContext) -> Iterator[Finding]:
             yield _locks(Path(folder))
     except OSError as error:
         yield Finding("run.dir", "wrong", f"{place}: {error.strerror or error}", "choose another run.dir")
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the folder above it in which it would be made."""
+    path = path.expanduser().absolute()
+    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _kind(place: Path, run_dir: Path) -> Finding:

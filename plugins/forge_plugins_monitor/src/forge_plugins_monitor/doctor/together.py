@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from forge_core.contracts.check import Finding
 from forge_core.distributed.mesh import choose_device, join_process_group
+from forge_plugins_monitor.doctor.storage import nearest_existing
 
 _SECONDS = 120.0
 _TIMES = 20
@@ -96,14 +97,11 @@ def _all_reduce(subject: str, device: torch.device) -> Finding:
 
 def _visibility(run_dir: Path) -> Finding:
     """Return whether a file that rank 0 writes is seen by all others, and how soon."""
-    place = run_dir.expanduser().absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    path = place / f".forge-doctor-{os.environ['MASTER_PORT']}-{os.getpid()}"
+    path = nearest_existing(run_dir) / f".forge-doctor-{os.environ['MASTER_PORT']}-{os.getpid()}"
     told = [path.name]
     written = dist.get_rank() > 0 or _written(path)
     dist.broadcast_object_list(told, src=0)
-    seen = place / told[0]
+    seen = path.with_name(told[0])
     started = time.perf_counter()
     while not seen.exists() and time.perf_counter() - started < _VISIBLE_SECONDS:
         time.sleep(0.01)
