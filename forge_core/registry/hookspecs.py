@@ -14,95 +14,49 @@ import pluggy
 
 from forge_core.registry.component import Check, Command, Kind, PassComponent
 
+_MODULE, _FUNCTION, _CONTRACT = "torch.nn:Module", "collections.abc:Callable", "its contract, which is a base class"
+
+
+def _kind(name: str, hook: str, contract: str, summary: str, returns: str = "", **more: Any) -> Kind:
+    """A kind whose contract is in the file of its name."""
+    contract = f"forge_core.contracts.{name}:{contract}"
+    returns = contract if returns == _CONTRACT else returns
+    return Kind(name=name, hook=hook, summary=summary, contract=contract, returns=returns, **more)
+
+
 CORE_KINDS = (
-    Kind(
-        name="model",
-        hook="forge_models",
-        summary="hidden states from tokens, in blocks",
-        contract="forge_core.contracts.model:Model",
-        returns="torch.nn:Module",
-    ),
-    Kind(
-        name="feed_forward",
-        hook="forge_feed_forwards",
-        summary="the position-wise half of a block",
-        contract="forge_core.contracts.feed_forward:FeedForward",
-        returns="torch.nn:Module",
-    ),
-    Kind(
-        name="router",
-        hook="forge_routers",
-        summary="which experts see which token",
-        contract="forge_core.contracts.router:Router",
-        returns="torch.nn:Module",
-    ),
-    Kind(
-        name="optimizer",
-        hook="forge_optimizers",
-        summary="how gradients become updates",
-        contract="forge_core.contracts.optimizer:OptimizerFactory",
+    _kind("model", "forge_models", "Model", "hidden states from tokens, in blocks", _MODULE),
+    _kind("feed_forward", "forge_feed_forwards", "FeedForward", "the position-wise half of a block", _MODULE),
+    _kind("router", "forge_routers", "Router", "which experts see which token", _MODULE),
+    _kind(
+        "optimizer",
+        "forge_optimizers",
+        "OptimizerFactory",
+        "how gradients become updates",
         returns="torch.optim:Optimizer",
     ),
-    Kind(
-        name="scheduler",
-        hook="forge_schedulers",
-        summary="the learning rate's multiplier at each step",
-        contract="forge_core.contracts.scheduler:Schedule",
-        returns="collections.abc:Callable",
-    ),
-    Kind(
-        name="loss",
-        hook="forge_losses",
-        summary="what is minimised, from hidden states",
-        contract="forge_core.contracts.loss:Loss",
-        returns="collections.abc:Callable",
-    ),
-    Kind(
-        name="data_source",
-        hook="forge_data_sources",
-        summary="the samples, by index",
-        contract="forge_core.contracts.data_source:DataSource",
-    ),
-    Kind(
-        name="tokenizer",
-        hook="forge_tokenizers",
-        summary="text to token ids and back",
-        contract="forge_core.contracts.tokenizer:Tokenizer",
-    ),
-    Kind(
-        name="parallel_pass",
-        hook="forge_parallel_passes",
-        summary="a transformation of the built model",
-        contract="forge_core.contracts.parallel_pass:ParallelPass",
+    _kind("scheduler", "forge_schedulers", "Schedule", "the learning rate's multiplier at each step", _FUNCTION),
+    _kind("loss", "forge_losses", "Loss", "what is minimised, from hidden states", _FUNCTION),
+    _kind("data_source", "forge_data_sources", "DataSource", "the samples, by index"),
+    _kind("tokenizer", "forge_tokenizers", "Tokenizer", "text to token ids and back"),
+    _kind(
+        "parallel_pass",
+        "forge_parallel_passes",
+        "ParallelPass",
+        "a transformation of the built model",
         descriptor=PassComponent,
     ),
-    Kind(
-        name="tracker",
-        hook="forge_trackers",
-        summary="where metrics are sent",
-        contract="forge_core.contracts.tracker:Tracker",
-        returns="forge_core.contracts.tracker:Tracker",
+    _kind("tracker", "forge_trackers", "Tracker", "where metrics are sent", _CONTRACT),
+    _kind(
+        "checkpoint_mirror", "forge_checkpoint_mirrors", "CheckpointMirror", "a second place for checkpoints", _CONTRACT
     ),
-    Kind(
-        name="checkpoint_mirror",
-        hook="forge_checkpoint_mirrors",
-        summary="a second place for checkpoints",
-        contract="forge_core.contracts.checkpoint_mirror:CheckpointMirror",
-        returns="forge_core.contracts.checkpoint_mirror:CheckpointMirror",
-    ),
-    Kind(
-        name="callback",
-        hook="forge_callbacks",
-        summary="what else happens during a run",
-        contract="forge_core.contracts.callback:Callback",
-        returns="forge_core.contracts.callback:Callback",
-    ),
-    Kind(
-        name="cluster_environment",
-        hook="forge_cluster_environments",
-        summary="a cluster's variables: ranks, job, end",
-        contract="forge_core.contracts.cluster_environment:ClusterEnvironment",
-        returns="forge_core.contracts.cluster_environment:ClusterEnvironment",
+    _kind("callback", "forge_callbacks", "Callback", "what else happens during a run", _CONTRACT),
+    _kind(
+        "cluster_environment",
+        "forge_cluster_environments",
+        "ClusterEnvironment",
+        "a cluster's variables: ranks, job, end",
+        _CONTRACT,
     ),
 )
 """The kinds of the core."""
