@@ -22,8 +22,5 @@ __all__ = [
     "Conflict",
     "Kind",
     "Need",
-    "PassComponent",
-    "Slot",
-    "Use",
-    "hookimpl",
 ]
+__all__ += ["PassComponent", "Slot", "Use", "hookimpl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -79,3 +80,17 @@ def with_article(words: str) -> str:
 def and_more(n: int, shown: int, before: str = " ") -> str:
     """``" and 3 more"``, behind a list that shows fewer than ``n``; else nothing."""
     return f"{before}and {n - shown} more" if n > shown else ""
+
+
+def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The name that was probably meant by ``word``: the most alike whatever their case, or one that it begins.
+
+    Args:
+        likeness: the least that counts as alike, 0 to 1.
+    """
+    import difflib  # only a mistake pays for it
+
+    meant = {name.lower(): name for name in names}
+    begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
+    matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
+    return meant[matches[0]] if matches else None

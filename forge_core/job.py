@@ -14,20 +14,24 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.converter import EXPECTED_STRING, structure
 from forge_core.config.overrides import with_overrides
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text
-from forge_core.config.sections import Job, PluginsSection, TrainSection
+from forge_core.config.regular_file import read_regular_file
+from forge_core.config.sections import Job, PluginsSection, TrainSection, setting_of
 from forge_core.config.shorthands import as_written
 from forge_core.config.toml_file import Document, read_document
 from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
-from forge_core.errors import ConfigError
-from forge_core.passes.order import add_required, conflict_problems, pass_problems, resolve_degrees, setting_of
+from forge_core.errors import ConfigError, nearest
+from forge_core.passes.order import add_required, conflict_problems, pass_problems, resolve_degrees, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import PassComponent, kind_words
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.imports import why_undefined
 from forge_core.registry.plugin_output import output_of
-from forge_core.registry.suggestions import nearest
+
+__all__ = ["SECTIONS", "ConfigProblems", "InvalidError", "Problem", "check_device", "components", "deprecations"]
+__all__ += ["disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain", "read_document"]
+__all__ += ["read_regular_file", "resolve_degrees", "sort_passes", "structure", "summary"]
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""
@@ -120,6 +124,19 @@ def notes(job: Job, catalog: Catalog) -> list[str]:
                 said = [*use.config.notes(job)]
             lines += [f"{key_text(_written((*path, *key_path(key)), job))}: {sentence}" for key, sentence in said]
     return lines
+
+
+def summary(job: Job, world_size: int | None) -> str:
+    """The training in half a line."""
+    train = job.train
+    chosen = f"{job.model.name} on {job.data.name}, {job.optimizer.name} with {job.scheduler.name}"
+    if world_size is None:
+        size = f"{train.batch_size} × {train.seq_len} tokens a microbatch and data-parallel rank"
+    else:
+        degrees = resolve_degrees(job.parallel, world_size)
+        batch = train.batch_size * (train.grad_accumulation or 1) * degrees["dp_replicate"] * degrees["dp_shard"]
+        size = f"{batch} × {train.seq_len} tokens on {world_size} rank{'s' * (world_size > 1)}"
+    return f"{chosen}; {train.steps} steps of {size}"
 
 
 def _written(path: KeyPath, job: Job) -> KeyPath:

@@ -18,9 +18,13 @@ import torch
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.distributed.launcher import LocalRanks
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.run.directory import ENDS
+from forge_core.run.directory import ENDS, RunDirectory
 from forge_core.run.fatal import note_end, signal_words
+from forge_core.run.process import hard_exit
 from forge_core.run.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
+
+__all__ = ["INTERRUPTED", "OUTCOME_FILE", "RANK_PROGRAM", "RunDirectory", "hard_exit", "launch", "leave_outcome"]
+__all__ += ["processes_asked_for"]
 
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 """Environment variable that tells rank 0 where to leave its exit code: it may have ended because another one did, for a

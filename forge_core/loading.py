@@ -24,6 +24,10 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import build_on_meta, cast_parameters, materialise
+from forge_core.train.initialisation import SeededInitializer, named_tensors
+
+__all__ = ["LoadedModel", "SeededInitializer", "build_on_meta", "build_within", "load_model", "model_problem"]
+__all__ += ["named_tensors"]
 
 _BUFFER_BYTES = 2**30
 """A buffer that is not stored may have so many in any case."""

@@ -1,6 +1,6 @@
 import pytest
 
-from forge_core.passes.patterns import fits, is_within
+from forge_core.contracts.model import fits, is_within
 
 
 @pytest.mark.parametrize(

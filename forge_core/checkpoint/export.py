@@ -19,7 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, describe_files, lack_of_room, write_manifest
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters
+from forge_core.checkpoint.upgrading import module_versions
 from forge_core.errors import ConfigError, ForgeError, SaveError
+
+__all__ = ["model_tensors", "module_versions", "named_parameters", "write_checkpoint"]
 
 
 def write_checkpoint(

@@ -25,10 +25,14 @@ from forge_core.checkpoint.manifest import (
     read_manifest,
     visible_damage,
 )
+from forge_core.checkpoint.retention import superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_tensors, saved_tensors
 from forge_core.distributed.collective_errors import run_on_rank0
 from forge_core.errors import ConfigError
+
+__all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "superfluous", "usage_problem"]
+__all__ += ["whole_problem"]
 
 
 @attrs.frozen

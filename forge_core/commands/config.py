@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from forge_core.commands.validate import options_of
 from forge_core.config.describe import literal
 from forge_core.config.diff import Difference, differences
 from forge_core.config.sections import Job
+from forge_core.contracts.command import options_of
 from forge_core.job import dump_job, job_table, load_job
 
 

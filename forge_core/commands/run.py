@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from forge_core.commands.validate import options_of
 from forge_core.contracts.cluster_environment import ClusterEnvironment
+from forge_core.contracts.command import options_of
 from forge_core.distributed.cluster import find_cluster, note_job
 from forge_core.distributed.environment import world_size_of
 from forge_core.distributed.parent_death import end_with_launcher

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from forge_core.config.sections import Job
-from forge_core.job import load_job, notes
-from forge_core.passes.order import resolve_degrees, sort_passes
+from forge_core.contracts.command import options_of
+from forge_core.job import load_job, notes, sort_passes, summary
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -29,21 +28,3 @@ def validate(ctx: click.Context, config: Path, overrides: tuple[str, ...], world
         click.echo(f"note: {line}", err=True)
     passes = [use.name for use in sort_passes(job, catalog)]
     click.echo(f"{config} is valid: {summary(job, world_size)}; passes: {', '.join(passes) or 'none'}")
-
-
-def options_of(command: click.Command) -> list[str]:
-    """The long options of a command, for the hint about a misspelt one."""
-    return [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
-
-
-def summary(job: Job, world_size: int | None) -> str:
-    """The training in half a line."""
-    train = job.train
-    chosen = f"{job.model.name} on {job.data.name}, {job.optimizer.name} with {job.scheduler.name}"
-    if world_size is None:
-        size = f"{train.batch_size} × {train.seq_len} tokens a microbatch and data-parallel rank"
-    else:
-        degrees = resolve_degrees(job.parallel, world_size)
-        batch = train.batch_size * (train.grad_accumulation or 1) * degrees["dp_replicate"] * degrees["dp_shard"]
-        size = f"{batch} × {train.seq_len} tokens on {world_size} rank{'s' * (world_size > 1)}"
-    return f"{chosen}; {train.steps} steps of {size}"

@@ -15,6 +15,8 @@ from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
 
+__all__ = ["ComponentBuilder", "load_reference", "output_of"]
+
 
 class ComponentBuilder:
     """The ``Builder`` of the contract, over what is installed."""

@@ -21,12 +21,11 @@ from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
 from forge_core.config.shorthands import as_written, expanded
 from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.errors import ConfigError, PluginError, with_article
+from forge_core.errors import ConfigError, PluginError, nearest, with_article
 from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
-from forge_core.registry.suggestions import nearest
 
 T = TypeVar("T")
 Hook = Callable[[Any, Any], Any]

@@ -12,7 +12,7 @@ from forge_core.config.describe import describe
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Location, Problem, key_text
 from forge_core.config.toml_file import Document, chooses_another
 from forge_core.config.toml_text import parse_toml
-from forge_core.registry.suggestions import nearest
+from forge_core.errors import nearest
 
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 

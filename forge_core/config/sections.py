@@ -9,9 +9,13 @@ from typing import Annotated, Literal
 import attrs
 from attrs.validators import ge, gt, in_, lt, optional, or_
 
-from forge_core.config.time_limit import DEFAULT_LEAD, is_time_limit, lead_problem
+from forge_core.config.time_limit import DEFAULT_LEAD, is_time_limit, lead_problem, seconds_of
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Slot
+
+__all__ = ["AXES", "DEFAULT_LEAD", "AnomaliesSection", "CheckpointSection", "EvalSection", "Job", "LoadSection"]
+__all__ += ["MetricsSection", "Objections", "ParallelSection", "PluginsSection", "Precision", "RunSection"]
+__all__ += ["ShardingAxis", "TrainSection", "is_time_limit", "lead_problem", "mesh_words", "seconds_of", "setting_of"]
 
 Objections = Iterator[tuple[str, str]]
 """Problems that a section has with the job, as a component's ``check`` tells them: a key of its own, and a sentence."""
@@ -23,6 +27,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 def mesh_words(degrees: Mapping[str, int]) -> str:
     """``"dp_shard 4 × tp 2"``, without axes of one rank."""
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+
+
+def setting_of(capability: str) -> tuple[str, str]:
+    """The key that asks for what a pass serves: an axis of the mesh, ``"ep"`` or ``"precision"``."""
+    return ("train" if capability == "precision" else "parallel", capability)
 
 
 ShardingAxis = Literal["pp", "dp_shard", "cp", "tp"]

@@ -14,8 +14,7 @@ from forge_core.config.problems import ConfigProblems, KeyPath, Location, Proble
 from forge_core.config.regular_file import read_regular_file
 from forge_core.config.toml_positions import key_lines
 from forge_core.config.toml_text import MAX_BYTES, refuse_depth, toml_tokens
-from forge_core.errors import ConfigError
-from forge_core.registry.suggestions import nearest
+from forge_core.errors import ConfigError, nearest
 
 MAX_FILES = 32
 """Of one configuration, those that are extended included."""

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import click
+
     from forge_core.registry.catalog import Catalog
 
 
@@ -23,6 +25,8 @@ class Invocation(Protocol):
     """The words behind ``forge``, without ``--debug``."""
     debug: bool
     """Tracebacks are wanted."""
+    disabled: tuple[str, ...]
+    """Distributions named by ``--disable-plugin``."""
     until_the_end: ExitStack
     """Contexts that stay open until the process of a command ends, or its caller goes on."""
 
@@ -36,3 +40,8 @@ class Invocation(Protocol):
             ConfigError: the command line disables a distribution that is not there.
         """
         ...
+
+
+def options_of(command: click.Command) -> list[str]:
+    """The long options of a command, for the hint about a misspelt one."""
+    return [name for parameter in command.params for name in parameter.opts if name.startswith("--")]

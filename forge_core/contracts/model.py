@@ -271,3 +271,15 @@ class ModelFactory(Protocol):
 def canonical_name(name: str) -> str:
     """The name in the model as it was built, without what wrappers (compile, checkpointing) put between."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Return whether a plan's pattern means ``name``: ``blocks.*.head`` means ``blocks.3.head``, and not
+    ``blocks.3.head.norm``."""
+    return name.count(".") == pattern.count(".") and is_within(name, pattern)
+
+
+def is_within(name: str, pattern: str) -> bool:
+    """Return whether ``name`` is of a module that the pattern means, or of one in it."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(w in ("*", part) for part, w in zip(parts, wanted, strict=False))

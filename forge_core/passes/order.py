@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from forge_core.config.problems import ConfigProblems, KeyPath, Problem
-from forge_core.config.sections import AXES, Job, ParallelSection, mesh_words
+from forge_core.config.problems import ConfigProblems, Problem
+from forge_core.config.sections import AXES, Job, ParallelSection, mesh_words, setting_of
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.passes.rules import Declaration, conflicts_in, missing_in, names_of
@@ -96,11 +96,6 @@ def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
     if job.train.precision != "fp32":
         required["precision"] = f'train.precision = "{job.train.precision}"'
     return required
-
-
-def setting_of(capability: str) -> KeyPath:
-    """The key that asks for a capability."""
-    return ("train" if capability == "precision" else "parallel", capability)
 
 
 def resolve_degrees(parallel: ParallelSection, world_size: int) -> dict[str, int]:

@@ -99,16 +99,8 @@ class _Candidate:
             from traceback import format_exception
 
             trace = "".join(format_exception(error))
-        self.plugin = attrs.evolve(
-            self.plugin,
-            status=status,
-            reason=reason,
-            traceback=trace,
-            components=(),
-            commands=(),
-            checks=(),
-            kinds=(),
-        )
+        self.plugin = attrs.evolve(self.plugin, components=(), commands=(), checks=(), kinds=())
+        self.plugin = attrs.evolve(self.plugin, status=status, reason=reason, traceback=trace)
 
     def check_entry_point(self) -> None:
         """Look at the entry points, without an import."""

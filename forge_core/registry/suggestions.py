@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from forge_core.errors import with_article
+from forge_core.errors import nearest, with_article
 from forge_core.registry.component import kind_words
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.known_plugins import cluster_of, published_names, publishers, publishers_of_kind, serving_pass
@@ -135,17 +135,3 @@ def _near_published(catalog: Catalog, kind: str, name: str) -> str:
 def _install_hint(kind: str) -> str:
     sources = publishers_of_kind(kind)
     return f" Published ones come with: pip install {' '.join(sources)}." if sources else ""
-
-
-def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The name that was probably meant by ``word``: the most alike whatever their case, or one that it begins.
-
-    Args:
-        likeness: the least that counts as alike, 0 to 1.
-    """
-    import difflib  # only a mistake pays for it
-
-    meant = {name.lower(): name for name in names}
-    begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
-    matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
-    return meant[matches[0]] if matches else None

@@ -16,8 +16,7 @@ from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.sections import Job, LoadSection
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
-from forge_core.errors import ConfigError
-from forge_core.registry.suggestions import nearest
+from forge_core.errors import ConfigError, nearest
 from forge_core.train.build import BuiltModel
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from forge_core.config.problems import ConfigProblems
-from forge_core.job import load_job
+from forge_core.job import ConfigProblems, load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 from forge_plugins_moe.expert_parallel import stacks_of

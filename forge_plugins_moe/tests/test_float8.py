@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from forge_core.config.problems import ConfigProblems
 from forge_core.errors import ConfigError
-from forge_core.job import load_job
+from forge_core.job import ConfigProblems, load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 from forge_plugins_moe.dispatch import Assignments

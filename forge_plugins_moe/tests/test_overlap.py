@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from forge_core.distributed.mesh import join_process_group
-from forge_core.train.initialisation import SeededInitializer
+from forge_core.loading import SeededInitializer
 from forge_plugins_moe import exchange
 from forge_testing.component_case import builder
 

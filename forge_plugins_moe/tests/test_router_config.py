@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from forge_core.config.field_docs import field_docs
-from forge_core.config.problems import ConfigProblems
+from forge_core.job import ConfigProblems
 from forge_plugins_moe.router_config import ExpertChoiceConfig
 from forge_testing.component_case import builder
 from forge_testing.small_model import small_job

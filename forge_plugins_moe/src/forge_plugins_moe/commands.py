@@ -11,7 +11,7 @@ import click
 from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forge_core.cli import Invocation
+    from forge_core.contracts.command import Invocation
     from forge_plugins_moe.upcycle import UpcycledState
 
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.contracts.builder import Builder
+from forge_core.contracts.model import fits
 from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.errors import ConfigError, PluginError
-from forge_core.passes.patterns import fits
 from forge_plugins_moe.config import ExpertParallelConfig, no_experts
 from forge_plugins_moe.traffic import expert_traffic
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.loss import IGNORED, LossSum
-from forge_core.contracts.model import ParameterRole, Recompute, ShardRole
-from forge_core.passes.patterns import fits
+from forge_core.contracts.model import ParameterRole, Recompute, ShardRole, fits
 from forge_core.train.build import cast_parameters
 from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase

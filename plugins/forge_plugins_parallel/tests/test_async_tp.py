@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core.config.problems import ConfigProblems
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.job import load_job
+from forge_core.job import ConfigProblems, load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_testing.component_case import builder
@@ -73,7 +72,7 @@ from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_core.errors import ExitCode
-from forge_core.run.process import hard_exit
+from forge_core.launch import hard_exit
 
 catalog, called = discover(), []
 config, settings, on_cpu = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "cpu"

@@ -2,9 +2,9 @@
 
 import pytest
 
+from forge_core.api import PassComponent
 from forge_core.errors import ConfigError
 from forge_core.job import load_job
-from forge_core.registry.component import PassComponent
 from forge_core.registry.discovery import discover
 from forge_testing.package import PluginConformance
 

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.config.problems import ConfigProblems
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.job import load_job
+from forge_core.job import ConfigProblems, load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_core.train.build import allocate, build_model
@@ -93,7 +92,7 @@ from forge_core.train.executor import PlainExecutor
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.run.run import run_job
 from forge_core.errors import ExitCode
-from forge_core.run.process import hard_exit
+from forge_core.launch import hard_exit
 from forge_testing.component_case import builder
 from forge_testing.small_model import SmallModel, cross_entropy, small_job
 

@@ -16,10 +16,8 @@ import attrs
 import numpy as np
 from attrs.validators import ge, in_, le, lt, optional
 
-from forge_core.config.converter import structure
-from forge_core.config.problems import InvalidError
-from forge_core.config.regular_file import read_regular_file
 from forge_core.errors import ConfigError
+from forge_core.job import InvalidError, read_regular_file, structure
 from forge_core.registry.catalog import Catalog
 
 INDEX = "index.json"

@@ -57,10 +57,9 @@ def generate(
 
     import torch
 
-    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.distributed.mesh import choose_device
-    from forge_core.loading import load_model
+    from forge_core.loading import load_model, model_problem
     from forge_plugins_inference.generation import generate as sample
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)

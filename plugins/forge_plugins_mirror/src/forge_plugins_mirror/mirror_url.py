@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge_core.config.describe import has_password, without_passwords
-from forge_core.registry.suggestions import nearest
+from forge_core.errors import nearest
 
 
 def mirror_problem(url: str) -> str | None:

@@ -10,8 +10,7 @@ from queue import Empty, Queue, SimpleQueue
 import attrs
 
 from forge_core.checkpoint.manifest import DamagedError, Manifest, read_manifest
-from forge_core.checkpoint.retention import superfluous
-from forge_core.checkpoint.store import CheckpointStore
+from forge_core.checkpoint.store import CheckpointStore, superfluous
 from forge_core.config.sections import CheckpointSection
 from forge_core.errors import ForgeError, MirrorError
 from forge_plugins_mirror.mirror import Mirror

@@ -12,10 +12,10 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped]  # it has no types
 from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped]
 
+from forge_core.contracts.model import fits, is_within
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_core.ops.local_tensor import local_tensor
-from forge_core.passes.patterns import fits, is_within
 from forge_plugins_parallel.config import Float8Config
 
 _KEY = "parallel.passes.fp8"

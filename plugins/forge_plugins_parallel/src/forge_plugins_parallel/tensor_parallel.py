@@ -19,11 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
-from forge_core.contracts.model import ShardRole
+from forge_core.contracts.model import ShardRole, fits
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
-from forge_core.passes.patterns import fits
 from forge_plugins_parallel.config import TensorParallelConfig, rank_without_rows
 from forge_plugins_parallel.cut_layers import (
     POSITION,

@@ -7,14 +7,14 @@ from typing import Any
 
 import attrs
 
+from forge_core.api import PassComponent
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
-from forge_core.passes.order import sort_passes
+from forge_core.job import sort_passes
 from forge_core.registry.catalog import Catalog
-from forge_core.registry.component import PassComponent
 
 PHASE = "checkpointing"
 """Its passes decide what is kept from forward to backward."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from forge_core.commands.validate import options_of
+from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
 from forge_core.job import load_job
 

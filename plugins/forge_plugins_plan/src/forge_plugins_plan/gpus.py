@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS, Gpu
-from forge_core.errors import ConfigError
-from forge_core.registry.suggestions import nearest
+from forge_core.errors import ConfigError, nearest
 
 _GPUS = {
     "a100-40": ("A100", 39.4, (8, 0)),

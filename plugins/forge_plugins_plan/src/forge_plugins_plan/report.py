@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from forge_core.api import PassComponent
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
@@ -18,9 +19,8 @@ from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import Traffic
 from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import ConfigError
-from forge_core.passes.order import resolve_degrees
+from forge_core.job import resolve_degrees
 from forge_core.registry.catalog import Catalog, CatalogEntry
-from forge_core.registry.component import PassComponent
 from forge_core.train.build import build_on_meta
 from forge_plugins_plan.alternatives import Alternative, alternatives
 from forge_plugins_plan.memory import CATEGORIES

@@ -24,8 +24,8 @@ from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ForgeError
+from forge_core.job import sort_passes
 from forge_core.ops.auxiliary_loss import LEDGER
-from forge_core.passes.order import sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms

@@ -11,11 +11,9 @@ from typing import Any, Literal
 import attrs
 from attrs.validators import deep_iterable, deep_mapping, ge, gt, matches_re, min_len, optional
 
-from forge_core.config.converter import structure
-from forge_core.config.problems import ConfigProblems, InvalidError
-from forge_core.config.time_limit import is_time_limit
-from forge_core.config.toml_file import read_document
+from forge_core.config.sections import is_time_limit
 from forge_core.errors import ConfigError
+from forge_core.job import ConfigProblems, InvalidError, read_document, structure
 from forge_core.registry.catalog import Catalog
 
 FILE = "cluster.toml"

@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from forge_core.config.regular_file import read_regular_file
-from forge_core.config.toml_text import MAX_BYTES, parse_toml
+from forge_core.errors import ConfigError
+from forge_core.job import read_document
 from forge_core.run.fatal import fatal_error
 from forge_plugins_slurm.job_record import JobRecord, last_job
 from forge_plugins_slurm.queue import QueuedJob
@@ -104,8 +104,8 @@ def _state(events: Sequence[Mapping[str, Any]], job: QueuedJob | None, age: floa
 def _total_steps(run: Path) -> int | None:
     for path in (run / "job.toml", run / "slurm" / "job.toml"):
         try:
-            return int(parse_toml(read_regular_file(path, MAX_BYTES).decode())["train"]["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return int(read_document(path).table["train"]["steps"])
+        except (ConfigError, KeyError, TypeError, ValueError):
             continue
     return None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from forge_core.config.time_limit import seconds_of
+from forge_core.config.sections import seconds_of
 from forge_plugins_slurm.cluster import SHUTDOWN_TIMEOUT, Cluster
 from forge_plugins_slurm.config import ASKED
 

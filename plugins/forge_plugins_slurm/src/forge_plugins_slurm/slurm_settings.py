@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from forge_core.config.time_limit import DEFAULT_LEAD
+from forge_core.config.sections import DEFAULT_LEAD
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_slurm.cluster import FILE

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import click
 
-from forge_core.commands.validate import options_of, summary
 from forge_core.config.builder import ComponentBuilder
-from forge_core.config.problems import ConfigProblems, Problem, key_path
-from forge_core.config.sections import Job
-from forge_core.config.time_limit import lead_problem, seconds_of
+from forge_core.config.sections import Job, lead_problem, seconds_of
+from forge_core.contracts.command import options_of
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import dump_job, load_job
+from forge_core.job import ConfigProblems, Problem, dump_job, key_path, load_job, summary
 from forge_plugins_slurm.cluster import FILE, VARIABLE, Cluster, find_cluster_file, read_cluster, with_options
 from forge_plugins_slurm.job_record import JobRecord, last_job, record_job
 from forge_plugins_slurm.queue import queued_jobs
@@ -28,7 +26,7 @@ from forge_plugins_slurm.script import Submission, batch_script
 from forge_plugins_slurm.sweep import Point, points_of
 
 if TYPE_CHECKING:
-    from forge_core.cli import Invocation
+    from forge_core.contracts.command import Invocation
 
 REQUEUE = "forge-plugins-slurm:slurm_requeue"
 

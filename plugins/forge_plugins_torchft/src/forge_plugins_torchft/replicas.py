@@ -22,17 +22,17 @@ import click
 import torch
 
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.commands.validate import options_of
 from forge_core.config.sections import Job
+from forge_core.contracts.command import options_of
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, load_job
-from forge_core.run.directory import RunDirectory
+from forge_core.launch import RunDirectory
 from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, NAME, TorchftConfig
 from forge_plugins_torchft.lighthouse import lighthouse
 
 if TYPE_CHECKING:
-    from forge_core.cli import Invocation
+    from forge_core.contracts.command import Invocation
 
 _FINAL = (ExitCode.COMPLETED, ExitCode.INVALID, ExitCode.STOPPED, ExitCode.NON_FINITE)
 """A replica that ends so is not started again."""

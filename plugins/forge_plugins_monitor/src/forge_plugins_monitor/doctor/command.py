@@ -10,14 +10,12 @@ from pathlib import Path
 import attrs
 import click
 
+from forge_core.api import Check
+from forge_core.config.builder import load_reference, output_of
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.contracts.command import Invocation
-from forge_core.distributed.cluster import find_cluster
-from forge_core.distributed.environment import world_size_of
+from forge_core.distributed.environment import find_cluster, world_size_of
 from forge_core.errors import ConfigError, ExitCode, ForgeError
-from forge_core.registry.component import Check
-from forge_core.registry.imports import load_reference
-from forge_core.registry.plugin_output import output_of
 
 OWN = "forge-plugins-monitor"
 

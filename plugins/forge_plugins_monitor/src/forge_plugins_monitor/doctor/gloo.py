@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from forge_core.contracts.check import CheckContext, Finding
-from forge_core.run.process import hard_exit
+from forge_core.launch import hard_exit
 
 _SECONDS = 60
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from forge_core.config.time_limit import DEFAULT_LEAD
+from forge_core.config.sections import DEFAULT_LEAD
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.distributed.environment import interface_problem
 
