@@ -39,7 +39,7 @@ from forge_core.contracts.callback import Callback
 from forge_core.contracts.data_source import DataSource
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.mesh import Mesh
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table
 from forge_core.train.build import BuiltModel
 
@@ -224,5 +224,5 @@ def _name_of(key: str) -> str:
 
 def _refuse_unread(keys: Collection[str], checkpoint: Checkpoint) -> None:
     if keys:
-        more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
+        more = and_more(len(keys), 10)
         raise ConfigError(f"{checkpoint.path} has tensors this model does not: {', '.join(sorted(keys)[:10])}{more}")

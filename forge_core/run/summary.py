@@ -13,6 +13,7 @@ from rich.table import Table
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.contracts.component_ref import ComponentRef
+from forge_core.errors import and_more
 from forge_core.job import job_table, notes
 from forge_core.registry.component import PassComponent
 from forge_core.run.setup import Begun, RunSetup
@@ -52,7 +53,7 @@ def announce_complete(begun: Begun) -> None:
     changes = changes_that_matter(begun.checkpoint.job(), job_table(begun.job))
     if changes:
         shown = ", ".join(f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changes[:_SHOWN])
-        more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        more = and_more(len(changes), _SHOWN)
         begun.console.line(
             f"note: it was trained with other keys ({shown}{more}); to train with these, choose another run.name"
         )

@@ -20,7 +20,7 @@ from forge_core.contracts.executor import Executor
 from forge_core.contracts.model import ParameterRole, canonical_name
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
-from forge_core.errors import ConfigError, PluginError
+from forge_core.errors import ConfigError, PluginError, and_more
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.sequence_sum import share_out_positions
 from forge_core.train.component_checks import CheckedLoss
@@ -169,7 +169,7 @@ def _refuse_renaming(known: Mapping[str, None], names: Mapping[str, None], *, is
     new = [name for name in names if name not in known]
     if not lost and not new:
         return
-    more = f" and {max(len(lost), len(new)) - 1} more" if max(len(lost), len(new)) > 1 else ""
+    more = and_more(max(len(lost), len(new)), 1)
     if lost and new:
         what = f"renames {lost[0]} to {new[0]}{more}"
     else:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from forge_core.checkpoint.state_dict import plain_values
 from forge_core.distributed.collective_errors import run_on_all_ranks
-from forge_core.errors import PluginError
+from forge_core.errors import PluginError, and_more
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.train.build import Built
 from forge_core.train.component_checks import CheckedLoss
 
@@ -65,7 +66,7 @@ class FirstSteps:
         after = bit_sums(self._parameters)
         changed = [name for name in after if after[name] != self._before[name]]
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            more = and_more(len(changed), 1)
             raise PluginError(
                 f"step {step}: {changed[0]}{more} changed while gradients were computed. Only the step of "
                 f"{self._optimizer} may change parameters, which the engine calls after gradients are summed over "
@@ -80,7 +81,7 @@ def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         values = plain_values(tensor.detach())
-        local = values._local_tensor if isinstance(values, DTensor) else values
+        local = local_tensor(values)
         total = local.contiguous().view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64)
         on_device.setdefault(local.device, {})[name] = total
     return {
@@ -170,7 +171,7 @@ class FirstSave:
         )
 
     def _tell(self, missing: Sequence[str], n_updated: int) -> None:
-        names = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" * (len(missing) > _LISTED))
+        names = ", ".join(missing[:_LISTED]) + and_more(len(missing), _LISTED)
         whose = f"{len(missing)} of the {n_updated} parameters" if len(missing) < n_updated else "any of the parameters"
         own = _holding_tensors(self._optimizer, {id(parameter) for parameter in self._parameters.values()})
         where = f"; its attribute {' and '.join(own)} holds tensors, which are not saved" if own else ""

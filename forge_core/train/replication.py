@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
@@ -16,6 +15,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.distributed.fingerprint import fingerprint
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_core.train.run import Run
 
@@ -136,7 +136,7 @@ class JoinedReplicas(Replicas):
         for one in trained:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-        gradients = [_local(one.grad) for one in trained if one.grad is not None]
+        gradients = [local_tensor(one.grad) for one in trained if one.grad is not None]
         self._replication.sum([*gradients, used, *more(), total])
         for one, is_used in zip(trained, used.tolist(), strict=True):
             if not is_used:
@@ -192,7 +192,3 @@ def _digest(job: Job, catalog: Catalog, mesh: Mesh) -> int:
     facts = fingerprint(job, catalog) | {f"degree {axis}": str(degree) for axis, degree in mesh.degrees.items()}
     text = repr(sorted((key, value) for key, value in facts.items() if not key.startswith(_MAY_DIFFER)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

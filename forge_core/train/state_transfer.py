@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.component_state import load_states, states_of
 from forge_core.checkpoint.state_dict import empty_optimizer_state, optimizer_state
@@ -15,6 +14,7 @@ from forge_core.contracts.callback import Callback
 from forge_core.contracts.replication import LiveState, Replication
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.train.saving import Contents
 
 
@@ -32,7 +32,10 @@ def give_state(contents: Contents, step: int) -> LiveState:
         "callbacks": states_of(_callbacks(contents)),
         "tensors": {key: [list(tensor.shape), str(tensor.dtype)] for key, tensor in tensors.items()},
     }
-    return {"tensors": {key: _local(tensor) for key, tensor in tensors.items()}, "facts": json.dumps(facts)}
+    return {
+        "tensors": {key: local_tensor(tensor).detach() for key, tensor in tensors.items()},
+        "facts": json.dumps(facts),
+    }
 
 
 def take_state(contents: Contents, state: LiveState) -> int:
@@ -47,7 +50,7 @@ def take_state(contents: Contents, state: LiveState) -> int:
     optimizer.state.clear()
     described = {key: _described(*entry) for key, entry in facts["tensors"].items()}
     own.update(empty_optimizer_state(optimizer, model.parameters, described, facts["optimizer"]))
-    locals_of_own = {key: _local(tensor) for key, tensor in own.items()}
+    locals_of_own = {key: local_tensor(tensor).detach() for key, tensor in own.items()}
     wrong = sorted(
         key
         for key in given.keys() | own.keys()
@@ -76,7 +79,3 @@ def _callbacks(contents: Contents) -> list[tuple[str, Callback]]:
 def _described(size: Sequence[int], dtype: str) -> TensorStorageMetadata:
     properties = TensorProperties(dtype=getattr(torch, dtype.removeprefix("torch.")))
     return TensorStorageMetadata(properties, torch.Size(size), [])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

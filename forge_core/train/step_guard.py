@@ -17,11 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from forge_core.contracts.model import canonical_name
 from forge_core.data.loader import BatchLoader
+from forge_core.errors import and_more
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel
 from forge_core.train.gradients import Gradients, Squares, all_finite
@@ -349,8 +350,7 @@ def _spans(ranges: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
-    return ", ".join(names[:_SAID]) + more
+    return ", ".join(names[:_SAID]) + and_more(len(names), _SAID)
 
 
 @attrs.frozen
@@ -448,7 +448,7 @@ def _noting(name: str, seen: list[tuple[str, nn.Module, torch.Tensor]]) -> Calla
     def note(module: nn.Module, _: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+                local = local_tensor(leaf)
                 seen.append((name, module, ((local != local) | (local == torch.inf)).any()))
 
     return note
