@@ -330,15 +330,8 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             return None
         if isinstance(value, ComponentRef):
             return value
-        shorthand: Mapping[str, str] = {}
-        if isinstance(value, str) and slot.text_key is not None:
-            shorthand, value = {slot.text_key: ""}, {slot.text_key: value}
-        if isinstance(value, str):
-            value = {"name": value}
-        if not isinstance(value, Mapping):
-            or_text = f"{EXPECTED_STRING}, or " if slot.text_key else "expected "
-            raise InvalidError.because(f"{or_text}a table with {_naming(slot, catalog)}; got {describe(value)}")
-        name = value.get("name", slot.default)
+        table, shorthand = _component_table(value, slot, catalog)
+        name = table.get("name", slot.default)
         if name is None:
             raise InvalidError.because(f"needs {_naming(slot, catalog)}")
         if not isinstance(name, str):
@@ -348,7 +341,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             cls = config_class(provided, slot.kind)
         except (ConfigError, PluginError) as error:
             raise InvalidError([Problem((), str(error), at=("name",))]) from error
-        keys = {key: item for key, item in value.items() if key != "name"}
+        keys = {key: item for key, item in table.items() if key != "name"}
         try:
             config, written = _configure(keys, cls, provided, converter)
         except InvalidError as error:
@@ -365,6 +358,18 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
         )
 
     return hook
+
+
+def _component_table(value: Any, slot: Slot, catalog: Catalog) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """A component's table; and the shorthand, if a text was given for one of its keys."""
+    if isinstance(value, str) and slot.text_key is not None:
+        return {slot.text_key: value}, {slot.text_key: ""}
+    if isinstance(value, str):
+        return {"name": value}, {}
+    if isinstance(value, Mapping):
+        return value, {}
+    or_text = f"{EXPECTED_STRING}, or " if slot.text_key else "expected "
+    raise InvalidError.because(f"{or_text}a table with {_naming(slot, catalog)}; got {describe(value)}")
 
 
 def config_class(provided: CatalogEntry, kind: str) -> type:

@@ -46,19 +46,23 @@ def type_words(annotation: Any) -> str:
         return " or ".join(type_words(argument) for argument in arguments if argument is not NoneType)
     if origin is Literal:
         return " or ".join(_literal_words(value) for value in arguments)
+    if isinstance(origin, type) and issubclass(origin, (Mapping, Sequence, Set)):
+        return _container_words(origin, arguments)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return " or ".join(_literal_words(member.value) for member in annotation)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"table of {_plural(type_words(arguments[1]))}"
-    if isinstance(origin, type) and issubclass(origin, tuple) and Ellipsis not in arguments:
-        return f"array [{', '.join(type_words(argument) for argument in arguments)}]"
-    if isinstance(origin, type) and issubclass(origin, (Sequence, Set)):
-        return f"array of {_plural(type_words(arguments[0]))}"
     if hasattr(annotation, "__supertype__"):  # a NewType, whose name says more than what it is made of
         return str(annotation.__name__).lower()
     if isinstance(annotation, type) and hasattr(annotation, "__attrs_attrs__"):
         return "table"
     return getattr(annotation, "__name__", str(annotation))
+
+
+def _container_words(origin: type, arguments: Sequence[Any]) -> str:
+    if issubclass(origin, Mapping):
+        return f"table of {_plural(type_words(arguments[1]))}"
+    if issubclass(origin, tuple) and Ellipsis not in arguments:
+        return f"array [{', '.join(type_words(argument) for argument in arguments)}]"
+    return f"array of {_plural(type_words(arguments[0]))}"
 
 
 _PLAIN: Mapping[Any, str] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forge_core.config.describe import literal, one_of
@@ -38,15 +38,14 @@ def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[
         case "_DeepIterable":
             if parts["iterable_validator"] is not None:
                 yield from violations(config, field, value, parts["iterable_validator"])
-            for index, item in enumerate(value):
-                for path, sentence in violations(config, field, item, parts["member_validator"]):
-                    yield (index, *path), sentence
+            members = [(index, item, parts["member_validator"]) for index, item in enumerate(value)]
+            yield from _within(config, field, members)
         case "_DeepMapping":
-            for key, item in value.items():
-                for part, checked in (("key_validator", key), ("value_validator", item)):
-                    if parts[part] is not None:
-                        for path, sentence in violations(config, field, checked, parts[part]):
-                            yield (key, *path), sentence
+            validators = parts["key_validator"], parts["value_validator"]
+            members = [
+                (key, one, of) for key, item in value.items() for one, of in zip((key, item), validators, strict=True)
+            ]
+            yield from _within(config, field, members)
         case _:
             try:
                 validator(config, field, value)
@@ -54,6 +53,14 @@ def violations(config: Any, field: Any, value: Any, validator: Any) -> Iterator[
                 rule = _rule(validator)
                 said = str(error.args[0]) if error.args else "is not allowed"
                 yield (), f"{rule}, got {literal(value)}" if rule else said.removeprefix(f"'{field.name}' ")
+
+
+def _within(config: Any, field: Any, members: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[KeyPath, str]]:
+    """Violations in the parts of a value: each with its key, and its validator if it has one."""
+    for key, value, validator in members:
+        if validator is not None:
+            for path, sentence in violations(config, field, value, validator):
+                yield (key, *path), sentence
 
 
 def schema_limits(validator: Any) -> dict[str, Any]:

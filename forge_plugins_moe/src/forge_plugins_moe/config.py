@@ -186,10 +186,21 @@ class MoEConfig:
         return max(1, round(measure.width(dim) * self.width_factor)) if hasattr(measure, "width") else None
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """What is wrong with this layer in this job."""
-        ep, tp = job.parallel.ep, job.parallel.tp
+        """Contradictions of this layer with the rest of the job."""
+        ep = job.parallel.ep
         if self.n_experts % ep:
             yield "n_experts", f"{self.n_experts} experts cannot be shared out evenly to parallel.ep = {ep} ranks"
+        yield from self._check_widths(job)
+        if hasattr(self.router.config, "contradictions"):
+            for key, sentence in self.router.config.contradictions(self.n_experts):
+                yield f"router.{key}", sentence
+        if hasattr(self.router.config, "contradictions_in"):
+            for key, sentence in self.router.config.contradictions_in(job, self.n_experts):
+                yield f"router.{key}", sentence
+        yield from self._check_layers(job)
+
+    def _check_widths(self, job: Job) -> Iterator[tuple[str, str]]:
+        tp = job.parallel.tp
         dim: int | None = getattr(job.model.config, "dim", None)
         width = self.hidden_dim if dim is None else self.expert_width(dim)
         if width is not None and width % tp:
@@ -201,12 +212,8 @@ class MoEConfig:
         if shared % tp:
             sentence = f"the {shared} features of all shared experts cannot be shared out evenly to parallel.tp = {tp}"
             yield "shared_hidden_dim", f"{sentence} ranks"
-        if hasattr(self.router.config, "contradictions"):
-            for key, sentence in self.router.config.contradictions(self.n_experts):
-                yield f"router.{key}", sentence
-        if hasattr(self.router.config, "contradictions_in"):
-            for key, sentence in self.router.config.contradictions_in(job, self.n_experts):
-                yield f"router.{key}", sentence
+
+    def _check_layers(self, job: Job) -> Iterator[tuple[str, str]]:
         n_layers = getattr(job.model.config, "n_layers", None)
         n_layers = n_layers and n_layers + getattr(job.model.config, "n_predictors", 0)
         sparse = [layer for layer in range(n_layers or 0) if self.is_sparse(layer)]

@@ -77,6 +77,11 @@ def _wrong_values(routing: Routing, n_tokens: int, n_experts: int, valid: torch.
     for name, value in routing.auxiliary.items():
         if not torch.isfinite(value):
             yield f"the auxiliary loss {name!r} that is not finite"
+    yield from _wrong_assignments(routing, n_tokens, n_experts, valid)
+
+
+def _wrong_assignments(routing: Routing, n_tokens: int, n_experts: int, valid: torch.Tensor | None) -> Iterator[str]:
+    token, expert, weight = routing.token, routing.expert, routing.weight
     if routing.top_k is not None and (
         len(token) != n_tokens * routing.top_k
         or not torch.equal(token, torch.arange(n_tokens, device=token.device).repeat_interleave(routing.top_k))

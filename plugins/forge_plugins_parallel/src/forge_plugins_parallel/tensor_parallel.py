@@ -168,6 +168,15 @@ def _cut(
             _refuse_small_vocabulary(name, module.num_embeddings, ranks)
             become(module, VocabParallelEmbedding, ranks)
             _distribute(module, {"weight": Shard(0)}, mesh, cut)
+        case "expert":
+            _cut_experts(name, module, ranks, mesh, cut)
+        case _:
+            _share_out_activations(module, role, ranks)
+
+
+def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> None:
+    """For a module that is whole on every rank."""
+    match role:
         case "replicate":
             _sum_gradients(module, ranks)
         case "residual":
@@ -184,8 +193,6 @@ def _cut(
             if not ranks.gradients_arrive_partial:  # else it is like any module that the plan does not name
                 _sum_gradients(module, ranks)
                 module.register_forward_hook(lambda _, __, hidden: own_share(hidden, ranks))
-        case "expert":
-            _cut_experts(name, module, ranks, mesh, cut)
 
 
 def _cut_experts(name: str, module: Any, ranks: Ranks, mesh: DeviceMesh, cut: dict[int, nn.Parameter]) -> None:
