@@ -36,7 +36,8 @@ from typing import Any
 
 _FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
 """Beginnings of the names of variables that are read while a process starts, or while it imports torch."""
-_READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_")
+_READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
+"""Of those, the exceptions. The last one is set by torch itself, in a process that trains."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, sys/prctl.h
 _SECONDS = 100.0
 """In which a server answers, on the busiest machine."""
@@ -311,7 +312,7 @@ def _become(order: Mapping[str, Any], files: Sequence[int], connection: socket.s
     _open_at(order["places"], files)
     os.environ.clear()
     os.environ.update(order["environment"])
-    if "RANK" not in os.environ and "forge_core" in order["command"]:
+    if "RANK" not in os.environ:  # it may start ranks
         ours, its = socket.socketpair()
         if os.fork() == 0:
             ours.close()

@@ -124,7 +124,7 @@ def test_sets_have_other_orders_on_the_next_rank():
     ("arguments", "more", "is_forked"),
     [
         ([], {}, True),
-        ([], {"MASTER_PORT": "1", "PYTHONFAULTHANDLER": "1", "TORCHELASTIC_RUN_ID": "1"}, True),
+        ([], {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}, True),
         (["-I"], {}, False),
         ([], {"PYTHONHASHSEED": "1"}, False),
         ([], {"OMP_NUM_THREADS": "2"}, False),
@@ -148,18 +148,30 @@ def test_one_with_modules_in_place_of_those_it_would_import_is_started(tmp_path,
     assert done.stdout == f"{is_forked}\n", done.stderr
 
 
-def test_what_a_command_starts_is_forked_from_it():
+def test_what_a_command_starts_is_forked_from_it(tmp_path):
     """As ranks are by their launcher, which is their parent and the only one to end them."""
-    program = (
-        "import os, subprocess, sys\n"
-        'child = \'import os, sys; print(os.getppid(), "torch" in sys.modules, os.environ["RANK"])\'\n'
-        "environment = {**os.environ, 'RANK': '1'}\n"
-        "said = subprocess.run([sys.executable, '-c', child], env=environment, capture_output=True, text=True)\n"
-        "print(os.getpid(), said.stdout)"
+    (tmp_path / "acme").mkdir()
+    (tmp_path / "acme-1.0.dist-info").mkdir()
+    (tmp_path / "acme-1.0.dist-info/entry_points.txt").write_text("[forge.v1]\nacme = acme.plugin\n")
+    (tmp_path / "acme/plugin.py").write_text(
+        "from forge_core.api import Command, hookimpl\n"
+        "@hookimpl\n"
+        "def forge_commands():\n"
+        "    yield Command(name='acme', summary='-', run='acme.commands:start')\n"
+    )
+    (tmp_path / "acme/commands.py").write_text(
+        "import os, subprocess, sys, click\n"
+        'CHILD = \'import os, sys; print(os.getppid(), "torch" in sys.modules, os.environ["RANK"])\'\n'
+        "@click.command()\n"
+        "def start():\n"
+        "    environment = {**os.environ, 'RANK': '1'}\n"
+        "    done = subprocess.run([sys.executable, '-c', CHILD], env=environment, capture_output=True, text=True)\n"
+        "    print(os.getpid(), done.stdout)\n"
     )
 
-    parent, childs_parent, is_forked, rank = python("-c", program, "forge_core").stdout.split()
+    done = python("-m", "forge_core", "acme", env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)})
 
+    parent, childs_parent, is_forked, rank = done.stdout.split()
     assert (childs_parent, is_forked, rank) == (parent, "True", "1")
 
 
