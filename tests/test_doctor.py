@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+import fork_server
 from forge_core.cli import main
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.registry.discovery import discover
@@ -129,7 +130,7 @@ def test_under_a_launcher_all_ranks_are_measured_and_each_host_is_looked_at_once
         port = probe.getsockname()[1]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-m", "forge_core", "doctor", "--json"],
             cwd=tmp_path,
             env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},

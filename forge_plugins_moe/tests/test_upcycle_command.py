@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import fork_server
 from forge_core.checkpoint.store import Checkpoint, open_checkpoint
 from forge_core.cli import main
 from forge_core.loading import load_model
@@ -126,7 +126,7 @@ def test_one_command_trains_from_it(trained):
 @pytest.mark.slow
 def test_it_can_be_trained_in_another_layout(trained):
     two = ["--nproc", "2", "parallel.ep=2", "train.batch_size=1", "run.name=two"]
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "forge_core", "run", str(trained / "train.toml"), *two],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

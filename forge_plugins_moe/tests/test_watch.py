@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fork_server
 from forge_core.cli import main
 from forge_core.contracts.callback import Requests, RunContext, StepContext
 from forge_core.errors import ConfigError
@@ -303,7 +303,7 @@ def test_layers_of_all_pipeline_stages_are_watched(config):
 
 def run_alone(config: Path, *settings: str) -> None:
     """In a process of its own."""
-    finished = subprocess.run(
+    finished = fork_server.run(
         [sys.executable, "-m", "forge_core", "run", str(config), "checkpoint.interval=0", *settings],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

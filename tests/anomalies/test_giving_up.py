@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.train.trainer import Trainer
@@ -93,7 +93,7 @@ def test_after_so_many_rollbacks_the_run_ends_with_4_and_the_checkpoint_from_bef
 def test_two_ranks_give_up_together(sick, saboteur_site):
     sick.describe(MARKED, marked="18, 400")
 
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "forge_core", "run", str(sick.config), "--nproc", "2", "train.batch_size=2"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(saboteur_site)},
         capture_output=True,

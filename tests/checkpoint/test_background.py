@@ -10,6 +10,7 @@ from socket import socket
 import pytest
 import torch
 
+import fork_server
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
 
 RANK = Path(__file__).with_name("saving_rank.py")
@@ -26,7 +27,7 @@ def start(tmp_path):
         shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
         for rank in range(2):
             processes.append(
-                subprocess.Popen(
+                fork_server.Popen(
                     [sys.executable, str(RANK), str(tmp_path), group],
                     env={**shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
                     stderr=subprocess.PIPE,

@@ -9,6 +9,7 @@ from socket import create_server
 
 import pytest
 
+import fork_server
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
 
 RANKS = 3
@@ -22,7 +23,7 @@ def test_one_that_is_too_slow_is_agreed_upon_and_those_after_it_are_written(tmp_
         port = str(probe.getsockname()[1])
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, str(Path(__file__).with_name("stalling_rank.py")), str(tmp_path), "5"],
             env={**shared, "WORLD_SIZE": str(RANKS), "RANK": str(rank)},
             stdout=subprocess.PIPE,

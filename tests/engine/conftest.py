@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
+
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[str]]:
@@ -20,7 +22,7 @@ def run_ranks() -> Callable[..., list[str]]:
             port = probe.getsockname()[1]
         common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         ranks = [
-            subprocess.Popen(
+            fork_server.Popen(
                 [sys.executable, str(script), *map(str, arguments)],
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)},
                 stdout=subprocess.PIPE,

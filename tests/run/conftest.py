@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+import fork_server
 from forge_core.checkpoint.manifest import describe_file, read_manifest, write_manifest
 from forge_core.errors import ExitCode
 from forge_core.job import load_job
@@ -69,7 +70,7 @@ class TinyJob:
         self.config.write_text(TOML.format(folder=folder))
 
     def run(self, *overrides: str, command: str = "run", timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return fork_server.run(
             self.command(*overrides, command=command),
             env=self.environment(),
             capture_output=True,

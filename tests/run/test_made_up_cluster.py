@@ -6,6 +6,7 @@ import subprocess
 from contextlib import closing
 from socket import socket
 
+import fork_server
 from forge_core.errors import ExitCode
 
 PLUGIN = """
@@ -47,7 +48,7 @@ def start(tiny, site, rank, port, *settings):
     environment = {**tiny.environment(), "PYTHONPATH": str(site), "MADE_UP": f"{rank}:{port}"}
     command = tiny.command("train.batch_size=2", *settings)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, **pipes)
+    return fork_server.Popen(command, env=environment, **pipes)
 
 
 def free_port():

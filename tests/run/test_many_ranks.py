@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import fork_server
+
 
 @pytest.fixture
 def start_ranks(tiny):
@@ -21,7 +23,7 @@ def start_ranks(tiny):
             group = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "LOCAL_RANK": str(rank)}
             place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             started.append(
-                subprocess.Popen(
+                fork_server.Popen(
                     tiny.command(*own),
                     env={**tiny.environment(), **group, **place, **(environment or {})},
                     cwd=folders[rank] if folders else None,
@@ -93,7 +95,7 @@ def test_a_rank_of_a_group_starts_no_group_of_its_own(tiny):
 
 
 def run_rank(tiny, environment, *overrides):
-    return subprocess.run(
+    return fork_server.run(
         tiny.command(*overrides), env={**tiny.environment(), **environment}, capture_output=True, text=True, timeout=180
     )
 
@@ -103,7 +105,7 @@ def test_slurm_says_who_is_which_rank(tiny):
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
     where = {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             tiny.command("run.name=slurm", "train.steps=3", "train.batch_size=2"),
             env={**tiny.environment(), **step, **where, "SLURM_PROCID": str(rank)},
             stderr=subprocess.PIPE,

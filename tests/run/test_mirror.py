@@ -12,6 +12,7 @@ from socket import socket
 
 import pytest
 
+import fork_server
 from faults.objects import Objects
 from forge_core.checkpoint.manifest import read_manifest
 from forge_core.checkpoint.store import CheckpointStore
@@ -358,7 +359,7 @@ def test_several_ranks_wait_for_the_one_that_fetches(tiny, tmp_path, seconds_a_f
     slow.parent.mkdir()
     slow.write_text(SLOW.format(seconds=seconds_a_file))
 
-    done = subprocess.run(
+    done = fork_server.run(
         tiny.command(*two, mirror, "run.first_step_timeout=15"),
         env={**tiny.environment(), "PYTHONPATH": str(slow.parent)},
         capture_output=True,
@@ -388,7 +389,7 @@ def test_two_nodes_that_do_not_share_the_directory_of_the_run_are_refused(tiny):
         port = free.getsockname()[1]
     world = {**tiny.environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     processes = [
-        subprocess.Popen(
+        fork_server.Popen(
             [*(alone if rank else []), *command],
             env={**world, "RANK": str(rank), "LOCAL_RANK": "0"},
             stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.train.executor import PlainExecutor
@@ -181,7 +182,7 @@ def _wait_for(condition, seconds=60):
 @pytest.mark.parametrize(("processes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
 def test_a_signal_saves_and_leaves_with_3_and_the_same_command_continues(tiny, processes, number, training_values):
     settings = ["--nproc", processes, "train.batch_size=2", "train.grad_accumulation=2", "train.steps=300"]
-    running = subprocess.Popen(
+    running = fork_server.Popen(
         tiny.command(*settings), env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     _wait_for(lambda: (tiny.path() / "metrics.jsonl").exists() and len(tiny.metrics()) > 3)

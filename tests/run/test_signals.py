@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+import fork_server
 from forge_core.checkpoint.store import CheckpointStore
 
 RANKS = 2
@@ -31,7 +32,7 @@ def ranks(tiny, tmp_path):
         for rank in range(RANKS):
             group = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
             started.append(
-                subprocess.Popen(
+                fork_server.Popen(
                     [sys.executable, script, tiny.config, plan],
                     env={**tiny.environment(), **group, "TORCHELASTIC_USE_AGENT_STORE": "True"},
                     stdout=subprocess.PIPE,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="/proc is looked at")]
@@ -62,7 +63,7 @@ class Held:
         for file in self.folder.glob("held_*"):
             file.unlink()
         command = tiny.command("--nproc", str(ranks), f"run.name={name}", "checkpoint.interval=0", *overrides)
-        self.process = subprocess.Popen(
+        self.process = fork_server.Popen(
             [*within, *command],
             env={**tiny.environment(), "PYTHONPATH": str(packages), "HOLD_AT": str(at), **environment},
             stdin=subprocess.PIPE,

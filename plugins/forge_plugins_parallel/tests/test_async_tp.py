@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fork_server
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, ExitCode
@@ -118,7 +119,7 @@ def train_on_two_ranks(config: Path, device: str, *settings: str) -> str:
         port = probe.getsockname()[1]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, config.parent / "worker.py", config, json.dumps(settings), device],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 
+import fork_server
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.parallel_pass import PassContext
@@ -186,7 +187,7 @@ def launched(tmp_path_factory):
     (config.parent / "works.json").write_text(json.dumps({"runs": runs, "port": free_port()}))
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, config.parent / "worker.py", config, config.parent / "works.json"],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
