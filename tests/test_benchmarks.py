@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
@@ -25,6 +27,8 @@ LONG = {
     "plan_memory": [],
     "resume": [],
 }
+OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity")
+"""The first two measure processes that have just been started; the last forks ranks itself."""
 ELSEWHERE = {"train_gpu": "tests/test_train_gpu.py", "expert_overlap": "needs network namespaces"}
 CASES = [
     *(pytest.param(name, arguments, id=name, marks=pytest.mark.slow) for name, arguments in SHORT.items()),
@@ -36,9 +40,8 @@ CASES = [
 def test_it_ends_with_figures(name, arguments):
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
 
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    run = subprocess.run if name in OF_WHOLE_PROCESSES else fork_server.run
+    done = run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d\.\d", done.stdout), done.stdout

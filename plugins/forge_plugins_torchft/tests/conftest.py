@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import fork_server
 from forge_core.checkpoint.store import CheckpointStore
 
 TOML = """
@@ -70,7 +71,7 @@ class ReplicatedJob:
 
     def start(self, command: str, *overrides: str, **environment: str) -> subprocess.Popen[bytes]:
         with self._output(len(self._started)).open("w") as output:
-            process = subprocess.Popen(
+            process = fork_server.Popen(
                 [sys.executable, "-m", "forge_core", command, str(self.config), *overrides],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 stdout=output,

@@ -1,11 +1,11 @@
 """What replicas cannot do is said before anything is started."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
+import fork_server
 from forge_plugins_torchft.config import LIGHTHOUSE
 
 
@@ -57,7 +57,7 @@ def test_without_torchft_a_sentence_says_what_is_missing(job, command):
         "m.PathFinder.find_spec = lambda name, *a: None if name == 'torchft' else find(name, *a);"
         "from forge_core.__main__ import main; sys.exit(main())"
     )
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-c", hidden, command[0], str(job.config), *command[1:]],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

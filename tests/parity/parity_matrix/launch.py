@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch.distributed import TCPStore
 
+import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from parity_matrix.probe import Seen, seen_by
 
@@ -156,7 +157,7 @@ class Launcher:
             for rank in range(ranks):
                 with self._log(rank).open("wb") as log:
                     processes.append(
-                        subprocess.Popen(
+                        fork_server.Popen(
                             [self._python, "-m", "parity_matrix.rank", str(JOB), str(plan)],
                             cwd=self._folder,
                             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
