@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from forge_core.contracts.module import LooksAhead
 from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES
 from forge_core.train.build import BuiltModel
 from forge_core.train.executor import Batch
@@ -52,7 +53,7 @@ class Evaluation:
         wide = torch.float32 if self._run.device.type == "mps" else torch.float64
         sums = torch.zeros(2, dtype=wide, device=self._run.device)
         self._set_training(False)
-        n_ahead = torch.full_like(sums, sum(getattr(one, "looks_ahead", False) for one in self._modules()))
+        n_ahead = torch.full_like(sums, sum(one.looks_ahead for one in self._modules() if isinstance(one, LooksAhead)))
         n_targets = 0
         for batch in self._batches():
             n_targets += count_targets(batch)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.model import canonical_name
+from forge_core.contracts.module import ReportsMetrics, StepModule
 from forge_core.distributed.mesh import DATA_AXES, Mesh
 from forge_core.errors import PluginError
 
@@ -22,8 +23,12 @@ class StepModules:
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self._mesh = mesh
         named: dict[str, Any] = {canonical_name(name): one for part in parts for name, one in part.named_modules()}
-        self._modules = {name: module for name, module in named.items() if _contributes(module)}
-        self._measured = {name: module for name, module in named.items() if hasattr(module, "step_metrics")}
+        self._modules: dict[str, Any] = {
+            name: module for name, module in named.items() if isinstance(module, StepModule)
+        }
+        self._measured: dict[str, Any] = {
+            name: module for name, module in named.items() if isinstance(module, ReportsMetrics)
+        }
         self._metric_names: Sequence[str] | None = None
 
     @torch.no_grad()
@@ -98,10 +103,6 @@ class StepModules:
                 yield module, name, tensor
 
 
-def _contributes(module: nn.Module) -> bool:
-    return hasattr(module, "accumulators") and hasattr(module, "before_optimizer_step")
-
-
 def _scalar(key: str, value: object) -> torch.Tensor:
     """The value of a tensor with one element, which may follow from parameters that are sharded over ranks."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -124,10 +125,10 @@ def _named(module: nn.Module, name: str, method: str) -> Iterator[None]:
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The buffers that are a contributor's to change, each as its module and its name there: not those of a contributor
+    """The buffers that a step module may change, each as its module and its name there: not those of a step module
     inside it."""
     for name, _ in module.named_buffers(recurse=False):
         yield module, name
     for child in module.children():
-        if not _contributes(child):
+        if not isinstance(child, StepModule):
             yield from _buffers_of(child)
