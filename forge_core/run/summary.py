@@ -196,8 +196,8 @@ class EndReport:
         here = step - prepared.start.step
         how_many = f"{step} steps" if here == step else f"{step} steps, the last {here}"
         directory = str(prepared.directory.path)
-        has_text = prepared.source.tokenizer is not None
-        where = f"forge generate {shlex.quote(directory)}" if has_text else f"files in {directory}"
+        can_sample = prepared.source.tokenizer is not None and "generate" in prepared.catalog.commands
+        where = f"forge generate {shlex.quote(directory)}" if can_sample else f"files in {directory}"
         took = duration_words(time.monotonic() - self._since)
         return "; ".join(filter(None, [f"done: {how_many} in {took}", self._loss, where]))
 

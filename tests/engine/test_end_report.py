@@ -28,6 +28,7 @@ def test_what_cannot_be_sampled_from_says_where_its_files_are():
         start=SimpleNamespace(step=0),
         directory=SimpleNamespace(path=Path("runs/a run")),
         source=SimpleNamespace(tokenizer=None),
+        catalog=SimpleNamespace(commands={"generate": ()}),
     )
     report = EndReport(prepared)
     report.note({"step": 3, "loss": 2.5})
@@ -39,3 +40,7 @@ def test_what_cannot_be_sampled_from_says_where_its_files_are():
     report.note({"step": 4, "loss": 9.0})
 
     assert report.line(4).split("; ")[1:] == ["eval/loss 2.31", "forge generate 'runs/a run'"]
+
+    prepared.catalog.commands.clear()  # its package is not installed
+
+    assert report.line(4).split("; ")[2] == "files in runs/a run"
