@@ -115,19 +115,21 @@ class _Reader(FileSystemReader):
             self._refuse_packed(self.storage_data[item.storage_index])
         return super().read_data(plan, planner)
 
-    def _refuse_packed(self, place: Any) -> None:
+    def _refuse_packed(self, record: Any) -> None:
         """A record is a zip archive, as torch writes it: stored as it is, or it could unpack to more than there is."""
-        start = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        start = record.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with (
-            (self._folder / place.relative_path).open("rb") as file,
-            mmap.mmap(file.fileno(), place.offset + place.length - start, offset=start, access=mmap.ACCESS_READ) as end,
+            (self._folder / record.relative_path).open("rb") as file,
+            mmap.mmap(
+                file.fileno(), record.offset + record.length - start, offset=start, access=mmap.ACCESS_READ
+            ) as end,
             # it looks from the end, and does not mind what comes before
             zipfile.ZipFile(end) as archive,  # type: ignore[call-overload]  # mmap.seek tells nothing before 3.13
         ):
             members = archive.infolist()
         stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-        if not stored or sum(member.file_size for member in members) > place.length:
-            raise DamagedError(f"{place.relative_path} has a compressed record")
+        if not stored or sum(member.file_size for member in members) > record.length:
+            raise DamagedError(f"{record.relative_path} has a compressed record")
 
 
 def _refuse_implausible(metadata: object, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -141,24 +143,24 @@ def _refuse_implausible(metadata: object, files: Mapping[str, Mapping[str, Any]]
     if not isinstance(metadata, Metadata):
         raise DamagedError(".metadata is no description of tensors")
     taken: Counter[str] = Counter()
-    for index, place in metadata.storage_data.items():
-        name = place.relative_path
+    for index, record in metadata.storage_data.items():
+        name = record.relative_path
         if type(name) is not str or name not in files:
             raise DamagedError(f".metadata says that {index.fqn} is in {name!r}, which the manifest does not name")
-        if place.transform_descriptors is not None:
+        if record.transform_descriptors is not None:
             raise DamagedError(f".metadata says that {index.fqn} is compressed or encrypted")
-        taken[name] += place.length
-        inside = place.offset >= 0 and place.length >= 0 and place.offset + place.length <= files[name]["bytes"]
+        taken[name] += record.length
+        inside = record.offset >= 0 and record.length >= 0 and record.offset + record.length <= files[name]["bytes"]
         if not inside or taken[name] > files[name]["bytes"]:
             raise DamagedError(f".metadata says that {index.fqn} lies outside {name}")
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise DamagedError(f".metadata describes {key!r}, which is not a tensor and would have to be executed")
         chunks = [_numel(chunk.sizes) for chunk in entry.chunks]
-        places = [metadata.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
+        records = [metadata.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
         itemsize = entry.properties.dtype.itemsize
         if sum(chunks) != _numel(entry.size) or any(
-            n * itemsize > (place.length if place else 0) for n, place in zip(chunks, places, strict=True)
+            n * itemsize > (record.length if record else 0) for n, record in zip(chunks, records, strict=True)
         ):
             raise DamagedError(f".metadata says that {key} has more values than are stored")
 

@@ -321,12 +321,12 @@ class Job:
             name: of the key that says so.
             end: what ends it.
         """
-        for place, key, what in (("checkpoint", "timeout", "save"), ("run", "step_timeout", "step")):
-            section = getattr(self, place)
+        for section_name, key, what in (("checkpoint", "timeout", "save"), ("run", "step_timeout", "step")):
+            section = getattr(self, section_name)
             seconds = getattr(section, key)
             if seconds > max(getattr(attrs.fields(type(section)), key).default, lead):
                 sentence = (
                     f"by {seconds:g} s, a {what} may take longer than {name} = {lead:g} s, after which {end} ends the "
                     f"run: raise {name} to what a step and a save take, or lower this one below it"
                 )
-                yield f"{place}.{key}", sentence
+                yield f"{section_name}.{key}", sentence

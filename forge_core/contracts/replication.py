@@ -24,7 +24,7 @@ class Share:
     """A replica's part of one step."""
 
     index: int
-    """Its place among the replicas that take part, 0 to ``count − 1``."""
+    """Its number among the replicas that take part, 0 to ``count − 1``."""
     count: int
     formation: int
     """Changes whenever others take part than before."""

@@ -33,7 +33,7 @@ class BatchLoader:
         position: where the first step starts.
         batch_size: samples a microbatch a data-parallel rank.
         grad_accumulation: microbatches a step.
-        dp_rank: this rank's place among the ``dp_size`` ranks that read different samples.
+        dp_rank: this rank's number among the ``dp_size`` ranks that read different samples.
         dp_size: their number.
         workers: background threads; 0 reads when asked. Batches are the same for any number.
         prefetch: microbatches to read ahead, over all workers.
@@ -114,11 +114,11 @@ class BatchLoader:
         self.stream = stream
         self.position = self._next_start = position
 
-    def places_of_step(self, start: int) -> list[int]:
+    def numbers_of_step(self, start: int) -> list[int]:
         """Where this rank's samples of the step that starts at position ``start`` are in the whole stream."""
         first_rows = start + self._spacing * np.arange(self._grad_accumulation)
-        places: list[int] = self.stream.places((first_rows[:, None] + self._rows).reshape(-1)).tolist()
-        return places
+        numbers: list[int] = self.stream.numbers((first_rows[:, None] + self._rows).reshape(-1)).tolist()
+        return numbers
 
     def step_at(self, start: int) -> Iterator[Batch]:
         """This rank's microbatches of the step that starts at position ``start``, once more; the loader stays where it
@@ -192,7 +192,7 @@ def evaluation_batches(
     Args:
         source: read by index, without shuffling.
         batch_size: rows a rank.
-        dp_rank: this rank's place among the ``dp_size`` ranks that share the work.
+        dp_rank: this rank's number among the ``dp_size`` ranks that share the work.
         dp_size: their number.
         samples: 0 for all, and at most so many as there are.
     """

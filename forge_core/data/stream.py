@@ -38,7 +38,7 @@ class SampleStream:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Which samples of the source are at ``positions`` ``(B,)``: int64 ``(B,)``."""
-        epochs, offsets = np.divmod(self.places(positions), len(self.source))
+        epochs, offsets = np.divmod(self.numbers(positions), len(self.source))
         if not self.shuffle:
             return offsets
         blocks = offsets // _BLOCK
@@ -48,21 +48,21 @@ class SampleStream:
             indices[chosen] = self._order_of_block(epoch, block)[offsets[chosen] - block * _BLOCK]
         return indices
 
-    def places(self, positions: np.ndarray) -> np.ndarray:
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
         """Where ``positions`` ``(B,)`` of this stream are in the one that goes without nothing: int64 ``(B,)``."""
-        places = positions.astype(np.int64)
+        numbers = positions.astype(np.int64)
         for start, stop in self.left_out:
-            places = places + (stop - start) * (places >= start)
-        return places
+            numbers = numbers + (stop - start) * (numbers >= start)
+        return numbers
 
-    def places_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The first and the last place of the positions ``start`` to ``stop − 1``."""
-        first, last = self.places(np.array([start, stop - 1])).tolist()
+    def numbers_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first and the last number of the positions ``start`` to ``stop − 1``."""
+        first, last = self.numbers(np.array([start, stop - 1])).tolist()
         return first, last
 
     def without(self, start: int, stop: int) -> SampleStream:
         """This stream without its positions ``start`` to ``stop − 1``."""
-        first, last = self.places_of(start, stop)
+        first, last = self.numbers_of(start, stop)
         outside = [stretch for stretch in self.left_out if not first <= stretch[0] <= last]
         return SampleStream(self.source, self.seed, self.shuffle, sorted([*outside, (first, last + 1)]))
 

@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among them, 0 to ``dp_size − 1``."""
+        """This rank's number among them, 0 to ``dp_size − 1``."""
         index = 0
         for axis in DATA_AXES:
             index = index * self.degrees[axis] + self.device_mesh.get_local_rank(axis)

@@ -25,14 +25,14 @@ def _place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
     Args:
         frames: with the lines where they are, innermost first.
     """
-    place = callback = ""
+    position = callback = ""
     for frame, line in frames:
-        if not place and f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
-            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+        if not position and f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
+            position = f"{Path(frame.f_code.co_filename).name}:{line}"
         if frame.f_code.co_qualname == "Events.call":  # of `train`, which stands above this
             callback = f", in {frame.f_locals.get('name')}, {frame.f_locals.get('event')}"
             break
-    return place + callback
+    return position + callback
 
 
 def _frames_from(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:

@@ -164,8 +164,8 @@ class _Rank:
         try:
             self.stacks.parent.mkdir(parents=True, exist_ok=True)
             # a link that somebody else has put there is not followed
-            place = os.open(self.stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            with os.fdopen(place, "a") as file:
+            descriptor = os.open(self.stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with os.fdopen(descriptor, "a") as file:
                 now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 file.write(f"{now} {self.who}, process {self.process}, step {self.step}\n{text}\n")
         except OSError as error:

@@ -62,17 +62,17 @@ class RunDirectory:
         """
         if len(self.path.name.encode()) > 200:
             raise ConfigError(f"run.name: {len(self.path.name)} characters are too many for a directory's name")
-        place = self.path
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if not place.is_dir():
-            raise ConfigError(f"run.dir: {self.path} cannot be a directory, because {place} is a file")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise ConfigError(f"run.dir: no permission to write in {place}; choose another run.dir")
-        if place == self.path and os.geteuid() not in (0, owner := place.stat().st_uid):
+        folder = self.path
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            raise ConfigError(f"run.dir: {self.path} cannot be a directory, because {folder} is a file")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.dir: no permission to write in {folder}; choose another run.dir")
+        if folder == self.path and os.geteuid() not in (0, owner := folder.stat().st_uid):
             raise ConfigError(
-                f"run.dir: {place} belongs to another user (number {owner}), who could put other files in the place of "
-                "this run's; choose another run.dir or run.name"
+                f"run.dir: {folder} belongs to another user (number {owner}), who could put other files in the "
+                "place of this run's; choose another run.dir or run.name"
             )
 
     def open(self, job: Job, environment: Mapping[str, Any], resumed_step: int) -> None:

@@ -63,17 +63,17 @@ def _lossy(stream: TextIO | None) -> TextIO:
 
 
 def _fill_standard_places() -> None:
-    for place in range(3):
+    for descriptor in range(3):
         try:
-            os.fstat(place)
+            os.fstat(descriptor)
         except OSError:
-            _lead_to_nowhere(place)
+            _lead_to_nowhere(descriptor)
 
 
-def _lead_to_nowhere(place: int) -> None:
+def _lead_to_nowhere(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere == place:
-        os.set_inheritable(place, True)
+    if nowhere == descriptor:
+        os.set_inheritable(descriptor, True)
         return
-    os.dup2(nowhere, place)
+    os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -119,9 +119,9 @@ def choose_start(
 
 def _why_not(resume: str, events: Sequence[Mapping[str, Any]]) -> str:
     """Why a run that has checkpoints of its own does not start from a path."""
-    place = Path(resume).expanduser().resolve()
+    path = Path(resume).expanduser().resolve()
     began_from = [Path(event["checkpoint"]) for event in events if isinstance(event.get("checkpoint"), str)]
-    if any(place in (one, one.parent, one.parent.parent) for one in began_from):
+    if any(path in (one, one.parent, one.parent.parent) for one in began_from):
         return "is where this run began"
     return "is not used, as this run has checkpoints of its own (to start there, choose another run.name)"
 
@@ -132,10 +132,10 @@ def _refuse_if_nothing(resume: str) -> None:
         "of a checkpoint or of a run"
     )
     try:
-        place = Path(resume).expanduser()
-        if place.is_file():
+        path = Path(resume).expanduser()
+        if path.is_file():
             raise ConfigError(f"{expected}, and this is a file")
-        if not place.exists():
+        if not path.exists():
             raise ConfigError(f"{expected}, and there is nothing of that name")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{expected}, and it cannot be looked at ({error})") from error

@@ -47,11 +47,11 @@ def stacks_on_quit() -> Iterator[None]:
     """SIGQUIT writes the stacks of all threads before it ends this process as always: to the error stream, or to a
     file for the launcher, which shows those of all ranks one after another."""
     with ExitStack() as files:
-        place: int = 2
+        descriptor: int = 2
         if folder := os.environ.get(LAUNCH_FOLDER):
-            place = files.enter_context(stacks_file(Path(folder), int(os.environ["RANK"])).open("w")).fileno()
+            descriptor = files.enter_context(stacks_file(Path(folder), int(os.environ["RANK"])).open("w")).fileno()
         for number in _heeded([signal.SIGQUIT]):
-            faulthandler.register(number, file=place, all_threads=True, chain=True)
+            faulthandler.register(number, file=descriptor, all_threads=True, chain=True)
             files.callback(faulthandler.unregister, number)
         yield
 

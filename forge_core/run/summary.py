@@ -141,28 +141,28 @@ def folded(names: Iterable[str]) -> str:
     'embed, blocks.0–2,7'
     """
     parts = [tuple(name.split(".")) if name else ("the model",) for name in names]
-    for place in range(max(map(len, parts), default=0)):
-        parts = _folded_at(place, parts)
+    for index in range(max(map(len, parts), default=0)):
+        parts = _folded_at(index, parts)
     return ", ".join(".".join(name) for name in parts)
 
 
-def _folded_at(place: int, names: Sequence[Name]) -> list[Name]:
-    """Names that are equal but for a number at ``place`` become the first of them, with all of their numbers."""
+def _folded_at(index: int, names: Sequence[Name]) -> list[Name]:
+    """Names that are equal but for a number at ``index`` become the first of them, with all of their numbers."""
     numbers: dict[tuple[Name, Name], list[int]] = {}
     for name in names:
-        if _has_number(name, place):
-            numbers.setdefault((name[:place], name[place + 1 :]), []).append(int(name[place]))
+        if _has_number(name, index):
+            numbers.setdefault((name[:index], name[index + 1 :]), []).append(int(name[index]))
     done: list[Name] = []
     for name in names:
-        if not _has_number(name, place):
+        if not _has_number(name, index):
             done.append(name)
-        elif found := numbers.pop((name[:place], name[place + 1 :]), None):
-            done.append((*name[:place], _ranges(found), *name[place + 1 :]))
+        elif found := numbers.pop((name[:index], name[index + 1 :]), None):
+            done.append((*name[:index], _ranges(found), *name[index + 1 :]))
     return done
 
 
-def _has_number(name: Name, place: int) -> bool:
-    return place < len(name) and name[place].isdecimal()
+def _has_number(name: Name, index: int) -> bool:
+    return index < len(name) and name[index].isdecimal()
 
 
 def _ranges(numbers: Iterable[int]) -> str:

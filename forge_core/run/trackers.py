@@ -42,16 +42,16 @@ class Trackers:
         active: bool,
     ) -> None:
         self._patience = job.run.trackers_timeout
-        names = [(f"plugin.{use.provider}.tracker.{use.name}", (place, use)) for place, use in enumerate(job.trackers)]
+        names = [(f"plugin.{use.provider}.tracker.{use.name}", (index, use)) for index, use in enumerate(job.trackers)]
         self._served = [
             _Served(
-                f"trackers[{place}] {use.qualified_name}",
+                f"trackers[{index}] {use.qualified_name}",
                 namespace,
                 partial(build, use, run_name=str(job.run.name), run_dir=run_dir, job=job_table(job)),
                 saved.get(namespace, {}),
                 say,
             )
-            for namespace, (place, use) in by_namespace(names if active else [])
+            for namespace, (index, use) in by_namespace(names if active else [])
         ]
         for one in self._served:
             one.is_built.wait()  # whatever it writes into its run's directory is there before the first step

@@ -34,11 +34,11 @@ class Events:
         manager = _CallbackManager("forge_lifecycle")
         manager.add_hookspecs(_Events)
         # the same callback may be named twice in a job, with two configurations
-        for place, (name, callback) in reversed(list(enumerate(callbacks))):  # pluggy calls the last one first
+        for index, (name, callback) in reversed(list(enumerate(callbacks))):  # pluggy calls the last one first
             try:
-                manager.register(callback, name=f"callbacks[{place}] {name}")
+                manager.register(callback, name=f"callbacks[{index}] {name}")
             except pluggy.PluginValidationError as error:
-                raise PluginError(f"callbacks[{place}] {name}: {error}. This is a bug in the callback.") from error
+                raise PluginError(f"callbacks[{index}] {name}: {error}. This is a bug in the callback.") from error
         self._listeners: dict[str, list[tuple[str, Callable[..., None], tuple[str, ...]]]] = {
             event: [
                 (implementation.plugin_name, implementation.function, implementation.argnames)

@@ -24,8 +24,8 @@ Layout = tuple[DeviceMesh | None, tuple[int, ...]]
 class Squares:
     """The share that gradients laid out alike add to the square of a norm."""
 
-    places: Sequence[int]
-    """Where they stand among all gradients of this rank."""
+    indices: Sequence[int]
+    """Their indices among all gradients of this rank."""
     each: torch.Tensor
     """The sum of the squares of this rank's elements of each: fp32, where the gradients are. Not finite if one of them
     is not, or if they are too large to be squared."""
@@ -59,12 +59,12 @@ class Gradients:
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> Mapping[Layout, Squares]:
     """The sums of squares that norms of gradients are made of, by layout."""
-    places: dict[Layout, list[int]] = defaultdict(list)
-    for place, gradient in enumerate(gradients):
-        places[_sharded_over(gradient)].append(place)
+    indices: dict[Layout, list[int]] = defaultdict(list)
+    for index, gradient in enumerate(gradients):
+        indices[_sharded_over(gradient)].append(index)
     squares = {}
-    for layout, of_layout in places.items():
-        norms = torch._foreach_norm([local_tensor(gradients[place]) for place in of_layout], 2.0, dtype=torch.float32)
+    for layout, of_layout in indices.items():
+        norms = torch._foreach_norm([local_tensor(gradients[index]) for index in of_layout], 2.0, dtype=torch.float32)
         squares[layout] = Squares(of_layout, torch.stack(norms).square_())
     return squares
 

@@ -62,7 +62,7 @@ class Rollback:
             self.attempts += 1
             self.restore(checkpoint)
         state = checkpoint.state()
-        first, last = self.loader.stream.places_of(left_out.start, left_out.stop)
+        first, last = self.loader.stream.numbers_of(left_out.start, left_out.stop)
         self.loader.restart(self.loader.stream.without(left_out.start, left_out.stop), state["position"])
         self.guard.restart(state.get("anomalies"))
         run_on_all_ranks(lambda: self._take_back_files(checkpoint.step))
@@ -88,7 +88,7 @@ class Rollback:
     def _giving_up(self, left_out: SampleRange, why: str) -> NonFiniteError:
         if self.run.mesh.rank > 0:
             return NonFiniteError("")
-        first, last = self.loader.stream.places_of(left_out.start, left_out.stop)
+        first, last = self.loader.stream.numbers_of(left_out.start, left_out.stop)
         look = f"Look at the samples {first} to {last} of the data, and at the lines before this one"
         if self.guard.origin is not None:
             look = f"Look at {self.guard.origin}, whose output was the first that was not finite"

@@ -71,7 +71,7 @@ class _Found:
     loss: bool
     inputs: Sequence[str]
     gradients: Sequence[str]
-    places: Sequence[int]
+    numbers: Sequence[int]
     """Positions of this rank's samples in the data."""
 
 
@@ -242,10 +242,10 @@ class StepGuard:
         if self._mesh.world_size > 1:
             dist.all_gather_object(found, own)
         found = [one for one in found if one.loss or one.inputs or one.gradients]
-        places = sorted({place for one in found if one.loss or one.inputs for place in one.places})
-        if not places:  # a gradient is the sum over all of them
-            places = self._loader.stream.places(np.arange(checked.start, checked.stop)).tolist()
-        ranges = _ranges_of(places)
+        numbers = sorted({index for one in found if one.loss or one.inputs for index in one.numbers})
+        if not numbers:  # a gradient is the sum over all of them
+            numbers = self._loader.stream.numbers(np.arange(checked.start, checked.stop)).tolist()
+        ranges = _ranges_of(numbers)
         reason, what = "not finite", f"{_described(found)} not finite" if found else ""
         if not found and checked.is_own.item():
             reason, what = "spike", "the norm of the gradient is a spike"
@@ -287,13 +287,13 @@ class StepGuard:
         bad = []
         for squares in checked.squares:
             finite = squares.each.isfinite().tolist()
-            bad += [place for place, is_finite in zip(squares.places, finite, strict=True) if not is_finite]
+            bad += [index for index, is_finite in zip(squares.indices, finite, strict=True) if not is_finite]
         return _Found(
             rank=self._mesh.rank,
             loss=not checked.loss.isfinite().item(),
             inputs=[name for name, finite in checked.inputs.items() if not finite.item()],
-            gradients=[checked.names[place] for place in sorted(bad)],
-            places=self._loader.places_of_step(checked.start),
+            gradients=[checked.names[index] for index in sorted(bad)],
+            numbers=self._loader.numbers_of_step(checked.start),
         )
 
 
@@ -324,10 +324,10 @@ def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, t
     return finite
 
 
-def _ranges_of(places: Sequence[int]) -> list[list[int]]:
+def _ranges_of(numbers: Sequence[int]) -> list[list[int]]:
     """Ascending positions as ranges ``[first, last]``."""
-    starts = [places[0], *(after for before, after in pairwise(places) if after > before + 1)]
-    ends = [*(before for before, after in pairwise(places) if after > before + 1), places[-1]]
+    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after > before + 1)]
+    ends = [*(before for before, after in pairwise(numbers) if after > before + 1), numbers[-1]]
     return [[start, end] for start, end in zip(starts, ends, strict=True)]
 
 
@@ -389,10 +389,10 @@ class NonFiniteSearch:
             found = [own] * dist.get_world_size()
             if dist.get_world_size() > 1:
                 dist.all_gather_object(found, own)
-            named = [(self._place(one[0]), rank, *one) for rank, one in enumerate(found) if one is not None]
+            named = [(self._index(one[0]), rank, *one) for rank, one in enumerate(found) if one is not None]
             if named:
-                place, _, module, kind = min(named)
-                return Origin(module, kind, [rank for other, rank, *_ in named if other == place])
+                index, _, module, kind = min(named)
+                return Origin(module, kind, [rank for other, rank, *_ in named if other == index])
         return None
 
     def _first_in(self, batch: dict[str, torch.Tensor]) -> tuple[str, str] | None:
@@ -431,13 +431,13 @@ class NonFiniteSearch:
         owner = self.catalog.owner_of(kind.__module__)
         return kind.__qualname__ if owner is None else f"{kind.__qualname__} of {owner}"
 
-    def _place(self, name: str) -> int:
+    def _index(self, name: str) -> int:
         """In the order of the model's parameters; the model itself comes last, and a module without any where the one
         around it begins."""
         while name:
-            for place, parameter in enumerate(self.model.roles):
+            for index, parameter in enumerate(self.model.roles):
                 if parameter.startswith(f"{name}."):
-                    return place
+                    return index
             name = name.rpartition(".")[0]
         return len(self.model.roles)
 

@@ -129,7 +129,7 @@ def test_a_loader_goes_on_elsewhere_whatever_it_has_read_ahead(workers):
 
 def test_where_the_samples_of_a_rank_are_in_the_stream_is_known():
     with loader(NumberedSource(100), grad_accumulation=2, dp_rank=1, dp_size=2) as batches:
-        assert batches.places_of_step(16) == [18, 19, 22, 23]
+        assert batches.numbers_of_step(16) == [18, 19, 22, 23]
 
 
 def test_microbatches_are_tensors_on_the_cpu():

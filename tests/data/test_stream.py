@@ -87,5 +87,5 @@ def test_a_stream_without_stretches_moves_up_what_comes_after_them(shuffle):
 def test_where_a_position_is_in_the_whole_stream_is_known():
     stream = SampleStream(NumberedSource(50), seed=3, shuffle=True).without(10, 20)
 
-    assert stream.places(np.array([9, 10, 30])).tolist() == [9, 20, 40]
-    assert stream.places_of(5, 15) == (5, 24)
+    assert stream.numbers(np.array([9, 10, 30])).tolist() == [9, 20, 40]
+    assert stream.numbers_of(5, 15) == (5, 24)
