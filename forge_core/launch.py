@@ -71,20 +71,20 @@ class Ranks:
     """More of the environment."""
 
 
-def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, heeding: ExitStack) -> int:
+def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, until_the_end: ExitStack) -> int:
     """Run a job in processes on this machine, and end as they do.
 
     Args:
         max_restarts: start all processes again when one has crashed, so many times in a row without a new checkpoint.
         checkpoints: where those of the run are.
-        heeding: signals are heeded until this is closed.
+        until_the_end: signals are heeded until this is closed.
 
     Returns:
         An ``ExitCode``, or ``INTERRUPTED``.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks.number)))
     in_vain = 0
-    signals = heeding.enter_context(SignalsForRanks())
+    signals = until_the_end.enter_context(SignalsForRanks())
     while True:
         before = _newest(checkpoints)
         ended = _launch_once(ranks, signals)

@@ -93,7 +93,7 @@ def run(
             Ranks(world_size, dump_job(job), options, {COMMAND: _command(obj)}),
             max_restarts=max_restarts,
             checkpoints=checkpoints,
-            heeding=obj.until_the_end,
+            until_the_end=obj.until_the_end,
         )
     )
 
@@ -130,7 +130,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
                 job,
                 obj.catalog(job.plugins.disable),
                 dry_run=dry_run,
-                heeding=obj.until_the_end,
+                until_the_end=obj.until_the_end,
                 command=_command(obj),
             )
     except ForgeError as error:

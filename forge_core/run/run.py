@@ -57,14 +57,14 @@ def run_job(
     catalog: Catalog,
     *,
     dry_run: bool = False,
-    heeding: ExitStack | None = None,
+    until_the_end: ExitStack | None = None,
     command: str | None = None,
 ) -> ExitCode:
     """Run ``job`` in this process, which is one rank of the group that the environment describes, or a group of one.
 
     Args:
-        heeding: signals are heeded until this is closed, to the end of the process perhaps: a scheduler says the same
-            thing several times, and closing takes its time. By default, until the run ends.
+        until_the_end: signals are heeded until this is closed, perhaps at the end of the process: a scheduler says the
+            same thing several times, and closing takes its time. By default, until the run ends.
         command: what was typed, if this is known, for ``environment.json``.
 
     Returns:
@@ -75,7 +75,7 @@ def run_job(
             for a checkpoint that was fetched from the mirror.
     """
     started = time.monotonic()
-    signals = ExitStack() if heeding is None else nullcontext(heeding)
+    signals = ExitStack() if until_the_end is None else nullcontext(until_the_end)
     with _connected(job) as (device, peers), signals as heeded:
         begun = _begin(job, catalog, device, peers, dry_run=dry_run)
         if begun.is_complete:
