@@ -27,7 +27,7 @@ ELSEWHERE = {
     r"^python3 -m venv|^pip install": "tests/outsider installs wheels in an environment of its own",
     r"^torchrun .*(--nnodes|…)|^export TORCH": "needs several hosts",
     r"^srun ": "needs a job of Slurm; test_preemption has one",
-    r"s3://|--mirror\b": "needs an object store; tests/run/test_mirror.py has one",
+    r"s3://|--mirror\b": "needs an object store; tests/system/test_mirror.py has one",
     r"^forge new .*pip install": "tests/test_new.py installs what it writes",
     r"my_optimizer": "is in the package of the line before",
     r"^forge doctor": "tests/test_doctor.py looks at this machine",

@@ -16,7 +16,7 @@ import pytest
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
 from forge_core.run.directory import BETWEEN_STARTS
-from tests.run.conftest import tiny  # noqa: F401 - a fixture
+from tests.system.conftest import tiny  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says which file is flushed")
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_many_ranks import two_hosts  # noqa: F401 - a fixture
-
 TIMEOUT = 6
 SETTINGS = [
     *(f"run.step_timeout={TIMEOUT}", "run.first_step_timeout=60", "train.steps=100000", "train.batch_size=1"),
@@ -453,7 +451,7 @@ def link(host, state):
     subprocess.run(["ip", "-n", name, "link", "set", cable, state], check=True)
 
 
-def test_a_cut_link_is_noticed_on_both_sides_and_no_launcher_is_left(tiny, start, two_hosts):  # noqa: F811
+def test_a_cut_link_is_noticed_on_both_sides_and_no_launcher_is_left(tiny, start, two_hosts):
     hosts = start_on_two_hosts(tiny, start, two_hosts)
     wait_until(lambda: is_training(tiny), 120, *hosts)
 
@@ -467,7 +465,7 @@ def test_a_cut_link_is_noticed_on_both_sides_and_no_launcher_is_left(tiny, start
 
 
 @pytest.mark.nightly
-def test_a_link_that_is_away_for_five_seconds_costs_nothing_else(tiny, start, two_hosts):  # noqa: F811
+def test_a_link_that_is_away_for_five_seconds_costs_nothing_else(tiny, start, two_hosts):
     hosts = start_on_two_hosts(tiny, start, two_hosts, "run.step_timeout=60", "train.steps=2000")
     wait_until(lambda: is_training(tiny), 120, *hosts)
 
@@ -484,7 +482,7 @@ def test_a_link_that_is_away_for_five_seconds_costs_nothing_else(tiny, start, tw
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_host_that_is_replaced_joins_again_and_there_are_never_two_worlds(tiny, start, two_hosts):  # noqa: F811
+def test_a_host_that_is_replaced_joins_again_and_there_are_never_two_worlds(tiny, start, two_hosts):
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=x"]
     conf = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,read_timeout=10,is_host="
 

@@ -1,4 +1,4 @@
-"""What a run reports of losses beside the task's. How they are attached is tested in tests/engine."""
+"""What a run reports of losses beside the task's. How they are attached is tested in tests/ops."""
 
 import math
 

@@ -116,28 +116,28 @@ CODES = {"19": 5}
 """A port that another job has for now is no mistake of the configuration: starting again may help."""
 
 ELSEWHERE = {
-    4: "tests/run/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
-    5: "tests/run/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
-    8: "tests/run/test_bad_input.py::test_a_wrong_layout_is_refused_before_any_process_is_started",
-    11: "tests/run/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
-    12: "tests/run/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
-    17: "tests/run/test_bad_input.py::test_a_directory_that_cannot_be_written_to",
-    18: "tests/run/test_bad_input.py::test_a_second_process_in_the_same_run_is_refused",
-    24: "tests/test_discovery.py::test_a_plugin_that_breaks_the_contract_is_broken_and_says_where",
+    4: "tests/system/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
+    5: "tests/system/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
+    8: "tests/system/test_bad_input.py::test_a_wrong_layout_is_refused_before_any_process_is_started",
+    11: "tests/system/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
+    12: "tests/system/test_bad_input.py::test_a_wrong_setting_is_refused_with_a_sentence",
+    17: "tests/system/test_bad_input.py::test_a_directory_that_cannot_be_written_to",
+    18: "tests/system/test_bad_input.py::test_a_second_process_in_the_same_run_is_refused",
+    24: "tests/registry/test_discovery.py::test_a_plugin_that_breaks_the_contract_is_broken_and_says_where",
     27: "plugins/forge_plugins_data/tests/test_token_files.py::test_damaged_files_are_refused_with_a_sentence",
     28: "plugins/forge_plugins_data/tests/test_token_files.py::test_damaged_files_are_refused_with_a_sentence",
     29: "plugins/forge_plugins_data/tests/test_token_files.py::test_damaged_files_are_refused_with_a_sentence",
     30: "plugins/forge_plugins_data/tests/test_prepare.py::test_input_that_cannot_be_used_is_refused_with_a_sentence",
-    31: "tests/run/test_bad_input.py::test_a_resume_on_other_data_is_refused",
-    32: "tests/run/test_bad_input.py::test_all_ranks_fail_together_and_say_it_once",
+    31: "tests/system/test_bad_input.py::test_a_resume_on_other_data_is_refused",
+    32: "tests/system/test_bad_input.py::test_all_ranks_fail_together_and_say_it_once",
     34: "tests/checkpoint/test_store.py::test_a_damaged_one_is_named_and_the_one_before_it_is_used",
     35: "tests/checkpoint/test_store.py::test_a_damaged_one_is_named_and_the_one_before_it_is_used",
     36: "tests/reliability/test_damage.py::"
     "test_a_hostile_checkpoint_executes_nothing_opens_nothing_outside_and_is_named",
-    37: "tests/run/test_bad_input.py::test_a_resume_that_cannot_be_honoured_names_the_keys",
+    37: "tests/system/test_bad_input.py::test_a_resume_that_cannot_be_honoured_names_the_keys",
     38: "tests/checkpoint/test_store.py::test_what_does_not_fit_is_refused_by_name",
-    39: "tests/run/test_bad_input.py::test_checkpoints_that_cannot_be_read_are_not_taken_for_a_fresh_start",
-    40: "tests/run/test_run.py::test_a_finished_run_is_not_trained_again",
+    39: "tests/system/test_bad_input.py::test_checkpoints_that_cannot_be_read_are_not_taken_for_a_fresh_start",
+    40: "tests/system/test_run.py::test_a_finished_run_is_not_trained_again",
 }
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -121,31 +120,6 @@ def test_slurm_says_who_is_which_rank(tiny):
 
 def losses(lines):
     return [line["loss"] for line in lines]
-
-
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces with nothing between them but a cable: their names, addresses and interfaces."""
-    if sys.platform != "linux" or shutil.which("ip") is None:
-        pytest.skip("no network namespaces: there is no `ip` command")
-    names = [f"forge-{os.getpid()}-{i}" for i in range(2)]
-    cables = [f"fg{os.getpid() % 100_000}{'ab'[i]}" for i in range(2)]
-    commands = [
-        *(f"ip netns add {name}" for name in names),
-        f"ip link add {cables[0]} type veth peer name {cables[1]}",
-        *(f"ip link set {cable} netns {name}" for name, cable in zip(names, cables, strict=True)),
-        *(f"ip -n {name} addr add 10.207.0.{i + 1}/24 dev {cables[i]}" for i, name in enumerate(names)),
-        *(f"ip -n {name} link set {link} up" for i, name in enumerate(names) for link in (cables[i], "lo")),
-    ]
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"this machine does not allow network namespaces: {command}: {done.stderr.strip()}")
-        yield [(name, f"10.207.0.{i + 1}", cables[i]) for i, name in enumerate(names)]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 def test_two_hosts_under_torchrun_have_the_loss_curve_of_one_process(tiny, two_hosts):
