@@ -39,7 +39,7 @@ _FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS
 _READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
 """Of those, the exceptions. The last one is set by torch itself, in a process that trains."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, sys/prctl.h
-_SECONDS = 100.0
+_SECONDS = 250.0
 """In which a server answers, on the busiest machine."""
 
 _start_subprocess = subprocess.Popen._execute_child
