@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).resolve().parent.parent / "forge_core"
+ARCHITECTURE = CORE.parent / "docs" / "architecture.md"
 
 LEVELS = (
     ("errors", "moved"),
@@ -121,6 +123,19 @@ def code_lines(file: Path) -> int:
 
 def test_every_room_has_its_level():
     assert {room(module) for module in MODULES} == set(LEVEL)
+
+
+def test_the_drawing_of_the_architecture_has_these_levels():
+    """Its lines, from above: names, two spaces or more, and what they are. A slash marks a room, ``.py`` a file."""
+    drawing = re.search(r"^```text\n(.*?)^```$", ARCHITECTURE.read_text(encoding="utf-8"), re.M | re.S)[1]
+    drawn = [line.partition("  ")[0].split(", ") for line in drawing.splitlines() if line[0] != " "]
+
+    assert [tuple(re.sub(r"/$|\.py$", "", name) for name in names) for names in reversed(drawn)] == list(LEVELS)
+    assert sorted(name[:-1] for names in drawn for name in names if name.endswith("/")) == ROOMS
+
+
+def test_the_table_of_the_architecture_has_every_room():
+    assert sorted(re.findall(r"^\| `(\w+)/` \|", ARCHITECTURE.read_text(encoding="utf-8"), re.M)) == ROOMS
 
 
 def test_no_import_goes_up_nor_to_a_neighbour():
