@@ -1,4 +1,4 @@
-"""Writes the pages that are made of data: the configuration reference and the tables of hooks and of passes.
+"""Writes the pages that are made of data: the configuration reference, and tables of hooks, passes and moved modules.
 
 ``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Nothing
 heavy is imported: config classes are free of torch.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import attrs
 
+import forge_core
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.sections import Job
 from forge_core.config.validators import schema_limits
@@ -32,6 +34,7 @@ def write_reference(folder: Path) -> None:
     pages = {
         "config-reference.md": config_reference(catalog),
         "hooks.md": hook_table(catalog),
+        "moved-modules.md": moved_modules(),
         "passes.md": pass_tables(catalog),
     }
     for name, lines in pages.items():
@@ -143,6 +146,36 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
         for conflict in one.conflicts:
             words = f"cannot be combined with {_code(other_words(conflict))}"
             yield _row((_code(one.name), _code(condition_words(conflict.when)), words, conflict.reason))
+
+
+def moved_modules() -> Iterator[str]:
+    """The modules of the core that had another name, from ``forge_core/moved.toml``."""
+    path = Path(forge_core.__file__).with_name("moved.toml")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    yield "# Moved modules"
+    yield ""
+    yield "Generated from `forge_core/moved.toml`. An import of an old name prints the new one. Plugins import the"
+    yield "[public modules](../hooks/public-modules.md) of the core."
+    yield ""
+    yield "## Old names that still work"
+    yield ""
+    yield "Plugins imported these modules. The old name works until forge-core 0.2, with a `DeprecationWarning`."
+    yield ""
+    yield from _moves(table["aliases"])
+    yield ""
+    yield "## Old names that are gone"
+    yield ""
+    yield "Only the core imported these modules. An import of the old name is a `ModuleNotFoundError`. A module that"
+    yield "went to a package of its own needs that package: `pip install` its distribution."
+    yield ""
+    yield from _moves(table["gone"])
+
+
+def _moves(table: Mapping[str, str]) -> Iterator[str]:
+    yield "| old module | new module | distribution |"
+    yield "|---|---|---|"
+    for old, new in sorted(table.items()):
+        yield _row((_code(old), _code(new), new.partition(".")[0].replace("_", "-")))
 
 
 def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:

@@ -30,7 +30,7 @@ from forge_core.registry.imports import load_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GENERATED = ("generated/config-reference.md", "generated/hooks.md", "generated/passes.md")
+GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks", "moved-modules", "passes"))
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]
@@ -345,6 +345,16 @@ def test_the_table_of_passes_has_every_phase_pass_need_and_conflict(tmp_path):
             (row,) = [line for line in rows if line.startswith(f"| `{one.name}` | ") and declared.reason in line]
             assert declared.other in row
             assert all(f"{key} = " in row for key in declared.when)
+
+
+def test_the_table_of_moved_modules_has_every_old_name(tmp_path):
+    generate_reference(tmp_path)
+    rows = (tmp_path / "moved-modules.md").read_text(encoding="utf-8").splitlines()
+    moved = tomllib.loads((ROOT / "forge_core" / "moved.toml").read_text(encoding="utf-8"))
+
+    assert "| `forge_core.builder` | `forge_core.config.builder` | forge-core |" in rows
+    assert "| `forge_core.commands.plan` | `forge_plugins_plan.command` | forge-plugins-plan |" in rows
+    assert sum(row.startswith("| `") for row in rows) == len(moved["aliases"]) + len(moved["gone"])
 
 
 def test_the_page_on_architecture_has_the_phases_in_their_order():
