@@ -13,14 +13,18 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
 import pytest
 
+from forge_core.checkpoint.export import write_checkpoint
 from forge_core.cli import main
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.field_docs import field_docs
-from forge_core.config.sections import Job
+from forge_core.config.sections import CheckpointSection, Job
+from forge_core.contracts.checkpoint_mirror import MirrorContext, MirrorStart
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import PHASES
@@ -34,7 +38,9 @@ GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]
-AFTERNOONS = [DOCS / "write-a-router.md", DOCS / "write-an-optimizer.md"]
+AFTERNOONS = [
+    DOCS / f"{name}.md" for name in ("write-a-router", "write-an-optimizer", "write-a-mirror", "describe-a-cluster")
+]
 PACKAGES = [*sorted(ROOT.glob("plugins/*/")), *sorted(ROOT.glob("forge_plugins_*/")), ROOT / "forge_testing"]
 PAGES = [
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
@@ -98,7 +104,18 @@ def is_configuration(block: Block) -> bool:
 
 def packages(page: Path) -> list[Block]:
     """The files of the package that a page builds up."""
-    return [block for block in blocks(page) if block.caption.startswith(("src/", "tests/", "example"))]
+    return [block for block in blocks(page) if block.caption.startswith(("src/", "tests/", "example", "pyproject"))]
+
+
+def folder_of(page: Path) -> str:
+    """The folder into which the reader of the page goes, which has the package's name."""
+    return re.search(r"^\$ cd (\S+)$", page.read_text(encoding="utf-8"), re.M)[1]
+
+
+def refusals(page: Path) -> list[tuple[str, str]]:
+    """The commands of the page that print an error, each with that."""
+    text = "".join(block.text for block in blocks(page) if block.language == "console")
+    return re.findall(r"^\$ (.*)\n(error: .*\n)", text, re.M)
 
 
 # -- every hook and every key has its words
@@ -172,8 +189,9 @@ def packages_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a package for each page that builds one up, as ``forge new`` and the page's reader make it."""
     folder = tmp_path_factory.mktemp("pages")
     for page in AFTERNOONS:
-        (kind, name) = re.search(r"^\$ forge new (\S+) (\S+)$", page.read_text(encoding="utf-8"), re.M).groups()
-        assert main(["new", kind, name, "--dir", str(folder)]) == 0
+        name = folder_of(page)
+        if made := re.search(rf"^\$ forge new (\S+) {name}$", page.read_text(encoding="utf-8"), re.M):
+            assert main(["new", made[1], name, "--dir", str(folder)]) == 0
         write_files(page, folder / name)
         project = tomllib.loads((folder / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert project["entry-points"]["forge.v1"] == {name: f"{name.replace('-', '_')}.plugin"}
@@ -209,9 +227,10 @@ def run_python(packages_of_pages):
     """Runs Python where the packages of all pages are installed."""
     sources = [str(path) for path in packages_of_pages.glob("*/src")]
 
-    def run(*arguments: str, folder: Path = packages_of_pages) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, folder: Path = packages_of_pages, **variables: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([*sources, str(ROOT)])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        settings = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **settings, **variables}
         return subprocess.run(
             [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
         )
@@ -236,7 +255,7 @@ def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("page", AFTERNOONS, ids=lambda page: page.stem)
 def test_the_afternoon_ends_with_a_run(run_python, packages_of_pages, page):
-    folder = packages_of_pages / re.search(r"^\$ cd (\S+)$", page.read_text(encoding="utf-8"), re.M)[1]
+    folder = packages_of_pages / folder_of(page)
 
     for command in ("validate", "run"):
         done = run_python("-m", "forge_core", command, "example.toml", folder=folder)
@@ -247,6 +266,79 @@ def test_the_afternoon_ends_with_a_run(run_python, packages_of_pages, page):
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = (folder / "runs" / "example" / "metrics.jsonl").read_text().splitlines()
     assert metrics[-1].startswith('{"step": 30,')
+
+
+@pytest.mark.parametrize(
+    ("page", "command", "error"),
+    [(page, *refusal) for page in AFTERNOONS for refusal in refusals(page)],
+    ids=lambda one: one.stem if isinstance(one, Path) else "",
+)
+def test_a_wrong_input_prints_the_sentence_of_the_page(run_python, packages_of_pages, page, command, error):
+    variables, arguments = command.split("forge ", 1)
+    given = dict(word.split("=") for word in variables.split())
+
+    done = run_python("-m", "forge_core", *shlex.split(arguments), folder=packages_of_pages / folder_of(page), **given)
+
+    assert (done.returncode, done.stderr) == (2, error)
+
+
+def test_the_pages_on_a_mirror_and_a_cluster_show_a_wrong_input():
+    assert [len(refusals(page)) for page in AFTERNOONS] == [0, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_the_mirror_of_the_page_brings_a_lost_run_back(run_python, packages_of_pages):
+    folder = packages_of_pages / "second-disk"
+    command = ("-m", "forge_core", "run", "example.toml", "run.name=lost")
+    assert run_python(*command, "train.steps=10", folder=folder).returncode == 0
+    shutil.rmtree(folder / "runs" / "lost")
+
+    done = run_python(*command, folder=folder)
+
+    assert done.returncode == 0, done.stderr
+    assert "step_00000010: not here; fetching it from disk/lost/checkpoints" in done.stdout
+    assert "done: 30 steps, the last 20 in" in done.stdout
+
+
+@pytest.mark.slow
+def test_tasks_of_the_cluster_of_the_page_are_ranks_of_one_run(run_python, packages_of_pages):
+    folder, page = packages_of_pages / "harbour", (DOCS / "describe-a-cluster.md").read_text(encoding="utf-8")
+    given = dict(word.split("=") for word in re.search(r"^\$ export (.*)$", page, re.M)[1].split())
+    given["HARBOUR_JOB"] = str(os.getpid())  # the port goes by it
+
+    def task(number: str) -> subprocess.CompletedProcess[str]:
+        command = ("-m", "forge_core", "run", "example.toml", "run.name=two")
+        return run_python(*command, folder=folder, HARBOUR_TASK=number, **given)
+
+    with ThreadPoolExecutor() as threads:
+        ranks = [*threads.map(task, "01")]
+
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    environment = json.loads((folder / "runs" / "two" / "environment.json").read_text(encoding="utf-8"))
+    assert environment["mesh"]["dp_shard"] == 2
+
+
+@pytest.mark.parametrize("name", ["plain_folder", "second_disk"])
+def test_mirrors_of_the_pages_flush_what_they_copy(catalog_of_pages, tmp_path, monkeypatch, name):
+    build, source = ComponentBuilder(catalog_of_pages), tmp_path / "here" / "step_00000005"
+    given = {"state": {}, "step": 5, "tokens": 0, "versions": {}, "write_more": lambda folder: None}
+    write_checkpoint(source, {}, lambda key: None, **given)
+    context = MirrorContext(
+        run_name="demo", folder=source.parent, section=CheckpointSection(), say=print, run_on_rank0=lambda work: work()
+    )
+    mirror = build(build.resolve("checkpoint_mirror", {"name": name, "folder": str(tmp_path)}), context=context)
+    start = {"job_toml": "", "step": -1, "may_start_without": False, "refuse_if_lost": lambda: None}
+    flushed = []
+    monkeypatch.setattr("forge_core.checkpoint.fsync.flush", flushed.append)
+
+    mirror.begin(MirrorStart(attempt="one", write_event=print, **start))
+    mirror.saved(source)
+    assert [*mirror.available()] == [5]
+    assert mirror.fetch(5, tmp_path / "fetched") is None
+
+    files = {path.name for path in source.iterdir()}
+    assert {path.name for path in flushed if path.parent.suffix == ".partial"} == files
+    assert {path.name for path in flushed if path.parent.name == "fetched"} == files
 
 
 def layouts(page: Path) -> list[str]:
