@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -179,6 +180,31 @@ def generate_reference(folder: Path) -> str:
     module.write_reference(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(Path(name).name for name in GENERATED)
     return (folder / "config-reference.md").read_text(encoding="utf-8")
+
+
+TERMS = re.findall(r"^\| \*\*(.+)\*\* \| .+ \| (.+) \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.M)
+"""Each term of the glossary, and where it lives."""
+
+
+def test_the_glossary_has_each_term_once():
+    words = [term.lower() for term, _ in TERMS]
+
+    assert len(words) > 50
+    assert sorted(words) == sorted(set(words))
+
+
+@pytest.mark.parametrize(("term", "where"), TERMS, ids=[term for term, _ in TERMS])
+def test_what_the_glossary_names_is_there(term, where):
+    """Modules, their names, and keys such as ``train.steps``."""
+    names = re.findall(r"`([\w.]+)`", where)
+    assert ", ".join(f"`{name}`" for name in names) == where
+
+    for name in names:
+        if name.startswith("forge_"):
+            pkgutil.resolve_name(name)
+        else:
+            section, key = name.split(".")
+            assert key in attrs.fields_dict(getattr(attrs.fields(attrs.resolve_types(Job)), section).type)
 
 
 # -- examples run
