@@ -52,9 +52,9 @@ class RunSection:
     """``auto`` takes CUDA, then MPS, then the CPU."""
     time_limit: int | str | None = attrs.field(default=None, validator=optional(is_time_limit))
     """How long one start of the run may last, such as ``"11:50:00"``, ``"2-00:00:00"`` or minutes, ``"30"``. The run
-    saves and stops before that. The end of a Slurm job is known without it."""
+    saves and stops before that. The end of a cluster's job is known without it."""
     stop_before_end: float | None = attrs.field(default=None, validator=optional(gt(0)))
-    """Seconds before ``time_limit``, or before the end of a Slurm job, at which the run saves and stops; 120 by
+    """Seconds before ``time_limit``, or before the end of a cluster's job, at which the run saves and stops; 120 by
     default. They must hold a step and a checkpoint: a save that takes more than half of them moves the stop forward."""
     first_step_timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that a rank waits for the others until its first step is done: for them to start, to build, to read a
