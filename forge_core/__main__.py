@@ -14,8 +14,7 @@ from forge_core.run.process import hard_exit
 
 
 def main() -> int:
-    """The process of a command. Whatever has been registered to be done at its end is done; but torch is not
-    unloaded."""
+    """The process of a command. Functions that are registered with ``atexit`` are called; but torch is not unloaded."""
     code: object = None
 
     def leave_torch() -> None:

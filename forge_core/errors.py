@@ -83,7 +83,7 @@ def and_more(n: int, shown: int, before: str = " ") -> str:
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The name that was probably meant by ``word``: the most alike whatever their case, or one that it begins.
+    """The name that was probably meant by ``word``: the most alike in any case of letters, or one that it begins.
 
     Args:
         likeness: the least that counts as alike, 0 to 1.

@@ -86,7 +86,7 @@ def job_table(job: Job) -> dict[str, Any]:
     """The job as plain TOML data, with qualified names of components. What is ``None`` is left out."""
     table: dict[str, Any] = plain(job)
     if job.train.global_batch_size is not None:
-        table["train"].pop("grad_accumulation", None)  # it follows, on whatever number of ranks the table is read for
+        table["train"].pop("grad_accumulation", None)  # it follows, for any number of ranks
     for *way, key in _without_effect(job):
         _table_at(table, way).pop(key, None)
     return table
@@ -242,7 +242,7 @@ def _ineffective(job: Job, table: Mapping[str, Any]) -> list[Problem]:
 
 
 def _without_effect(job: Job) -> dict[tuple[str, ...], str]:
-    """Keys that do nothing in this job, whatever they say, and why. They may not be given, nor are they written."""
+    """Keys that do nothing in this job, with any value, and why. They may not be given, nor are they written."""
     keys: dict[tuple[str, ...], str] = {}
     data = job.data.config
     if isinstance(data, DataSourceConfig) and not data.shuffle:
@@ -340,7 +340,7 @@ def _placed(problem: Problem, document: Document) -> Problem:
 
 
 def _blamed_on_its_cause(problem: Problem, job: Job, document: Document, catalog: Catalog) -> Problem:
-    """A pass that nobody has written is there for a degree, or for a precision, that somebody has."""
+    """A pass that the job does not name is there for a degree, or for a precision, that it names."""
     path = problem.path if problem.at is None else problem.at
     use = job.parallel.passes.get(str(path[2])) if path[:2] == ("parallel", "passes") and len(path) > 2 else None
     if use is None or path[:3] in document.locations:

@@ -8,9 +8,8 @@ from forge_core.config.sections import CheckpointSection
 
 
 def is_due(step: int, section: CheckpointSection) -> bool:
-    """Return whether a checkpoint is written after ``step`` (0: before the first), for another reason than that the
-    run or so
-    many minutes have ended."""
+    """Return whether the section has a checkpoint written after ``step`` (0: before the first). It does not know of the
+    run's end, nor of ``checkpoint.minutes``."""
     return (step > 0 and section.interval > 0 and step % section.interval == 0) or _is_power_of_two(step, section)
 
 

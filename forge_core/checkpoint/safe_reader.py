@@ -104,7 +104,7 @@ class _Reader(FileSystemReader):
             raise DamagedError(f".metadata cannot be read ({error.strerror})") from error
         except DamagedError:
             raise
-        except Exception as error:  # whatever a hostile or broken file makes of a list of constructors
+        except Exception as error:  # anything that a hostile or broken file makes of constructors
             raise DamagedError(f".metadata is no description of tensors ({_first_line(error)})") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

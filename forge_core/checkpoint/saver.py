@@ -199,7 +199,7 @@ class Saver:
             self._write_and_commit(snapshot, tensors())
         except ForgeError as caught:  # on all ranks alike
             error = caught
-        except Exception as caught:  # noqa: BLE001 - whatever goes wrong is reported where training can hear it
+        except Exception as caught:  # noqa: BLE001 - any failure is reported where training can hear it
             is_group_lost = True
             if not self._is_committed:
                 limit = f" (checkpoint.timeout = {self._timeout:g})" if dist.get_world_size() > 1 else ""

@@ -99,7 +99,7 @@ class CheckpointStore:
     """The folder ``checkpoints/`` of a run. Which one is the newest is found by looking, never noted down.
 
     Args:
-        mirror: those that are not here, or are damaged here, are fetched from it when they are asked for.
+        mirror: checkpoints that are not here, or are damaged here, are fetched from it when they are asked for.
         problem_of: why one that is whole cannot be used, or ``None``.
     """
 
@@ -323,8 +323,7 @@ def open_checkpoint(path: Path, problem_of: Callable[[Path], str | None] | None 
 
 def usage_problem(path: Path, problem_of: Callable[[Path], str | None] | None) -> str | None:
     """Find what is wrong with a checkpoint, or why it cannot be used though it is whole; or ``None``. All ranks get
-    the same
-    answer."""
+    the same answer."""
     problem = whole_problem(path)
     if problem is None and problem_of is not None:
         problem = run_on_rank0(lambda: problem_of(path))
@@ -333,8 +332,7 @@ def usage_problem(path: Path, problem_of: Callable[[Path], str | None] | None) -
 
 def whole_problem(path: Path) -> str | None:
     """Find what is wrong with a checkpoint, down to the last bit, or ``None``: ranks share the reading, and all get
-    the same
-    answer."""
+    the same answer."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     problem = _problem_of_part(path, rank, ranks)
     if ranks == 1:

@@ -36,7 +36,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group()
 def checkpoint() -> None:
-    """Look at the checkpoints of a run, and remove those that are not needed."""
+    """Look at the checkpoints of a run, and remove the ones that are not needed."""
 
 
 @checkpoint.command("list")

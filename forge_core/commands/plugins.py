@@ -23,7 +23,7 @@ from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
-    """List the installed plugins, what they provide, and what is wrong with those that did not load.
+    """List the installed plugins, what they provide, and what is wrong with each that did not load.
 
     The exit code is 1 if any plugin is broken or incompatible. --debug adds the tracebacks.
     """

@@ -110,7 +110,7 @@ def _explained(cluster: ClusterEnvironment, train: Callable[[], ExitCode]) -> Ex
 
 def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: int, dry_run: bool) -> ExitCode:
     with frozen_imports():
-        import torch._dynamo  # noqa: F401 - torch's optimizers import it, if nobody has done so before
+        import torch._dynamo  # noqa: F401 - torch's optimizers import it, if they are the first to do so
 
         from forge_core.distributed.mesh import choose_device
         from forge_core.launch import leave_outcome

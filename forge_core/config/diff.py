@@ -21,7 +21,7 @@ class Difference:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """The keys whose value or type differs, in the order of ``a``, then those that only ``b`` has.
+    """The keys whose value or type differs, in the order of ``a``, then the keys of ``b`` alone.
 
     Tables are compared key by key, also those in arrays; other arrays as a whole.
 

@@ -22,7 +22,7 @@ class Override:
     """One setting of the command line."""
 
     text: str
-    """As it was typed; what an error about it shows as its place."""
+    """The override as it was typed; an error about it shows this."""
     path: KeyPath
     value: Any
 

@@ -181,8 +181,7 @@ class CheckpointSection:
     """Train on while files are written. It costs a copy of each rank's tensors in host memory."""
     on_failure: Literal["continue", "stop"] = "continue"
     """The reaction to a checkpoint that cannot be written (a full disk): say so and train on, or end the run. The
-    one at the
-    end of a run has to be written in any case."""
+    one at the end of a run has to be written in any case."""
     timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that a rank waits for the others while a checkpoint is written, and the end of the run for the mirror."""
     mirror: Annotated[ComponentRef | None, Slot("checkpoint_mirror", default="fsspec", text_key="url")] = None
@@ -232,7 +231,7 @@ class CheckpointSection:
             yield "keep_best", sentence
 
     def at_mirror(self) -> CheckpointSection:
-        """As it applies there: which are kept."""
+        """The section as the mirror has it: it decides which checkpoints stay there."""
         return self if self.mirror_keep_last is None else attrs.evolve(self, keep_last=self.mirror_keep_last)
 
 
@@ -243,7 +242,7 @@ class EvalSection:
     interval: int = attrs.field(default=0, validator=ge(0))
     """Steps between evaluations, the last step always included; 0 does not evaluate."""
     batches: int = attrs.field(default=0, validator=ge(0))
-    """How much each time, in batches of ``train.global_batch_size`` sequences, whatever the number of ranks; 0 takes
+    """How much each time, in batches of ``train.global_batch_size`` sequences, for any number of ranks; 0 takes
     the whole set."""
     data: Annotated[ComponentRef | None, Slot("data_source")] = None
     """Data of its own; by default the part that ``[data]`` holds out."""

@@ -17,7 +17,7 @@ from forge_core.config.toml_text import MAX_BYTES, refuse_depth, toml_tokens
 from forge_core.errors import ConfigError, nearest
 
 MAX_FILES = 32
-"""Of one configuration, those that are extended included."""
+"""Files of one configuration, with the files that it extends."""
 
 
 @attrs.frozen

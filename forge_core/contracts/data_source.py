@@ -55,7 +55,7 @@ class DataSource(Protocol):
         Returns:
             ``tokens`` ``(B, S)`` int64 and ``targets`` ``(B, S)`` int64 with ``targets[:, s]`` the token after
             ``tokens[:, s]`` in the same document and −100 where there is none; optionally ``document`` and
-            ``positions`` ``(B, S)`` int64 for packed documents, and whatever else the model's forward takes.
+            ``positions`` ``(B, S)`` int64 for packed documents, and what else the model's forward takes.
         """
         ...
 

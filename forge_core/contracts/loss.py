@@ -18,7 +18,7 @@ class LossSum(NamedTuple):
 
     total: torch.Tensor
     """Scalar, fp32, in nats: the sum over valid tokens. Zero, and connected to the graph, where there are none."""
-    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count, which is of no use here
     """Scalar, int64: the number of targets that are not −100."""
 
 

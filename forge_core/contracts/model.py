@@ -103,7 +103,7 @@ class Float8Experts(StackedExperts, Protocol):
 
         Args:
             capability: the compute capability of the GPU that will do it; ``None``: round, and multiply in the dtype of
-                the activations, on whatever there is.
+                the activations, on any device.
 
         Raises:
             ConfigError: it cannot; the message says why.
@@ -248,7 +248,7 @@ class ModelConfig(Protocol):
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
         """Output features, input features and role of the kinds of linear layers, by the keys that decide their sizes.
 
-        Those that are known before the build; of a model with ``n_experts = 0``, all.
+        Kinds that are known before the build; of a model with ``n_experts = 0``, all.
         """
         ...
 

@@ -54,5 +54,5 @@ class LooksAhead(Protocol):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a position's output depends on later positions, in the mode (training or evaluation) that is set."""
+        """A position's output depends on later positions, in the mode (training or evaluation) that is set."""
         ...

@@ -16,8 +16,8 @@ def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Where a pseudo-random permutation of ``range(n)`` sends ``indices``.
 
     An alternating Feistel network over the grid ``Z_a × Z_b`` with ``a·b ≥ n``, closed on ``range(n)`` by cycle walking
-    (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Each element costs the same whatever
-    ``n`` is, and any subset can be asked for: there is no table and no order in which to ask.
+    (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Each element costs the same for any ``n``,
+    and any subset can be asked for: there is no table and no order in which to ask.
 
     Args:
         indices: any shape, integers from 0 to ``n − 1``.

@@ -1,4 +1,4 @@
-"""The cluster that has started this process, of those that plugins describe."""
+"""The cluster that has started this process, one of the plugins' clusters."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def interface_problem(environment: Mapping[str, str]) -> str | None:
     elif nccl.startswith("=") and not set(nccl[1:].split(",")) & set(there):
         wrong = f"NCCL_SOCKET_IFNAME={nccl}"
     elif nccl and nccl[0] not in "=^" and not any(name.startswith(tuple(nccl.split(","))) for name in there):
-        wrong = f"NCCL_SOCKET_IFNAME={nccl}"  # beginnings of names; after "^" come those that it shall not take
+        wrong = f"NCCL_SOCKET_IFNAME={nccl}"  # beginnings of names; after "^" come interfaces that it shall not take
     if wrong is None:
         return None
     return f"{wrong} names what is no interface of {socket.gethostname()}, which has {', '.join(there)}"

@@ -49,7 +49,7 @@ class Heartbeat:
     def __init__(self, own: Condition, is_late: Callable[[], bool]) -> None:
         self.own = own
         self.verdict: Finding | None = None
-        """Of the rank that was the first to find out, for all to say the same."""
+        """The finding of the rank that was the first to find out, for all to say the same."""
         self.verdict_at = 0.0
         self._is_late = is_late
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()  # the group is gone before this ends

@@ -46,7 +46,7 @@ class LocalRanks:
             raise
 
     def are_running(self) -> bool:
-        """All of them, or those that have not ended well yet."""
+        """All of them, or the ranks that have not ended well yet."""
         codes = [process.poll() for process in self._processes]
         return None in codes and not any(codes)
 
@@ -57,7 +57,7 @@ class LocalRanks:
         return min(failed, key=lambda one: one[1] == ExitCode.LOST_PEER, default=None)
 
     def tell(self, number: signal.Signals) -> None:
-        """Send a signal to those that run."""
+        """Send a signal to the ranks that run."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)

@@ -43,7 +43,7 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return ""  # no Linux: nobody is taken for being here
+        return ""  # no Linux: no process is taken for being here
 
 
 def _start_of(process: int) -> str:

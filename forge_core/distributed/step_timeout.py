@@ -42,7 +42,7 @@ class StepTimeout:
     def __init__(self, limit: float, watchdog: Watchdog) -> None:
         self.limit = limit
         self.seconds = limit
-        """Of the limit and more, as the last beat has it."""
+        """The seconds that the last beat has allowed."""
         self.beaten = time.monotonic()
         self._watchdog = watchdog
         self._ended = threading.Event()

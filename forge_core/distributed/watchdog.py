@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 STACKS_AFTER = 3.0
-"""Seconds beyond the limit after which a rank has its stacks written: those that only wait for another one have left
+"""Seconds beyond the limit after which a rank has its stacks written: ranks that only wait for another one have left
 by then."""
 KILL_AFTER = 8.0
 """Seconds beyond the limit after which it is killed."""
@@ -69,7 +69,7 @@ class Watchdog:
 
     def tell(self, step: int, seconds: float) -> None:
         """This process is in ``step``, and will tell again within so many seconds."""
-        # a pipe that is full is read by nobody: the watchdog has been stopped or killed, and the rank trains on
+        # a pipe that is full has no reader: the watchdog has been stopped or killed, and the rank trains on
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._outbox, f"{step} {seconds}\n".encode())
 
@@ -189,7 +189,7 @@ def _send(process: int, number: signal.Signals) -> None:
 
 
 def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the reader is gone
         os.write(2, f"error: {sentence}\n".encode())
 
 

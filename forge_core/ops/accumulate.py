@@ -28,9 +28,9 @@ def accumulate(activation: torch.Tensor, buffer: torch.Tensor, value: torch.Tens
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view, for an ``autograd.Function`` whose forward is the identity: it, which costs nothing. Not when
-    it is
-    compiled: of a view that leaves its graph the compiler makes another one, whose gradient goes past the function."""
+    """Return a view, for an ``autograd.Function`` whose forward is the identity: a view costs nothing. In a compiled
+    graph it is a copy: of a view that leaves its graph the compiler makes another one, whose gradient goes past the
+    function."""
     return tensor.clone() if torch.compiler.is_compiling() else tensor.view_as(tensor)
 
 

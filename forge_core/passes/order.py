@@ -54,7 +54,7 @@ def add_required(
             if capability not in served
         }
 
-    # First whatever leaves no choice: a pass added for one capability may serve another that has several.
+    # First what leaves no choice: a pass added for one capability may serve another that has several.
     for capability, candidates in unserved().items():
         wanted = [one for one in candidates if one.qualified_name not in switched_off]
         if len(wanted) == 1 and capability in unserved():
@@ -178,7 +178,7 @@ def _sorted(job: Job, catalog: Catalog, world_size: int | None) -> tuple[list[Co
 
 
 def _all_degrees(parallel: ParallelSection, world_size: int | None) -> dict[str, int]:
-    """Of every axis of the mesh, and of ``ep``."""
+    """Degrees of every axis of the mesh, and of ``ep``."""
     if world_size is None:
         degrees = {axis: max(1, getattr(parallel, axis)) for axis in AXES}
     else:
@@ -298,7 +298,7 @@ def _against_phases(declared: Collection[Declaration]) -> list[Problem]:
 
 
 def _sorted_in_phase(declared: Collection[Declaration]) -> list[ComponentRef]:
-    """Topological order by ``after`` and ``before``; among those that could come next, the smallest name does.
+    """Topological order by ``after`` and ``before``; of several that could come next, the first by name does.
 
     Raises:
         CycleError: with the names of a cycle.

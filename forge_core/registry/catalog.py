@@ -30,7 +30,7 @@ class Plugin:
     reason: str = ""
     """Why it is not ``"ok"``, in a sentence."""
     traceback: str = ""
-    """Of the error that broke it; printed with ``--debug``."""
+    """The traceback of the error that broke it; printed with ``--debug``."""
     import_seconds: float = 0.0
     """The seconds that importing its plugin module took."""
     heavy: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class CatalogEntry:
 
     @property
     def qualified_name(self) -> str:
-        """``"distribution:name"``, unambiguous whatever else is installed."""
+        """``"distribution:name"``, unambiguous with any set of installed plugins."""
         return f"{self.plugin.distribution}:{self.component.name}"
 
     @property
@@ -100,7 +100,7 @@ class Catalog:
 
     @property
     def commands(self) -> Mapping[str, tuple[Command, Plugin]]:
-        """The plugins' commands by name, without those that several plugins provide."""
+        """The plugins' commands by name, without names that several plugins provide."""
         return MappingProxyType({name: found[0] for name, found in self._commands.items() if len(found) == 1})
 
     def components(self, kind: str) -> list[CatalogEntry]:

@@ -123,9 +123,9 @@ class Need:
     other: str = attrs.field(validator=_is_name)
     """The name of the pass that is needed."""
     reason: str = ""
-    """As in ``Conflict``."""
+    """Same as in ``Conflict``."""
     when: Conditions = attrs.field(factory=dict, converter=_conditions, kw_only=True, hash=False)
-    """As in ``Conflict``."""
+    """Same as in ``Conflict``."""
 
 
 def _needs(values: Iterable[str | Need]) -> tuple[Need, ...]:
@@ -139,7 +139,7 @@ PHASES: Mapping[str, str] = {
     "swap": "fp8, adapters: sees the final linear layers, and comes before wrappers that hide them",
     "checkpointing": "wraps what will be recomputed, so that compile can see both and fuse across",
     "compile": "before fsdp, so that gathering and freeing parameters stay outside of the compiled graphs",
-    "fsdp": "last: it takes ownership of parameters, which nobody may replace afterwards",
+    "fsdp": "last: it takes ownership of parameters, which may not be replaced afterwards",
 }
 """The phases in the order in which passes change a model, and why each stands where it does."""
 
@@ -159,8 +159,8 @@ class PassComponent(Component):
     before: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Passes of the same phase that must come later, if they are there."""
     needs: tuple[Need, ...] = attrs.field(default=(), converter=_needs)
-    """Passes without which this one has no meaning, by name or as a ``Need``. Those that are needed whatever its keys
-    say are added with it; what one value of a key needs must be in the job."""
+    """Passes without which this one has no meaning, by name or as a ``Need``. Passes that all values of its keys
+    need are added with it; what one value of a key needs must be in the job."""
     conflicts: tuple[Conflict, ...] = attrs.field(default=(), converter=_tuple)
     compared: tuple[Mapping[str, Any], ...] = attrs.field(
         default=(), converter=_tuple, validator=_trades_memory, hash=False

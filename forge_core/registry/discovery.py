@@ -185,7 +185,7 @@ def _add_kinds(candidates: Collection[_Candidate], manager: pluggy.PluginManager
 
 
 def _refuse_duplicate_kinds(candidates: Collection[_Candidate]) -> None:
-    """A kind that two plugins add is nobody's: either choice would change what the other one's users see."""
+    """A kind that two plugins add belongs to neither: either choice would change what the other one's users see."""
     adders: dict[str, list[_Candidate]] = {}
     for candidate in candidates:
         for kind in candidate.plugin.kinds:
@@ -238,7 +238,7 @@ def _kinds(candidates: Iterable[_Candidate]) -> list[Kind]:
 
 
 def _unknown_hooks(candidate: _Candidate, known: Collection[str], manager: pluggy.PluginManager) -> list[str]:
-    """Hooks that the candidate implements, that nobody has specified, and that it does not call optional."""
+    """Hooks that the candidate implements, that have no specification, and that it does not call optional."""
     if not candidate.loaded:
         return []
     return sorted(
@@ -272,7 +272,7 @@ def _collect(candidates: Collection[_Candidate], manager: pluggy.PluginManager) 
 def _distinct(
     candidate: _Candidate, hook: str, expected: type[Description], manager: pluggy.PluginManager
 ) -> list[Description]:
-    """What ``_yielded`` gives; the plugin is broken if two of them have one name."""
+    """Return what ``_yielded`` gives; the plugin is broken if two of them have one name."""
     found = _yielded(candidate, hook, expected, manager)
     names = [name for one in found for name in (one.name, *getattr(one, "aliases", ()))]
     for name in names:
@@ -347,7 +347,7 @@ def _upgrade(distribution: str) -> str:
 
 Description = TypeVar("Description", bound=Component | Command | Check | Kind)
 
-# Whatever a plugin raises is that plugin's problem, and nobody else's; a module-level sys.exit() included.
+# Any error of a plugin is that plugin's problem alone; a module-level sys.exit() included.
 _ANYTHING = (Exception, SystemExit)
 _MAJOR = int(ENTRY_POINT_GROUP.removeprefix("forge.v"))
 _THIS_CORE = f"this is forge-core {__version__} (API {_MAJOR}.{API_MINOR})"

@@ -2,7 +2,7 @@
 
 A plugin's ``plugin.py`` implements some of these with ``@hookimpl`` and yields descriptions. Each hook is called once
 a process, each implementation inside its own ``try``: a hook that raises withdraws all of its own plugin's components
-and nobody else's. Hooks take no arguments, and nothing may depend on the order in which plugins are found.
+alone. Hooks take no arguments, and nothing may depend on the order in which plugins are found.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Lease:
 
     Args:
         report: told whose lease has been taken over.
-        ended: what ``refuse_if_held`` has found out, so that nobody is watched twice.
+        ended: what ``refuse_if_held`` has found out, so that no process is watched twice.
 
     Raises:
         ConfigError: from the constructor, if another attempt holds it.

@@ -48,7 +48,7 @@ class _Lossy:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """From here on everything, if nobody reads any more: also what is buffered, and what is written past us."""
+        """Drop everything from here on if the reader is gone: also what is buffered, and what is written past us."""
         if error.errno in _GONE:
             with suppress(OSError):
                 _lead_to_nowhere(self._stream.fileno())

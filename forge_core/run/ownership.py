@@ -117,7 +117,7 @@ def _begin_mirror(begun: Begun, held: Ownership, deadline: TimeLimit | None) -> 
     """After the run's own directory: the mirror's ``job.toml`` says that both are done.
 
     Raises:
-        MirrorError: as ``tenancy``.
+        MirrorError: as ``ownership``.
     """
     section, start, say = begun.job.checkpoint, begun.start, begun.console.line
     begun.mirror.begin(

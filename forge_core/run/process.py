@@ -29,7 +29,7 @@ def hard_exit(code: int = 0) -> NoReturn:
     a process group. What has been registered with ``atexit`` is not called."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(OSError, ValueError):  # closed, or nobody reads it
+            with suppress(OSError, ValueError):  # closed, or without a reader
                 stream.flush()
     os._exit(code)
 

@@ -208,7 +208,7 @@ class _Training:
             directory.write_log(f"failed at step {trainer.step}: {type(error).__name__}: {error}")
             raise
         finally:
-            run.requests.stop = run.requests.stop or outcome  # nobody can ask for more
+            run.requests.stop = run.requests.stop or outcome  # no more can be asked for
             trainer.loader.close()
             trainer.saving.close()
             self._trackers.close("stopped" if outcome == "preempted" else outcome)

@@ -54,7 +54,7 @@ class Trackers:
             for namespace, (index, use) in by_namespace(names if active else [])
         ]
         for one in self._served:
-            one.is_built.wait()  # whatever it writes into its run's directory is there before the first step
+            one.is_built.wait()  # its files in the run's directory are there before the first step
         known = {one.namespace for one in self._served}
         for namespace in sorted(saved.keys() - known) if active else ():
             say(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
@@ -150,7 +150,7 @@ class _Served:
         tracker: Tracker | None = None
         try:
             tracker = self._built()
-        except BaseException as error:  # noqa: BLE001 - whatever a third party raises must not stop training
+        except BaseException as error:  # noqa: BLE001 - an error of a third party must not stop training
             self._report(error)
         self.is_built.set()
         is_last = False

@@ -75,9 +75,8 @@ class StepModules:
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> Mapping[str, torch.Tensor]:
-        """The metrics that modules report of the last step (``ReportsMetrics``): fp32 scalars, equal on all ranks,
-        those of
-        all pipeline stages.
+        """The metrics that modules of all pipeline stages report of the last step (``ReportsMetrics``): fp32 scalars,
+        equal on all ranks.
 
         Raises:
             PluginError: something else than a tensor with one value is reported.

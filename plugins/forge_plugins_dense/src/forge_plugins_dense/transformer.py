@@ -146,8 +146,7 @@ class Transformer(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Same as ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features
-        of a
-        head, in latent attention the mean of those of keys and of values."""
+        of a head, in latent attention the mean of those of keys and of values."""
         weights = sum(block.active_parameters() for block in self.blocks.values())
         if self.head is not None:
             weights += self.head.weight.numel() * (1 + self.n_predictors)
