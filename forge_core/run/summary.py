@@ -6,6 +6,7 @@ import io
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import attrs
 from rich.console import Console
@@ -13,9 +14,10 @@ from rich.table import Table
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.errors import and_more
+from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table, notes
 from forge_core.registry.component import PassComponent
+from forge_core.run.global_batch import with_global_batch
 from forge_core.run.setup import Begun, RunSetup
 from forge_core.train.build import BuiltModel
 
@@ -50,7 +52,11 @@ def announce_complete(begun: Begun) -> None:
     assert begun.checkpoint is not None, "it is complete"
     steps = begun.job.train.steps
     begun.console.line(f"{begun.directory.path} already has all {steps} steps; nothing to do")
-    changes = changes_that_matter(begun.checkpoint.job(), job_table(begun.job))
+    job = begun.job
+    with suppress(ConfigError):  # other ranks that could not make up its global batch: none is trained
+        job = with_global_batch(job, begun.mesh.dp_size, begun.checkpoint, lambda line: None)
+    changes = changes_that_matter(begun.checkpoint.job(), job_table(job))
+    changes = [one for one in changes if one.key != "train.grad_accumulation"]  # it follows from the number of ranks
     if changes:
         shown = ", ".join(f"{one.key}: {value_text(one.old)} -> {value_text(one.new)}" for one in changes[:_SHOWN])
         more = and_more(len(changes), _SHOWN)

@@ -142,6 +142,9 @@ def test_a_checkpoint_from_before_a_key_of_the_model_is_held_to_its_default(shar
 
 def test_a_run_that_has_all_its_steps_says_so_before_it_complains_about_anything_else(shared_tiny, tmp_path, capfd):
     shared_tiny.completed("run.name=all-steps", "train.steps=3")
+    capfd.readouterr()
+    assert main(["run", str(shared_tiny.config), "run.name=all-steps", "train.steps=3"]) == 0
+    assert "note:" not in capfd.readouterr().out, "it is the same job"
 
     changed = ["model.n_layers=1", f"data.path={tmp_path}/gone", "train.seq_len=16", "optimizer.lr=0.1"]
     assert main(["run", str(shared_tiny.config), "run.name=all-steps", "train.steps=3", *changed]) == 0
