@@ -1,5 +1,6 @@
 """A mirror holds whole checkpoints and nothing else that looks like one, wherever it is."""
 
+import errno
 import itertools
 import json
 import time
@@ -409,3 +410,39 @@ def test_a_file_system_that_cannot_be_written_to_is_said_with_its_url(tmp_path):
     with pytest.raises(MirrorError, match=r"checkpoint\.mirror: cannot write to it at .*far/run: Not a directory"):
         _taken(str(tmp_path / "far" / "run"))
     assert Path(tmp_path / "far").read_text() == "a file"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTEMPTY])
+@pytest.mark.parametrize("call", ["mv", "rm"])
+def test_a_start_takes_over_while_an_earlier_attempt_still_writes(store, objects, monkeypatch, call, number):
+    """A folder that another attempt copies into cannot be emptied, and a manifest that it removes cannot be moved."""
+    for step in (2, 4):
+        _checkpoint(store, step)
+        _taken(objects, "0" * 12).copy(store.folder(step), _always)
+    whole = open_mirror(objects)
+    (_, folder) = next((step, folder) for step, (folder, _) in whole._committed().items() if step == 2)
+    whole._filesystem.rm_file(f"{folder}/manifest.json")  # half a copy
+    failed = []
+
+    def fails(self, path, *more, **options):
+        failed.append(path)
+        raise OSError(number, "it has changed")
+
+    monkeypatch.setattr(Objects, call, fails)
+    mirror = _taken(objects, "1" * 12, keeps_until=3)
+
+    assert failed != []
+    assert json.loads(mirror._filesystem.cat_file(f"{mirror._root}/writer.json"))["attempt"] == "1" * 12
+
+
+def test_a_mirror_that_cannot_be_cleared_up_is_an_error(store, objects, monkeypatch):
+    _checkpoint(store, 2)
+    _taken(objects, "0" * 12).copy(store.folder(2), _always)
+
+    def fails(self, *given, **options):
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr(Objects, "mv", fails)
+
+    with pytest.raises(MirrorError, match="not yours"):
+        _taken(objects, "1" * 12, keeps_until=1)

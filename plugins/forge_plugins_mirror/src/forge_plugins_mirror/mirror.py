@@ -6,6 +6,7 @@ It looks like the directory of a run: ``<mirror>/<run.name>/checkpoints/``, with
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -352,14 +353,27 @@ class _Objects(Mirror):
     def _put_aside(self, after: int) -> None:
         for step, folder in [*self._folders()]:
             if step > after and self._filesystem.exists(f"{folder}/{FILE_NAME}"):
-                with suppress(FileNotFoundError):  # an earlier attempt, not refused yet, removes it at this moment
+                with _changed_meanwhile():
                     self._filesystem.mv(f"{folder}/{FILE_NAME}", f"{folder}/{self._ASIDE}")
 
     def _collect_unfinished(self) -> None:
         for _, folder in [*self._folders()]:
             if not any(self._filesystem.exists(f"{folder}/{name}") for name in (FILE_NAME, self._ASIDE)):
-                with suppress(FileNotFoundError):  # as above; what it leaves behind is collected at the next start
+                with _changed_meanwhile():
                     self._filesystem.rm(folder, recursive=True)
+
+
+@contextmanager
+def _changed_meanwhile() -> Iterator[None]:
+    """An earlier attempt, not refused yet, may remove a file or add one at this moment. The next start collects what is
+    left."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
 
 
 def _written(entry: Manifest | DamagedError) -> float:
