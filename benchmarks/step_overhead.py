@@ -30,7 +30,7 @@ from forge_core.job import load_job
 from forge_core.passes.order import sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.train.build import Built, build_model, build_optimizer
-from forge_core.train.evaluation import Evaluation
+from forge_core.train.evaluation import Evaluations
 from forge_core.train.events import Events
 from forge_core.train.metrics import Metrics
 from forge_core.train.replication import Replicas
@@ -210,7 +210,7 @@ class Bench:
             schedule=self.build(self.job.scheduler, total_steps=self.steps),
             loader=loader,
             step_modules=modules,
-            evaluation=Evaluation(run, list, model, metrics),
+            evaluations=Evaluations(run, None, None, [], model, metrics),
             metrics=metrics,
             guard=guard,
             rollback=None,

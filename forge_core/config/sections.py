@@ -299,16 +299,23 @@ class Job:
     checkpoint: CheckpointSection = attrs.field(factory=CheckpointSection)
     eval: EvalSection = attrs.field(factory=EvalSection)
     metrics: MetricsSection = attrs.field(factory=MetricsSection)
+    evaluations: tuple[Annotated[ComponentRef, Slot("evaluation")], ...] = ()
     callbacks: tuple[Annotated[ComponentRef, Slot("callback")], ...] = ()
     trackers: tuple[Annotated[ComponentRef, Slot("tracker")], ...] = ()
     plugins: PluginsSection = attrs.field(factory=PluginsSection)
 
     def check(self) -> Objections:
-        """With ``run.time_limit``: whether a step and a save fit into the time before it at which the run stops."""
+        """Two evaluations of one label. With ``run.time_limit``: whether a step and a save fit into the time before it
+        at which the run stops."""
         run = self.run
         if run.time_limit is not None and not lead_problem(run.stop_before_end, run.time_limit, "run.time_limit"):
             lead = DEFAULT_LEAD if run.stop_before_end is None else run.stop_before_end
             yield from self.too_long_to_stop(lead, "run.stop_before_end", "run.time_limit")
+        labels = [getattr(use.config, "label", None) or use.name for use in self.evaluations]
+        for index, label in enumerate(labels):
+            if label in labels[:index]:
+                sentence = f"another entry is logged as eval/{label} already; give each a label of its own"
+                yield f"evaluations[{index}].label", sentence
 
     def too_long_to_stop(self, lead: float, name: str, end: str) -> Objections:
         """Timeouts by which a step or a save may take longer than there is time for it before the end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -28,4 +28,14 @@ class Executor(Protocol):
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's summed loss (fp32) and the number of valid tokens it is over (int64) for one batch, without
         gradients; both 0 on a rank that computes no loss."""
+        ...
+
+
+@runtime_checkable
+class PredictingExecutor(Executor, Protocol):
+    """The protocol of executors that run the model without its loss, for evaluations that look at logits."""
+
+    def predict(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Logits ``(B, S, V)`` of whole sequences for one batch of this rank, without gradients; ``None`` on a rank of
+        an earlier pipeline stage."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 from rich.console import Console as RichConsole
@@ -54,11 +55,16 @@ class Console(Callback):
         self._line("  ".join(parts), "  ".join(shown))
 
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
-        ahead = "  looks ahead: later tokens are seen" if metrics.get("eval/looks_ahead") else ""
-        self.line(
-            f"step {step}  eval/loss {metrics['eval/loss']:.4f} nats a token  "
-            f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens){ahead}"
-        )
+        if "eval/loss" in metrics:
+            ahead = "  looks ahead: later tokens are seen" if metrics.get("eval/looks_ahead") else ""
+            self.line(
+                f"step {step}  eval/loss {metrics['eval/loss']:.4f} nats a token  "
+                f"perplexity {metrics['eval/perplexity']:.3f}  ({metrics['eval/tokens']:,.0f} tokens){ahead}"
+            )
+        for label, values in itertools.groupby(sorted(metrics), lambda key: key.rpartition("/")[0]):
+            if label != "eval":
+                found = "  ".join(f"{key.rpartition('/')[2]} {metrics[key]:,.6g}" for key in values)
+                self.line(f"step {step}  {label}  {found}")
 
 
 class ProgressBar(Callback):

@@ -20,7 +20,6 @@ from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.replication import Replication
-from forge_core.data.loader import evaluation_batches
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
@@ -40,9 +39,10 @@ from forge_core.run.time_limit import TimeLimit
 from forge_core.run.trackers import Trackers
 from forge_core.run.warm_start import Loaded, load_warm_start
 from forge_core.train.build import Built, build_model, build_optimizer
-from forge_core.train.evaluation import Evaluation
+from forge_core.train.evaluation import Evaluations
 from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
+from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.replication import JoinedReplicas, Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Run
@@ -288,7 +288,7 @@ class _Training:
             schedule=setup.schedule,
             loader=loader,
             step_modules=modules,
-            evaluation=Evaluation(run, self._evaluation_batches, built.model, metrics),
+            evaluations=self._make_evaluations(built, metrics),
             metrics=metrics,
             guard=guard,
             rollback=rollback,
@@ -296,6 +296,17 @@ class _Training:
             replicas=replicas,
             step=setup.checkpoint.step if setup.checkpoint else 0,
         )
+
+    def _make_evaluations(self, built: Built, metrics: Metrics) -> Evaluations:
+        run, setup = self._run, self._setup
+
+        def is_given_up() -> bool:
+            setup.peers.beat()  # there may be more batches than a step has time for
+            return run.consensus.any_rank(bool(run.requests.stop))
+
+        context = PassContext(setup.mesh, setup.job, setup.device)
+        evaluator = ModelEvaluator(context, built.model, setup.source.tokenizer, setup.console.line, is_given_up)
+        return Evaluations(run, evaluator, setup.validation, setup.evaluations, built.model, metrics)
 
     def _make_replicas(self) -> Replicas:
         found = [callback for _, callback in self._setup.callbacks if isinstance(callback, Replication)]
@@ -351,21 +362,6 @@ class _Training:
             replicas=replicas,
             committed=lambda saved: self._time_limit.must_hold(saved.seconds, setup.console.line),
         )
-
-    def _evaluation_batches(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """This rank's."""
-        setup, train = self._setup, self._setup.job.train
-        assert setup.validation is not None, "eval.interval is set"
-        assert train.global_batch_size is not None, "it has been resolved"
-        for batch in evaluation_batches(
-            setup.validation,
-            batch_size=train.batch_size,
-            dp_rank=setup.mesh.dp_rank,
-            dp_size=setup.mesh.dp_size,
-            samples=setup.job.eval.batches * train.global_batch_size,
-        ):
-            setup.peers.beat()  # there may be more of them than a step has time for
-            yield batch
 
 
 def _note_versions(setup: RunSetup, step: int, error: BaseException) -> None:

@@ -17,6 +17,7 @@ from forge_core.contracts.callback import Callback
 from forge_core.contracts.checkpoint_mirror import MirrorContext
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import CheckedSource, DataSource, Split
+from forge_core.contracts.evaluation import OpenData
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
@@ -36,6 +37,7 @@ from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, r
 from forge_core.run.warm_start import WarmStart, choose_warm_start
 from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
+from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from forge_core.train.events import Events
 from forge_core.train.replication import refuse_several_replications
 
@@ -74,6 +76,7 @@ class RunSetup(Begun):
     source: DataSource
     loader: BatchLoader
     validation: DataSource | None
+    evaluations: Sequence[NamedEvaluation]
     vocab_size: int
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
@@ -146,6 +149,7 @@ def prepare(begun: Begun) -> RunSetup:
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
+    open_data = _opener(job, source, build, peers.beat)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_several_replications(callbacks)
     return RunSetup(
@@ -158,7 +162,8 @@ def prepare(begun: Begun) -> RunSetup:
         passes=sort_passes(job, catalog),
         source=source,
         loader=_loader(job, source, mesh, device, checkpoint),
-        validation=_validation_source(job, source, build, peers.beat) if job.eval.interval else None,
+        validation=open_data(job.eval.data, "eval.data") if job.eval.interval else None,
+        evaluations=build_evaluations(job.evaluations, build, open_data),
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(
             build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
@@ -215,18 +220,23 @@ def _data_source(
     return source
 
 
-def _validation_source(job: Job, training: DataSource, build: ComponentBuilder, beat: Callable[[], None]) -> DataSource:
-    seq_len, own = job.train.seq_len, job.eval.data
-    if own is None:
-        source = _data_source(job.data, "data", build, beat, seq_len=seq_len, split="validation")
-    else:
-        source = _data_source(own, "eval.data", build, beat, seq_len=seq_len, split="all")
-    if source.vocab_size > training.vocab_size:
-        raise ConfigError(
-            f"eval.data: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
-            "prepare both with the same tokenizer"
-        )
-    ours, theirs = training.tokenizer, source.tokenizer
-    if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
-        raise ConfigError("eval.data: it has another tokenizer than the training data, so their losses mean nothing")
-    return source
+def _opener(job: Job, training: DataSource, build: ComponentBuilder, beat: Callable[[], None]) -> OpenData:
+    """For what is evaluated."""
+
+    def open_data(use: ComponentRef | None, key: str, /) -> DataSource:
+        seq_len = job.train.seq_len
+        if use is None:
+            source = _data_source(job.data, "data", build, beat, seq_len=seq_len, split="validation")
+        else:
+            source = _data_source(use, key, build, beat, seq_len=seq_len, split="all")
+        if source.vocab_size > training.vocab_size:
+            raise ConfigError(
+                f"{key}: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
+                "prepare both with the same tokenizer"
+            )
+        ours, theirs = training.tokenizer, source.tokenizer
+        if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
+            raise ConfigError(f"{key}: it has another tokenizer than the training data, so their losses mean nothing")
+        return source
+
+    return open_data

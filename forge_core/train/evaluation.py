@@ -1,82 +1,140 @@
-"""The loss on the validation data."""
+"""The evaluations of a run: ``[eval]`` and ``[[evaluations]]``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 
+import attrs
 import torch
 from torch import nn
 
+from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.component_ref import ComponentRef
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.evaluation import Evaluation, OpenData
 from forge_core.contracts.module import LooksAhead
-from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES
+from forge_core.errors import PluginError
 from forge_core.train.build import BuiltModel
-from forge_core.train.executor import Batch
 from forge_core.train.metrics import Metrics
+from forge_core.train.model_evaluator import GivenUpError, ModelEvaluator
 from forge_core.train.run import Run
-from forge_core.train.scales import count_targets, to_device
 
 
-class Evaluation:
+@attrs.frozen
+class NamedEvaluation:
+    """An entry of ``[[evaluations]]``."""
+
+    evaluation: Evaluation
+    interval: int
+    label: str
+    words: str
+    """Names the component in messages."""
+
+    def run(self, context: ModelEvaluator) -> dict[str, float]:
+        """Its values, by the names under which they are logged.
+
+        Raises:
+            PluginError: one of them is no number, or is NaN.
+        """
+        values = self.evaluation.run(context)
+        if not isinstance(values, Mapping):
+            raise PluginError(f"{self.words} returned a {type(values).__name__}; it must return numbers by name")
+        return {f"eval/{self.label}/{name}": self._number(name, value) for name, value in values.items()}
+
+    def _number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            hint = "; read a tensor with .item()" if isinstance(value, torch.Tensor) else ""
+            raise PluginError(f"{self.words} returned a {type(value).__name__} as {name!r}, not a number{hint}")
+        if math.isnan(value):
+            raise PluginError(f"{self.words} returned NaN as {name!r}; leave out what it cannot measure")
+        return float(value)
+
+
+def build_evaluations(
+    uses: Sequence[ComponentRef], build: ComponentBuilder, open_data: OpenData
+) -> list[NamedEvaluation]:
+    """The evaluations that a job names, with their data opened. Messages about data name the entry.
+
+    Raises:
+        ConfigError: what one of them needs is not there.
+    """
+
+    def opener(path: str) -> OpenData:
+        return lambda use, key: open_data(use, f"{path}.{key}")
+
+    return [
+        NamedEvaluation(
+            build(use, open_data=opener(f"evaluations[{index}]")),
+            use.config.interval,
+            label_of(use),
+            build.words_for(use),
+        )
+        for index, use in enumerate(uses)
+    ]
+
+
+def label_of(use: ComponentRef) -> str:
+    """The name under which its values are logged."""
+    return str(use.config.label or use.name)
+
+
+class Evaluations:
     """All ranks call it at the same steps.
 
     Args:
-        batches: makes this rank's batches of the validation data, once more at each call.
+        validation: the data of ``[eval]``, if it is asked for.
         metrics: measure training alone.
     """
 
-    def __init__(self, run: Run, batches: Callable[[], Iterable[Batch]], model: BuiltModel, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        run: Run,
+        evaluator: ModelEvaluator,
+        validation: DataSource | None,
+        named: Sequence[NamedEvaluation],
+        model: BuiltModel,
+        metrics: Metrics,
+    ) -> None:
         self._run = run
-        self._batches = batches
+        self._evaluator = evaluator
+        self._validation = validation
+        self._named = named
         self._model = model
         self._metrics = metrics
 
     def run_if_due(self, step: int) -> Mapping[str, float]:
-        """Evaluate, log and return the values; nothing if it is not due, or given up as the run is to stop."""
+        """Evaluate, log and return the values; nothing if none is due, or it is given up as the run is to stop."""
         run = self._run
-        if not run.is_due(step, run.job.eval.interval):
+        due = [one for one in self._named if run.is_due(step, one.interval or run.job.train.steps)]
+        validation = self._validation if run.is_due(step, run.job.eval.interval) else None
+        if validation is None and not due:
             return {}
         self._metrics.log_pending()
-        values = self._evaluate(lambda: run.consensus.any_rank(bool(run.requests.stop)))
-        if values:
-            run.record({"step": step, **values})
-            run.emit("eval_end", step=step, metrics=values)
-            self._metrics.restart()
+        values: dict[str, float] = {}
+        try:
+            with self._evaluator.evaluating():
+                if validation is not None:
+                    values |= self._loss_on(validation)
+                for one in due:
+                    values |= one.run(self._evaluator)
+        except GivenUpError:  # a resumed run evaluates again
+            return {}
+        run.record({"step": step, **values})
+        run.emit("eval_end", step=step, metrics=values)
+        self._metrics.restart()
         return values
 
-    def _evaluate(self, is_given_up: Callable[[], bool]) -> dict[str, float]:
-        """The mean loss, weighted by tokens, over all ranks; nothing if it is given up.
-
-        Args:
-            is_given_up: asked after each batch; all ranks are told the same.
-        """
-        wide = torch.float32 if self._run.device.type == "mps" else torch.float64
-        sums = torch.zeros(2, dtype=wide, device=self._run.device)
-        self._set_training(False)
-        n_ahead = torch.full_like(sums, sum(one.looks_ahead for one in self._modules() if isinstance(one, LooksAhead)))
-        n_targets = 0
-        for batch in self._batches():
-            n_targets += count_targets(batch)
-            sums += torch.stack(self._model.executor.evaluate(to_device(batch, self._run.device)))
-            if is_given_up():
-                break
-        self._set_training(True)
-        if is_given_up():
-            return {}  # a part of the validation set is not what was asked for; a resumed run evaluates again
-        total, count = self._run.mesh.sum_over(sums, LOSS_AXES).tolist()
-        n_valid = self._run.mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
-        if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
-            self._model.loss.refuse_count(count, n_valid)
-        loss = total / max(count, 1)
-        perplexity = math.inf if loss > 700 else math.exp(loss)
-        values = {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": count}
-        if self._run.mesh.sum_over(n_ahead, ("pp",))[0].item():
+    def _loss_on(self, validation: DataSource) -> dict[str, float]:
+        section, size = self._run.job.eval, self._run.job.train.global_batch_size
+        assert size is not None, "it has been resolved"
+        ahead = sum(one.looks_ahead for one in self._modules() if isinstance(one, LooksAhead))
+        loss = self._evaluator.losses(validation, samples=section.batches * size)
+        values = {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity, "eval/tokens": loss.count}
+        if self._run.mesh.sum_over(torch.tensor(float(ahead), device=self._run.device), ("pp",)).item():
             values["eval/looks_ahead"] = 1
         return values
 
     def _modules(self) -> Iterator[nn.Module]:
         return (module for part in self._model.parts for module in part.modules())
-
-    def _set_training(self, training: bool) -> None:
-        for part in self._model.parts:
-            part.train(training)

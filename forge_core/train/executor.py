@@ -44,3 +44,9 @@ class PlainExecutor:
         """The summed loss (fp32) and the number of valid tokens (int64) of one batch of this rank."""
         total, count = self._model(**batch, loss=self._loss)
         return total, count
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> torch.Tensor:
+        """Same as ``PredictingExecutor.predict``."""
+        logits: torch.Tensor = self._model(**batch)
+        return logits

@@ -13,7 +13,7 @@ from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import Built
-from forge_core.train.evaluation import Evaluation
+from forge_core.train.evaluation import Evaluations
 from forge_core.train.executor import Batch
 from forge_core.train.first_steps import FirstSteps
 from forge_core.train.gradients import Gradients
@@ -37,7 +37,7 @@ class Trainer:
     schedule: Schedule
     loader: BatchLoader
     step_modules: StepModules
-    evaluation: Evaluation
+    evaluations: Evaluations
     metrics: Metrics
     guard: StepGuard
     rollback: Rollback
@@ -72,7 +72,7 @@ class Trainer:
             self.step += 1
             if not self._train_step(microbatches):
                 continue  # another replica was lost in it
-            values = self.evaluation.run_if_due(self.step)
+            values = self.evaluations.run_if_due(self.step)
             self.saving.ask_for_timely_save()
             votes = self.run.consensus.exchange(is_writing=self.saving.is_writing)
             self.saving.after_step(self.step, values, votes)

@@ -19,7 +19,7 @@ from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.process import hard_exit
 from forge_core.run.run import run_job
-from forge_core.train.evaluation import Evaluation
+from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.trainer import Trainer
 
 STEP = 4
@@ -53,9 +53,9 @@ def in_a_first_step(original):
 
 
 def in_an_evaluation(original):
-    def run(self, is_given_up):
+    def run(self, source, **options):
         signal_self()
-        return original(self, is_given_up)
+        return original(self, source, **options)
 
     return run
 
@@ -85,7 +85,7 @@ def in_waiting_for_data(original):
 MOMENTS = {
     "step": (Trainer, "_train_step", in_a_step),
     "compiling": (Trainer, "_train_step", in_a_first_step),
-    "evaluation": (Evaluation, "_evaluate", in_an_evaluation),
+    "evaluation": (ModelEvaluator, "losses", in_an_evaluation),
     "writing": (Saver, "_write_and_commit", in_the_writing),
     "data": (BatchLoader, "__next__", in_waiting_for_data),
 }

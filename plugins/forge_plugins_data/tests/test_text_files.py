@@ -244,7 +244,7 @@ def test_values_out_of_range_are_refused_by_the_configuration(keys, problem, use
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_compressed_files_are_unpacked(tmp_path, open_text, ending):
     text = b"so it was before it was compressed"
-    packed = gzip.compress(text) if ending == ".gz" else pa.Codec("zstd").compress(text, asbytes=True)
+    packed = gzip.compress(text, mtime=0) if ending == ".gz" else pa.Codec("zstd").compress(text, asbytes=True)
     (tmp_path / f"a.txt{ending}").write_bytes(packed)
 
     tokens = everything(open_text(tmp_path / f"a.txt{ending}", seq_len=len(text)))["tokens"]
@@ -264,16 +264,16 @@ def image(size=64):
         ("x.parquet", b"PAR1" + b"\0" * 50 + b"PAR1", r"is a Parquet file, not text: 'forge data prepare' reads it"),
         ("x.arrow", b"ARROW1\0\0" + b"x" * 50, r"is an Arrow file, not text: write it as Parquet"),
         ("x.zip", b"PK\x03\x04" + b"x" * 50, r"is a zip archive, not text: unpack it first"),
-        ("x.tar.gz", gzip.compress(b"a.txt".ljust(257, b"0") + b"ustar"), r"is a tar archive, not text"),
+        ("x.tar.gz", gzip.compress(b"a.txt".ljust(257, b"0") + b"ustar", mtime=0), r"is a tar archive, not text"),
         ("x.png", image(), r"is a PNG image, not text: exclude it"),
         (
             "x.txt",
-            gzip.compress(b"by another name"),
+            gzip.compress(b"by another name", mtime=0),
             r"is compressed by gzip, not text: it is unpacked if",
         ),
         ("y.txt", b"a text\0with a hole", r"y\.txt has a NUL byte, which text has not, at byte 6 \(from 0\)"),
         ("x.jsonl", b'{"text": "a"}\n' * 9, r"is JSON Lines, and its syntax .*'forge data prepare .*x\.jsonl --output"),
-        ("x.ndjson.gz", gzip.compress(b'{"text": "a"}\n' * 9), r"is JSON Lines"),
+        ("x.ndjson.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0), r"is JSON Lines"),
     ],
 )
 def test_what_is_no_text_is_refused_unless_its_bytes_are_wanted(tmp_path, open_text, name, content, sentence):

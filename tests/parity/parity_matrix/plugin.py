@@ -43,3 +43,13 @@ def forge_feed_forwards():
         factory="parity_matrix.sized_mlp:SizedMLP",
         config="forge_plugins_dense.config:MLPConfig",
     )
+
+
+@hookimpl
+def forge_evaluations():
+    yield Component(
+        name="logits_loss",
+        summary="the loss of predicted logits, or something that is no number",
+        factory="parity_matrix.logits_loss:LogitsLoss",
+        config="parity_matrix.config:LogitsLossConfig",
+    )

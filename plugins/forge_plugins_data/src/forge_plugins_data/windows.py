@@ -128,7 +128,7 @@ def require_held_out(validation: float, split: Split) -> None:
     if split == "validation" and validation == 0:
         raise ConfigError(
             "validation = 0 holds nothing out of the training data; set it in [data] (validation = 0.01 holds out a "
-            "hundredth), or name data of their own under [eval.data]"
+            "hundredth), or give what evaluates data of its own, as [eval.data]"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Command, hookimpl
+from forge_core.api import Command, Component, hookimpl
 
 FORGE_API = "1.0"
 
@@ -11,3 +11,20 @@ FORGE_API = "1.0"
 def forge_commands() -> Iterable[Command]:
     """``forge generate``."""
     yield Command(name="generate", summary="sample text from a run", run="forge_plugins_inference.command:generate")
+
+
+@hookimpl
+def forge_evaluations() -> Iterable[Component]:
+    """What is measured of a language model."""
+    yield Component(
+        name="perplexity",
+        summary="loss and perplexity on data of its own",
+        factory="forge_plugins_inference.perplexity:Perplexity",
+        config="forge_plugins_inference.config:PerplexityConfig",
+    )
+    yield Component(
+        name="accuracy",
+        summary="how often the next token is the likeliest one",
+        factory="forge_plugins_inference.accuracy:Accuracy",
+        config="forge_plugins_inference.config:AccuracyConfig",
+    )

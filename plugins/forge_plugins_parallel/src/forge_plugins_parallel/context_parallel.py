@@ -55,6 +55,7 @@ class ContextParallel:
         share_out_positions(mesh.get_group())
         part = SequencePart(mesh.get_local_rank(), mesh.size(), masks=self._config.method == "gather")
         model.register_forward_pre_hook(part.take, with_kwargs=True)
+        model.register_forward_hook(functools.partial(_with_whole_logits, group=mesh.get_group()), with_kwargs=True)
         touched = list(model.context_plan())  # type: ignore[operator]  # declared by the model
         modules = [model.get_submodule(name) for name in touched]
         # One object for all layers: it is what the graphs of compiled blocks are told apart by.
@@ -117,6 +118,22 @@ class SequencePart:
 _POSITIONAL = ("tokens", "targets", "loss")
 
 
+def _with_whole_logits(
+    model: Any, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, group: ProcessGroup
+) -> Any:
+    """A forward hook of the model: without a loss, its last part gives the logits of whole sequences."""
+    if kwargs.get("loss") is not None or model.head is None:
+        return output
+    parts = _all_gather(output, 0, group).split_with_sizes([output.shape[0]] * group.size())
+    return in_order(parts, dim=1)
+
+
+def in_order(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """What the ranks have of sequences, each its two chunks, as whole sequences."""
+    heads, tails = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
+    return torch.cat((*heads, *reversed(tails)), dim=dim)
+
+
 def _with_whole_keys(_: nn.Module, args: tuple[Any, ...], *, group: ProcessGroup) -> tuple[Any, ...]:
     """A forward pre-hook of what ``context_plan`` names."""
     q, k, v, *rest = args
@@ -134,6 +151,5 @@ def gather_sequence(k: torch.Tensor, v: torch.Tensor, group: ProcessGroup) -> tu
     """
     both = torch.cat((k, v), dim=-1)
     parts = _all_gather(both, 0, group).split_with_sizes([both.shape[0]] * group.size())
-    heads, tails = zip(*(part.chunk(2, dim=2) for part in parts), strict=True)
-    whole_k, whole_v = torch.cat((*heads, *reversed(tails)), dim=2).tensor_split((k.shape[-1],), dim=-1)
+    whole_k, whole_v = in_order(parts, dim=2).tensor_split((k.shape[-1],), dim=-1)
     return whole_k, whole_v

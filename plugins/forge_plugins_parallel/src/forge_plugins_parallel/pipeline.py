@@ -275,9 +275,29 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Same as ``Executor.evaluate``: one batch down the stages, while earlier ranks already begin with the next.
+        """Same as ``Executor.evaluate``."""
+        output = self._pass_down(batch, loss=self._loss)
+        if output is None:
+            nothing = torch.zeros((), device=self._device)
+            return nothing, nothing.long()
+        total, count = output
+        return total, count
 
-        Not by the schedule's ``eval``, which wants as many batches at once as a step has, all of one size.
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> torch.Tensor | None:
+        """Same as ``PredictingExecutor.predict``."""
+        logits: torch.Tensor | None = self._pass_down(batch)
+        return logits
+
+    def _pass_down(self, batch: Batch, **options: Any) -> Any:
+        """One batch down the stages, while earlier ranks already begin with the next. Not by the schedule's ``eval``,
+        which wants as many batches at once as a step has, all of one size.
+
+        Args:
+            options: further arguments of the stages.
+
+        Returns:
+            The output of the last stage; ``None`` on ranks that do not have it.
         """
         inputs = dict(batch)
         hidden = tokens = inputs.pop("tokens")
@@ -285,15 +305,13 @@ class PipelineExecutor:
             if stage > 0 and stage - 1 not in self._parts:
                 hidden = torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=self._device)
                 dist.recv(hidden, group=self._group, group_src=self._rank_of[stage - 1])
-            output = part(hidden, **inputs, **_known(part, tokens), loss=self._loss)
+            output = part(hidden, **inputs, **_known(part, tokens), **options)
             if stage == self._n_stages - 1:
-                total, count = output
-                return total, count
+                return output
             hidden = output
             if stage + 1 not in self._parts:
                 dist.send(hidden.contiguous(), group=self._group, group_dst=self._rank_of[stage + 1])
-        nothing = torch.zeros((), device=self._device)
-        return nothing, nothing.long()
+        return None
 
     def _prepare(self, n_microbatches: int, shape: torch.Size) -> None:
         """Build the schedule for steps of so many microbatches, unless it is there.

@@ -1,0 +1,113 @@
+"""The trained model as evaluations see it, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.evaluation import LossTotal
+from forge_core.contracts.executor import PredictingExecutor
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.loader import evaluation_batches
+from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES
+from forge_core.errors import PluginError
+from forge_core.train.build import BuiltModel
+from forge_core.train.executor import Batch
+from forge_core.train.scales import count_targets, to_device
+
+
+class GivenUpError(Exception):
+    """The run is to stop: a part of the data is not what was asked for. Raised on all ranks alike."""
+
+
+class ModelEvaluator:
+    """The ``EvaluationContext`` of the contract.
+
+    Args:
+        is_given_up: asked after each batch; all ranks are told the same.
+    """
+
+    def __init__(
+        self,
+        context: PassContext,
+        model: BuiltModel,
+        tokenizer: Tokenizer | None,
+        log: Callable[[str], None],
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.job = context.job
+        self.rank = context.mesh.rank
+        self.world_size = context.mesh.world_size
+        self.device = context.device
+        self.tokenizer = tokenizer
+        self.log = log
+        self._mesh = context.mesh
+        self._model = model
+        self._is_given_up = is_given_up
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients."""
+        self._set_training(False)
+        try:
+            with torch.no_grad():  # and not inference_mode: FSDP keeps tensors made here
+                yield
+        finally:
+            self._set_training(True)
+
+    def losses(self, source: DataSource, *, samples: int = 0) -> LossTotal:
+        """Same as ``EvaluationContext.losses``."""
+        sums = torch.zeros(2, dtype=self._wide(), device=self.device)
+        n_targets = 0
+        for batch in self._batches(source, samples):
+            n_targets += count_targets(batch)
+            sums += torch.stack(self._model.executor.evaluate(to_device(batch, self.device)))
+            self._refuse_given_up()
+        self._refuse_given_up()
+        total, count = self._mesh.sum_over(sums, LOSS_AXES).tolist()
+        n_valid = self._mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
+        if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
+            self._model.loss.refuse_count(count, n_valid)
+        return LossTotal(total, count)
+
+    def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Batch]:
+        """Same as ``EvaluationContext.batches``."""
+        for batch in self._batches(source, samples):
+            yield to_device(batch, self.device)
+            self._refuse_given_up()
+
+    def predict(self, batch: Batch) -> torch.Tensor | None:
+        """Same as ``EvaluationContext.predict``.
+
+        Raises:
+            PluginError: the pass that has cut the model cannot do it.
+        """
+        executor = self._model.executor
+        if not isinstance(executor, PredictingExecutor):
+            name = type(executor).__qualname__
+            raise PluginError(f"{name} has no predict, so that an evaluation cannot look at logits in this layout")
+        return executor.predict({name: entry for name, entry in batch.items() if name != "targets"})
+
+    def sum_over_ranks(self, values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+        """Same as ``EvaluationContext.sum_over_ranks``."""
+        sums = torch.tensor([float(value) for value in values.values()], dtype=self._wide(), device=self.device)
+        return dict(zip(values, self._mesh.sum_over(sums, (*DATA_AXES, "pp")).tolist(), strict=True))
+
+    def _batches(self, source: DataSource, samples: int) -> Iterator[Batch]:
+        mesh, size = self._mesh, self.job.train.batch_size
+        return evaluation_batches(source, batch_size=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, samples=samples)
+
+    def _refuse_given_up(self) -> None:
+        if self._is_given_up():
+            raise GivenUpError
+
+    def _wide(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def _set_training(self, training: bool) -> None:
+        for part in self._model.parts:
+            part.train(training)

@@ -1,0 +1,118 @@
+"""``[[evaluations]]``: what is measured of a model during its run, alike in every layout."""
+
+import pytest
+
+from forge_core.cli import main
+from forge_core.config.problems import ConfigProblems
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from parity_matrix.cells import CELLS, TRAININGS
+from parity_matrix.launch import Launcher, Work
+
+HELD_OUT = '{name="perplexity", interval=5}'
+SHORT = '{name="perplexity", label="short", data={name="text_files", path="short", pattern="*.txt"}}'
+ACCURACY = '{name="accuracy", samples=5, interval=10}'
+EVALUATIONS = [f'evaluations=[{HELD_OUT}, {SHORT}, {ACCURACY}, {{name="logits_loss"}}]', "eval.interval=10"]
+LAYOUTS = ("fsdp2", "tp2", "tp2-whole-positions", "cp2", "cp2-ring", "pp2-1f1b", "pp2-dualpipe-v", "tp2-fsdp2")
+SPARSE = ("moe-ep2", "moe-cp2-packed")
+WRONG = {
+    "a tensor": "returned a Tensor as 'loss', not a number; read a tensor with .item()",
+    "nan": "returned NaN as 'loss'",
+    "a list": "returned a list; it must return numbers by name",
+}
+
+
+def _work(cell):
+    return Work(cell, CELLS[cell].ranks, [*TRAININGS[CELLS[cell].training], *CELLS[cell].layout, *EVALUATIONS])
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    return Launcher(tmp_path_factory.mktemp("evaluations"))
+
+
+@pytest.fixture(scope="module")
+def said(launcher):
+    """All runs of this file, in one launch; the words of rank 0."""
+    plain = [Work(name, 1, [*TRAININGS[name], *EVALUATIONS]) for name in ("plain", "moe", "moe packed")]
+    wrong = [
+        Work(
+            f"wrong-{given.replace(' ', '-')}",
+            1,
+            [f'evaluations=[{{name="logits_loss", gives="{given}"}}]'],
+            refused=True,
+        )
+        for given in WRONG
+    ]
+    return launcher.launch([*plain, *map(_work, (*LAYOUTS, *SPARSE)), *wrong])
+
+
+def evaluated(launcher, name):
+    return [line for line in launcher.metrics(name) if "loss" not in line]
+
+
+def test_each_is_logged_at_its_own_steps(launcher, said):
+    lines = {line["step"]: line.keys() - {"step", "time"} for line in evaluated(launcher, "plain")}
+
+    held_out = {f"eval/perplexity/{name}" for name in ("loss", "perplexity", "tokens")}
+    assert lines.keys() == {5, 10}
+    assert held_out <= lines[5]
+    assert "eval/short/loss" not in lines[5]
+    assert {"eval/loss", "eval/short/loss", "eval/accuracy/accuracy", "eval/logits_loss/loss"} <= lines[10]
+
+
+def test_the_perplexity_of_the_held_out_data_is_that_of_eval(launcher, said):
+    last = evaluated(launcher, "plain")[-1]
+
+    for name in ("loss", "perplexity", "tokens"):
+        assert last[f"eval/perplexity/{name}"] == last[f"eval/{name}"]
+    assert last["eval/short/loss"] != last["eval/loss"]
+
+
+@pytest.mark.parametrize("cell", [*LAYOUTS, *SPARSE])
+def test_every_layout_measures_what_one_process_does(launcher, said, cell):
+    expected, found = evaluated(launcher, CELLS[cell].training), evaluated(launcher, cell)
+
+    assert [line["step"] for line in found] == [5, 10]
+    for line, of_one in zip(found, expected, strict=True):
+        for key in (key for key in of_one if key.startswith("eval/")):
+            # one process may take another of two all but equally likely tokens
+            assert line[key] == pytest.approx(of_one[key], rel=1e-2 if "accuracy" in key else 1e-5), key
+
+
+@pytest.mark.parametrize("run", ["plain", *LAYOUTS, *SPARSE])
+def test_the_loss_of_predicted_logits_is_the_loss(launcher, said, run):
+    last = evaluated(launcher, run)[-1]
+
+    assert last["eval/logits_loss/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
+    assert last["eval/logits_loss/targets"] == last["eval/tokens"]
+
+
+def test_what_is_no_number_is_named(launcher, said):
+    for sentence in WRONG.values():
+        assert sentence in said
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        (f"{HELD_OUT}, {HELD_OUT}", "evaluations[1].label: another entry is logged as eval/perplexity already"),
+        ('{name="perplexty"}', "Did you mean 'perplexity'?"),
+        ('{name="perplexity", label="a/b"}', "evaluations[0].label"),
+        ('{name="perplexity", interval=-1}', "evaluations[0].interval"),
+        ('{name="accuracy", top=0}', "evaluations[0].top"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(tiny, entry, sentence):
+    with pytest.raises(ConfigProblems) as refused:
+        load_job(tiny.config, [f"evaluations=[{entry}]"], catalog=discover(), world_size=1)
+
+    assert sentence in str(refused.value)
+
+
+def test_data_that_are_not_there_are_named_before_anything_is_built(tiny, capsys):
+    entry = 'evaluations=[{name="perplexity", data={name="text_files", path="nowhere"}}]'
+
+    assert main(["run", str(tiny.config), entry]) == 2
+    assert "evaluations[0].data: " in capsys.readouterr().err
+    assert not tiny.path().exists()
