@@ -210,7 +210,7 @@ class Bench:
             schedule=self.build(self.job.scheduler, total_steps=self.steps),
             loader=loader,
             step_modules=modules,
-            evaluations=Evaluations(run, None, None, [], model, metrics),
+            evaluations=Evaluations(run, None, None, [], metrics),
             metrics=metrics,
             guard=guard,
             rollback=None,

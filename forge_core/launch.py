@@ -24,7 +24,7 @@ from forge_core.run.process import hard_exit
 from forge_core.run.signals import LAUNCH_FOLDER, SignalsForRanks, is_in_foreground, leave_file, stacks_file
 
 __all__ = ["INTERRUPTED", "OUTCOME_FILE", "RANK_PROGRAM", "RunDirectory", "hard_exit", "launch", "leave_outcome"]
-__all__ += ["processes_asked_for"]
+__all__ += ["launch_command", "processes_asked_for"]
 
 OUTCOME_FILE = "FORGE_OUTCOME_FILE"
 """Environment variable that tells rank 0 where to leave its exit code: it may have ended because another one did, for a
@@ -108,6 +108,23 @@ def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, until_the_end:
         click.echo(f"exit code {int(ended.code)}; started again from {place}, {left} more in vain", err=True)
 
 
+def launch_command(arguments: Sequence[str], nproc: int, variables: Mapping[str, str], until_the_end: ExitStack) -> int:
+    """Run a command of ``forge`` in so many processes on this machine, each a rank of one group, and end as they do.
+
+    Args:
+        arguments: the words behind ``forge``, without ``--nproc``.
+        variables: more of the environment.
+        until_the_end: signals are heeded until this is closed.
+
+    Returns:
+        An ``ExitCode``, or ``INTERRUPTED``.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    signals = until_the_end.enter_context(SignalsForRanks())
+    with tempfile.TemporaryDirectory(prefix="forge-") as folder:
+        return _run_ranks(Path(folder), arguments, nproc, variables, signals).code
+
+
 RANK_PROGRAM = ("-P", "-m", "forge_core")
 """The Python arguments of a rank; without the working folder among the sources of modules."""
 
@@ -128,37 +145,45 @@ class _Ended:
 
 def _launch_once(asked: Ranks, signals: SignalsForRanks) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="forge-") as name:
-        folder = Path(name)
-        job, outcome = folder / "job.toml", folder / "outcome"
+        job = Path(name) / "job.toml"
         job.write_text(asked.job_toml)
-        command = [sys.executable, *RANK_PROGRAM, "run", str(job), *asked.options]
-        ranks = LocalRanks(command, asked.number, {**asked.variables, OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: name})
-        was_told = False
-        while ranks.are_running() and not signals.leaves:
-            if signals.stop is not None and not was_told:
-                was_told = True
-                ranks.tell(signals.stop)
-                if signals.stop == signal.SIGINT and is_in_foreground():
-                    click.echo("Ctrl-C once more leaves at once", err=True)
-            time.sleep(0.05)
-        failed = ranks.first_failed()
-        if not signals.leaves:
-            ranks.end(lambda: signals.leaves)
-        if signals.wants_stacks:
-            ranks.leave(signal.SIGQUIT)
-            _show_stacks(folder, asked.number)
-            return _Ended(ExitCode.UNEXPECTED)
-        if signals.leaves:
-            leave_file(folder).touch()
-            ranks.leave(signal.SIGINT)
-            return _Ended(INTERRUPTED)
-        if failed is None:
-            return _Ended(ExitCode.COMPLETED)
-        rank, how = failed
-        if signals.stop is not None and was_told and how in (-signals.stop, INTERRUPTED):
-            return _Ended(ExitCode.LOST_PEER, before_it_listened=True)
-        code = _code_of(rank, how, _read(outcome))
-        return _Ended(code, killed_by=max(0, -how), failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
+        return _run_ranks(Path(name), ["run", str(job), *asked.options], asked.number, asked.variables, signals)
+
+
+def _run_ranks(
+    folder: Path, arguments: Sequence[str], number: int, variables: Mapping[str, str], signals: SignalsForRanks
+) -> _Ended:
+    """Args:
+    folder: where ranks leave how they have ended, and their stacks.
+    """
+    outcome, command = folder / "outcome", [sys.executable, *RANK_PROGRAM, *arguments]
+    ranks = LocalRanks(command, number, {**variables, OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: str(folder)})
+    was_told = False
+    while ranks.are_running() and not signals.leaves:
+        if signals.stop is not None and not was_told:
+            was_told = True
+            ranks.tell(signals.stop)
+            if signals.stop == signal.SIGINT and is_in_foreground():
+                click.echo("Ctrl-C once more leaves at once", err=True)
+        time.sleep(0.05)
+    failed = ranks.first_failed()
+    if not signals.leaves:
+        ranks.end(lambda: signals.leaves)
+    if signals.wants_stacks:
+        ranks.leave(signal.SIGQUIT)
+        _show_stacks(folder, number)
+        return _Ended(ExitCode.UNEXPECTED)
+    if signals.leaves:
+        leave_file(folder).touch()
+        ranks.leave(signal.SIGINT)
+        return _Ended(INTERRUPTED)
+    if failed is None:
+        return _Ended(ExitCode.COMPLETED)
+    rank, how = failed
+    if signals.stop is not None and was_told and how in (-signals.stop, INTERRUPTED):
+        return _Ended(ExitCode.LOST_PEER, before_it_listened=True)
+    code = _code_of(rank, how, _read(outcome))
+    return _Ended(code, killed_by=max(0, -how), failed_to_stop=was_told and code == ExitCode.UNEXPECTED)
 
 
 def leave_outcome(code: ExitCode) -> None:

@@ -1,11 +1,13 @@
-"""A trained model and its tokenizer, from a checkpoint alone."""
+"""A trained model and its tokenizer, from a checkpoint alone: whole, or in the layout of a job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -19,15 +21,31 @@ from forge_core.checkpoint.upgrading import module_changes
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.config.unstructure import plain
+from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
+from forge_core.distributed.fingerprint import refuse_unequal_ranks
+from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import load_job
+from forge_core.job import load_job, sort_passes
 from forge_core.registry.catalog import Catalog
-from forge_core.train.build import build_on_meta, cast_parameters, materialise
+from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_parameters, materialise
+from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held_out_loss
 from forge_core.train.initialisation import SeededInitializer, named_tensors
+from forge_core.train.model_evaluator import ModelEvaluator
+from forge_core.train.sources import data_opener
 
-__all__ = ["LoadedModel", "SeededInitializer", "build_on_meta", "build_within", "load_model", "model_problem"]
-__all__ += ["named_tensors"]
+__all__ = [
+    "LoadedModel",
+    "OpenModel",
+    "SeededInitializer",
+    "build_on_meta",
+    "build_within",
+    "load_model",
+    "model_problem",
+]
+__all__ += ["named_tensors", "opened"]
 
 _BUFFER_BYTES = 2**30
 """A buffer that is not stored may have so many in any case."""
@@ -55,17 +73,12 @@ def load_model(
     """
     if problem := model_problem(checkpoint.path):
         raise ConfigError(f"checkpoint {checkpoint.path} cannot be used: {problem}")
-    state, table = checkpoint.state(), checkpoint.job()
+    state = checkpoint.state()
     try:
         job = load_job(checkpoint.path / "job.toml", catalog=catalog)
     except ConfigError as error:
-        used = used_plugins(table, state.get("tokenizer"))
-        if missing := plugins_missing(checkpoint.manifest.versions, used):
-            what = ", ".join(missing) + (", which is" if len(missing) == 1 else ", which are")
-            raise ConfigError(f"{error}\n{checkpoint.path} was written with {what} not installed") from error
-        raise
-    if (outside := leads_outside(plain(job.model))) is not None:
-        raise ConfigError(f"{checkpoint.path}/job.toml: model: {outside!r} leads outside of the checkpoint")
+        raise _with_missing_plugins(error, checkpoint) from error
+    _refuse_leading_outside(job, checkpoint)
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_within(checkpoint, job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
@@ -73,6 +86,114 @@ def load_model(
     if dtype is not None:
         cast_parameters(model, dtype)
     return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint, build))
+
+
+@attrs.frozen
+class OpenModel:
+    """A model from a checkpoint in the layout of a job, on all ranks of a process group."""
+
+    checkpoint: Checkpoint
+    context: PassContext
+    """Mesh, job and device."""
+    model: BuiltModel
+    """This rank's parts, and the executor that runs them."""
+    tokenizer: Tokenizer | None
+    evaluations: Mapping[str, NamedEvaluation]
+    """The job's, by label."""
+    validation: DataSource | None
+    """The data of the job's ``[eval]``."""
+    log: Callable[[str], None]
+    """Prints a line, on rank 0."""
+
+    def evaluate(self) -> dict[str, float]:
+        """All that the job asks for, by the names of ``metrics.jsonl``. All ranks call it together.
+
+        Raises:
+            PluginError: an evaluation gives something that is no number.
+        """
+        evaluator = ModelEvaluator(self.context, self.model, self.tokenizer, self.log)
+        values: dict[str, float] = {}
+        with evaluator.evaluating():
+            if self.validation is not None:
+                step_size = self.checkpoint.job()["train"]["global_batch_size"]  # of the run, which has resolved it
+                values |= held_out_loss(evaluator, self.validation, self.context.job.eval.batches * step_size)
+            for one in self.evaluations.values():
+                values |= one.run(evaluator)
+        return values
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, job: Job, catalog: Catalog, log: Callable[[str], None]) -> Iterator[OpenModel]:
+    """Join the ranks that the environment describes, open the data that ``job`` evaluates, and read the model.
+
+    Args:
+        job: the checkpoint's, perhaps with other data, evaluations and degrees.
+        log: prints a line; it is called on rank 0 only.
+
+    Raises:
+        ConfigError: the job does not fit the checkpoint, the ranks or this machine.
+    """
+    device = choose_device(job.run.device)
+    join_process_group(device, job.run.first_step_timeout)
+    try:
+        run_on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
+        mesh = run_on_all_ranks(lambda: build_mesh(job, device))
+        run_on_all_ranks(lambda: _refuse_other_than(run_on_rank0(lambda: checkpoint.path.name), checkpoint))
+        speak = log if mesh.rank == 0 else _say_nothing
+        model, tensors = run_on_all_ranks(lambda: _build(checkpoint, PassContext(mesh, job, device), catalog, speak))
+        checkpoint.load(tensors)
+        yield model
+    finally:
+        dist.destroy_process_group()
+
+
+@attrs.frozen
+class _TrainedOn:
+    vocab_size: int
+    tokenizer: Tokenizer | None
+
+
+def _refuse_other_than(name: str, checkpoint: Checkpoint) -> None:
+    """A run that goes on may save between two looks at its directory."""
+    if checkpoint.path.name != name:
+        raise ConfigError(f"this rank has found {checkpoint.path.name}, and rank 0 {name}; name one of them")
+
+
+def _build(
+    checkpoint: Checkpoint, context: PassContext, catalog: Catalog, log: Callable[[str], None]
+) -> tuple[OpenModel, dict[str, torch.Tensor]]:
+    """The model with its first values, and its tensors by their keys in the checkpoint, to be read into."""
+    job, state, build = context.job, checkpoint.state(), ComponentBuilder(catalog)
+    _refuse_leading_outside(job, checkpoint)
+    tokenizer = _tokenizer(state.get("tokenizer"), checkpoint, build)
+    open_data = data_opener(job, _TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
+    named = {one.label: one for one in build_evaluations(job.evaluations, build, open_data)}
+    validation = open_data(job.eval.data, "eval.data") if job.eval.interval else None
+    build_within(checkpoint, job, state["vocab_size"], build)
+    model = build_model(context, state["vocab_size"], sort_passes(job, catalog), build)
+    tensors = module_changes(model.parts, state.get("modules", {})).to_read(model.tensors())
+    refuse_misfits(checkpoint.path, tensors)
+    return OpenModel(checkpoint, context, model, tokenizer, named, validation, log), tensors
+
+
+def _say_nothing(line: str) -> None:
+    """On all ranks but rank 0."""
+
+
+def _with_missing_plugins(error: ConfigError, checkpoint: Checkpoint) -> ConfigError:
+    """The error, with the packages that the checkpoint was written with and that are not there."""
+    used = used_plugins(checkpoint.job(), checkpoint.state().get("tokenizer"))
+    missing = plugins_missing(checkpoint.manifest.versions, used)
+    if not missing:
+        return error
+    what = ", ".join(missing) + (", which is" if len(missing) == 1 else ", which are")
+    return ConfigError(f"{error}\n{checkpoint.path} was written with {what} not installed")
+
+
+def _refuse_leading_outside(job: Job, checkpoint: Checkpoint) -> None:
+    """A path in a model's table that is not of the checkpoint may be a stranger's way to a file of this machine."""
+    if (outside := leads_outside(plain(job.model))) is not None:
+        raise ConfigError(f"{checkpoint.path}/job.toml: model: {outside!r} leads outside of the checkpoint")
 
 
 def build_within(checkpoint: Checkpoint, job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:

@@ -306,7 +306,7 @@ class _Training:
 
         context = PassContext(setup.mesh, setup.job, setup.device)
         evaluator = ModelEvaluator(context, built.model, setup.source.tokenizer, setup.console.line, is_given_up)
-        return Evaluations(run, evaluator, setup.validation, setup.evaluations, built.model, metrics)
+        return Evaluations(run, evaluator, setup.validation, setup.evaluations, metrics)
 
     def _make_replicas(self) -> Replicas:
         found = [callback for _, callback in self._setup.callbacks if isinstance(callback, Replication)]

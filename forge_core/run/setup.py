@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import attrs
@@ -16,8 +16,7 @@ from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.checkpoint_mirror import MirrorContext
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.contracts.data_source import CheckedSource, DataSource, Split
-from forge_core.contracts.evaluation import OpenData
+from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
@@ -25,7 +24,6 @@ from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_ra
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
-from forge_core.errors import ConfigError
 from forge_core.job import check_device
 from forge_core.passes.order import sort_passes
 from forge_core.registry.catalog import Catalog
@@ -40,6 +38,7 @@ from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from forge_core.train.events import Events
 from forge_core.train.replication import refuse_several_replications
+from forge_core.train.sources import data_opener, open_source
 
 
 @attrs.frozen(kw_only=True)
@@ -145,11 +144,11 @@ def prepare(begun: Begun) -> RunSetup:
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
-    source = _data_source(job.data, "data", build, peers.beat, seq_len=job.train.seq_len, split="train")
+    source = open_source(job.data, "data", build, peers.beat, seq_len=job.train.seq_len, split="train")
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
-    open_data = _opener(job, source, build, peers.beat)
+    open_data = data_opener(job, source, build, peers.beat)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_several_replications(callbacks)
     return RunSetup(
@@ -205,38 +204,3 @@ def _loader(
         prefetch=config.prefetch,
         pin_memory=device.type == "cuda",
     )
-
-
-def _data_source(
-    use: ComponentRef, key: str, build: ComponentBuilder, beat: Callable[[], None], *, seq_len: int, split: Split
-) -> DataSource:
-    """Name the key in its problems, as there may be two sources."""
-    try:
-        source: DataSource = build(use, seq_len=seq_len, split=split)
-        if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
-            run_slowly_on_rank0(source.refuse_damaged, beat)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    return source
-
-
-def _opener(job: Job, training: DataSource, build: ComponentBuilder, beat: Callable[[], None]) -> OpenData:
-    """For what is evaluated."""
-
-    def open_data(use: ComponentRef | None, key: str, /) -> DataSource:
-        seq_len = job.train.seq_len
-        if use is None:
-            source = _data_source(job.data, "data", build, beat, seq_len=seq_len, split="validation")
-        else:
-            source = _data_source(use, key, build, beat, seq_len=seq_len, split="all")
-        if source.vocab_size > training.vocab_size:
-            raise ConfigError(
-                f"{key}: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
-                "prepare both with the same tokenizer"
-            )
-        ours, theirs = training.tokenizer, source.tokenizer
-        if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
-            raise ConfigError(f"{key}: it has another tokenizer than the training data, so their losses mean nothing")
-        return source
-
-    return open_data

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 import attrs
 import torch
-from torch import nn
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import Evaluation, OpenData
-from forge_core.contracts.module import LooksAhead
 from forge_core.errors import PluginError
-from forge_core.train.build import BuiltModel
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import GivenUpError, ModelEvaluator
 from forge_core.train.run import Run
@@ -94,15 +91,14 @@ class Evaluations:
         evaluator: ModelEvaluator,
         validation: DataSource | None,
         named: Sequence[NamedEvaluation],
-        model: BuiltModel,
         metrics: Metrics,
     ) -> None:
         self._run = run
         self._evaluator = evaluator
         self._validation = validation
         self._named = named
-        self._model = model
         self._metrics = metrics
+        self._samples = run.job.eval.batches * (run.job.train.global_batch_size or 0)
 
     def run_if_due(self, step: int) -> Mapping[str, float]:
         """Evaluate, log and return the values; nothing if none is due, or it is given up as the run is to stop."""
@@ -116,7 +112,7 @@ class Evaluations:
         try:
             with self._evaluator.evaluating():
                 if validation is not None:
-                    values |= self._loss_on(validation)
+                    values |= held_out_loss(self._evaluator, validation, self._samples)
                 for one in due:
                     values |= one.run(self._evaluator)
         except GivenUpError:  # a resumed run evaluates again
@@ -126,15 +122,11 @@ class Evaluations:
         self._metrics.restart()
         return values
 
-    def _loss_on(self, validation: DataSource) -> dict[str, float]:
-        section, size = self._run.job.eval, self._run.job.train.global_batch_size
-        assert size is not None, "it has been resolved"
-        ahead = sum(one.looks_ahead for one in self._modules() if isinstance(one, LooksAhead))
-        loss = self._evaluator.losses(validation, samples=section.batches * size)
-        values = {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity, "eval/tokens": loss.count}
-        if self._run.mesh.sum_over(torch.tensor(float(ahead), device=self._run.device), ("pp",)).item():
-            values["eval/looks_ahead"] = 1
-        return values
 
-    def _modules(self) -> Iterator[nn.Module]:
-        return (module for part in self._model.parts for module in part.modules())
+def held_out_loss(context: ModelEvaluator, validation: DataSource, samples: int) -> dict[str, float]:
+    """The values of ``[eval]``."""
+    loss = context.losses(validation, samples=samples)
+    values = {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity, "eval/tokens": loss.count}
+    if context.looks_ahead():
+        values["eval/looks_ahead"] = 1
+    return values

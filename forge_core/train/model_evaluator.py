@@ -10,6 +10,7 @@ import torch
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import LossTotal
 from forge_core.contracts.executor import PredictingExecutor
+from forge_core.contracts.module import LooksAhead
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.loader import evaluation_batches
@@ -96,6 +97,12 @@ class ModelEvaluator:
         """Same as ``EvaluationContext.sum_over_ranks``."""
         sums = torch.tensor([float(value) for value in values.values()], dtype=self._wide(), device=self.device)
         return dict(zip(values, self._mesh.sum_over(sums, (*DATA_AXES, "pp")).tolist(), strict=True))
+
+    def looks_ahead(self) -> bool:
+        """Return whether a position's output depends on later ones, in the mode that is set, on any pipeline stage."""
+        modules = (module for part in self._model.parts for module in part.modules())
+        ahead = sum(one.looks_ahead for one in modules if isinstance(one, LooksAhead))
+        return bool(self._mesh.sum_over(torch.tensor(float(ahead), device=self.device), ("pp",)).item())
 
     def _batches(self, source: DataSource, samples: int) -> Iterator[Batch]:
         mesh, size = self._mesh, self.job.train.batch_size

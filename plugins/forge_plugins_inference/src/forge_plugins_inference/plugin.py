@@ -9,8 +9,9 @@ FORGE_API = "1.0"
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
-    """``forge generate``."""
+    """``forge generate`` and ``forge eval``."""
     yield Command(name="generate", summary="sample text from a run", run="forge_plugins_inference.command:generate")
+    yield Command(name="eval", summary="evaluate a run", run="forge_plugins_inference.evaluate:evaluate")
 
 
 @hookimpl

@@ -1,0 +1,74 @@
+"""``forge eval``: measure a trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forge_core.contracts.command import options_of
+from forge_core.distributed.environment import world_size_of
+from forge_core.errors import ConfigError, ExitCode, nearest
+
+
+@click.command("eval", context_settings={"ignore_unknown_options": True})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--evaluation", "names", multiple=True, help="What to measure, by name; repeat for several.")
+@click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print the values as one JSON object.")
+@click.pass_obj
+def evaluate(
+    obj: Any, run: Path, overrides: tuple[str, ...], names: tuple[str, ...], nproc: str, as_json: bool
+) -> None:
+    """Evaluate RUN, a run's directory (its newest checkpoint) or a checkpoint's.
+
+    Without --evaluation it measures what the job does: [eval] and [[evaluations]]. OVERRIDES are settings of the job;
+    with --evaluation, those of data (data.path=…) say what is evaluated, all of it. One process needs no layout;
+    several take that of the run, or what parallel.… says.
+    """
+    _refuse_misspelt_options(overrides)
+    ranks = world_size_of(os.environ)
+    if ranks is not None and nproc != "1":
+        raise ConfigError(f"--nproc {nproc}: this process is one of {ranks} ranks already; leave --nproc out")
+
+    from forge_core.checkpoint.store import find_checkpoint
+    from forge_core.config.describe import printable
+    from forge_core.launch import launch_command, processes_asked_for
+    from forge_core.loading import model_problem, opened
+    from forge_plugins_inference.evaluation_job import evaluation_job
+
+    checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
+    catalog = obj.catalog()
+    world_size = ranks or processes_asked_for(nproc)
+    job = evaluation_job(checkpoint, names, overrides, catalog, world_size)
+    if ranks is None and world_size > 1:
+        chosen = [word for name in names for word in ("--evaluation", name)]
+        options = [*chosen, *(["--json"] if as_json else []), *(["--debug"] if obj.debug else [])]
+        arguments = ["eval", str(checkpoint.path), *overrides, *options]
+        disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
+        sys.exit(int(launch_command(arguments, world_size, disabled, obj.until_the_end)))
+    with opened(checkpoint, job, catalog, lambda line: print(line, file=sys.stderr)) as model:
+        values = model.evaluate()
+        if model.context.mesh.rank == 0:
+            print(json.dumps({"step": checkpoint.step, **values}) if as_json else _table(checkpoint.step, values))
+    sys.exit(ExitCode.COMPLETED)
+
+
+def _refuse_misspelt_options(overrides: tuple[str, ...]) -> None:
+    """Click leaves unknown options to the settings, which have a dot."""
+    known = options_of(evaluate)
+    for word in overrides:
+        name = word.partition("=")[0]
+        if name.startswith("-") and "." not in name:
+            near = nearest(name, known)
+            raise ConfigError(f"{name}: no such option" + (f"; did you mean {near}?" if near else ""))
+
+
+def _table(step: int, values: dict[str, float]) -> str:
+    width = max(map(len, values))
+    return "\n".join([f"step {step}", *(f"  {name:<{width}}  {value:,.6g}" for name, value in values.items())])

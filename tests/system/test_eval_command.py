@@ -1,0 +1,100 @@
+"""``forge eval``: what a trained model is measured to be is what its run has measured, on any ranks."""
+
+import json
+import sys
+
+import pytest
+
+import fork_server
+from forge_core.cli import main
+
+EVALUATED = ("eval.interval=10", "eval.batches=3", 'evaluations=[{name="accuracy"}]')
+SHARDED = ("run.name=sharded", "--nproc", "2", "parallel.tp=2", "train.global_batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def runs(shared_tiny):
+    """The last evaluations of three runs, by name."""
+    plain = shared_tiny.completed("run.name=plain", *EVALUATED)
+    bf16 = shared_tiny.completed("run.name=bf16", "train.precision=bf16", *EVALUATED)
+    sharded = shared_tiny.completed(*SHARDED, *EVALUATED)
+    return {"plain": plain[-1], "bf16": bf16[-1], "sharded": sharded[-1]}
+
+
+@pytest.fixture
+def evaluate(shared_tiny, runs, capsys):
+    """A function that evaluates a run in this process and returns the values."""
+
+    def call(name, *arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", str(shared_tiny.path(name)), "--json", *arguments])
+        assert ended.value.code == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+def test_the_values_are_those_of_the_run(evaluate, runs, name):
+    assert evaluate(name) == runs[name]
+
+
+def test_a_sharded_run_is_evaluated_on_one_process(evaluate, runs):
+    found = evaluate("sharded")
+
+    assert found.keys() == runs["sharded"].keys()
+    for key, value in found.items():
+        assert value == pytest.approx(runs["sharded"][key], rel=1e-2 if "accuracy" in key else 1e-5)
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.tp=1", "parallel.pp=2"]], ids=["its own layout", "another layout"])
+def test_several_processes_evaluate_together(shared_tiny, runs, layout):
+    command = [sys.executable, "-m", "forge_core", "eval", str(shared_tiny.path("sharded")), "--nproc", "2", "--json"]
+    done = fork_server.run(
+        [*command, *layout], env=shared_tiny.environment(), capture_output=True, text=True, timeout=240
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["eval/loss"] == pytest.approx(runs["sharded"]["eval/loss"], rel=1e-5)
+
+
+def test_other_data_are_evaluated_whole(evaluate, shared_tiny, runs):
+    held_out = evaluate("plain", "--evaluation", "perplexity", "evaluations.0.samples=12")
+    whole = evaluate("plain", "--evaluation", "perplexity", f"--data.path={shared_tiny.folder / 'text'}")
+
+    assert held_out["eval/perplexity/loss"] == runs["plain"]["eval/loss"]
+    assert whole["eval/perplexity/tokens"] > 3 * held_out["eval/perplexity/tokens"]
+
+
+def test_people_are_shown_a_table(shared_tiny, runs, capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", str(shared_tiny.path("plain")), "--evaluation", "accuracy"])
+
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "step 10"
+    assert [line.split()[0] for line in rest] == ["eval/accuracy/accuracy", "eval/accuracy/accuracy_top_5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--evaluation", "acuracy"], "Did you mean 'accuracy'?"),
+        (["--evaluaton", "accuracy"], "--evaluaton: no such option; did you mean --evaluation?"),
+        (["data.path=text"], "data.path=text: say with --evaluation what is evaluated on these data"),
+        (["model.dim=64"], "does not fit this model"),
+        (["parallel.tp=2"], "plain/checkpoints/step_00000010/job.toml: parallel: 1 rank"),
+        (["train.precison=bf16"], "did you mean 'precision'?"),
+        (["--nproc", "0"], "--nproc: expected a positive number or auto, got '0'"),
+        (["--evaluation", "perplexity", "data.path=nowhere"], "evaluations[0].data: "),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told(shared_tiny, runs, capsys, arguments, sentence):
+    assert main(["eval", str(shared_tiny.path("plain")), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_job_without_evaluations_asks_for_one(shared_tiny, capsys):
+    shared_tiny.completed("run.name=silent", "train.steps=3")
+
+    assert main(["eval", str(shared_tiny.path("silent"))]) == 2
+    assert "its job evaluates nothing; say with --evaluation what to measure" in capsys.readouterr().err
