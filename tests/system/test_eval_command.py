@@ -26,9 +26,7 @@ def evaluate(shared_tiny, runs, capsys):
     """A function that evaluates a run in this process and returns the values."""
 
     def call(name, *arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["eval", str(shared_tiny.path(name)), "--json", *arguments])
-        assert ended.value.code == 0
+        assert main(["eval", str(shared_tiny.path(name)), "--json", *arguments]) == 0
         return json.loads(capsys.readouterr().out)
 
     return call
@@ -67,9 +65,7 @@ def test_other_data_are_evaluated_whole(evaluate, shared_tiny, runs):
 
 
 def test_people_are_shown_a_table(shared_tiny, runs, capsys):
-    with pytest.raises(SystemExit):
-        main(["eval", str(shared_tiny.path("plain")), "--evaluation", "accuracy"])
-
+    assert main(["eval", str(shared_tiny.path("plain")), "--evaluation", "accuracy"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "step 10"
     assert [line.split()[0] for line in rest] == ["eval/accuracy/accuracy", "eval/accuracy/accuracy_top_5"]

@@ -12,7 +12,7 @@ import click
 
 from forge_core.contracts.command import options_of
 from forge_core.distributed.environment import world_size_of
-from forge_core.errors import ConfigError, ExitCode, nearest
+from forge_core.errors import ConfigError, nearest
 
 
 @click.command("eval", context_settings={"ignore_unknown_options": True})
@@ -51,12 +51,13 @@ def evaluate(
         options = [*chosen, *(["--json"] if as_json else []), *(["--debug"] if obj.debug else [])]
         arguments = ["eval", str(checkpoint.path), *overrides, *options]
         disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
-        sys.exit(int(launch_command(arguments, world_size, disabled, obj.until_the_end)))
+        if code := launch_command(arguments, world_size, disabled, obj.until_the_end):
+            sys.exit(int(code))
+        return
     with opened(checkpoint, job, catalog, lambda line: print(line, file=sys.stderr)) as model:
         values = model.evaluate()
         if model.context.mesh.rank == 0:
             print(json.dumps({"step": checkpoint.step, **values}) if as_json else _table(checkpoint.step, values))
-    sys.exit(ExitCode.COMPLETED)
 
 
 def _refuse_misspelt_options(overrides: tuple[str, ...]) -> None:
