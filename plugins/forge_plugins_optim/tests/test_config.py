@@ -13,7 +13,9 @@ from forge_plugins_optim.config import (
     ChunkedCrossEntropyConfig,
     ConstantConfig,
     CosineConfig,
+    LionConfig,
     ParameterGroup,
+    SGDConfig,
 )
 
 
@@ -26,6 +28,9 @@ from forge_plugins_optim.config import (
         (AdamWConfig, {"lr": 0.1, "betas": (-0.1, 0.9)}),
         (AdamWConfig, {"lr": 0.1, "eps": 0.0}),
         (AdamWConfig, {"lr": 0.1, "weight_decay": -0.1}),
+        (LionConfig, {"lr": 0.1, "betas": (0.9, 1.0)}),
+        (SGDConfig, {"lr": 0.1, "momentum": 1.0}),
+        (SGDConfig, {"lr": 0.1, "nesterov": True, "momentum": 0.0}),
         (ParameterGroup, {"pattern": ""}),
         (ParameterGroup, {"pattern": "*", "lr": -1.0}),
         (ParameterGroup, {"pattern": "*", "lr": 1.0, "lr_scale": 1.0}),

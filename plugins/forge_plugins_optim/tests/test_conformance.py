@@ -15,6 +15,21 @@ class TestAdamW(OptimizerConformance):
     config: ClassVar = {"lr": 1e-2, "groups": [{"pattern": "head.*", "lr_scale": 0.5}]}
 
 
+class TestLion(OptimizerConformance):
+    component = "forge-plugins-optim:lion"
+    config: ClassVar = {"lr": 1e-2}
+
+
+class TestSGD(OptimizerConformance):
+    component = "forge-plugins-optim:sgd"
+    config: ClassVar = {"lr": 1e-2, "nesterov": True, "decoupled_weight_decay": False}
+
+
+class TestSGDWithoutMomentum(OptimizerConformance):
+    component = "forge-plugins-optim:sgd"
+    config: ClassVar = {"lr": 1e-1, "momentum": 0.0}
+
+
 class TestConstant(SchedulerConformance):
     component = "forge-plugins-optim:constant"
 

@@ -90,6 +90,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     ],
     "moe sinkhorn": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="sinkhorn"}', *_ONE_BY_ONE],
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
+    "lion": ["optimizer={name='lion', lr=3e-4}"],
+    "lion moe": [
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        "optimizer={name='lion', lr=3e-4}",
+    ],
     # two of four layers; more experts than a microbatch fills; counts of the step before
     "moe every second": [
         (
@@ -143,6 +148,27 @@ def auto(memory_gib: float) -> list[str]:
 
 def pp2(schedule: str, *microbatches: str) -> list[str]:
     return ["parallel.pp=2", f"parallel.passes.pipeline.schedule={schedule}", *(microbatches or FOUR_MICROBATCHES)]
+
+
+def optimizer_cells(training: str) -> dict[str, Cell]:
+    """An optimizer in every kind of layout; its training with experts is called the same and ``moe``."""
+    layouts = {
+        "accumulation4": Cell(1, FOUR_MICROBATCHES),
+        "fsdp2": Cell(2, [HALF]),
+        "fsdp4": Cell(4, [QUARTER]),
+        "hsdp2x2": Cell(4, [QUARTER, COPIES]),
+        "tp2": Cell(2, [TP2]),
+        "tp2-fsdp2": Cell(4, [TP2, HALF]),
+        "pp2": Cell(2, pp2("1F1B")),
+        "pp2-fsdp2": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES)),
+        "cp2": Cell(2, [CP2]),
+        "moe-ep2": Cell(2, [HALF, EP2], f"{training} moe"),
+        "moe-ep2-fsdp2": Cell(4, [QUARTER, EP2], f"{training} moe"),
+    }
+    return {
+        f"{training}-{name}": cell if "moe" in name else attrs.evolve(cell, training=training)
+        for name, cell in layouts.items()
+    }
 
 
 CELLS: Mapping[str, Cell] = {
@@ -338,6 +364,8 @@ CELLS: Mapping[str, Cell] = {
     ),
     "ahead-pp2-cp2-moe-packed": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES)], "ahead moe packed"),
     "ahead-pp2-ep2-moe-packed": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "ahead moe packed"),
+    # other optimizers
+    **optimizer_cells("lion"),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")

@@ -24,11 +24,5 @@ def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> to
         ConfigError: a parameter group takes no parameter.
     """
     fusible = all(p.parameter.device.type in _FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
-    groups = parameter_groups(
-        parameters,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        decay_embeddings=config.decay_embeddings,
-        groups=config.groups,
-    )
+    groups = parameter_groups(parameters, config)
     return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)

@@ -48,15 +48,11 @@ def _last_sets_something(_: object, __: attrs.Attribute[Any], groups: tuple[Para
 
 
 @attrs.frozen(kw_only=True)
-class AdamWConfig:
-    """AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101)."""
+class ParameterRules:
+    """The keys of every optimizer that says which parameters get which learning rate and weight decay."""
 
     lr: float = attrs.field(validator=gt(0))
     """Base learning rate, which the schedule multiplies."""
-    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
-    """Decay of the running means of the gradient and of its square, a step."""
-    eps: float = attrs.field(default=1e-8, validator=gt(0))
-    """Added to the root of the second moment."""
     weight_decay: float = attrs.field(default=0.1, validator=ge(0))
     """Each step also multiplies a decayed parameter by ``1 − lr · weight_decay``. Matrices, experts and an untied head
     are decayed; norms and biases never are; for embedding tables see ``decay_embeddings``."""
@@ -65,6 +61,43 @@ class AdamWConfig:
     groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=_last_sets_something)
     """Exceptions by parameter name, in order. A group with a ``pattern`` only keeps what it takes from the groups after
     it."""
+
+
+@attrs.frozen(kw_only=True)
+class AdamWConfig(ParameterRules):
+    """AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101)."""
+
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
+    """Decay of the running means of the gradient and of its square, a step."""
+    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    """Added to the root of the second moment."""
+
+
+@attrs.frozen(kw_only=True)
+class LionConfig(ParameterRules):
+    """Lion (Chen et al., 2023, https://arxiv.org/abs/2302.06675). Its authors use a learning rate 3 to 10 times smaller
+    than AdamW's, and a weight decay as many times larger."""
+
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.99), validator=deep_iterable(and_(ge(0), lt(1))))
+    """Share of the running mean in an update, beside the gradient; and decay of that mean, a step."""
+
+
+@attrs.frozen(kw_only=True)
+class SGDConfig(ParameterRules):
+    """Stochastic gradient descent with momentum, as torch's (Sutskever et al., 2013, section 2)."""
+
+    momentum: float = attrs.field(default=0.9, validator=and_(ge(0), lt(1)))
+    """Decay of the running sum of gradients, a step; 0 keeps no state."""
+    nesterov: bool = attrs.field(default=False)
+    """Whether to step along the gradient plus ``momentum`` times the running sum, and not along the sum alone."""
+    decoupled_weight_decay: bool = True
+    """Whether decay shrinks the parameter itself, as ``weight_decay`` says (SGDW, https://arxiv.org/abs/1711.05101). If
+    not, ``weight_decay · parameter`` is added to the gradient, as torch's SGD does."""
+
+    @nesterov.validator
+    def _needs_momentum(self, _: attrs.Attribute[Any], value: bool) -> None:
+        if value and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0; without one it changes nothing")
 
 
 @attrs.frozen(kw_only=True)

@@ -12,17 +12,10 @@ from torch.distributed.tensor import DTensor
 from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
-from forge_plugins_optim.config import ParameterGroup
+from forge_plugins_optim.config import ParameterGroup, ParameterRules
 
 
-def parameter_groups(
-    parameters: Sequence[NamedParameter],
-    *,
-    lr: float,
-    weight_decay: float,
-    decay_embeddings: bool,
-    groups: Sequence[ParameterGroup],
-) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Sequence[NamedParameter], rules: ParameterRules) -> list[dict[str, Any]]:
     """The ``params`` of a ``torch.optim.Optimizer``: dictionaries with ``params``, ``lr``, ``weight_decay``.
 
     Every parameter is in exactly one of them. Parameters on different meshes are apart, since torch's fused and foreach
@@ -30,21 +23,20 @@ def parameter_groups(
 
     Args:
         parameters: all that are to be optimized.
-        lr: base learning rate of parameters that no group says otherwise about.
-        weight_decay: of the roles ``matrix``, ``expert`` and ``head``; ``norm`` and ``bias`` have none.
-        decay_embeddings: whether the role ``embedding`` has it too. A tied table has this role.
-        groups: exceptions; the first whose pattern matches a name takes the parameter.
+        rules: learning rate and weight decay by role, and exceptions to them; the first group whose pattern matches a
+            name takes the parameter.
 
     Raises:
         ConfigError: a group takes no parameter, or has no effect.
     """
     decayed: set[ParameterRole] = {"matrix", "expert", "head"}
-    if decay_embeddings:
+    if rules.decay_embeddings:
         decayed.add("embedding")
+    lr, groups = rules.lr, rules.groups
     taken = [0] * len(groups)
     gathered: dict[tuple[Any, ...], list[Any]] = {}
     for entry in parameters:
-        own_lr, own_decay = lr, weight_decay if entry.role in decayed else 0.0
+        own_lr, own_decay = lr, rules.weight_decay if entry.role in decayed else 0.0
         index = _first_match(entry.name, groups)
         if index is not None:
             group = groups[index]

@@ -18,6 +18,18 @@ def forge_optimizers() -> Iterator[Component]:
         factory="forge_plugins_optim.adamw:adamw",
         config="forge_plugins_optim.config:AdamWConfig",
     )
+    yield Component(
+        name="lion",
+        summary="Lion: steps of one length against the sign of a momentum, which is all its state",
+        factory="forge_plugins_optim.lion:Lion",
+        config="forge_plugins_optim.config:LionConfig",
+    )
+    yield Component(
+        name="sgd",
+        summary="gradient descent with momentum, Nesterov's if wanted, and weight decay of either kind",
+        factory="forge_plugins_optim.sgd:SGD",
+        config="forge_plugins_optim.config:SGDConfig",
+    )
 
 
 @hookimpl
