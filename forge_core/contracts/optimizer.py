@@ -37,8 +37,8 @@ class OptimizerFactory(Protocol):
       it by parameter name, without calling ``step``.
     * State is created in the first ``step``, not in the constructor.
     * An optimizer whose state is not what it was has ``state_version`` and ``load_state`` (``VersionedOptimizer``).
-    * A class attribute ``compute_layout`` says what ``step`` works on: ``"local"`` (the default) on local shards;
-      ``"full_matrix"`` needs whole matrices, and is refused on a mesh that shards them.
+    * A step that needs whole matrices, and not this rank's parts of them, has them from
+      ``forge_core.ops.whole_matrices.map_whole``.
     """
 
     def __call__(self, config: Any, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:

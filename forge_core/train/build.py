@@ -257,12 +257,6 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
             f"optimizer {job.optimizer.qualified_name} holds {len(taken)} parameters of {len(trainable)}; it must take "
             "each exactly once. This is a bug in the optimizer."
         )
-    sharded = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in trainable.values())
-    if sharded and getattr(optimizer, "compute_layout", "local") == "full_matrix":
-        raise ConfigError(
-            f"optimizer {job.optimizer.qualified_name} needs whole matrices, and this mesh shards them; set "
-            "parallel.dp_shard, cp, tp and ep to 1 (copies of the model, dp_replicate, and pipeline stages are fine)"
-        )
     return optimizer
 
 
