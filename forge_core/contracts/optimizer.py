@@ -10,6 +10,7 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
+    from forge_core.contracts.builder import Builder
     from forge_core.contracts.model import ParameterRole
 
 
@@ -41,8 +42,13 @@ class OptimizerFactory(Protocol):
       ``forge_core.ops.whole_matrices.map_whole``.
     """
 
-    def __call__(self, config: Any, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+    def __call__(
+        self, config: Any, /, *, parameters: Sequence[NamedParameter], build: Builder
+    ) -> torch.optim.Optimizer:
         """Build the optimizer.
+
+        Args:
+            build: builds optimizers that the config names. Only factories that ask for it are given it.
 
         Raises:
             ConfigError: a parameter-group pattern matches nothing, and the like.

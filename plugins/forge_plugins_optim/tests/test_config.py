@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ from forge_plugins_optim.config import (
     ConstantConfig,
     CosineConfig,
     LionConfig,
+    MuonConfig,
     ParameterGroup,
     SGDConfig,
 )
@@ -29,6 +31,8 @@ from forge_plugins_optim.config import (
         (AdamWConfig, {"lr": 0.1, "eps": 0.0}),
         (AdamWConfig, {"lr": 0.1, "weight_decay": -0.1}),
         (LionConfig, {"lr": 0.1, "betas": (0.9, 1.0)}),
+        (MuonConfig, {"lr": 0.1, "iterations": 0}),
+        (MuonConfig, {"lr": 0.1, "momentum": 1.0}),
         (SGDConfig, {"lr": 0.1, "momentum": 1.0}),
         (SGDConfig, {"lr": 0.1, "nesterov": True, "momentum": 0.0}),
         (ParameterGroup, {"pattern": ""}),
@@ -60,6 +64,14 @@ def test_a_warm_up_longer_than_the_run_is_found_at_validation() -> None:
     assert list(ConstantConfig(warmup_steps=100).check(job)) == []
     assert [key for key, _ in CosineConfig(warmup_steps=100).check(job)] == ["warmup_steps"]
     assert [key for key, _ in ConstantConfig(warmup_steps=101).check(job)] == ["warmup_steps"]
+
+
+def test_muon_alone_is_found_at_validation() -> None:
+    muon = MuonConfig(lr=0.02)
+    alone, nested = (SimpleNamespace(optimizer=SimpleNamespace(config=config)) for config in (muon, object()))
+
+    assert [key for key, _ in muon.check(alone)] == ["name"]
+    assert list(muon.check(nested)) == []
 
 
 def test_a_last_group_with_a_pattern_only_is_refused() -> None:

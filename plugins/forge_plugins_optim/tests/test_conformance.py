@@ -15,9 +15,26 @@ class TestAdamW(OptimizerConformance):
     config: ClassVar = {"lr": 1e-2, "groups": [{"pattern": "head.*", "lr_scale": 0.5}]}
 
 
+class TestGrouped(OptimizerConformance):
+    component = "forge-plugins-optim:grouped"
+    config: ClassVar = {
+        "groups": [
+            {"roles": ["matrix", "expert"], "optimizer": {"name": "muon", "lr": 2e-2, "dtype": "fp32"}},
+            {"roles": ["norm", "bias"], "optimizer": {"name": "lion", "lr": 1e-2}},
+            {"optimizer": {"name": "adamw", "lr": 1e-2}},
+        ]
+    }
+
+
 class TestLion(OptimizerConformance):
     component = "forge-plugins-optim:lion"
     config: ClassVar = {"lr": 1e-2}
+
+
+class TestMuon(OptimizerConformance):
+    component = "forge-plugins-optim:muon"
+    config: ClassVar = {"lr": 2e-2, "dtype": "fp32"}
+    roles = ("matrix", "expert")
 
 
 class TestSGD(OptimizerConformance):

@@ -23,6 +23,10 @@ _SHAPE = [  # job.toml's, which goes with the model's name when another one is n
     *("model.qk_norm=true", "model.init_std=0.05"),
 ]
 
+_MUON = (  # in fp32: what bf16 rounds would be told from one layout to another
+    'optimizer={name="grouped", groups=[{roles=["matrix", "expert"], optimizer={name="muon", lr=1e-2, dtype="fp32"}}, '
+    '{optimizer={name="adamw", lr=3e-3}}]}'
+)
 _PACKED = ["data.path=short", "data.document_mask=true"]
 _ONE_BY_ONE = ["train.batch_size=1", "train.grad_accumulation=4"]
 """A sequence in a microbatch, for what looks at all tokens of one; layouts then change nothing about it."""
@@ -90,6 +94,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     ],
     "moe sinkhorn": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="sinkhorn"}', *_ONE_BY_ONE],
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
+    "muon": [_MUON],
+    "muon moe": [
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MUON,
+    ],
     "lion": ["optimizer={name='lion', lr=3e-4}"],
     "lion moe": [
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
@@ -366,6 +375,7 @@ CELLS: Mapping[str, Cell] = {
     "ahead-pp2-ep2-moe-packed": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "ahead moe packed"),
     # other optimizers
     **optimizer_cells("lion"),
+    **optimizer_cells("muon"),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")
@@ -374,3 +384,5 @@ MOE_FAMILIES = ("moe-accumulation4", "moe-ep2", "moe-ep4", "moe-pp2-ep2")
 """The same for experts; the first is one process."""
 PACKED_FAMILIES = ("packed-accumulation4", "fsdp2-packed", "tp2-packed", "pp2-1f1b-packed")
 """The same for packed documents, each resumed in the next; with and without accumulation."""
+MUON_FAMILIES = ("muon-accumulation4", "muon-fsdp2", "muon-tp2-fsdp2", "muon-pp2", "muon-tp2")
+"""The same for an optimizer of whole matrices."""

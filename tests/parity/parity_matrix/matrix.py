@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from parity_matrix.cells import CELLS, EXACT, FAMILIES, MOE_FAMILIES, PACKED_FAMILIES, TRAININGS, Cell
+from parity_matrix.cells import (
+    CELLS,
+    EXACT,
+    FAMILIES,
+    MOE_FAMILIES,
+    MUON_FAMILIES,
+    PACKED_FAMILIES,
+    TRAININGS,
+    Cell,
+)
 from parity_matrix.launch import Launcher, Work
 from parity_matrix.probe import digest
 
@@ -23,6 +32,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     *(("moe-ep2", reader) for reader in MOE_FAMILIES),
     *((writer, MOE_FAMILIES[0]) for writer in ("moe-ep4", "moe-pp2-ep2")),
     *zip(PACKED_FAMILIES, [*PACKED_FAMILIES[1:], PACKED_FAMILIES[0]], strict=True),
+    *zip(MUON_FAMILIES, [*MUON_FAMILIES[1:], MUON_FAMILIES[0]], strict=True),
     *(("fsdp2-fp8-gathered-ac-full", reader) for reader in ("fsdp2-fp8-gathered-ac-full", "bf16")),
 )
 
@@ -178,7 +188,9 @@ def _run_of(family: str) -> str:
 
 def _judge(writer: str) -> str:
     """The family of one process that reads what others are compared with."""
-    return next((family[0] for family in (MOE_FAMILIES, PACKED_FAMILIES) if writer in family), "one process")
+    return next(
+        (family[0] for family in (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES) if writer in family), "one process"
+    )
 
 
 def _cell(family: str) -> Cell:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
 
+from forge_core.api import Slot
+from forge_core.contracts.component_ref import ComponentRef
+
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
+
+
+Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 
 
 def _not_with_lr(group: ParameterGroup, _: attrs.Attribute[Any], value: Any) -> None:
@@ -48,19 +54,37 @@ def _last_sets_something(_: object, __: attrs.Attribute[Any], groups: tuple[Para
 
 
 @attrs.frozen(kw_only=True)
-class ParameterRules:
+class MatrixRules:
     """The keys of every optimizer that says which parameters get which learning rate and weight decay."""
 
     lr: float = attrs.field(validator=gt(0))
     """Base learning rate, which the schedule multiplies."""
     weight_decay: float = attrs.field(default=0.1, validator=ge(0))
+    """Each step also multiplies a parameter by ``1 − lr · weight_decay``."""
+    groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=_last_sets_something)
+    """Exceptions by parameter name, in order. A group with a ``pattern`` only keeps what it takes from the groups after
+    it."""
+
+    @property
+    def decayed_roles(self) -> frozenset[str]:
+        """The roles that have the weight decay."""
+        return frozenset(("matrix", "expert", "head"))
+
+
+@attrs.frozen(kw_only=True)
+class ParameterRules(MatrixRules):
+    """The same, of optimizers for parameters of every role."""
+
+    weight_decay: float = attrs.field(default=0.1, validator=ge(0))
     """Each step also multiplies a decayed parameter by ``1 − lr · weight_decay``. Matrices, experts and an untied head
     are decayed; norms and biases never are; for embedding tables see ``decay_embeddings``."""
     decay_embeddings: bool = False
     """Whether embedding tables are decayed as well. A table that is tied to the head counts as an embedding table."""
-    groups: tuple[ParameterGroup, ...] = attrs.field(default=(), validator=_last_sets_something)
-    """Exceptions by parameter name, in order. A group with a ``pattern`` only keeps what it takes from the groups after
-    it."""
+
+    @property
+    def decayed_roles(self) -> frozenset[str]:
+        """The roles that have the weight decay."""
+        return super().decayed_roles | ({"embedding"} if self.decay_embeddings else set())
 
 
 @attrs.frozen(kw_only=True)
@@ -98,6 +122,67 @@ class SGDConfig(ParameterRules):
     def _needs_momentum(self, _: attrs.Attribute[Any], value: bool) -> None:
         if value and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0; without one it changes nothing")
+
+
+@attrs.frozen(kw_only=True)
+class MuonConfig(MatrixRules):
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), for matrices and experts alone."""
+
+    momentum: float = attrs.field(default=0.95, validator=and_(ge(0), lt(1)))
+    """Decay of the running mean of the gradient, a step."""
+    nesterov: bool = True
+    """Whether to orthogonalise the mean of gradient and running mean, and not the running mean alone."""
+    iterations: int = attrs.field(default=5, validator=and_(ge(1), le(20)))
+    """Newton–Schulz iterations. Five bring singular values to between 0.7 and 1.2."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """The dtype in which matrices travel and are iterated; sums are fp32."""
+    scale: Literal["spectral", "match_adamw_rms"] = "spectral"
+    """The factor on a step for a matrix of m rows and n columns. ``spectral``: √max(1, m/n), so that outputs change
+    alike at any shape, with learning rates about 0.02. ``match_adamw_rms``: 0.2 · √max(m, n), so that elements change
+    as much as AdamW's, with its learning rates and decay (Liu et al., 2025, https://arxiv.org/abs/2502.16982)."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """It cannot be all of a job's optimizer: every model has embeddings."""
+        if job.optimizer.config is self:
+            yield "name", MUON_ALONE
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerGroup:
+    """Parameters and their optimizer, ``[[optimizer.groups]]``."""
+
+    optimizer: Annotated[ComponentRef, Slot("optimizer")]
+    """What updates them, with all of its own keys."""
+    roles: tuple[Role, ...] = ()
+    """The roles of parameters, as models declare them."""
+    patterns: tuple[str, ...] = attrs.field(default=(), validator=deep_iterable(min_len(1)))
+    """Qualified parameter names, such as ``"blocks.*.attention.*"``; ``*`` stands for anything, dots included. With
+    ``roles`` as well, a parameter needs both. A group with neither takes what the others leave."""
+
+    @property
+    def takes_the_rest(self) -> bool:
+        """Return whether it says nothing of which parameters are its own."""
+        return not self.roles and not self.patterns
+
+
+@attrs.frozen(kw_only=True)
+class GroupedConfig:
+    """One optimizer on some parameters, and another on the rest. Each parameter must be in exactly one group."""
+
+    groups: tuple[OptimizerGroup, ...] = attrs.field(validator=min_len(1))
+    """Parameters by role or name, each with an optimizer. The schedule multiplies the learning rates of all of them;
+    the first group's is logged."""
+
+    @groups.validator
+    def _one_takes_the_rest(self, _: attrs.Attribute[Any], groups: tuple[OptimizerGroup, ...]) -> None:
+        if sum(group.takes_the_rest for group in groups) > 1:
+            raise ValueError("has several groups with neither roles nor patterns, and one alone can take the rest")
+
+
+MUON_ALONE = (
+    "muon is for matrices, and a model has embeddings, norms and a head as well. Use optimizer 'grouped' with "
+    '[[optimizer.groups]] roles = ["matrix", "expert"], optimizer = {name = "muon", …}, and another group for the rest'
+)
 
 
 @attrs.frozen(kw_only=True)

@@ -9,17 +9,15 @@ import torch
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.config import LionConfig
-from forge_plugins_optim.element_wise import ElementWise, Tensors, shrink
+from forge_plugins_optim.foreach import ForeachOptimizer, Tensors, parts, shrink
 from forge_plugins_optim.parameter_groups import parameter_groups
 
 
-class Lion(ElementWise):
+class Lion(ForeachOptimizer):
     """Algorithm 2 of Chen et al. (2023, https://arxiv.org/abs/2302.06675).
 
     Each element moves by exactly ``lr``, against the sign of ``β₁ · momentum + (1 − β₁) · gradient``.
     """
-
-    slots = ("momentum",)
 
     def __init__(self, config: LionConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """
@@ -28,8 +26,9 @@ class Lion(ElementWise):
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas})
 
-    def update(self, group: dict[str, Any], parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
-        (momenta,), (of_update, of_momentum) = state, group["betas"]
+    def update(self, group: dict[str, Any], held: Tensors) -> None:
+        (parameters, gradients), momenta = parts(held), self.slot(held, "momentum")
+        of_update, of_momentum = group["betas"]
         shrink(parameters, group["lr"] * group["weight_decay"])
         updates = torch._foreach_lerp(momenta, gradients, 1 - of_update)
         torch._foreach_sign_(updates)

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
-from forge_plugins_optim.config import ParameterGroup, ParameterRules
+from forge_plugins_optim.config import MatrixRules, ParameterGroup
 
 
-def parameter_groups(parameters: Sequence[NamedParameter], rules: ParameterRules) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -> list[dict[str, Any]]:
     """The ``params`` of a ``torch.optim.Optimizer``: dictionaries with ``params``, ``lr``, ``weight_decay``.
 
     Every parameter is in exactly one of them. Parameters on different meshes are apart, since torch's fused and foreach
@@ -29,9 +28,7 @@ def parameter_groups(parameters: Sequence[NamedParameter], rules: ParameterRules
     Raises:
         ConfigError: a group takes no parameter, or has no effect.
     """
-    decayed: set[ParameterRole] = {"matrix", "expert", "head"}
-    if rules.decay_embeddings:
-        decayed.add("embedding")
+    decayed = rules.decayed_roles
     lr, groups = rules.lr, rules.groups
     taken = [0] * len(groups)
     gathered: dict[tuple[Any, ...], list[Any]] = {}

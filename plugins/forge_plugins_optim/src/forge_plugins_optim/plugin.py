@@ -19,10 +19,22 @@ def forge_optimizers() -> Iterator[Component]:
         config="forge_plugins_optim.config:AdamWConfig",
     )
     yield Component(
+        name="grouped",
+        summary="one optimizer on some parameters and another on the rest, by role or name",
+        factory="forge_plugins_optim.grouped:Grouped",
+        config="forge_plugins_optim.config:GroupedConfig",
+    )
+    yield Component(
         name="lion",
         summary="Lion: steps of one length against the sign of a momentum, which is all its state",
         factory="forge_plugins_optim.lion:Lion",
         config="forge_plugins_optim.config:LionConfig",
+    )
+    yield Component(
+        name="muon",
+        summary="Muon: momentum made orthogonal, for matrices and experts; 'grouped' gives the rest another",
+        factory="forge_plugins_optim.muon:Muon",
+        config="forge_plugins_optim.config:MuonConfig",
     )
     yield Component(
         name="sgd",

@@ -1,0 +1,71 @@
+"""Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from forge_core.contracts.optimizer import NamedParameter
+from forge_core.errors import ConfigError, and_more
+from forge_core.ops.local_tensor import local_tensor
+from forge_core.ops.whole_matrices import map_whole
+from forge_plugins_optim.config import MUON_ALONE, MuonConfig
+from forge_plugins_optim.foreach import ForeachOptimizer, Tensors, parts, shrink
+from forge_plugins_optim.newton_schulz import orthogonalise
+from forge_plugins_optim.parameter_groups import parameter_groups
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Muon(ForeachOptimizer):
+    """Momentum, orthogonalised (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
+
+    With ``M ← μ M + (1 − μ) G``, a matrix moves by ``lr`` times its scale times ``orthogonalise(M)``, or with Nesterov
+    ``orthogonalise(μ M + (1 − μ) G)``. Each expert of a stack is a matrix of its own. Matrices that are spread over
+    ranks are brought together, each on one of them (``map_whole``).
+    """
+
+    def __init__(self, config: MuonConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
+        """
+        Raises:
+            ConfigError: a parameter is no matrix, or a parameter group takes no parameter.
+        """
+        _refuse_others(parameters)
+        super().__init__(parameter_groups(parameters, config), {})
+        self._config = config
+        self._orthogonalise = partial(orthogonalise, iterations=config.iterations)
+
+    def update(self, group: dict[str, Any], held: Tensors) -> None:
+        (parameters, gradients), momenta = parts(held), self.slot(held, "momentum")
+        config, dtype = self._config, _DTYPES[self._config.dtype]
+        torch._foreach_lerp_(momenta, gradients, 1 - config.momentum)
+        averages = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta
+        spread = [_laid_out_as(one, average.to(dtype)) for one, average in zip(held, averages, strict=True)]
+        steps = [local_tensor(step).float() for step in map_whole(spread, self._orthogonalise)]
+        torch._foreach_mul_(steps, [_scale(config.scale, one.shape) for one in held])
+        shrink(parameters, group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+
+
+def _scale(rule: str, shape: torch.Size) -> float:
+    rows, columns = shape[-2:]
+    return sqrt(max(1.0, rows / columns)) if rule == "spectral" else 0.2 * sqrt(max(rows, columns))
+
+
+def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _refuse_others(parameters: Sequence[NamedParameter]) -> None:
+    others = [one for one in parameters if one.role not in ("matrix", "expert") or one.parameter.ndim not in (2, 3)]
+    if others:
+        named = ", ".join(f"{one.name} ({one.role} {tuple(one.parameter.shape)})" for one in others[:3])
+        raise ConfigError(f"optimizer: muon was given {named}{and_more(len(others), 3)}. {MUON_ALONE}.")

@@ -1,0 +1,157 @@
+"""``grouped``: each parameter has exactly one optimizer, which does what it would do alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.contracts.optimizer import NamedParameter
+from forge_core.errors import ConfigError, ForgeError
+from forge_testing.component_case import builder
+
+ROLES = {
+    "embed.weight": "embedding",
+    "blocks.0.norm.weight": "norm",
+    "blocks.0.attention.q.weight": "matrix",
+    "blocks.0.feed_forward.up.weight": "matrix",
+    "head.weight": "head",
+}
+MUON, ADAMW = {"name": "muon", "lr": 0.02}, {"name": "adamw", "lr": 0.01}
+BY_ROLE = [
+    {"roles": ["matrix", "expert"], "optimizer": MUON},
+    {"roles": ["embedding", "head", "norm", "bias"], "optimizer": ADAMW},
+]
+
+
+def drawn(elsewhere=frozenset()) -> list[NamedParameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: (4,) if role == "norm" else (6, 4) for name, role in ROLES.items()}
+    return [
+        NamedParameter(name, nn.Parameter(torch.randn(shapes[name], generator=generator)), role, elsewhere)
+        for name, role in ROLES.items()
+    ]
+
+
+def make(groups, parameters):
+    use = builder().resolve("optimizer", {"name": "grouped", "groups": groups})
+    return builder()(use, parameters=parameters)
+
+
+def step(optimizer, parameters, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for one in parameters:
+        one.parameter.grad = torch.randn(one.parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def test_each_optimizer_does_what_it_does_alone() -> None:
+    together, apart = drawn(), drawn()
+    optimizer = make(BY_ROLE, together)
+    alone = [
+        builder()(
+            builder().resolve("optimizer", group["optimizer"]),
+            parameters=[one for one in apart if one.role in group["roles"]],
+        )
+        for group in BY_ROLE
+    ]
+
+    for seed in range(5):
+        step(optimizer, together, seed)
+        step(alone[0], apart, seed)
+        alone[1].step()
+
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.parameter, other.parameter), one.name
+
+
+def test_a_learning_rate_set_on_a_group_of_the_whole_reaches_its_optimizer() -> None:
+    parameters = drawn()
+    optimizer = make(BY_ROLE, parameters)
+    before = {one.name: one.parameter.detach().clone() for one in parameters}
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.01, 0.02]
+
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(optimizer, parameters)
+
+    assert all(torch.equal(one.parameter, before[one.name]) for one in parameters)
+
+
+def test_patterns_and_roles_hold_together_and_one_group_takes_the_rest() -> None:
+    parameters = drawn()
+    groups = [
+        {"optimizer": ADAMW},
+        {"roles": ["matrix"], "patterns": ["*.attention.*"], "optimizer": MUON},
+        {"patterns": ["*.norm.*", "head.*"], "optimizer": {"name": "lion", "lr": 0.003}},
+    ]
+
+    optimizer = make(groups, parameters)
+
+    names = {one.parameter: one.name for one in parameters}
+    rates = {names[parameter]: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert rates == {
+        "embed.weight": 0.01,
+        "blocks.0.feed_forward.up.weight": 0.01,
+        "blocks.0.attention.q.weight": 0.02,
+        "blocks.0.norm.weight": 0.003,
+        "head.weight": 0.003,
+    }
+
+
+def test_parameters_in_no_group_are_listed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"in no group: embed\.weight \(embedding\), .*norm.*, head\.weight \(head\)\. Name"
+    ):
+        make(BY_ROLE[:1], drawn())
+
+
+def test_a_parameter_in_two_groups_is_named() -> None:
+    groups = [*BY_ROLE, {"patterns": ["*.q.weight"], "optimizer": ADAMW}]
+
+    with pytest.raises(ConfigError, match=r"blocks\.0\.attention\.q\.weight \(matrix\) is in the groups 0 and 2"):
+        make(groups, drawn())
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"roles": ["expert"], "optimizer": MUON}, r"group 2 \(roles \['expert'\]\) takes no parameter"),
+        ({"patterns": ["block.*"], "optimizer": MUON}, r"group 2 \(patterns \['block\.\*'\]\) takes no parameter"),
+        ({"optimizer": MUON}, r"group 2 \(the rest\) takes no parameter"),
+    ],
+)
+def test_a_group_without_parameters_is_an_error_where_the_model_is_whole(group, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make([*BY_ROLE, group], drawn())
+
+    assert make([*BY_ROLE, group], drawn(frozenset(["block.9.q.weight"]))), "another pipeline stage may have them"
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([{"roles": ["matrx"], "optimizer": MUON}], "did you mean 'matrix'"),
+        ([{"roles": ["matrix"], "optimizer": {"name": "moun", "lr": 1.0}}], "muon"),
+        ([{"optimizer": MUON}, {"optimizer": ADAMW}], "one alone can take the rest"),
+        ([], "groups"),
+    ],
+)
+def test_wrong_keys_are_sentences(groups, words) -> None:
+    with pytest.raises(ForgeError, match=words):
+        make(groups, drawn())
+
+
+def test_muon_on_everything_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"muon was given embed\.weight \(embedding \(6, 4\)\)"):
+        make([{"optimizer": MUON}], drawn())
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    """A momentum of Muon and one of Lion have the same name and shape."""
+    saved, resumed = drawn(), drawn()
+    before, after = make([{"optimizer": {"name": "lion", "lr": 0.1}}], saved), make(BY_ROLE, resumed)
+    step(before, saved)
+    for old, new in zip(saved, resumed, strict=True):
+        after.state[new.parameter].update(before.state[old.parameter])
+
+    with pytest.raises(ConfigError, match=r"blocks\.0\..* was updated by forge-plugins-optim:lion when"):
+        step(after, resumed)
