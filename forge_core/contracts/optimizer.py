@@ -38,6 +38,9 @@ class OptimizerFactory(Protocol):
       it by parameter name, without calling ``step``.
     * State is created in the first ``step``, not in the constructor.
     * An optimizer whose state is not what it was has ``state_version`` and ``load_state`` (``VersionedOptimizer``).
+    * One with the attribute ``leaves_out = True`` reads ``self.left_out`` in its step: ``None``, or an fp32 scalar on
+      the parameters' device. Where that is 1, the step changes neither parameters nor state, though gradients may be
+      NaN; where it is 0, it is as without. The host then need not wait to learn of an update that is left out.
     * A step that needs whole matrices, and not this rank's parts of them, has them from
       ``forge_core.ops.whole_matrices.map_whole``.
     """

@@ -95,7 +95,7 @@ _LISTED = 3
 """Names in a line; of more, the number is given."""
 _Digest = tuple[tuple[int, ...], str, int]
 """Shape, dtype and bits of a tensor."""
-_TORCHS = frozenset({"defaults", "state", "param_groups", "found_inf"})
+_TORCHS = frozenset({"defaults", "state", "param_groups", "found_inf", "left_out"})
 """Attributes of every optimizer."""
 
 

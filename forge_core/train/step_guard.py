@@ -298,19 +298,17 @@ class StepGuard:
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether the optimizer's step does nothing where its ``found_inf`` is 1, so that the host need not know.
+    """Return whether the optimizer's step does nothing where ``left_out`` is 1, so that the host need not know.
 
-    Those of torch do that in their fused implementations, and say so as they do to ``torch.amp.GradScaler``:
-    parameters, moments and counts of steps stay as they are. Only SGD makes its momentum in the first step without
-    filling it. To parameters kept elsewhere the verdict would have to travel.
+    Some say so by ``leaves_out``. Those of torch do it in their fused implementations, where ``found_inf`` is 1, and
+    say so as they do to ``torch.amp.GradScaler``: parameters, moments and counts of steps stay as they are. Only SGD
+    makes its momentum in the first step without filling it. To parameters kept elsewhere the verdict would have to
+    travel.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return (
-        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        and not isinstance(optimizer, torch.optim.SGD)
-        and device.type in ("cpu", "cuda")
-        and all(parameter.device == device for parameter in parameters)
-    )
+    is_fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    is_able = is_fused and not isinstance(optimizer, torch.optim.SGD) and device.type in ("cpu", "cuda")
+    return (is_able or getattr(optimizer, "leaves_out", False)) and all(one.device == device for one in parameters)
 
 
 def _finite_inputs(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -172,6 +172,7 @@ class Trainer:
             left_out = verdict if self._skips_on_device else None
             self.step_modules.before_optimizer_step(self.step / self.run.job.train.steps, left_out)
             gradients.clip(self.run.job.train.clip_norm)
+            optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             optimizer.step()
             self.saving.optimizer_check.note_update(gradients.named)

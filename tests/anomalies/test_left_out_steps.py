@@ -22,6 +22,11 @@ TWO = [*DATA, "train.batch_size=2"]
 PIPELINE = [*DATA, "train.batch_size=1", "train.grad_accumulation=4", "parallel.pp=2"]
 FIRST_MIDDLE_LAST = "steps=[1, 4, 8]"
 PLAIN = ['optimizer={name="plain_adamw", lr=3e-3}']
+GROUPED = (  # each leaves a step out on the device
+    'optimizer={name="grouped", groups=[{roles=["matrix"], optimizer={name="muon", lr=1e-2}}, '
+    '{roles=["norm", "bias"], optimizer={name="lion", lr=1e-3}}, {roles=["head"], optimizer={name="sgd", lr=1e-2, '
+    'decoupled_weight_decay=false, nesterov=true}}, {optimizer={name="adamw", lr=3e-3}}]}'
+)
 SPIKES = ["anomalies.spike_factor=5", "anomalies.spike_window=3"]
 RARELY = "metrics.interval=100"
 
@@ -44,6 +49,7 @@ POISONED = {  # name: the reference that leaves out the same steps, the number o
     "gradient-nan": ("one", 1, [*DATA, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
     "loss-inf": ("one", 1, [*DATA, poison("loss", "inf=true", FIRST_MIDDLE_LAST), RARELY]),
     "host": ("host-reference", 1, [*DATA, *PLAIN, poison("gradient", "inf=true", FIRST_MIDDLE_LAST)]),
+    "grouped": ("grouped-reference", 1, [*DATA, GROUPED, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
     "spike": ("spike-reference", 1, [*DATA, *SPIKES, poison("gradient", "value=1e4", "steps=[6]")]),
     "gradient-inf-of-one": ("two", 2, [*TWO, poison("gradient", "inf=true", "rank=1", FIRST_MIDDLE_LAST)]),
     "loss-nan-of-one": ("two", 2, [*TWO, poison("loss", "nan=true", "rank=1", FIRST_MIDDLE_LAST), RARELY]),
@@ -52,6 +58,7 @@ POISONED = {  # name: the reference that leaves out the same steps, the number o
 REFERENCES = {
     "one": (1, [*DATA, leave_out()]),
     "host-reference": (1, [*DATA, *PLAIN, leave_out()]),
+    "grouped-reference": (1, [*DATA, GROUPED, leave_out()]),
     "spike-reference": (1, [*DATA, *SPIKES, leave_out("steps=[6]")]),
     "two": (2, [*TWO, leave_out()]),
     "stages": (2, [*PIPELINE, leave_out()]),

@@ -60,6 +60,17 @@ class NoRate(Momentum):
         super().__init__(params, lr=float("nan"))
 
 
+class LeavesOutParametersOnly(Momentum):
+    leaves_out = True
+    left_out = None
+
+    def update(self, parameter, group):
+        before = parameter.clone()
+        super().update(parameter, group)
+        if self.left_out is not None:
+            parameter.copy_(torch.where(self.left_out.bool(), before, parameter))
+
+
 class EagerState(Momentum):
     def __init__(self, params):
         super().__init__(params)
@@ -236,6 +247,7 @@ FAULTS = [
     (HistoryState, "test_keeps_its_state_by_parameter", FP32, "the state 'history' of embed.weight is a list"),
     (CountsBesideIt, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
     (Folds, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
+    (LeavesOutParametersOnly, "test_leaves_out_a_step_if_it_says_so", (), "embed.weight is another than without it"),
     (MixedUp, "test_updates_shards_like_whole_tensors", "folder", "sharded over 1 ranks differs by"),
 ]
 

@@ -203,6 +203,22 @@ class OptimizerConformance(ComponentCase):
             "{name} differs after a resume: something that affects later steps is not in optimizer.state[parameter]",
         )
 
+    def test_leaves_out_a_step_if_it_says_so(self) -> None:
+        parameters, plain = self._parameters(), self._parameters()
+        optimizer, other = self.make(parameters=parameters), self.make(parameters=plain)
+        if not getattr(optimizer, "leaves_out", False):
+            pytest.skip("it does not state leaves_out")
+        for step in range(6):
+            if step in (0, 3):
+                state = _tensors_of_state(optimizer, parameters)
+                _step(optimizer, parameters, step, left_out=1.0)
+                _assert_equal(_values(plain), _values(parameters), "a step that is left out changes {name}")
+                after = _tensors_of_state(optimizer, parameters)
+                _assert_equal(state, after, "a step that is left out changes the state {name}")
+            _step(optimizer, parameters, step, left_out=0.0)
+            _step(other, plain, step)
+            _assert_equal(_values(plain), _values(parameters), "with left_out = 0, {name} is another than without it")
+
     def test_updates_shards_like_whole_tensors(self, tmp_path: Path) -> None:
         """``DTensor`` parameters on a mesh of one rank."""
         _join(tmp_path, rank=0, world_size=1)
@@ -327,19 +343,39 @@ def _parameters(roles: Collection[ParameterRole], dtype: torch.dtype) -> list[Na
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[NamedParameter], step: int, mesh: DeviceMesh | None = None
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[NamedParameter],
+    step: int,
+    mesh: DeviceMesh | None = None,
+    *,
+    left_out: float | None = None,
 ) -> None:
-    """One step with gradients that depend on the step and on the parameter's name only."""
+    """One step with gradients that depend on the step and on the parameter's name only; NaN in one that is left out."""
     optimizer.zero_grad(set_to_none=True)
+    if left_out is not None:
+        optimizer.left_out = torch.tensor(left_out)  # type: ignore[attr-defined]  # the contract of leaves_out
     for entry in parameters:
         generator = torch.Generator().manual_seed(1000 * step + list(_SHAPES).index(entry.name))
         gradient = torch.randn(entry.parameter.shape, generator=generator).to(entry.parameter.dtype)
+        if left_out:
+            gradient.fill_(math.nan)
         entry.parameter.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, _placements(entry.role))
     optimizer.step()
 
 
 def _values(parameters: Sequence[NamedParameter]) -> dict[str, torch.Tensor]:
     return {entry.name: entry.parameter.detach().clone() for entry in parameters}
+
+
+def _tensors_of_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[NamedParameter]
+) -> dict[str, torch.Tensor]:
+    return {
+        f"{slot} of {entry.name}": value.clone()
+        for entry in parameters
+        for slot, value in optimizer.state.get(entry.parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _assert_equal(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], sentence: str) -> None:

@@ -38,6 +38,8 @@ class Grouped(torch.optim.Optimizer):
         super().__init__([group for _, member in self._members for group in member.param_groups], {})
         self.state = _JoinedState(members)  # type: ignore[assignment]  # a mapping as torch's
         self._is_compared = False
+        self.left_out: torch.Tensor | None = None
+        self.leaves_out = all(_leaves_out(member) for _, member in self._members)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
@@ -54,6 +56,7 @@ class Grouped(torch.optim.Optimizer):
             self._compare()
             self._is_compared = True
         for name, member in self._members:
+            member.left_out = member.found_inf = self.left_out  # type: ignore[attr-defined]  # read by some, by torch's
             member.step()
             for state in member.state.values():
                 state.setdefault(_OWNER, name)
@@ -68,6 +71,12 @@ class Grouped(torch.optim.Optimizer):
                         f"when the checkpoint was written, and now is in the group of {name}; restore the groups, or "
                         "choose another run.name to start afresh"
                     )
+
+
+def _leaves_out(member: torch.optim.Optimizer) -> bool:
+    """Return whether it is one as the contract has it, or fused by torch, whose SGD makes its momentum all the same."""
+    is_fused = getattr(member, "_step_supports_amp_scaling", False) and not isinstance(member, torch.optim.SGD)
+    return bool(getattr(member, "leaves_out", False) or is_fused)
 
 
 class _JoinedState(MutableMapping[torch.Tensor, Any]):

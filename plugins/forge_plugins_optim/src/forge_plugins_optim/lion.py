@@ -9,7 +9,7 @@ import torch
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.config import LionConfig
-from forge_plugins_optim.foreach import ForeachOptimizer, Tensors, parts, shrink
+from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
 
 
@@ -27,10 +27,11 @@ class Lion(ForeachOptimizer):
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas})
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
-        (parameters, gradients), momenta = parts(held), self.slot(held, "momentum")
         of_update, of_momentum = group["betas"]
-        shrink(parameters, group["lr"] * group["weight_decay"])
-        updates = torch._foreach_lerp(momenta, gradients, 1 - of_update)
-        torch._foreach_sign_(updates)
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
-        torch._foreach_lerp_(momenta, gradients, 1 - of_momentum)
+        for parameters, gradients, momenta in self.pieces(held, "momentum"):
+            self.shrink(parameters, group["lr"] * group["weight_decay"])
+            updates = torch._foreach_lerp(momenta, gradients, 1 - of_update)
+            torch._foreach_sign_(updates)
+            self.move(parameters, updates, group["lr"])
+            self.decay(momenta, of_momentum)
+            torch._foreach_add_(momenta, gradients, alpha=1 - of_momentum)

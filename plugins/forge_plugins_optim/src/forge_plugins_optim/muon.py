@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError, and_more
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.ops.whole_matrices import map_whole
 from forge_plugins_optim.config import MUON_ALONE, MuonConfig
-from forge_plugins_optim.foreach import ForeachOptimizer, Tensors, parts, shrink
+from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.newton_schulz import orthogonalise
 from forge_plugins_optim.parameter_groups import parameter_groups
 
@@ -41,15 +41,16 @@ class Muon(ForeachOptimizer):
         self._orthogonalise = partial(orthogonalise, iterations=config.iterations)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
-        (parameters, gradients), momenta = parts(held), self.slot(held, "momentum")
+        (parameters, gradients), momenta = self.parts(held), self.slot(held, "momentum")
         config, dtype = self._config, _DTYPES[self._config.dtype]
-        torch._foreach_lerp_(momenta, gradients, 1 - config.momentum)
+        self.decay(momenta, config.momentum)
+        torch._foreach_add_(momenta, gradients, alpha=1 - config.momentum)
         averages = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta
         spread = [_laid_out_as(one, average.to(dtype)) for one, average in zip(held, averages, strict=True)]
         steps = [local_tensor(step).float() for step in map_whole(spread, self._orthogonalise)]
         torch._foreach_mul_(steps, [_scale(config.scale, one.shape) for one in held])
-        shrink(parameters, group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+        self.shrink(parameters, group["lr"] * group["weight_decay"])
+        self.move(parameters, steps, group["lr"])
 
 
 def _scale(rule: str, shape: torch.Size) -> float:

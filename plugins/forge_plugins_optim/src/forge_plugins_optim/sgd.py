@@ -9,7 +9,7 @@ import torch
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.config import SGDConfig
-from forge_plugins_optim.foreach import ForeachOptimizer, Tensors, parts, shrink
+from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
 
 
@@ -26,15 +26,23 @@ class SGD(ForeachOptimizer):
         super().__init__(parameter_groups(parameters, config), keys)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
-        parameters, gradients = parts(held)
+        slots = ("momentum",) if group["momentum"] else ()
+        for parameters, gradients, *state in self.pieces(held, *slots):
+            self._update_piece(group, parameters, gradients, *state)
+
+    def _update_piece(self, group: dict[str, Any], parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         steps: tuple[torch.Tensor, ...] | Tensors = gradients
         if group["decoupled"]:
-            shrink(parameters, lr * decay)
+            self.shrink(parameters, lr * decay)
         elif decay:
-            steps = torch._foreach_add(gradients, parameters, alpha=decay)
-        if momentum:
-            momenta = self.slot(held, "momentum")
-            torch._foreach_copy_(momenta, torch._foreach_add(steps, momenta, alpha=momentum))
+            steps = torch._foreach_add(gradients, self._kept(parameters), alpha=decay)
+        for momenta in state:
+            self.decay(momenta, momentum)
+            torch._foreach_add_(momenta, steps)
             steps = torch._foreach_add(steps, momenta, alpha=momentum) if group["nesterov"] else momenta
-        torch._foreach_add_(parameters, steps, alpha=-lr)
+        self.move(parameters, steps, lr)
+
+    def _kept(self, parameters: Tensors) -> Tensors | tuple[torch.Tensor, ...]:
+        """The parameters; zeros in a step that is left out."""
+        return parameters if self.left_out is None else torch._foreach_mul(parameters, 1 - self.left_out)
