@@ -17,6 +17,7 @@ SHORT = {
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
+    "optimizers": ["--layers", "1", "--dim", "32", "--rounds", "1"],
     "parity": ["tp2"],
     "startup": ["--repeats", "1"],
     "step_overhead": ["--steps", "10", "--rounds", "1"],

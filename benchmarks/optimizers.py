@@ -1,0 +1,167 @@
+"""A step of each optimizer against a straightforward implementation that goes from tensor to tensor.
+
+    OMP_NUM_THREADS=2 python benchmarks/optimizers.py [--layers 4] [--dim 256] [--rounds 15] [--steps 3]
+
+The parameters are those of a decoder with gated feed-forward layers three times as wide as the model. In each round
+both implementations step in turn, so that ratios within one run mean something on a machine that others use; a time is
+the median over rounds. The last line is the Newton–Schulz iteration of one matrix alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from forge_core.contracts.optimizer import NamedParameter
+from forge_plugins_optim.adamw import adamw
+from forge_plugins_optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from forge_plugins_optim.lion import Lion
+from forge_plugins_optim.muon import Muon
+from forge_plugins_optim.newton_schulz import COEFFICIENTS, orthogonalise
+from forge_plugins_optim.sgd import SGD
+
+VOCABULARY = 257
+
+
+def main() -> None:
+    arguments = _arguments()
+    print(
+        f"{arguments.layers} layers of width {arguments.dim}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads, {platform.machine()}"
+    )
+    print(f"{'optimizer':<22}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}")
+    for name, pair in _pairs(arguments).items():
+        ours, plain = _alternating(pair, arguments.rounds, arguments.steps)
+        print(f"{name:<22}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="optimizers against plain ones")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3)
+    return parser.parse_args()
+
+
+Pair = tuple[Callable[[], object], Callable[[], object]]
+
+
+def _pairs(arguments: argparse.Namespace) -> Mapping[str, Pair]:
+    make = partial(_parameters, arguments.layers, arguments.dim)
+    matrix = torch.randn(3 * arguments.dim, arguments.dim)
+    return {
+        "adamw": (_ours(adamw, AdamWConfig(lr=1e-3), make()), _plain_adamw(make())),
+        "lion": (_ours(Lion, LionConfig(lr=1e-3), make()), partial(_plain_lion, make(), {})),
+        "sgd": (_ours(SGD, SGDConfig(lr=1e-3), make()), partial(_plain_sgd, make(), {})),
+        "muon, fp32, not tall": (_muon("bf16", make()), partial(_plain_muon, _matrices(make()), {})),
+        "muon, torch.optim": (_muon("bf16", make()), torch.optim.Muon(_matrices(make()), 1e-3).step),
+        "newton_schulz": (
+            lambda: orthogonalise(matrix.bfloat16().unsqueeze(0), 5),
+            lambda: _plain_newton_schulz(matrix),
+        ),
+    }
+
+
+def _alternating(pair: Pair, rounds: int, steps: int) -> list[float]:
+    """Milliseconds of one call of each."""
+    times: list[list[float]] = [[] for _ in pair]
+    for step in pair:
+        step()
+    for _ in range(rounds):
+        for step, of_step in zip(pair, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            of_step.append((time.perf_counter() - start) / steps * 1e3)
+    return [statistics.median(of_step) for of_step in times]
+
+
+def _parameters(layers: int, dim: int) -> list[NamedParameter]:
+    shapes = {"embed.weight": ("embedding", (VOCABULARY, dim)), "norm.weight": ("norm", (dim,))}
+    shapes["head.weight"] = ("head", (VOCABULARY, dim))
+    for layer in range(layers):
+        for name in "qkvo":
+            shapes[f"blocks.{layer}.attention.{name}.weight"] = ("matrix", (dim, dim))
+        for name, shape in (("gate", (3 * dim, dim)), ("up", (3 * dim, dim)), ("down", (dim, 3 * dim))):
+            shapes[f"blocks.{layer}.feed_forward.{name}.weight"] = ("matrix", shape)
+        for name in ("attention_norm", "feed_forward_norm"):
+            shapes[f"blocks.{layer}.{name}.weight"] = ("norm", (dim,))
+    made = [NamedParameter(name, nn.Parameter(torch.randn(shape)), role) for name, (role, shape) in shapes.items()]
+    for one in made:
+        one.parameter.grad = torch.randn_like(one.parameter)
+    return made
+
+
+def _matrices(parameters: list[NamedParameter]) -> list[nn.Parameter]:
+    return [one.parameter for one in parameters if one.role == "matrix"]
+
+
+def _ours(factory, config, parameters):
+    return factory(config, parameters=parameters).step
+
+
+def _muon(dtype, parameters):
+    return _ours(Muon, MuonConfig(lr=1e-3, dtype=dtype), [one for one in parameters if one.role == "matrix"])
+
+
+def _plain_adamw(parameters):
+    return torch.optim.AdamW([one.parameter for one in parameters], lr=1e-3, fused=False, foreach=False).step
+
+
+@torch.no_grad()
+def _plain_lion(parameters, momenta) -> None:
+    for one in parameters:
+        parameter, gradient = one.parameter, one.parameter.grad
+        momentum = (
+            momenta[one.name] if one.name in momenta else momenta.setdefault(one.name, torch.zeros_like(parameter))
+        )
+        parameter.mul_(1 - 1e-3 * 0.1)
+        update = (0.9 * momentum + (1 - 0.9) * gradient).sign()
+        parameter.add_(update, alpha=-1e-3)
+        momentum.mul_(0.99).add_(gradient, alpha=1 - 0.99)
+
+
+@torch.no_grad()
+def _plain_sgd(parameters, momenta) -> None:
+    for one in parameters:
+        parameter, gradient = one.parameter, one.parameter.grad
+        momentum = (
+            momenta[one.name] if one.name in momenta else momenta.setdefault(one.name, torch.zeros_like(parameter))
+        )
+        parameter.mul_(1 - 1e-3 * 0.1)
+        momentum.mul_(0.9).add_(gradient)
+        parameter.add_(momentum, alpha=-1e-3)
+
+
+@torch.no_grad()
+def _plain_muon(parameters, momenta) -> None:
+    for parameter in parameters:
+        momentum = (
+            momenta[parameter] if parameter in momenta else momenta.setdefault(parameter, torch.zeros_like(parameter))
+        )
+        momentum.mul_(0.95).add_(parameter.grad)
+        update = _plain_newton_schulz(momentum)
+        parameter.mul_(1 - 1e-3 * 0.1)
+        parameter.add_(update, alpha=-1e-3 * max(1, parameter.shape[0] / parameter.shape[1]) ** 0.5)
+
+
+def _plain_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """In fp32, tall matrices as they are."""
+    a, b, c = COEFFICIENTS
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+if __name__ == "__main__":
+    main()
