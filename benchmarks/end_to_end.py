@@ -62,7 +62,7 @@ def split(bench: Bench, steps: int) -> dict[str, float]:
         for _, (batch,) in zip(range(steps), loader, strict=False):
             on_device = {name: tensor.to(bench.device) for name, tensor in batch.items()}
             with watch.measure("forward"):
-                total, count = model(**on_device, loss=timed_loss)
+                total, count, _ = model(**on_device, loss=timed_loss)
             watch.seconds["forward"][-1] -= watch.seconds["loss"][-1]
             with watch.measure("backward"):
                 total.backward(1 / count)

@@ -69,7 +69,7 @@ def _step(name: str, dtype: torch.dtype, arguments: argparse.Namespace) -> Calla
     loss: Any = CrossEntropy() if name == "plain" else ChunkedCrossEntropy(int(name.split()[-1]))
 
     def step() -> float:
-        total, count = loss(hidden, head, targets)
+        total, count, _ = loss(hidden, head, targets)
         (total / count).backward()
         hidden.grad = head.weight.grad = None
         return float(total.detach() / count)

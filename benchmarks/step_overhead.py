@@ -150,7 +150,7 @@ class Bench:
                     started = time.perf_counter()
                 for batch in microbatches:
                     on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-                    total, count = model(**on_device, loss=loss_function)
+                    total, count, _ = model(**on_device, loss=loss_function)
                     (total / count / len(microbatches)).backward()
                 norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()

@@ -20,6 +20,9 @@ class LossSum(NamedTuple):
     """Scalar, fp32, in nats: the sum over valid tokens. Zero, and connected to the graph, where there are none."""
     count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count, which is of no use here
     """Scalar, int64: the number of targets that are not −100."""
+    each: torch.Tensor | None = None
+    """``(B, S)`` as the targets, fp32, detached: the loss of each position in nats, 0 where there is no target. For
+    reports, such as the loss of each source of data; a loss that does not have it at hand leaves it out."""
 
 
 class VocabularyPart(NamedTuple):

@@ -40,12 +40,14 @@ class CheckedLoss:
         found = self._loss(hidden, head, targets)
         if not isinstance(found, LossSum):
             raise PluginError(self._bug(f"returns a {type(found).__name__}, which must be a LossSum"))
-        for name, tensor in zip(found._fields, found, strict=True):
+        for name, tensor in (("total", found.total), ("count", found.count)):
             if not isinstance(tensor, torch.Tensor):
                 raise PluginError(self._bug(f"returns a {type(tensor).__name__} as the {name}, which must be a tensor"))
             if tensor.ndim:
                 shape = tuple(tensor.shape)
                 raise PluginError(self._bug(f"returns a {name} of the shape {shape}, which must be a scalar"))
+        if found.each is not None and getattr(found.each, "shape", None) != targets.shape:
+            raise PluginError(self._bug("returns an each that is no tensor of the targets' shape"))
         return found
 
     @torch.no_grad()

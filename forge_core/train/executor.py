@@ -34,7 +34,7 @@ class PlainExecutor:
         for i, batch in enumerate(microbatches):
             if len(microbatches) > 1 and isinstance(self._model, FSDPModule):
                 self._model.set_requires_gradient_sync(i == len(microbatches) - 1)
-            total, _ = self._model(**batch, loss=self._loss)
+            total = self._model(**batch, loss=self._loss).total
             total.backward(scale)
             sums.append(total.detach())
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -42,8 +42,8 @@ class PlainExecutor:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The summed loss (fp32) and the number of valid tokens (int64) of one batch of this rank."""
-        total, count = self._model(**batch, loss=self._loss)
-        return total, count
+        summed = self._model(**batch, loss=self._loss)
+        return summed.total, summed.count
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> torch.Tensor:

@@ -21,7 +21,7 @@ PLUGIN = """
 
     @hookimpl
     def forge_losses():
-        return [component("one_mean"), component("mean"), component("bare"), component("all_targets")]
+        return [component(name) for name in ("one_mean", "mean", "bare", "flat_each", "all_targets")]
 
     @hookimpl
     def forge_optimizers():
@@ -90,6 +90,13 @@ PARTS = """
         def loss(*given):
             total, count = _cross_entropy(*given)
             return LossSum(total / count, count)
+        return loss
+
+
+    def flat_each(config, /):
+        def loss(hidden, head, targets):
+            total, count = _cross_entropy(hidden, head, targets)
+            return LossSum(total, count, torch.zeros(targets.numel()))
         return loss
 
 
@@ -242,6 +249,7 @@ def test_a_schedule_with_a_multiplier_that_is_none_ends_the_run_before_the_updat
         ("one_mean", r"counts 1 targets where 128 are not -100"),
         ("mean", r"returns \S+ for 128 targets and \S+ for the two halves of them together"),
         ("bare", r"returns a Tensor, which must be a LossSum"),
+        ("flat_each", r"returns an each that is no tensor of the targets' shape"),
     ],
 )
 def test_a_loss_that_is_no_sum_is_refused_in_the_first_step(run, loss, said):

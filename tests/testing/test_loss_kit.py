@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge_core.contracts.loss import LossSum
+from forge_core.contracts.loss import IGNORED, LossSum
 from forge_testing.loss import LossConformance
 
 
@@ -28,7 +28,7 @@ def changed(**fields):
 
 
 def mean(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total / count.clamp(min=1), count)
 
 
@@ -36,46 +36,58 @@ def a_pair(hidden, head, targets):
     return tuple(cross_entropy(hidden, head, targets))
 
 
+def with_each(change, detached=True):
+    """The loss of each position, after ``change``."""
+
+    def loss(hidden, head, targets):
+        total, count, _ = cross_entropy(hidden, head, targets)
+        logits = head(hidden).flatten(0, 1).float()
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+        return LossSum(total, count, change(each.detach() if detached else each, targets))
+
+    return loss
+
+
 def in_bf16(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total.bfloat16().float(), count)
 
 
 def with_z_loss_everywhere(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total + 0.1 * head(hidden).float().logsumexp(-1).square().sum() * (count > 0), count)
 
 
 def learning_from_ignored(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     leak = (hidden.float() - hidden.float().detach()).sum() * (count > 0)
     return LossSum(total + leak, count)
 
 
 def ignored_weights(hidden, head, targets):
     """Value and gradient of hidden are right, that of head.weight sees ignored positions."""
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     logits = F.linear(hidden.detach(), head.weight).float()
     return LossSum(total + (logits - logits.detach()).sum() * (count > 0), count)
 
 
 def nan_without_tokens(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total / count * count, count)
 
 
 def constant_without_tokens(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total if count else torch.zeros(()), count)
 
 
 def count_at_least_one(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total, count.clamp(min=1))
 
 
 def gradient_without_tokens(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total + (hidden - hidden.detach()).float().sum(), count)
 
 
@@ -96,7 +108,7 @@ class FixedGradient(torch.autograd.Function):
 
 
 def label_smoothing_in_training(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total * (1.1 if torch.is_grad_enabled() else 1.0), count)
 
 
@@ -112,7 +124,7 @@ def through_the_head_only(hidden, head, targets):
 
 
 def scaled_with_a_frozen_head(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total if head.weight.requires_grad else 2 * total, count)
 
 
@@ -123,7 +135,7 @@ def overwriting_targets(hidden, head, targets):
 
 
 def noisy(hidden, head, targets):
-    total, count = cross_entropy(hidden, head, targets)
+    total, count, _ = cross_entropy(hidden, head, targets)
     return LossSum(total * (1 + 0.1 * torch.rand(())), count)
 
 
@@ -159,6 +171,36 @@ FAULTS = [
         "test_returns_an_fp32_total_and_an_integer_count",
         FP32,
         "the number of targets that are not -100",
+    ),
+    (
+        with_each(lambda each, targets: each[:1]),
+        "test_the_loss_of_each_position_is_its_part_of_the_total",
+        (),
+        r"must have the targets' shape, \(3, 12\), got \(1, 12\)",
+    ),
+    (
+        with_each(lambda each, targets: each.double()),
+        "test_the_loss_of_each_position_is_its_part_of_the_total",
+        (),
+        "must be torch.float32, got torch.float64",
+    ),
+    (
+        with_each(lambda each, targets: each, detached=False),
+        "test_the_loss_of_each_position_is_its_part_of_the_total",
+        (),
+        "must be detached",
+    ),
+    (
+        with_each(lambda each, targets: each + (targets == IGNORED)),
+        "test_the_loss_of_each_position_is_its_part_of_the_total",
+        (),
+        "must be 0 where the target is -100",
+    ),
+    (
+        with_each(lambda each, targets: 2 * each),
+        "test_the_loss_of_each_position_is_its_part_of_the_total",
+        (),
+        "LossSum.each adds up to .*, and the total is",
     ),
     (in_bf16, "test_is_computed_in_fp32", (), "has only the resolution of bf16"),
     (mean, "test_is_a_sum_over_tokens", (), "return the sum over valid tokens, not their mean"),

@@ -179,7 +179,7 @@ class SmallRun:
         for step in range(1, self._steps + 1):
             self._call("step_start", step=step)
             tokens = torch.randint(32, (2, SEQ_LEN + 1), generator=generator)
-            total, count = self.model(tokens[:, :-1], targets=tokens[:, 1:], loss=cross_entropy)
+            total, count, _ = self.model(tokens[:, :-1], targets=tokens[:, 1:], loss=cross_entropy)
             loss = total / count
             loss.backward()
             metrics = {"loss": loss.detach()}

@@ -162,9 +162,9 @@ class _Rank:
     def losses(self, source: DataSource, *, samples: int = 0) -> LossTotal:
         sums = {"total": 0.0, "count": 0.0}
         for batch in self.batches(source, samples=samples):
-            total, count = self.world.model(batch["tokens"], targets=batch["targets"], loss=cross_entropy)
+            summed = self.world.model(batch["tokens"], targets=batch["targets"], loss=cross_entropy)
             if self._is_last_stage():
-                sums = {"total": sums["total"] + total.item(), "count": sums["count"] + count.item()}
+                sums = {"total": sums["total"] + summed.total.item(), "count": sums["count"] + summed.count.item()}
         return LossTotal(**self.sum_over_ranks(sums))
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[dict[str, torch.Tensor]]:

@@ -40,6 +40,24 @@ class LossConformance(ComponentCase):
             f"LossSum.count must be the number of targets that are not {IGNORED}, {valid}, got {int(result.count)}"
         )
 
+    def test_the_loss_of_each_position_is_its_part_of_the_total(self) -> None:
+        hidden, head, targets = self._batch()
+        total, _, each = self._apply(hidden, head, targets)
+        if each is None:
+            return  # it is optional
+
+        assert each.shape == targets.shape, (
+            f"LossSum.each must have the targets' shape, {tuple(targets.shape)}, got {tuple(each.shape)}"
+        )
+        assert each.dtype == torch.float32, f"LossSum.each must be torch.float32, got {each.dtype}"
+        assert not each.requires_grad, (
+            "LossSum.each must be detached: it is for reports, and would keep the graph alive"
+        )
+        assert (each[targets == IGNORED] == 0).all(), f"LossSum.each must be 0 where the target is {IGNORED}"
+        assert torch.isclose(each.sum(), total, rtol=1e-4, atol=1e-5), (
+            f"LossSum.each adds up to {float(each.sum()):.6g}, and the total is {float(total.detach()):.6g}"
+        )
+
     def test_is_computed_in_fp32(self) -> None:
         totals = [self._apply(*self._batch(seed, dtype=torch.bfloat16)).total.detach() for seed in range(4)]
 
@@ -78,7 +96,7 @@ class LossConformance(ComponentCase):
     @each_dtype
     def test_nothing_to_learn_is_a_connected_zero(self, dtype: torch.dtype) -> None:
         hidden, head, targets = self._batch(dtype=dtype)
-        total, count = self._apply(hidden, head, torch.full_like(targets, IGNORED))
+        total, count, _ = self._apply(hidden, head, torch.full_like(targets, IGNORED))
 
         value = float(total.detach())
         assert value == 0, f"the total of a batch with nothing to learn must be 0, got {value}"
@@ -142,7 +160,7 @@ class LossConformance(ComponentCase):
         hidden, head, targets = self._batch()
         _, expected, _ = self._value_and_gradients(hidden, head, targets)
         head.requires_grad_(False)
-        total, _ = self._apply(hidden, head, targets)
+        total = self._apply(hidden, head, targets).total
 
         assert total.requires_grad, "with a frozen head the total is not connected to the hidden states"
         (gradient,) = torch.autograd.grad(total, hidden)
@@ -181,7 +199,7 @@ class LossConformance(ComponentCase):
         self, hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The total, and ``scale`` times its gradients by hidden states and head weights."""
-        total, _ = self._apply(hidden, head, targets)
+        total = self._apply(hidden, head, targets).total
         assert total.requires_grad, "the total is not connected to the graph"
         gradients = torch.autograd.grad(total * scale, (hidden, head.weight), allow_unused=True)
         for name, gradient in zip(("hidden", "head.weight"), gradients, strict=True):

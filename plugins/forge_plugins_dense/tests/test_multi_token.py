@@ -56,7 +56,7 @@ def backward(model, batch):
     scale = torch.tensor(1 / valid)
     own = {name: torch.tensor(1 / count) for name, count in model.count_targets(batch).items()}
     LEDGER.start_step(scale, own_scales=own)
-    total, _ = model(**batch, loss=cross_entropy)
+    total = model(**batch, loss=cross_entropy).total
     total.backward(scale)
     return total.detach() * scale
 

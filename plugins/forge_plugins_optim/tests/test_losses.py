@@ -43,7 +43,7 @@ class Case:
         return [self.hidden, *self.head.parameters()]
 
     def gradients(self, loss, scale: float = 1.0) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        total, _ = loss(self.hidden, self.head, self.targets)
+        total, *_ = loss(self.hidden, self.head, self.targets)
         return total.detach(), list(torch.autograd.grad(total * scale, self.tensors()))
 
 
@@ -89,6 +89,20 @@ def test_chunked_gradients_pass_gradcheck() -> None:
     loss = ChunkedCrossEntropy(2)
 
     assert torch.autograd.gradcheck(lambda *_: loss(case.hidden, case.head, case.targets).total, case.tensors())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_loss_of_each_position_equals_cross_entropy(loss, device: str) -> None:
+    case = Case(torch.float32, device, bias=True)
+
+    each = loss(case.hidden, case.head, case.targets).each
+
+    logits = F.linear(case.hidden.double(), case.head.weight.double(), case.head.bias.double())
+    expected = F.cross_entropy(logits.flatten(0, 1), case.targets.flatten(), reduction="none").view(B, S)
+    assert each.dtype == torch.float32
+    assert not each.requires_grad
+    torch.testing.assert_close(each.double(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -165,7 +179,7 @@ def test_tied_weights_get_both_gradients() -> None:
     tokens = torch.arange(B * S).view(B, S)
 
     def gradient(loss) -> torch.Tensor:
-        total, _ = loss(embed(tokens).tanh(), head, tokens.flip(1))
+        total = loss(embed(tokens).tanh(), head, tokens.flip(1)).total
         return torch.autograd.grad(total, embed.weight)[0]
 
     torch.testing.assert_close(gradient(ChunkedCrossEntropy(4)), gradient(CrossEntropy()))
@@ -271,8 +285,8 @@ def test_works_under_fsdp(compute: torch.dtype, tolerance: float) -> None:
     fully_shard(sharded.block, mesh=mesh, mp_policy=policy)
     fully_shard(sharded, mesh=mesh, mp_policy=policy)
 
-    wanted_total, _ = plain(*batch(), CrossEntropy())
-    total, _ = sharded(*batch(), ChunkedCrossEntropy(4))
+    wanted_total = plain(*batch(), CrossEntropy()).total
+    total = sharded(*batch(), ChunkedCrossEntropy(4)).total
     (wanted_total / 14).backward()
     (total / 14).backward()
 

@@ -118,7 +118,7 @@ def attach_predictions(
         total = attach_auxiliary_loss(total, config.weight / config.depths * own.total, loss_name(k), place="head")
         measured = (own.total.detach().float(), own.count.float(), *_accepted(normed, head, own_targets, config))
         total = accumulate(total, predictor.measured, torch.stack(measured))
-    return LossSum(total, summed.count)
+    return LossSum(total, summed.count, summed.each)
 
 
 def loss_name(k: int) -> str:

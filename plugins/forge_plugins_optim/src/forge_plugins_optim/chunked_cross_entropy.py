@@ -54,8 +54,8 @@ class ChunkedCrossEntropy:
         wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
         columns = None if part is None else (part.start, part.group)
         flat = (inputs[0].flatten(0, 1), *inputs[1:], targets.flatten())
-        total = _ChunkedCrossEntropy.apply(*flat, self._chunk_size, wanted, columns)  # type: ignore[no-untyped-call]  # torch's
-        return LossSum(total, (targets != IGNORED).sum())
+        total, each = _ChunkedCrossEntropy.apply(*flat, self._chunk_size, wanted, columns)  # type: ignore[no-untyped-call]  # torch's
+        return LossSum(total, (targets != IGNORED).sum(), each.view(targets.shape))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_size: int,
         wanted: tuple[bool, bool, bool],
         columns: tuple[int, dist.ProcessGroup] | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``columns``: where this rank's part of a vocabulary that is shared out begins, and over which ranks."""
         for_hidden, for_weight, for_bias = wanted
         first, group = columns or (0, None)
@@ -77,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden_TD = torch.empty_like(hidden_TD) if for_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if for_weight else None
         grad_bias_V = torch.zeros_like(weight_VD[:, 0], dtype=accumulate) if for_bias else None
-        total = hidden_TD.new_zeros((), dtype=accumulate)
+        losses_T = hidden_TD.new_zeros(len(targets_T), dtype=accumulate)
 
         for start in range(0, len(targets_T), chunk_size):
             chunk = slice(start, start + chunk_size)
@@ -94,7 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 probabilities_CV = log_probabilities_CV.exp_()
             else:
                 losses_C1, probabilities_CV = softmax_parts(logits_CV.to(accumulate), targets_C1, first, group)
-            total += losses_C1.masked_fill(ignored_C1, 0).sum()
+            losses_T[chunk] = losses_C1.masked_fill(ignored_C1, 0).squeeze(1)
             if not any(wanted):
                 continue
 
@@ -110,11 +110,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
         ctx.dtype = hidden_TD.dtype
-        return total
+        ctx.mark_non_differentiable(losses_T)
+        return losses_T.sum(), losses_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
         return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), None, None, None, None
 
 

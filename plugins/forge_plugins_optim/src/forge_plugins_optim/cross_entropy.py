@@ -26,8 +26,8 @@ class CrossEntropy:
         part = part_of_head(hidden, head)
         if part is not None:
             logits = F.linear(part.hidden, part.weight, part.bias).flatten(0, 1).float()
-            total = vocabulary_parallel_cross_entropy(logits, targets.flatten(), part.start, part.group)
-            return LossSum(total, (targets != IGNORED).sum())
-        logits = head(hidden).flatten(0, 1).float()
-        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return LossSum(total, (targets != IGNORED).sum())
+            each = vocabulary_parallel_cross_entropy(logits, targets.flatten(), part.start, part.group)
+        else:
+            logits = head(hidden).flatten(0, 1).float()
+            each = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
+        return LossSum(each.sum(), (targets != IGNORED).sum(), each.detach().view(targets.shape))

@@ -28,15 +28,15 @@ def part_of_head(hidden: torch.Tensor, head: nn.Module) -> VocabularyPart | None
 def vocabulary_parallel_cross_entropy(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, start: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The sum of −log softmax(logits)[target] over all tokens that have one, the same scalar on every rank of the group
-    (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """−log softmax(logits)[target] of each token, ``(T,)``, 0 where there is no target; the same on every rank of the
+    group (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
     Args:
         logits_TV: fp32, columns ``start`` to ``start + V − 1`` of the whole vocabulary.
         targets_T: int64 ids of the whole vocabulary, −100 where there is none.
     """
-    total: torch.Tensor = _VocabularyParallelCrossEntropy.apply(logits_TV, targets_T, start, group)  # type: ignore[no-untyped-call]  # torch's
-    return total
+    losses_T: torch.Tensor = _VocabularyParallelCrossEntropy.apply(logits_TV, targets_T, start, group)  # type: ignore[no-untyped-call]  # torch's
+    return losses_T
 
 
 def softmax_parts(
@@ -87,10 +87,10 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         losses_T1, probabilities_TV = softmax_parts(logits_TV, targets_T1, start, group)
         gradient_TV = subtract_targets(probabilities_TV, targets_T1, start).masked_fill_(ignored_T1, 0)
         ctx.save_for_backward(gradient_TV)
-        return losses_T1.masked_fill(ignored_T1, 0).sum()
+        return losses_T1.masked_fill(ignored_T1, 0).squeeze(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_TV,) = ctx.saved_tensors
-        return gradient_TV * grad_total, None, None, None
+        return gradient_TV * grad_T.unsqueeze(1), None, None, None

@@ -280,8 +280,7 @@ class PipelineExecutor:
         if output is None:
             nothing = torch.zeros((), device=self._device)
             return nothing, nothing.long()
-        total, count = output
-        return total, count
+        return output.total, output.count
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> torch.Tensor | None:
