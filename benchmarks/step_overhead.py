@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.callback import Requests, RunContext
 from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.consensus import Consensus
@@ -135,8 +136,13 @@ class Bench:
     def parts(self) -> tuple:
         built = build_model(self.context, self.source.vocab_size, self.passes, self.build)
         (model,) = built.parts
-        schedule = self.build(self.job.scheduler, total_steps=self.steps)
+        schedule = self.schedule()
         return model, build_optimizer(self.job, built, self.build), schedule, self.build(self.job.loss)
+
+    def schedule(self) -> Schedule:
+        train = self.job.train
+        tokens = train.batch_size * (train.grad_accumulation or 1) * train.seq_len
+        return self.build(self.job.scheduler, total_steps=self.steps, tokens_per_step=tokens)
 
     def bare(self) -> float:
         """Seconds a step of a loop that anyone would write."""
@@ -207,7 +213,7 @@ class Bench:
         return Trainer(
             run=run,
             built=Built(model, optimizer, "the optimizer"),
-            schedule=self.build(self.job.scheduler, total_steps=self.steps),
+            schedule=self.schedule(),
             loader=loader,
             step_modules=modules,
             evaluations=Evaluations(run, None, None, [], metrics),

@@ -17,8 +17,12 @@ class Schedule(Protocol):
 class ScheduleFactory(Protocol):
     """The signature of the factory that a description names."""
 
-    def __call__(self, config: Any, /, *, total_steps: int) -> Schedule:
+    def __call__(self, config: Any, /, *, total_steps: int, tokens_per_step: int) -> Schedule:
         """Build the schedule of a run of ``total_steps`` steps.
+
+        Args:
+            tokens_per_step: sequences of a step over all ranks times ``train.seq_len``, for what is told in tokens. A
+                factory that needs it not may leave this keyword out.
 
         Raises:
             ConfigError: for a contradiction with ``total_steps``, such as a longer warm-up.

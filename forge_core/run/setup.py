@@ -165,7 +165,9 @@ def prepare(begun: Begun) -> RunSetup:
         evaluations=build_evaluations(job.evaluations, build, open_data),
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(
-            build(job.scheduler, total_steps=job.train.steps), build.words_for(job.scheduler), job.train.steps
+            build(job.scheduler, total_steps=job.train.steps, tokens_per_step=_tokens_per_step(job)),
+            build.words_for(job.scheduler),
+            job.train.steps,
         ),
         callbacks=callbacks,
         events=Events(
@@ -185,6 +187,11 @@ def prepare(begun: Begun) -> RunSetup:
         console=console,
         accumulation_asked_for=accumulation_asked_for,
     )
+
+
+def _tokens_per_step(job: Job) -> int:
+    assert job.train.global_batch_size, "set by with_global_batch"
+    return job.train.global_batch_size * job.train.seq_len
 
 
 def _loader(

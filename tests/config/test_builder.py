@@ -59,6 +59,13 @@ def test_the_builder_is_passed_on_to_those_that_ask_for_it(build):
     assert build(use(build, f"{__name__}:AnyFactory")).given == {"build": build}
 
 
+def test_what_is_offered_goes_to_those_that_take_it(build):
+    made = build(use(build, f"{__name__}:plain_factory"), dim=3, tokens_per_step=8)
+
+    assert made.dim == 3
+    assert build(use(build, f"{__name__}:AnyFactory"), tokens_per_step=8).given["tokens_per_step"] == 8
+
+
 def test_an_import_that_fails_names_the_distribution(build):
     with pytest.raises(
         PluginError, match=r"acme-routers: cannot import the factory of parallel pass 'muon' .* bug in acme"

@@ -31,7 +31,7 @@ name = "signum"
 lr = 1e-3
 
 [scheduler]
-name = "inverse_sqrt"
+name = "acme-recipes:inverse_sqrt"
 
 [loss]
 name = "acme-recipes:z_loss"

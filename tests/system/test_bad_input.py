@@ -61,6 +61,10 @@ OVERRIDES = {
     "fewer samples than a step": (["train.batch_size=4000"], "fewer than the 4000 of one step"),
     "a device that is not there": (["run.device=mps"], "run.device: mps was asked for"),
     "a schedule longer than the run": (["scheduler.warmup_steps=20"], "scheduler.warmup_steps"),
+    "a warm-up in tokens longer than the run": (
+        ['scheduler={name="cosine", warmup_tokens=1280}'],
+        "got 1280, which lasts 10 steps of 128 tokens",
+    ),
     "a run name that is a path": (["run.name=../elsewhere"], "run.name"),
     "a pass kept out that is needed": (["train.precision=bf16", "parallel.passes.fsdp=false"], "fsdp"),
     "an evaluation that is to be shuffled": (

@@ -45,6 +45,18 @@ def test_the_run_directory_has_the_files_that_others_rely_on(finished):
     assert environment["host"]
 
 
+def test_a_warm_up_in_tokens_is_over_once_they_are_seen_by_any_number_of_ranks(shared_tiny):
+    """1000 tokens are 8 steps of 128; on two ranks 4 of 256."""
+    warm_up = 'scheduler={name="constant", warmup_tokens=1000}'
+    for settings, warm_up_steps in (([], 8), (["--nproc", "2"], 4)):
+        name = f"tokens{warm_up_steps}"
+
+        lines = shared_tiny.completed(f"run.name={name}", warm_up, *settings)
+
+        rates = [line["lr"] for line in lines if "loss" in line]
+        assert rates == pytest.approx([1e-2 * min(1, step / warm_up_steps) for step in range(1, 11)])
+
+
 def test_at_its_end_a_run_says_how_long_it_took_how_good_it_is_and_what_comes_next(finished):
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
     *lines, last = (finished.path() / "log.txt").read_text().splitlines()

@@ -16,7 +16,7 @@ import click
 import tomli_w
 
 from forge_core.api import ENTRY_POINT_GROUP
-from forge_core.config.builder import ComponentBuilder
+from forge_core.config.builder import OFFERED, ComponentBuilder
 from forge_core.config.converter import slot_of
 from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
@@ -174,8 +174,7 @@ class PluginConformance:
             if promised is None:
                 continue
             signature = inspect.signature(factory)
-            # the builder gives itself only to factories that ask for it
-            given = {name: None for name in promised if name != "build" or name in signature.parameters}
+            given = {name: None for name in promised if name not in OFFERED or name in signature.parameters}
             try:
                 signature.bind(None, **given)
             except TypeError as error:

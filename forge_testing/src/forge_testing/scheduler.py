@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from forge_core.contracts.scheduler import Schedule
 from forge_core.errors import ConfigError
@@ -16,6 +16,11 @@ class SchedulerConformance(ComponentCase):
     kind = "scheduler"
     total_steps: ClassVar[int] = 100
     """Length of the run that the configuration is for."""
+    tokens_per_step: ClassVar[int] = 1000
+    """Tokens of each of its steps."""
+
+    def make(self, **given: Any) -> Any:
+        return super().make(tokens_per_step=self.tokens_per_step, **given)
 
     def test_gives_a_finite_multiplier_at_every_step(self) -> None:
         schedule = self._schedule()

@@ -12,12 +12,19 @@ from forge_core.config.sections import TrainSection
 from forge_plugins_optim.config import (
     AdamWConfig,
     ChunkedCrossEntropyConfig,
-    ConstantConfig,
-    CosineConfig,
     LionConfig,
     MuonConfig,
     ParameterGroup,
     SGDConfig,
+)
+from forge_plugins_optim.schedule_config import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    PiecewiseConfig,
+    PolynomialConfig,
+    WSDConfig,
 )
 
 
@@ -42,12 +49,39 @@ from forge_plugins_optim.config import (
         (CosineConfig, {"min_ratio": 1.5}),
         (CosineConfig, {"min_ratio": -0.1}),
         (CosineConfig, {"decay_steps": 0}),
+        (LinearConfig, {"warmup_fraction": 1.1}),
+        (LinearConfig, {"warmup_fraction": -0.1}),
+        (LinearConfig, {"warmup_tokens": 0.0}),
+        (LinearConfig, {"warmup_tokens": 1.0, "warmup_steps": 1}),
+        (LinearConfig, {"warmup_tokens": 1.0, "warmup_fraction": 0.1}),
+        (PolynomialConfig, {"power": 0.0}),
+        (InverseSqrtConfig, {"timescale": 0}),
+        (WSDConfig, {"cooldown_fraction": 0.0}),
+        (WSDConfig, {"cooldown_steps": 1, "cooldown_fraction": 0.1}),
+        (PiecewiseConfig, {"boundaries": (), "ratios": (1.0,)}),
+        (PiecewiseConfig, {"boundaries": (-1,), "ratios": (1.0, 1.0)}),
+        (PiecewiseConfig, {"boundaries": (10,), "ratios": (1.0, -1.0)}),
         (ChunkedCrossEntropyConfig, {"chunk_size": 0}),
     ],
 )
 def test_values_out_of_range_are_refused(config: type, keys: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="|".join(keys)):
         config(**keys)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "ratios", "sentence"),
+    [
+        ((20, 10), (1, 1, 1), "must be in ascending order, got 10 after 20"),
+        ((10, 10), (1, 1, 1), "must be in ascending order, got 10 after 10"),
+        ((0.5, 10), (1, 1, 1), "must be all steps or all fractions of the run, got 0.5 and 10"),
+        ((10.5,), (1, 1), "must be whole steps, or fractions of the run below 1; got 10.5"),
+        ((10,), (1,), "must have one value more than boundaries has, as 1 boundaries make 2 parts; got 1"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(boundaries, ratios, sentence) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PiecewiseConfig(boundaries=boundaries, ratios=ratios)
 
 
 @attrs.frozen
@@ -64,6 +98,18 @@ def test_a_warm_up_longer_than_the_run_is_found_at_validation() -> None:
     assert list(ConstantConfig(warmup_steps=100).check(job)) == []
     assert [key for key, _ in CosineConfig(warmup_steps=100).check(job)] == ["warmup_steps"]
     assert [key for key, _ in ConstantConfig(warmup_steps=101).check(job)] == ["warmup_steps"]
+    assert [key for key, _ in CosineConfig(warmup_fraction=1.0).check(job)] == ["warmup_fraction"]
+
+
+def test_a_warm_up_in_tokens_is_checked_at_validation_if_the_tokens_of_a_step_are_known():
+    known = JobWithSteps(TrainSection(steps=100, seq_len=8, global_batch_size=4))
+    unknown = JobWithSteps(TrainSection(steps=100, seq_len=8))
+
+    assert [key for key, _ in CosineConfig(warmup_tokens=3200).check(known)] == ["warmup_tokens"]
+    assert [key for key, _ in WSDConfig(warmup_tokens=3200).check(known)] == ["cooldown_fraction"]
+    for config in (CosineConfig, WSDConfig):
+        assert list(config(warmup_tokens=2500).check(known)) == []
+        assert list(config(warmup_tokens=3200).check(unknown)) == []
 
 
 def test_muon_alone_is_found_at_validation() -> None:
@@ -86,7 +132,7 @@ def test_descriptions_and_keys_are_importable_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
         "import forge_plugins_optim.plugin, forge_plugins_optim.config\n"
-        "import forge_plugins_optim.cosine, forge_plugins_optim.constant"
+        "import forge_plugins_optim.decay, forge_plugins_optim.piecewise, forge_plugins_optim.plot_schedule"
     )
 
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -56,6 +56,44 @@ class TestConstantAfterWarmup(SchedulerConformance):
     config: ClassVar = {"warmup_steps": 10}
 
 
+class TestConstantAfterTokens(SchedulerConformance):
+    component = "forge-plugins-optim:constant"
+    config: ClassVar = {"warmup_tokens": 2500}
+
+
+class TestNone(SchedulerConformance):
+    component = "forge-plugins-optim:none"
+
+
+class TestLinear(SchedulerConformance):
+    component = "forge-plugins-optim:linear"
+    config: ClassVar = {"warmup_fraction": 0.1, "min_ratio": 0.0}
+
+
+class TestPolynomial(SchedulerConformance):
+    component = "forge-plugins-optim:polynomial"
+    config: ClassVar = {"power": 0.5, "min_ratio": 0.0}
+
+
+class TestRex(SchedulerConformance):
+    component = "forge-plugins-optim:rex"
+
+
+class TestWSD(SchedulerConformance):
+    component = "forge-plugins-optim:wsd"
+    config: ClassVar = {"warmup_steps": 10, "shape": "cosine"}
+
+
+class TestInverseSqrt(SchedulerConformance):
+    component = "forge-plugins-optim:inverse_sqrt"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestPiecewise(SchedulerConformance):
+    component = "forge-plugins-optim:piecewise"
+    config: ClassVar = {"boundaries": [0.5, 0.75], "ratios": [1.0, 0.1, 0.0]}
+
+
 class TestCosine(SchedulerConformance):
     component = "forge-plugins-optim:cosine"
 

@@ -1,4 +1,4 @@
-"""The keys of this package's components. Nothing here may import torch."""
+"""The keys of optimizers and losses. Nothing here may import torch."""
 
 from __future__ import annotations
 
@@ -183,48 +183,6 @@ MUON_ALONE = (
     "muon is for matrices, and a model has embeddings, norms and a head as well. Use optimizer 'grouped' with "
     '[[optimizer.groups]] roles = ["matrix", "expert"], optimizer = {name = "muon", …}, and another group for the rest'
 )
-
-
-@attrs.frozen(kw_only=True)
-class ConstantConfig:
-    """The base learning rate throughout."""
-
-    warmup_steps: int = attrs.field(default=0, validator=ge(0))
-    """Steps over which the learning rate rises linearly; update ``warmup_steps`` is the first with all of it."""
-
-    def contradictions(self, total_steps: int) -> Iterator[tuple[str, str]]:
-        """What cannot be in a run of ``total_steps`` steps: (key, sentence)."""
-        if self.warmup_steps > total_steps:
-            yield "warmup_steps", f"must not be above train.steps = {total_steps}, got {self.warmup_steps}"
-
-    def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """The same for a job, at validation."""
-        yield from self.contradictions(job.train.steps)
-
-
-@attrs.frozen(kw_only=True)
-class CosineConfig:
-    """Half a cosine (Loshchilov and Hutter, 2017, https://arxiv.org/abs/1608.03983, without restarts)."""
-
-    warmup_steps: int = attrs.field(default=0, validator=ge(0))
-    """Steps over which the learning rate rises linearly; update ``warmup_steps`` is the first with all of it."""
-    min_ratio: float = attrs.field(default=0.1, validator=and_(ge(0), le(1)))
-    """Where the learning rate ends, as a fraction of its base."""
-    decay_steps: int | None = attrs.field(default=None, validator=optional(gt(0)))
-    """Steps from the end of the warm-up to ``min_ratio``, where it stays; by default the rest of the run. May be longer
-    than the run, to be continued later."""
-
-    def contradictions(self, total_steps: int) -> Iterator[tuple[str, str]]:
-        """What cannot be in a run of ``total_steps`` steps: (key, sentence)."""
-        if self.warmup_steps >= total_steps:
-            yield (
-                "warmup_steps",
-                f"must be below train.steps = {total_steps}, or nothing is left to decay; got {self.warmup_steps}",
-            )
-
-    def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """The same for a job, at validation."""
-        yield from self.contradictions(job.train.steps)
 
 
 @attrs.frozen(kw_only=True)

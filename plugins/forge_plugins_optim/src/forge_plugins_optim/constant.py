@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from forge_core.contracts.scheduler import Schedule
-from forge_core.errors import ConfigError
-from forge_plugins_optim.config import ConstantConfig
+from forge_plugins_optim.schedule_config import ConstantConfig
+from forge_plugins_optim.warm_up import after_warm_up, refuse_contradictions
 
 
-def constant(config: ConstantConfig, /, *, total_steps: int) -> Schedule:
-    """With W = ``warmup_steps``: ``min(1, step / W)``, and 1 where W = 0. The first update is never zero.
+def constant(config: ConstantConfig, /, *, total_steps: int, tokens_per_step: int) -> Schedule:
+    """With W steps of warm-up: ``min(1, step / W)``, and 1 where W = 0. The first update is never zero.
 
     Raises:
         ConfigError: the warm-up is longer than the run.
     """
-    for key, sentence in config.contradictions(total_steps):
-        raise ConfigError(f"scheduler.{key} {sentence}")
-    warmup = max(1, config.warmup_steps)
-
-    def multiplier(step: int) -> float:
-        return min(1.0, step / warmup)
-
-    return multiplier
+    return after_warm_up(refuse_contradictions(config, total_steps, tokens_per_step), lambda since: 1.0)

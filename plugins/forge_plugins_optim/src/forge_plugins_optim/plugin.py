@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forge_core.api import Component, hookimpl
+from forge_core.api import Command, Component, hookimpl
 
 FORGE_API = "1.0"
 
@@ -47,18 +47,28 @@ def forge_optimizers() -> Iterator[Component]:
 @hookimpl
 def forge_schedulers() -> Iterator[Component]:
     """Learning-rate schedules."""
-    yield Component(
-        name="constant",
-        summary="the base learning rate throughout, after a linear warm-up",
-        factory="forge_plugins_optim.constant:constant",
-        config="forge_plugins_optim.config:ConstantConfig",
-    )
-    yield Component(
-        name="cosine",
-        summary="half a cosine from the base learning rate down to a fraction of it, after a linear warm-up",
-        factory="forge_plugins_optim.cosine:cosine",
-        config="forge_plugins_optim.config:CosineConfig",
-    )
+    summaries = {
+        ("constant", "constant", "Constant"): "the base learning rate throughout, after a warm-up",
+        (
+            "cosine",
+            "decay",
+            "Cosine",
+        ): "half a cosine from the base learning rate down to a fraction of it, after a warm-up",
+        ("linear", "decay", "Linear"): "a straight line down to a fraction of the base learning rate, after a warm-up",
+        ("polynomial", "decay", "Polynomial"): "a power of what is left of the decay, with a floor, after a warm-up",
+        ("rex", "decay", "Rex"): "REX: slowly at first and fast at the end, after a warm-up",
+        ("wsd", "wsd", "WSD"): "warm-up, stable, and a cooldown over the last part of the run",
+        ("inverse_sqrt", "inverse_sqrt", "InverseSqrt"): "one over the root of the step, after a warm-up",
+        ("piecewise", "piecewise", "Piecewise"): "constant in parts of the run, as in step decay, after a warm-up",
+        ("none", "none", "None"): "no schedule, for optimizers that have one of their own",
+    }
+    for (name, module, config), summary in summaries.items():
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_optim.{module}:{name}",
+            config=f"forge_plugins_optim.schedule_config:{config}Config",
+        )
 
 
 @hookimpl
@@ -75,4 +85,14 @@ def forge_losses() -> Iterator[Component]:
         summary="the same cross-entropy with the head in chunks of tokens, so that the full logits never exist",
         factory="forge_plugins_optim.chunked_cross_entropy:chunked_cross_entropy",
         config="forge_plugins_optim.config:ChunkedCrossEntropyConfig",
+    )
+
+
+@hookimpl
+def forge_commands() -> Iterator[Command]:
+    """``forge plot-schedule``."""
+    yield Command(
+        name="plot-schedule",
+        summary="draw the learning rate of a job over its steps",
+        run="forge_plugins_optim.plot_schedule:plot_schedule",
     )
