@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from forge_core.contracts.builder import Builder
+
 IGNORED = -100
 """The target where there is nothing to learn."""
 
@@ -69,6 +71,7 @@ class Loss(Protocol):
 class LossFactory(Protocol):
     """The signature of the factory that a description names."""
 
-    def __call__(self, config: Any, /) -> Loss:
-        """Build the loss."""
+    def __call__(self, config: Any, /, *, build: Builder) -> Loss:
+        """Build the loss. ``build`` is for the loss that it stands around, if its config has one; a factory may leave
+        the keyword out."""
         ...

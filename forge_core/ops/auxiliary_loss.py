@@ -94,7 +94,9 @@ LEDGER = AuxiliaryLedger()
 """One a process, as autograd is."""
 
 
-def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: str, *, place: Place) -> torch.Tensor:
+def attach_auxiliary_loss(
+    activation: torch.Tensor, value: torch.Tensor, name: str, *, place: Place, follow: bool = False
+) -> torch.Tensor:
     """Return ``activation`` unchanged; in backward, also minimise ``value``.
 
     Args:
@@ -106,18 +108,23 @@ def attach_auxiliary_loss(activation: torch.Tensor, value: torch.Tensor, name: s
         name: under which the mean is reported, such as ``"load_balance"``.
         place: where ``value`` was computed from. ``"read"``: from what a norm gives, as a router's are. ``"stream"``:
             from the residual stream, as a penalty on what a layer gives back is. ``"head"``: by a loss from the head.
+        follow: for a loss that adds to what it is the total of, ``activation``: the gradient of ``value`` begins with
+            that of ``activation``, so that it is divided and weighted as the total is. A ``value`` without gradient,
+            which the total's gradient has in it already, is then reported.
     """
-    if not (activation.requires_grad and value.requires_grad and torch.is_grad_enabled()):
+    if not (activation.requires_grad and (follow or value.requires_grad) and torch.is_grad_enabled()):
         return activation
-    attached: torch.Tensor = _Attach.apply(activation, value, name, place)  # type: ignore[no-untyped-call]  # torch's
+    attached: torch.Tensor = _Attach.apply(activation, value, name, place, follow)  # type: ignore[no-untyped-call]  # torch's
     return attached
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, value: torch.Tensor, name: str, place: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, activation: torch.Tensor, value: torch.Tensor, name: str, place: str, follow: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.name, ctx.place = name, place
+        ctx.name, ctx.place, ctx.follow = name, place, follow
         ctx.recorded = False
         return unchanged(activation)
 
@@ -127,18 +134,21 @@ class _Attach(torch.autograd.Function):
         # gradient of that, and for those of parameters.
         (value,) = ctx.saved_tensors
         first, ctx.recorded = not ctx.recorded, True
-        return gradients[0], _record(value, ctx.name, ctx.place, first), None, None
+        own = _record(value, gradients[0] if ctx.follow else None, ctx.name, ctx.place, first)
+        return gradients[0], own, None, None, None
 
 
 # An operator, so that torch.compile keeps it as it is: neither the note it takes nor the scale of the step, which is
 # another one each time, are part of a graph; nor of a CUDA graph, which would replay the scale of one step.
 @torch.library.custom_op("forge::record_auxiliary_loss", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _record(value: torch.Tensor, name: str, place: str, first: bool) -> torch.Tensor:
+def _record(value: torch.Tensor, followed: torch.Tensor | None, name: str, place: str, first: bool) -> torch.Tensor:
+    gradient = LEDGER.gradient_for(name, value, cast("Place", place))
+    weight = 1.0 if followed is None else followed / gradient
     if first:
-        LEDGER.add(name, cast("Place", place), value.detach().clone())
-    return LEDGER.gradient_for(name, value, cast("Place", place))
+        LEDGER.add(name, cast("Place", place), value.detach() * weight)
+    return gradient if followed is None else followed.to(value.dtype, copy=True)
 
 
 @_record.register_fake
-def _(value: torch.Tensor, name: str, place: str, first: bool) -> torch.Tensor:
+def _(value: torch.Tensor, followed: torch.Tensor | None, name: str, place: str, first: bool) -> torch.Tensor:
     return torch.empty_like(value)

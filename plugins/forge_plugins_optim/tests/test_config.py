@@ -12,10 +12,12 @@ from forge_core.config.sections import TrainSection
 from forge_plugins_optim.config import (
     AdamWConfig,
     ChunkedCrossEntropyConfig,
+    LabelSmoothingConfig,
     LionConfig,
     MuonConfig,
     ParameterGroup,
     SGDConfig,
+    ZLossConfig,
 )
 from forge_plugins_optim.schedule_config import (
     ConstantConfig,
@@ -62,6 +64,9 @@ from forge_plugins_optim.schedule_config import (
         (PiecewiseConfig, {"boundaries": (-1,), "ratios": (1.0, 1.0)}),
         (PiecewiseConfig, {"boundaries": (10,), "ratios": (1.0, -1.0)}),
         (ChunkedCrossEntropyConfig, {"chunk_size": 0}),
+        (ZLossConfig, {"coefficient": 0.0, "loss": None}),
+        (LabelSmoothingConfig, {"smoothing": 0.0, "loss": None}),
+        (LabelSmoothingConfig, {"smoothing": 1.0, "loss": None}),
     ],
 )
 def test_values_out_of_range_are_refused(config: type, keys: dict[str, Any]) -> None:

@@ -107,6 +107,26 @@ class TestCrossEntropy(LossConformance):
     component = "forge-plugins-optim:cross_entropy"
 
 
+class TestZLoss(LossConformance):
+    component = "forge-plugins-optim:z_loss"
+    config: ClassVar = {"coefficient": 0.1}
+
+
+class TestZLossInChunks(LossConformance):
+    component = "forge-plugins-optim:z_loss"
+    config: ClassVar = {"coefficient": 0.1, "loss": {"name": "chunked_cross_entropy", "chunk_size": 7}}
+
+
+class TestLabelSmoothing(LossConformance):
+    component = "forge-plugins-optim:label_smoothing"
+    config: ClassVar = {"smoothing": 0.2}
+
+
+class TestBoth(LossConformance):
+    component = "forge-plugins-optim:label_smoothing"
+    config: ClassVar = {"smoothing": 0.2, "loss": {"name": "z_loss", "coefficient": 0.1}}
+
+
 class TestChunkedCrossEntropy(LossConformance):
     component = "forge-plugins-optim:chunked_cross_entropy"
     config: ClassVar = {"chunk_size": 7}

@@ -38,6 +38,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "even vocabulary": ["model.vocab_size=264"],  # the 257 bytes and separator are divided by no number of ranks here
     "layernorm": ["model.norm=layernorm"],
     "packed": _PACKED,
+    "penalised": ['loss={name="label_smoothing", smoothing=0.2, loss={name="z_loss", coefficient=0.01}}'],
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
     "latent": [
@@ -144,6 +145,7 @@ FP8_PASS = "parallel.passes.fp8"
 EMULATED = [f"{FP8_PASS}.emulate=true", f"{FP8_PASS}.min_dim=16"]
 EXPERTS_ONLY = [*EMULATED, f"{FP8_PASS}.experts=true", f'{FP8_PASS}.exclude=["*.attention.*"]']
 CHUNKED = ["loss.name=chunked_cross_entropy", "loss.chunk_size=48"]
+PENALISED_IN_CHUNKS = ['loss.loss.loss={name="chunked_cross_entropy", chunk_size=48}']
 TP2, CP2, EP2, COPIES = "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2"
 RING = "parallel.passes.context_parallel.method=ring"
 EXPERTS = "parallel.passes.expert_parallel"
@@ -186,6 +188,7 @@ CELLS: Mapping[str, Cell] = {
     "global-batch": Cell(1, [QUARTER, "train.global_batch_size=4"]),
     "packed-accumulation4": Cell(1, FOUR_MICROBATCHES, "packed"),
     "chunked": Cell(1, CHUNKED),
+    "penalised-chunked": Cell(1, PENALISED_IN_CHUNKS, "penalised"),
     "fsdp1": Cell(1, [f"{FSDP}=true"]),
     "ac-none": Cell(1, [f"{AC}.mode=none"]),
     "ac-full": Cell(1, [f"{AC}=true"]),
@@ -207,6 +210,7 @@ CELLS: Mapping[str, Cell] = {
     "fsdp2-tied": Cell(2, [HALF], "tied"),
     "fsdp2-packed": Cell(2, [HALF], "packed"),
     "fsdp2-auxiliary": Cell(2, [HALF], "auxiliary"),
+    "fsdp2-penalised": Cell(2, [HALF], "penalised"),
     "fsdp2-compiled-ac-selective": Cell(2, [HALF, f"{COMPILE}=true", f"{AC}.mode=selective"]),
     "fsdp2-fp8-gathered-ac-full": Cell(2, [HALF, *EMULATED, f"{FP8_PASS}.all_gather=true", f"{AC}=true"], "bf16", FP8),
     "copies2": Cell(2, [HALF, COPIES]),
@@ -220,6 +224,8 @@ CELLS: Mapping[str, Cell] = {
     "tp2-chunked": Cell(2, [TP2, *CHUNKED], "layernorm"),
     "tp2-packed": Cell(2, [TP2], "packed"),
     "tp2-auxiliary": Cell(2, [TP2], "auxiliary"),
+    "tp2-penalised": Cell(2, [TP2], "penalised"),
+    "tp2-penalised-chunked": Cell(2, [TP2, *PENALISED_IN_CHUNKS], "penalised"),
     "tp2-whole": Cell(2, [TP2], "whole"),
     "tp2-whole-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "whole"),
     "moe-tp2-without-sequence": Cell(2, [TP2], "moe whole positions"),
@@ -246,6 +252,7 @@ CELLS: Mapping[str, Cell] = {
     "pp2-dualpipe-v-packed": Cell(2, pp2("DualPipeV"), "packed"),
     "pp2-interleaved-zero-bubble-packed": Cell(2, pp2("InterleavedZeroBubble"), "packed"),
     "pp2-1f1b-auxiliary": Cell(2, pp2("1F1B"), "auxiliary"),
+    "pp2-zero-bubble-v-penalised": Cell(2, pp2("ZBVZeroBubble"), "penalised"),
     "pp2-zero-bubble-v-auxiliary": Cell(2, pp2("ZBVZeroBubble"), "auxiliary"),
     "pp2-zero-bubble-v-ac-full": Cell(2, [*pp2("ZBVZeroBubble"), f"{AC}=true"]),
     "pp2-zero-bubble-v-chunked": Cell(2, [*pp2("ZBVZeroBubble"), *CHUNKED]),

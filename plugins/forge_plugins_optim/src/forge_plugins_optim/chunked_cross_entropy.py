@@ -44,6 +44,16 @@ class ChunkedCrossEntropy:
         Raises:
             ConfigError: ``head`` does more than multiply by ``weight`` and add ``bias``, which this loss would skip.
         """
+        return self.with_z_loss(hidden, head, targets, 0.0)[0]
+
+    def with_z_loss(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, coefficient: float
+    ) -> tuple[LossSum, torch.Tensor]:
+        """Same as ``ZLossInside``; the gradient of the total has that of the penalty in it.
+
+        Raises:
+            ConfigError: as a call.
+        """
         part = part_of_head(hidden, head)
         if part is None and getattr(type(head), "forward", None) is not nn.Linear.forward:
             raise ConfigError(
@@ -54,8 +64,9 @@ class ChunkedCrossEntropy:
         wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
         columns = None if part is None else (part.start, part.group)
         flat = (inputs[0].flatten(0, 1), *inputs[1:], targets.flatten())
-        total, each = _ChunkedCrossEntropy.apply(*flat, self._chunk_size, wanted, columns)  # type: ignore[no-untyped-call]  # torch's
-        return LossSum(total, (targets != IGNORED).sum(), each.view(targets.shape))
+        options = (self._chunk_size, wanted, columns, coefficient)
+        total, each, penalty = _ChunkedCrossEntropy.apply(*flat, *options)  # type: ignore[no-untyped-call]  # torch's
+        return LossSum(total, (targets != IGNORED).sum(), each.view(targets.shape)), penalty
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -69,8 +80,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_size: int,
         wanted: tuple[bool, bool, bool],
         columns: tuple[int, dist.ProcessGroup] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``columns``: where this rank's part of a vocabulary that is shared out begins, and over which ranks."""
+        coefficient: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            columns: where this rank's part of a vocabulary that is shared out begins, and over which ranks.
+            coefficient: of the squared log-partition, whose gradient is added to that of the total.
+        """
         for_hidden, for_weight, for_bias = wanted
         first, group = columns or (0, None)
         accumulate = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -78,6 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if for_weight else None
         grad_bias_V = torch.zeros_like(weight_VD[:, 0], dtype=accumulate) if for_bias else None
         losses_T = hidden_TD.new_zeros(len(targets_T), dtype=accumulate)
+        penalty = losses_T.new_zeros(())
 
         for start in range(0, len(targets_T), chunk_size):
             chunk = slice(start, start + chunk_size)
@@ -89,16 +106,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
             if group is None:
                 log_probabilities_CV = torch.log_softmax(logits_CV, dim=1, dtype=accumulate)
+                partitions_C1 = logits_CV[:, :1].to(accumulate) - log_probabilities_CV[:, :1]
                 del logits_CV  # in fp32 it would be a second tensor of this size until the end of the chunk
                 losses_C1 = -log_probabilities_CV.gather(1, targets_C1)
                 probabilities_CV = log_probabilities_CV.exp_()
             else:
-                losses_C1, probabilities_CV = softmax_parts(logits_CV.to(accumulate), targets_C1, first, group)
+                logits_CV = logits_CV.to(accumulate)
+                losses_C1, probabilities_CV, partitions_C1 = softmax_parts(logits_CV, targets_C1, first, group)
             losses_T[chunk] = losses_C1.masked_fill(ignored_C1, 0).squeeze(1)
+            if coefficient:
+                partitions_C1 = partitions_C1.masked_fill(ignored_C1, 0)
+                penalty += coefficient * partitions_C1.square().sum()
             if not any(wanted):
                 continue
 
-            # d total / d logits = softmax − one_hot(target), 0 in ignored rows.
+            # d total / d logits = softmax − one_hot(target), 0 in ignored rows; d log-partition / d logits = softmax
+            if coefficient:
+                probabilities_CV *= 1 + 2 * coefficient * partitions_C1
             grad_logits_CV = subtract_targets(probabilities_CV, targets_C1, first)
             if grad_bias_V is not None:
                 grad_bias_V += (~ignored_C1).to(accumulate).squeeze(1) @ grad_logits_CV
@@ -110,13 +134,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
         ctx.dtype = hidden_TD.dtype
-        ctx.mark_non_differentiable(losses_T)
-        return losses_T.sum(), losses_T
+        ctx.mark_non_differentiable(losses_T, penalty)
+        return losses_T.sum(), losses_T, penalty
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), None, None, None, None
+    def backward(ctx: Any, grad_total: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), *[None] * 5
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import attrs
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
 
-from forge_core.api import Slot
-from forge_core.contracts.component_ref import ComponentRef
+from forge_core.api import ComponentRef, Slot
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -199,3 +198,23 @@ class ChunkedCrossEntropyConfig:
     dtype. Smaller chunks take less memory, and on a GPU more time: on an H200 with 16,384 tokens in bf16, D = 4096 and
     V = 128,256, chunks of 512, 1024, 2048, 4096 took 1.29, 1.07, 1.01, 0.98 times as long as the full logits do, and
     0.14, 0.17, 0.26, 0.42 times the memory."""
+
+
+@attrs.frozen(kw_only=True)
+class ZLossConfig:
+    """A penalty on the log-partition (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, section 5)."""
+
+    coefficient: float = attrs.field(default=1e-4, validator=gt(0))
+    """Factor on the squared log-partition of a token, in nats²."""
+    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
+    """The loss that the penalty is added to."""
+
+
+@attrs.frozen(kw_only=True)
+class LabelSmoothingConfig:
+    """Label smoothing (Szegedy et al., 2016, https://arxiv.org/abs/1512.00567, section 7)."""
+
+    smoothing: float = attrs.field(default=0.1, validator=and_(gt(0), lt(1)))
+    """The part of the target's probability that is spread over the whole vocabulary."""
+    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
+    """The loss whose targets are smoothed."""

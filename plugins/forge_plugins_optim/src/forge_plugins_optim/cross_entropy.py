@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core.contracts.loss import IGNORED, LossSum
+from forge_core.contracts.loss import IGNORED, LossSum, VocabularyPart
 from forge_plugins_optim.config import CrossEntropyConfig
 from forge_plugins_optim.vocabulary_parallel import part_of_head, vocabulary_parallel_cross_entropy
 
@@ -25,9 +25,32 @@ class CrossEntropy:
         vocabulary, each rank has those of its part only."""
         part = part_of_head(hidden, head)
         if part is not None:
-            logits = F.linear(part.hidden, part.weight, part.bias).flatten(0, 1).float()
-            each = vocabulary_parallel_cross_entropy(logits, targets.flatten(), part.start, part.group)
+            each, _ = _by_vocabulary(part, targets)
         else:
             logits = head(hidden).flatten(0, 1).float()
             each = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
-        return LossSum(each.sum(), (targets != IGNORED).sum(), each.detach().view(targets.shape))
+        return _summed(each, targets)
+
+    def with_z_loss(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, coefficient: float
+    ) -> tuple[LossSum, torch.Tensor]:
+        """Same as ``ZLossInside``."""
+        ignored = targets.flatten() == IGNORED
+        part = part_of_head(hidden, head)
+        if part is not None:
+            each, partitions = _by_vocabulary(part, targets)
+        else:
+            logits = head(hidden).flatten(0, 1).float()
+            partitions = logits.logsumexp(1)
+            chosen = logits.gather(1, targets.flatten().masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
+            each = (partitions - chosen).masked_fill(ignored, 0)
+        return _summed(each, targets), coefficient * partitions.masked_fill(ignored, 0).square().sum()
+
+
+def _by_vocabulary(part: VocabularyPart, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = F.linear(part.hidden, part.weight, part.bias).flatten(0, 1).float()
+    return vocabulary_parallel_cross_entropy(logits, targets.flatten(), part.start, part.group)
+
+
+def _summed(each: torch.Tensor, targets: torch.Tensor) -> LossSum:
+    return LossSum(each.sum(), (targets != IGNORED).sum(), each.detach().view(targets.shape))

@@ -86,6 +86,18 @@ def forge_losses() -> Iterator[Component]:
         factory="forge_plugins_optim.chunked_cross_entropy:chunked_cross_entropy",
         config="forge_plugins_optim.config:ChunkedCrossEntropyConfig",
     )
+    yield Component(
+        name="label_smoothing",
+        summary="another loss with targets of which a part is spread over the vocabulary",
+        factory="forge_plugins_optim.label_smoothing:label_smoothing",
+        config="forge_plugins_optim.config:LabelSmoothingConfig",
+    )
+    yield Component(
+        name="z_loss",
+        summary="another loss and a penalty on the squared log-partition (PaLM)",
+        factory="forge_plugins_optim.z_loss:z_loss",
+        config="forge_plugins_optim.config:ZLossConfig",
+    )
 
 
 @hookimpl
