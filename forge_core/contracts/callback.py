@@ -54,6 +54,8 @@ class RunContext:
     """Prints a line and writes it to ``log.txt``, on rank 0 only."""
     track_series: Callable[[int, Mapping[str, Sequence[float]]], None] = lambda step, series: None
     """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on rank 0 only."""
+    track_figure: Callable[[int, str, Path], None] = lambda step, name, path: None
+    """Sends a picture to the trackers, as ``Tracker.log_figure`` has it; on rank 0 only. The file must stay."""
     sum_over_stages: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Adds up, in place, what each pipeline stage has of a sum over the whole model, such as the square of a norm. All
     ranks must call it; without a pipeline nothing happens."""

@@ -21,6 +21,10 @@ class Tracker:
         """Called with values that belong together, such as ``load/<layer>``: one for each expert, in their order. To be
         drawn as a histogram, or left out by a service that draws none."""
 
+    def log_figure(self, step: int, name: str, path: Path) -> None:
+        """Called with a picture that a callback has drawn (``RunContext.track_figure``): a file such as a PNG, which
+        stays where it is at least until this returns."""
+
     def close(self, outcome: str) -> None:
         """Called once. ``outcome`` is ``"completed"``, ``"stopped"`` or ``"failed"``."""
 

@@ -11,7 +11,7 @@ import attrs
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.registry.component import Check, Command, Component, Kind, kind_words
-from forge_core.registry.entry_points import canonical_distribution
+from forge_core.registry.entry_points import canonical_distribution, extras_of
 from forge_core.registry.hookspecs import CORE_KINDS
 
 Status = Literal["ok", "broken", "incompatible", "disabled"]
@@ -60,6 +60,13 @@ class CatalogEntry:
     def qualified_name(self) -> str:
         """``"distribution:name"``, unambiguous with any set of installed plugins."""
         return f"{self.plugin.distribution}:{self.component.name}"
+
+    @property
+    def how_to_install(self) -> str:
+        """The words for a missing module: the distribution's extra of the component's name, if it has one."""
+        extra = f"{self.plugin.distribution}[{self.component.name}]"
+        has_one = self.component.name in extras_of(self.plugin.distribution)
+        return f"pip install '{extra}'" if has_one else "install what provides it"
 
     @property
     def deprecation(self) -> str:
@@ -134,7 +141,7 @@ class Catalog:
         if missing:
             raise ConfigError(
                 f"{kind_words(kind)} '{provided.component.name}' of {provided.plugin} needs "
-                f"{', '.join(repr(module) for module in missing)}, which cannot be imported; install what provides it"
+                f"{', '.join(repr(module) for module in missing)}, which cannot be imported; {provided.how_to_install}"
             )
         return provided
 

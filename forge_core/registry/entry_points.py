@@ -55,6 +55,16 @@ def canonical_distribution(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def extras_of(distribution: str) -> list[str]:
+    """The optional parts that a distribution names; none if it is not installed."""
+    from importlib import metadata  # for what is missing alone
+
+    try:
+        return metadata.metadata(distribution).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
 def _installed_in(directory: str) -> Iterator[tuple[str, str, str]]:
     try:
         entries = sorted(entry for entry in os.listdir(directory) if entry.endswith(".dist-info"))  # noqa: PTH208

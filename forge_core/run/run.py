@@ -256,6 +256,7 @@ class _Training:
             requests=requests,
             log=setup.console.line,
             track_series=self._trackers.log_series,
+            track_figure=self._trackers.log_figure,
             sum_over_stages=lambda tensor: mesh.sum_over(tensor, ("pp",)),
         )
         return Run(

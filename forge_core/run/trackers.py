@@ -43,18 +43,19 @@ class Trackers:
     ) -> None:
         self._patience = job.run.trackers_timeout
         names = [(f"plugin.{use.provider}.tracker.{use.name}", (index, use)) for index, use in enumerate(job.trackers)]
-        self._served = [
-            _Served(
+        self._served: list[_Served] = []
+        for namespace, (index, use) in by_namespace(names if active else []):
+            one = _Served(
                 f"trackers[{index}] {use.qualified_name}",
                 namespace,
                 partial(build, use, run_name=str(job.run.name), run_dir=run_dir, job=job_table(job)),
                 saved.get(namespace, {}),
                 say,
             )
-            for namespace, (index, use) in by_namespace(names if active else [])
-        ]
-        for one in self._served:
-            one.is_built.wait()  # its files in the run's directory are there before the first step
+            # one after the other, as what a factory prints is caught for the whole process; and before the first step,
+            # when its files in the run's directory are there
+            one.is_built.wait()
+            self._served.append(one)
         known = {one.namespace for one in self._served}
         for namespace in sorted(saved.keys() - known) if active else ():
             say(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
@@ -69,6 +70,10 @@ class Trackers:
         now = {name: list(values) for name, values in series.items()}  # whoever calls may go on using its lists
         for one in self._served:
             one.give_line(lambda tracker: tracker.log_series(step, now))
+
+    def log_figure(self, step: int, name: str, path: Path) -> None:
+        for one in self._served:
+            one.give_line(lambda tracker: tracker.log_figure(step, name, path))
 
     def states(self) -> Mapping[str, Any]:
         """By namespace, to be saved: each after all lines that have been logged. That of one that has failed, or that

@@ -258,8 +258,12 @@ def _import_everything() -> None:
                     importlib.import_module(module)
 
 
-_DEAR = ("forge_plugins_parallel.fp8", "forge_plugins_torchft")
-"""Modules that import further libraries, which hardly a test needs."""
+_DEAR = (
+    "forge_plugins_parallel.fp8",
+    "forge_plugins_torchft",
+    *(f"forge_plugins_monitor.{name}_tracker" for name in ("mlflow", "tensorboard", "wandb")),
+)
+"""Modules that import further libraries, which hardly a test needs, and which may start threads."""
 
 
 def _serve(connection: socket.socket) -> dict[str, Any]:

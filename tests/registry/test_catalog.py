@@ -166,6 +166,14 @@ def test_a_missing_optional_module_is_named_before_anything_is_built():
     assert Catalog([needy]).find("router", "sparse").component.name == "sparse"
 
 
+def test_a_missing_module_that_an_extra_of_the_components_name_brings_says_so():
+    needy = plugin("forge-plugins-parallel", ("parallel_pass", component("fp8", modules=["megablocks.ops"])))
+
+    assert message(Catalog([needy]), "parallel_pass", "fp8").endswith(
+        "which cannot be imported; pip install 'forge-plugins-parallel[fp8]'"
+    )
+
+
 def test_a_command_of_two_plugins_is_an_error_on_use():
     command = Command(name="extract", summary="s", run="a.b:c")
     catalog = Catalog([plugin("acme", commands=(command,)), plugin("beta", commands=(command,))])

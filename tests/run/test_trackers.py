@@ -98,6 +98,40 @@ def test_everything_of_a_tracker_happens_on_one_thread(serve):
     assert threading.current_thread() not in tracker.threads
 
 
+def test_a_picture_goes_to_all_of_them_in_its_place(serve, tmp_path):
+    class Drawing(Counting):
+        def log_figure(self, step, name, path):
+            self.lines.append((step, name, path))
+
+    drawing, other = Drawing(), Counting()
+    served, said = serve(drawing, other)
+
+    lines(served, [1])
+    served.log_figure(1, "map", tmp_path / "map.png")
+    lines(served, [2])
+    served.close("completed")
+
+    assert drawing.lines[1] == (1, "map", tmp_path / "map.png")
+    assert (len(drawing.lines), len(other.lines), said) == (4, 3, [])
+
+
+def test_they_are_built_one_after_the_other(serve):
+    """Side by side, the output of the whole process went on under the name of one of them."""
+    under_way, most = [], []
+
+    class Slow(Counting):
+        def __init__(self):
+            super().__init__()
+            under_way.append(self)
+            most.append(len(under_way))
+            time.sleep(0.05)
+            under_way.remove(self)
+
+    serve(Slow, Slow, Slow)
+
+    assert most == [1, 1, 1]
+
+
 def test_one_that_hangs_is_left_at_the_end_and_others_get_every_line(serve):
     hanging, well = Stuck(), Counting()
     served, said = serve(

@@ -32,8 +32,8 @@ OVERRIDES = {
     "no time limit": (["run.time_limit=0"], "run.time_limit: 0 is not a time limit"),
     "unknown component": (["model.name=transfomer"], "Did you mean 'transformer'?"),
     "one that is not written yet": (
-        ['trackers=[{name="wandb"}]'],
-        "provides a tracker named 'wandb'",
+        ['trackers=[{name="carrier_pigeon"}]'],
+        "provides a tracker named 'carrier_pigeon'",
     ),
     "string for a number": (['optimizer.lr="fast"'], 'optimizer.lr: expected a number, got the string "fast"'),
     "float for an integer": (["train.steps=5.0"], "train.steps: expected an integer, got the float 5.0 (write 5)"),

@@ -19,6 +19,32 @@ def forge_callbacks() -> Iterable[Component]:
 
 
 @hookimpl
+def forge_trackers() -> Iterable[Component]:
+    """Where metrics are sent."""
+    yield Component(
+        name="mlflow",
+        summary="MLflow: a server or a database",
+        factory="forge_plugins_monitor.mlflow_tracker:Mlflow",
+        config="forge_plugins_monitor.tracker_config:MlflowConfig",
+        modules=("mlflow",),
+    )
+    yield Component(
+        name="tensorboard",
+        summary="event files of TensorBoard in the run's directory",
+        factory="forge_plugins_monitor.tensorboard_tracker:TensorBoard",
+        config="forge_plugins_monitor.tracker_config:TensorBoardConfig",
+        modules=("tensorboard",),
+    )
+    yield Component(
+        name="wandb",
+        summary="Weights & Biases, online or offline",
+        factory="forge_plugins_monitor.wandb_tracker:Wandb",
+        config="forge_plugins_monitor.tracker_config:WandbConfig",
+        modules=("wandb",),
+    )
+
+
+@hookimpl
 def forge_checks() -> Iterable[Check]:
     """What ``forge doctor`` looks at on every machine, in the order of its report."""
     folder = "forge_plugins_monitor.doctor"
