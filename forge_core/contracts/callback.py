@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.sections import Job
+    from forge_core.contracts.tokenizer import Tokenizer
 
 
 TIME_LIMIT = "the time limit"
@@ -52,6 +53,15 @@ class RunContext:
     requests: Requests
     log: Callable[[str], None]
     """Prints a line and writes it to ``log.txt``, on rank 0 only."""
+    parameters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
+    """Those of ``parts`` by their names in the whole model; a tied one once."""
+    tokenizer: Tokenizer | None = None
+    """The training data's; ``None`` if they have none."""
+    report: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None
+    """Takes device scalars by name, to be logged with the step's own values in ``metrics.jsonl`` and by trackers: one
+    step late, so that the host does not wait. Called in ``before_optimizer_step`` and ``step_end``; nothing happens in
+    a step that is not logged. All ranks must report alike but for pipeline stages, over which values are summed, and
+    which have to report at the first logged step what they ever will."""
     track_series: Callable[[int, Mapping[str, Sequence[float]]], None] = lambda step, series: None
     """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on rank 0 only."""
     track_figure: Callable[[int, str, Path], None] = lambda step, name, path: None
@@ -100,6 +110,12 @@ class Callback:
 
     def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         """Host values of an earlier step have arrived, on rank 0 only (as in ``metrics.jsonl``)."""
+
+    def eval_start(self, run: RunContext, step: int) -> None:
+        """Before the first batch of an evaluation; the parts are in evaluation mode."""
+
+    def eval_batch(self, run: RunContext, step: int, batch: Mapping[str, torch.Tensor]) -> None:
+        """After each batch of an evaluation; ``batch`` is this rank's, on the device."""
 
     def eval_end(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation; values are global and equal on all ranks."""

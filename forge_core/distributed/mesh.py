@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from forge_core.config.sections import AXES, Job
 from forge_core.distributed.environment import refuse_unknown_host, refuse_unknown_interfaces, why_not_joined
 from forge_core.errors import ConfigError
-from forge_core.passes.order import resolve_degrees
+from forge_core.job import resolve_degrees
 
 T = TypeVar("T")
 

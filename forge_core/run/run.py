@@ -45,7 +45,7 @@ from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.replication import JoinedReplicas, Replicas
 from forge_core.train.rollback import Rollback
-from forge_core.train.run import Run
+from forge_core.train.run import Reports, Run
 from forge_core.train.saving import Contents, Saving
 from forge_core.train.step_guard import NonFiniteSearch, StepGuard
 from forge_core.train.step_modules import StepModules
@@ -243,7 +243,7 @@ class _Training:
 
     def _make_run(self, built: Built) -> Run:
         setup, mesh = self._setup, self._setup.mesh
-        requests = Requests()
+        requests, reports = Requests(), Reports()
         context = RunContext(
             job=setup.job,
             run_dir=setup.directory.path,
@@ -255,6 +255,9 @@ class _Training:
             total_steps=setup.job.train.steps,
             requests=requests,
             log=setup.console.line,
+            parameters=built.model.parameters,
+            tokenizer=setup.source.tokenizer,
+            report=reports.add,
             track_series=self._trackers.log_series,
             track_figure=self._trackers.log_figure,
             sum_over_stages=lambda tensor: mesh.sum_over(tensor, ("pp",)),
@@ -267,6 +270,7 @@ class _Training:
             supervisor=setup.peers,
             consensus=Consensus(requests),
             record=self._record,
+            reports=reports,
         )
 
     def _record(self, values: Mapping[str, float]) -> None:
@@ -301,12 +305,13 @@ class _Training:
     def _make_evaluations(self, built: Built, metrics: Metrics) -> Evaluations:
         run, setup = self._run, self._setup
 
-        def is_given_up() -> bool:
+        def after_batch(batch: Mapping[str, torch.Tensor]) -> bool:
             setup.peers.beat()  # there may be more batches than a step has time for
+            run.emit("eval_batch", step=self._trainer.step, batch=batch)
             return run.consensus.any_rank(bool(run.requests.stop))
 
         context = PassContext(setup.mesh, setup.job, setup.device)
-        evaluator = ModelEvaluator(context, built.model, setup.source.tokenizer, setup.console.line, is_given_up)
+        evaluator = ModelEvaluator(context, built.model, setup.source.tokenizer, setup.console.line, after_batch)
         return Evaluations(run, evaluator, setup.validation, setup.evaluations, metrics)
 
     def _make_replicas(self) -> Replicas:

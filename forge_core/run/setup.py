@@ -24,8 +24,7 @@ from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_ra
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
-from forge_core.job import check_device
-from forge_core.passes.order import sort_passes
+from forge_core.job import check_device, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.run.console import Console
 from forge_core.run.directory import RunDirectory

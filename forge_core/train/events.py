@@ -16,6 +16,8 @@ EVENTS = (
     "before_optimizer_step",
     "step_end",
     "step_logged",
+    "eval_start",
+    "eval_batch",
     "eval_end",
     "checkpoint_saved",
     "run_end",

@@ -12,6 +12,7 @@ from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
 from forge_core.data.loader import BatchLoader
 from forge_core.distributed.mesh import LOSS_AXES
+from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.run import Run
 from forge_core.train.step_guard import StepGuard
@@ -50,6 +51,7 @@ class Metrics:
         self._modules = modules
         self._guard = guard
         self._tokens_a_step = train.batch_size * (train.grad_accumulation or 1) * run.mesh.dp_size * train.seq_len
+        self._ready: tuple[int, dict[str, torch.Tensor], dict[str, float]] | None = None
         self._pending: Pending | None = None
         # of all pipeline stages, asked for once, at the first step that is logged
         self._auxiliary_names: list[str] | None = None
@@ -75,7 +77,7 @@ class Metrics:
         self._steps += 1
 
     def submit(self, context: StepContext, rate: float) -> torch.Tensor:
-        """Start to copy the values of a step to the host.
+        """Take the values of a step, which ``send`` sends.
 
         Args:
             context: its ``metrics`` have ``loss``, this rank's part of it, and norms, equal on all ranks.
@@ -95,9 +97,23 @@ class Metrics:
         tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
         tensors |= self._modules.metrics(self._run.device)
         known = {"lr": rate, "tokens": context.tokens, **self._speed()}
-        self._copy(context.step, tensors | {"skipped": self._guard.skipped}, known)
+        self._ready = context.step, tensors | {"skipped": self._guard.skipped}, known
         self._start_window()
         return loss
+
+    def send(self) -> None:
+        """Start to copy the values of a logged step to the host, with what callbacks have reported of it.
+
+        Raises:
+            PluginError: a callback has reported what the step has itself.
+        """
+        if self._ready is None:
+            return
+        (step, tensors, known), self._ready = self._ready, None
+        reported = self._run.reports.take(self._run.mesh, self._run.device)
+        if taken := reported.keys() & (tensors.keys() | known.keys() | {"step"}):
+            raise PluginError(f"a callback reports {sorted(taken)[0]!r}, which the step has itself; take another name")
+        self._copy(step, tensors | reported, known)
 
     def _speed(self) -> dict[str, float]:
         """Since the last logged step, or ``restart``."""

@@ -29,7 +29,7 @@ class ModelEvaluator:
     """The ``EvaluationContext`` of the contract.
 
     Args:
-        is_given_up: asked after each batch; all ranks are told the same.
+        after_batch: called with each batch; returns whether to give up, on all ranks the same.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ModelEvaluator:
         model: BuiltModel,
         tokenizer: Tokenizer | None,
         log: Callable[[str], None],
-        is_given_up: Callable[[], bool] = lambda: False,
+        after_batch: Callable[[Batch], bool] = lambda batch: False,
     ) -> None:
         self.job = context.job
         self.rank = context.mesh.rank
@@ -48,7 +48,7 @@ class ModelEvaluator:
         self.log = log
         self._mesh = context.mesh
         self._model = model
-        self._is_given_up = is_given_up
+        self._after_batch = after_batch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -66,9 +66,9 @@ class ModelEvaluator:
         n_targets = 0
         for batch in self._batches(source, samples):
             n_targets += count_targets(batch)
-            sums += torch.stack(self._model.executor.evaluate(to_device(batch, self.device)))
-            self._refuse_given_up()
-        self._refuse_given_up()
+            on_device = to_device(batch, self.device)
+            sums += torch.stack(self._model.executor.evaluate(on_device))
+            self._note(on_device)
         total, count = self._mesh.sum_over(sums, LOSS_AXES).tolist()
         n_valid = self._mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
         if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
@@ -78,8 +78,9 @@ class ModelEvaluator:
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Batch]:
         """Same as ``EvaluationContext.batches``."""
         for batch in self._batches(source, samples):
-            yield to_device(batch, self.device)
-            self._refuse_given_up()
+            on_device = to_device(batch, self.device)
+            yield on_device
+            self._note(on_device)
 
     def predict(self, batch: Batch) -> torch.Tensor | None:
         """Same as ``EvaluationContext.predict``.
@@ -108,8 +109,8 @@ class ModelEvaluator:
         mesh, size = self._mesh, self.job.train.batch_size
         return evaluation_batches(source, batch_size=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, samples=samples)
 
-    def _refuse_given_up(self) -> None:
-        if self._is_given_up():
+    def _note(self, batch: Batch) -> None:
+        if self._after_batch(batch):
             raise GivenUpError
 
     def _wide(self) -> torch.dtype:

@@ -13,6 +13,7 @@ from forge_core.config.sections import Job
 from forge_core.contracts.callback import Requests, RunContext
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import Mesh
+from forge_core.errors import PluginError
 from forge_core.train.events import Events
 
 
@@ -36,6 +37,51 @@ class Supervisor(Protocol):
         """A context in which a step may take so many seconds."""
 
 
+class Reports:
+    """Values that callbacks report of a step, until they are logged with it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        self._names: list[str] | None = None
+
+    def clear(self) -> None:
+        """Forget those of a step that is not logged."""
+        self._values.clear()
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Same as ``RunContext.report``.
+
+        Raises:
+            PluginError: a value is no scalar tensor.
+        """
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor) or value.ndim:
+                found = f"a tensor of the shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+                raise PluginError(f"run.report takes device scalars; {name!r} is {found}")
+            self._values[name] = value.detach()
+
+    def take(self, mesh: Mesh, device: torch.device) -> dict[str, torch.Tensor]:
+        """Those of this step, summed over pipeline stages. All ranks of a pipeline call it.
+
+        Raises:
+            PluginError: a name that no stage has reported at the first logged step.
+        """
+        values, self._values = self._values, {}
+        if mesh.degrees["pp"] == 1:
+            return values
+        if self._names is None:
+            stages = mesh.gather_over("pp", [*values])
+            self._names = list(dict.fromkeys(name for stage in stages for name in stage))
+        if late := values.keys() - set(self._names):
+            what = f"{sorted(late)[0]!r} was not among what callbacks reported at the first logged step"
+            raise PluginError(f"run.report: {what}, and with a pipeline all that they ever report must be")
+        if not self._names:
+            return {}
+        nothing = torch.zeros((), device=device)
+        stacked = torch.stack([values.get(name, nothing).to(torch.float32) for name in self._names])
+        return dict(zip(self._names, mesh.sum_over(stacked, ("pp",)).unbind(), strict=True))
+
+
 @attrs.frozen(kw_only=True)
 class Run:
     """Each service is given it first, and takes what it needs."""
@@ -49,6 +95,8 @@ class Run:
     consensus: Consensus
     record: Callable[[Mapping[str, float]], None]
     """Takes the values of a logged step or of an evaluation, to files and trackers."""
+    reports: Reports = attrs.field(factory=Reports)
+    """Takes what callbacks report of a step."""
 
     @property
     def job(self) -> Job:

@@ -117,11 +117,13 @@ class Trainer:
         if context.logged:
             values["loss"] = self.metrics.submit(context, rate)
         run.emit("step_end", context=context)
+        self.metrics.send()
         return True
 
     def _begin_step(self) -> int:
         """Seed the generators: a step draws the same random numbers after a resume, with nothing to save; and others
         on ranks, of all replicas, that have other samples, positions or layers."""
+        self.run.reports.clear()
         self.run.emit("step_start", step=self.step)
         mesh, device = self.run.mesh, self.run.device
         number = self.replicas.share.index * mesh.world_size + mesh.noise_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -157,6 +158,8 @@ class SmallRun:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.lines: list[str] = []
         """What the callback has logged."""
+        self.reports: list[Mapping[str, torch.Tensor]] = []
+        """What it has reported."""
         self.host_reads: set[str] = set()
         """Events in which a tensor was read on the host."""
         self.run = RunContext(
@@ -170,6 +173,8 @@ class SmallRun:
             total_steps=steps,
             requests=Requests(),
             log=self.lines.append,
+            parameters=dict(self.model.named_parameters()),
+            report=self.reports.append,
         )
 
     def go(self, logged: bool = True) -> None:
@@ -199,6 +204,8 @@ class SmallRun:
                 }
                 self._call("step_logged", step=step, metrics=values)
         if logged:
+            self._call("eval_start", step=self._steps)
+            self._call("eval_batch", step=self._steps, batch={"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
             self._call("eval_end", step=self._steps, metrics={"eval/loss": 1.0, "eval/perplexity": 2.718})
             self._call("checkpoint_saved", step=self._steps, path=self._checkpoint)
             self._call("run_end", step=self._steps, stopped="")

@@ -22,3 +22,11 @@ class HealthConfig:
     on_memory_errors: Literal["stop", "warn"] = "stop"
     """What to do when a GPU has had memory errors that could not be corrected: save and stop with exit code 3, so that
     the run can go on elsewhere, or only say so."""
+
+
+@attrs.frozen(kw_only=True)
+class LayerNormsConfig:
+    """Norms of each layer, in the steps that are logged."""
+
+    updates: bool = True
+    """Also how far the update moves each layer, for which this rank's weights are copied in these steps."""

@@ -16,6 +16,12 @@ def forge_callbacks() -> Iterable[Component]:
         factory="forge_plugins_monitor.health:Health",
         config="forge_plugins_monitor.config:HealthConfig",
     )
+    yield Component(
+        name="layer_norms",
+        summary="norms of gradients and weights, and how far updates move them, layer by layer",
+        factory="forge_plugins_monitor.layer_norms:LayerNorms",
+        config="forge_plugins_monitor.config:LayerNormsConfig",
+    )
 
 
 @hookimpl

@@ -1,0 +1,100 @@
+"""``run.report``: what callbacks report of a step stands in its line, in every layout."""
+
+import pytest
+import torch
+
+from forge_core.errors import PluginError
+from forge_core.train.run import Reports
+
+NORMS = ["callbacks=[{name='layer_norms'}]", "train.steps=5", "metrics.interval=2", "train.batch_size=4"]
+LAYOUTS = {
+    "fsdp": ["--nproc", "2", "train.batch_size=2"],
+    "pp": ["--nproc", "2", "parallel.pp=2", "train.batch_size=2", "train.grad_accumulation=2"],
+    "tp": ["--nproc", "2", "parallel.tp=2"],
+}
+
+
+def norms(line):
+    return {key: value for key, value in line.items() if key.startswith(("gradient_norm/", "weight_norm/", "update_"))}
+
+
+@pytest.fixture(scope="module")
+def alone(shared_tiny):
+    return shared_tiny.completed(*NORMS, "run.name=alone")
+
+
+def test_a_logged_step_has_what_is_reported_of_it(alone):
+    assert [line["step"] for line in alone] == [1, 2, 4, 5]
+    layers = {"embed", "blocks.0", "blocks.1", "norm", "head"}
+    for line in alone:
+        assert norms(line).keys() == {
+            f"{what}/{layer}" for what in ("gradient_norm", "weight_norm", "update_ratio") for layer in layers
+        }
+        squares = sum(value**2 for key, value in line.items() if key.startswith("gradient_norm/"))
+        assert squares == pytest.approx(line["grad_norm"] ** 2, rel=1e-5)
+    first, last = norms(alone[0]), norms(alone[-1])
+    assert all(first[key] != last[key] for key in first), "each line has its own step's"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_the_same_in_every_layout(shared_tiny, alone, layout):
+    lines = shared_tiny.completed(*NORMS, f"run.name={layout}", *LAYOUTS[layout])
+
+    for line, expected in zip(lines, alone, strict=True):
+        assert norms(line) == pytest.approx(norms(expected), rel=1e-3)
+
+
+class Mesh:
+    """One stage of two, of which the other one has reported nothing."""
+
+    degrees = {"pp": 2}
+
+    def gather_over(self, axis, value):
+        return [value, []]
+
+    def sum_over(self, value, axes):
+        return value
+
+
+def test_a_value_that_is_no_scalar_is_refused():
+    with pytest.raises(PluginError, match=r"'x' is a tensor of the shape \(2,\)"):
+        Reports().add({"x": torch.zeros(2)})
+    with pytest.raises(PluginError, match=r"'x' is 1\.0"):
+        Reports().add({"x": 1.0})
+
+
+def test_with_a_pipeline_a_name_that_comes_later_is_refused():
+    reports = Reports()
+    reports.add({"a": torch.ones(())})
+    assert reports.take(Mesh(), torch.device("cpu")) == {"a": torch.ones(())}
+
+    reports.add({"b": torch.ones(())})
+    with pytest.raises(PluginError, match="'b' was not among what callbacks reported at the first logged step"):
+        reports.take(Mesh(), torch.device("cpu"))
+
+
+def test_what_a_step_has_itself_is_no_callbacks_to_report(tiny, monkeypatch):
+    from forge_plugins_monitor.layer_norms import LayerNorms
+
+    monkeypatch.setattr(LayerNorms, "step_end", lambda self, run, context: run.report({"loss": torch.ones(())}))
+
+    with pytest.raises(PluginError, match="a callback reports 'loss', which the step has itself"):
+        tiny.completed(*NORMS)
+
+
+def test_evaluations_have_their_events(tiny, monkeypatch):
+    from forge_plugins_monitor.layer_norms import LayerNorms
+
+    heard = []
+    monkeypatch.setattr(LayerNorms, "eval_start", lambda self, step: heard.append(("start", step)), raising=False)
+    monkeypatch.setattr(
+        LayerNorms,
+        "eval_batch",
+        lambda self, run, step, batch: heard.append((step, tuple(batch["tokens"].shape), run.parts[0].training)),
+        raising=False,
+    )
+    monkeypatch.setattr(LayerNorms, "eval_end", lambda self, step: heard.append(("end", step)), raising=False)
+
+    tiny.completed(*NORMS, "eval.interval=5", "eval.batches=2")
+
+    assert heard == [("start", 5), (5, (4, 32), False), (5, (4, 32), False), ("end", 5)]
