@@ -241,11 +241,13 @@ def _ineffective(job: Job, table: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _without_effect(job: Job) -> dict[tuple[str, ...], str]:
+def _without_effect(job: Job) -> dict[KeyPath, str]:
     """Keys that do nothing in this job, with any value, and why. They may not be given, nor are they written."""
-    keys: dict[tuple[str, ...], str] = {}
+    keys: dict[KeyPath, str] = {}
     data = job.data.config
-    if isinstance(data, DataSourceConfig) and not data.shuffle:
+    if isinstance(data, DataSourceConfig) and data.has_own_order:
+        keys["data", "shuffle"] = f"has no effect: '{job.data.name}' says itself what stands where; remove it"
+    elif isinstance(data, DataSourceConfig) and not data.shuffle:
         keys["train", "data_seed"] = "has no effect while data.shuffle = false; remove it"
     if isinstance(data, DataSourceConfig) and data.workers == 0:
         keys["data", "prefetch"] = "has no effect while data.workers = 0, as nothing is read ahead; remove it"
@@ -253,17 +255,25 @@ def _without_effect(job: Job) -> dict[tuple[str, ...], str]:
         keys["anomalies", "spike_window"] = "has no effect while anomalies.spike_factor = 0; remove it"
     if not job.checkpoint.keep_best:
         keys["checkpoint", "best_metric"] = keys["checkpoint", "best_is"] = "has no effect without keep_best"
-    for field in attrs.fields(DataSourceConfig):
-        key = ("eval", "data", str(field.alias))
-        keys[key] = "has no effect: an evaluation reads its data in order and not ahead; remove it"
+    for path, use in components(job):
+        if use.kind != "data_source" or path == ("data",):
+            continue
+        why = "the source around it decides on order and reading ahead"
+        if path == ("eval", "data"):
+            why = "an evaluation reads its data in order and not ahead"
+        for field in attrs.fields(DataSourceConfig):
+            keys[*path, str(field.alias)] = f"has no effect: {why}; remove it"
     return keys
 
 
-def _table_at(table: Mapping[str, Any], way: Sequence[str]) -> dict[str, Any]:
+def _table_at(table: Mapping[str, Any], way: Sequence[str | int]) -> dict[str | int, Any]:
     """The table within tables; an empty one if it is not there, or only a component's name stands there."""
     found: Any = table
     for key in way:
-        found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, list) and isinstance(key, int):
+            found = found[key]
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, dict) else {}
 
 

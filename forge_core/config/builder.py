@@ -15,10 +15,7 @@ from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
 
-__all__ = ["OFFERED", "ComponentBuilder", "load_reference", "output_of"]
-
-OFFERED = ("build", "tokens_per_step")
-"""Keywords that a factory is given if it takes them, and is none the worse without."""
+__all__ = ["ComponentBuilder", "load_reference", "output_of"]
 
 
 class ComponentBuilder:
@@ -30,8 +27,10 @@ class ComponentBuilder:
     def __call__(self, use: ComponentRef, /, **given: Any) -> Any:
         what = f"the factory of {kind_words(use.kind)} '{use.name}'"
         factory = load_reference(use.factory, what=what, owner=use.provider)
-        taken = _taken_of({"build": self, **given}, factory)
-        given = {name: value for name, value in given.items() if name not in OFFERED} | taken
+        given = {"build": self, **given}
+        for name in ("build", *self._catalog.kinds[use.kind].optional):
+            if name in given and not _takes(factory, name):
+                del given[name]
         self._refuse_signature(use, factory, given)
         try:
             with output_of(use.provider):
@@ -80,11 +79,9 @@ class ComponentBuilder:
             raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
 
 
-def _taken_of(given: Mapping[str, Any], factory: Callable[..., Any]) -> dict[str, Any]:
-    """The keywords of ``OFFERED`` that ``factory`` takes."""
+def _takes(factory: Callable[..., Any], name: str) -> bool:
     try:
-        parameters = inspect.signature(factory).parameters
+        parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # some callables written in C do not say
-        return {}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: given[name] for name in OFFERED if name in given and (takes_all or name in parameters)}
+        return False
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -14,6 +14,8 @@ class Builder(Protocol):
     def __call__(self, use: ComponentRef, /, **given: Any) -> Any:
         """Import the factory of ``use`` and call it with its config, ``given``, and ``build=self`` if it asks for it.
 
+        Keywords that are optional for its kind (``Kind.optional``) are left out where the factory does not take them.
+
         Raises:
             PluginError: the factory cannot be imported; the message names the distribution whose bug it is.
         """

@@ -1,9 +1,9 @@
-"""Data sources: the samples, by index. The order in which they are used is up to ``forge_core.data``."""
+"""Data sources: the samples, by index or by position. The order of indexed ones is up to ``forge_core.data``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
 
@@ -19,6 +19,9 @@ Split = Literal["train", "validation", "all"]
 @attrs.frozen(kw_only=True)
 class DataSourceConfig:
     """The keys that every data source has. Config classes of sources extend this one."""
+
+    has_own_order: ClassVar[bool] = False
+    """True for a ``PositionedSource``: the key ``shuffle`` would do nothing, and is refused."""
 
     shuffle: bool = True
     """Visit the samples of each epoch in a pseudo-random order that depends on the seed and the epoch alone."""
@@ -61,6 +64,33 @@ class DataSource(Protocol):
 
 
 @runtime_checkable
+class PositionedSource(Protocol):
+    """A source that says itself which sample stands at each position of the run, and so has neither length nor epochs.
+
+    It has this method in place of ``__len__`` and ``read``, and its config class has ``has_own_order = True``. What is
+    read at a position depends on nothing but the factory's arguments: not on what was read before, nor on the number of
+    ranks. For the splits ``"validation"`` and ``"all"``, which are evaluated, the factory returns a ``DataSource``, as
+    an evaluation has an end.
+    """
+
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    """All three as ``DataSource`` has them."""
+
+    def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """The samples at these positions of the run, stacked, as ``DataSource.read`` returns them.
+
+        Args:
+            positions: ``(B,)`` int64 from 0, without an upper limit, repetitions allowed.
+        """
+        ...
+
+
+Source = DataSource | PositionedSource
+
+
+@runtime_checkable
 class CheckedSource(Protocol):
     """The protocol of sources that can verify their files."""
 
@@ -81,15 +111,20 @@ class CheckedSource(Protocol):
 class DataSourceFactory(Protocol):
     """The signature of the factory that a description names."""
 
-    def __call__(self, config: Any, /, *, seq_len: int, split: Split, build: Builder) -> DataSource:
-        """Open the data.
+    def __call__(
+        self, config: Any, /, *, seq_len: int, split: Split, build: Builder, seed: int, samples_per_step: int
+    ) -> Source:
+        """Open the data. A factory may do without ``build``, ``seed`` and ``samples_per_step``.
 
         Args:
             config: extends ``DataSourceConfig``.
             seq_len: ``S``, tokens a sample.
             split: ``"train"`` and ``"validation"`` are disjoint parts of the same data, fixed by the config alone;
                 ``"all"`` is everything (a source that is named under ``[eval.data]``).
-            build: builds the tokenizer that the config names.
+            build: builds the tokenizer that the config names, and sources within this one.
+            seed: ``train.data_seed``, or ``train.seed``; for orders of a source's own.
+            samples_per_step: ``train.global_batch_size``. Step ``k``, from 1, begins at position ``(k − 1)`` times
+                that, if no step was left out.
 
         Raises:
             ConfigError: data missing, empty, damaged or too small, or ``"validation"`` asked of a source that holds

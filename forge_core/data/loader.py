@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.data_source import DataSource, PositionedSource
 from forge_core.contracts.loss import IGNORED
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError, ForgeError
@@ -142,9 +142,10 @@ class BatchLoader:
         self.close()
 
     def _cut(self, dp_rank: int, dp_size: int) -> None:
-        batch_size, grad_accumulation, samples = self._batch_size, self._grad_accumulation, len(self.stream.source)
+        batch_size, grad_accumulation, source = self._batch_size, self._grad_accumulation, self.stream.source
         self.samples_per_step = batch_size * grad_accumulation * dp_size
-        if samples < self.samples_per_step:
+        samples = None if isinstance(source, PositionedSource) else len(source)
+        if samples is not None and samples < self.samples_per_step:
             raise ConfigError(
                 f"the training data have {samples} samples, fewer than the {self.samples_per_step} of one "
                 f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.data_source import PositionedSource, Source
 from forge_core.data.permutation import permute
 
 _BLOCK = 512
@@ -18,14 +18,15 @@ class SampleStream:
     """A source without end: epoch after epoch, each in an order of its own.
 
     Position ``p`` is sample ``p mod n`` of epoch ``p div n``, where ``n = len(source)``; epochs follow each other
-    without a gap, so that a batch may have samples of two. Reading is safe from several threads.
+    without a gap, so that a batch may have samples of two. A ``PositionedSource`` says itself what stands at ``p``.
+    Reading is safe from several threads.
 
     Args:
         left_out: stretches ``[start, stop)`` of the whole stream that this one goes without, apart from each other and
             in their order. What comes after one moves up, so that positions have no gaps.
     """
 
-    def __init__(self, source: DataSource, seed: int, shuffle: bool, left_out: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, source: Source, seed: int, shuffle: bool, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.source = source
         self.seed = seed
         self.shuffle = shuffle
@@ -34,10 +35,13 @@ class SampleStream:
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """The samples at ``positions`` ``(B,)``, any integers from 0, as ``DataSource.read`` returns them."""
+        if isinstance(self.source, PositionedSource):
+            return self.source.read_at(self.numbers(positions))
         return self.source.read(self.indices(positions))
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Which samples of the source are at ``positions`` ``(B,)``: int64 ``(B,)``."""
+        """Which samples of an indexed source are at ``positions`` ``(B,)``: int64 ``(B,)``."""
+        assert not isinstance(self.source, PositionedSource), "it has no index"
         epochs, offsets = np.divmod(self.numbers(positions), len(self.source))
         if not self.shuffle:
             return offsets
@@ -67,5 +71,6 @@ class SampleStream:
         return SampleStream(self.source, self.seed, self.shuffle, sorted([*outside, (first, last + 1)]))
 
     def _permuted_block(self, epoch: int, block: int) -> np.ndarray:
+        assert not isinstance(self.source, PositionedSource), "as in indices"
         n = len(self.source)
         return permute(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, n)), n, self.seed, epoch)

@@ -186,6 +186,8 @@ class Kind:
     descriptor: type[Component] = Component
     returns: str = attrs.field(default="", validator=_is_reference_or_empty)
     """``"package.module:Class"``, of which a factory must return an instance; empty if there is no such class."""
+    optional: tuple[str, ...] = attrs.field(default=(), converter=_tuple)
+    """Keywords that only those factories are given which take them."""
 
 
 @attrs.frozen(kw_only=True)

@@ -36,7 +36,7 @@ from forge_core.config.toml_text import parse_toml
 from forge_core.config.unstructure import plain
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.callback import Callback
-from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.data_source import Source
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, and_more
@@ -142,7 +142,7 @@ def _refuse_if_nothing(resume: str) -> None:
 
 
 def refuse_if_incompatible(
-    job: Job, source: DataSource, checkpoint: Checkpoint, build: Builder, report: Callable[[str], None]
+    job: Job, source: Source, checkpoint: Checkpoint, build: Builder, report: Callable[[str], None]
 ) -> None:
     """Report what differs from the job that wrote ``checkpoint``.
 

@@ -16,7 +16,7 @@ from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.checkpoint_mirror import MirrorContext
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.data_source import DataSource, Source
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
@@ -37,7 +37,7 @@ from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from forge_core.train.events import Events
 from forge_core.train.replication import refuse_several_replications
-from forge_core.train.sources import data_opener, open_source
+from forge_core.train.sources import data_opener, data_seed, open_source
 
 
 @attrs.frozen(kw_only=True)
@@ -71,7 +71,7 @@ class RunSetup(Begun):
 
     build: ComponentBuilder
     passes: Sequence[ComponentRef]
-    source: DataSource
+    source: Source
     loader: BatchLoader
     validation: DataSource | None
     evaluations: Sequence[NamedEvaluation]
@@ -143,7 +143,7 @@ def prepare(begun: Begun) -> RunSetup:
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
-    source = open_source(job.data, "data", build, peers.beat, seq_len=job.train.seq_len, split="train")
+    source = open_source(job, job.data, "data", "train", build, peers.beat)
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
@@ -193,14 +193,11 @@ def _tokens_per_step(job: Job) -> int:
     return job.train.global_batch_size * job.train.seq_len
 
 
-def _loader(
-    job: Job, source: DataSource, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None
-) -> BatchLoader:
+def _loader(job: Job, source: Source, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None) -> BatchLoader:
     train, config = job.train, job.data.config
-    seed = train.seed if train.data_seed is None else train.data_seed
     state = checkpoint.state() if checkpoint else {}
     return BatchLoader(
-        SampleStream(source, seed=seed, shuffle=config.shuffle, left_out=state.get("left_out", ())),
+        SampleStream(source, seed=data_seed(job), shuffle=config.shuffle, left_out=state.get("left_out", ())),
         position=state.get("position", 0),
         batch_size=train.batch_size,
         grad_accumulation=train.grad_accumulation or 1,

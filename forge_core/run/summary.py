@@ -14,6 +14,7 @@ from rich.table import Table
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.contracts.component_ref import ComponentRef
+from forge_core.contracts.data_source import PositionedSource
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table, notes
 from forge_core.registry.component import PassComponent
@@ -83,7 +84,11 @@ def describe(prepared: RunSetup, model: BuiltModel) -> None:
     ]
     for line in pass_table(rows) if rows else ["no pass is applied"]:
         say(line)
-    say(f"data {len(prepared.source):,} samples of {prepared.job.train.seq_len} tokens an epoch")
+    samples = f"samples of {prepared.job.train.seq_len} tokens"
+    if isinstance(prepared.source, PositionedSource):
+        say(f"data {samples}, without end")
+    else:
+        say(f"data {len(prepared.source):,} {samples} an epoch")
     say("dry run: stopped before the first step; nothing was written")
 
 

@@ -15,7 +15,7 @@ from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.contracts.data_source import DataSource
+from forge_core.contracts.data_source import Source
 from forge_core.contracts.executor import Executor
 from forge_core.contracts.model import ParameterRole, canonical_name
 from forge_core.contracts.optimizer import NamedParameter
@@ -260,7 +260,7 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
     return optimizer
 
 
-def choose_vocab_size(job: Job, data: DataSource) -> int:
+def choose_vocab_size(job: Job, data: Source) -> int:
     """The model's vocabulary: its own if its config names one, else the data's.
 
     Raises:

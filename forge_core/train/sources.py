@@ -8,11 +8,11 @@ from typing import Protocol
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.contracts.data_source import CheckedSource, DataSource, Split
+from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split
 from forge_core.contracts.evaluation import OpenData
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.distributed.collective_errors import run_slowly_on_rank0
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, PluginError
 
 
 class _TrainedOn(Protocol):
@@ -25,9 +25,14 @@ class _TrainedOn(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
 
 
+def data_seed(job: Job) -> int:
+    """The seed of what is random about data."""
+    return job.train.seed if job.train.data_seed is None else job.train.data_seed
+
+
 def open_source(
-    use: ComponentRef, key: str, build: ComponentBuilder, beat: Callable[[], None], *, seq_len: int, split: Split
-) -> DataSource:
+    job: Job, use: ComponentRef, key: str, split: Split, build: ComponentBuilder, beat: Callable[[], None]
+) -> Source:
     """Open a source, and verify its files if it can.
 
     Args:
@@ -35,14 +40,30 @@ def open_source(
         beat: called while files are verified.
 
     Raises:
-        ConfigError: it cannot be opened.
+        ConfigError: it cannot be opened; or it has no end, and ``split`` is not ``"train"``.
+        PluginError: its config says another order than it has.
     """
     try:
-        source: DataSource = build(use, seq_len=seq_len, split=split)
+        source: Source = build(
+            use,
+            seq_len=job.train.seq_len,
+            split=split,
+            seed=data_seed(job),
+            samples_per_step=job.train.global_batch_size,
+        )
         if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
             run_slowly_on_rank0(source.refuse_damaged, beat)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+    is_positioned = isinstance(source, PositionedSource)
+    if is_positioned and split != "train":
+        raise ConfigError(f"{key}: {build.words_for(use)} has no end, so that it cannot be evaluated; name other data")
+    if is_positioned != getattr(use.config, "has_own_order", False):
+        has, says = ("read_at", "does not say") if is_positioned else ("no read_at", "says")
+        raise PluginError(
+            f"{build.words_for(use)} has {has}, and its config {says} has_own_order = True, by which the key shuffle "
+            f"is refused. This is a bug in {use.provider}."
+        )
     return source
 
 
@@ -50,11 +71,11 @@ def data_opener(job: Job, training: _TrainedOn, build: ComponentBuilder, beat: C
     """The function that opens what is evaluated. It refuses another vocabulary or tokenizer than ``training`` has."""
 
     def open_data(use: ComponentRef | None, key: str, /) -> DataSource:
-        seq_len = job.train.seq_len
         if use is None:
-            source = open_source(job.data, "data", build, beat, seq_len=seq_len, split="validation")
+            source = open_source(job, job.data, "data", "validation", build, beat)
         else:
-            source = open_source(use, key, build, beat, seq_len=seq_len, split="all")
+            source = open_source(job, use, key, "all", build, beat)
+        assert not isinstance(source, PositionedSource), "it was refused"
         if source.vocab_size > training.vocab_size:
             raise ConfigError(
                 f"{key}: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "

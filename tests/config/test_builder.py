@@ -19,6 +19,10 @@ def nesting_factory(config, /, *, dim, build):
     return SimpleNamespace(build=build)
 
 
+def older_source(config, /, *, seq_len, split):
+    return SimpleNamespace(seed="not given")
+
+
 class AnyFactory:
     def __init__(self, config, /, **given) -> None:
         self.given = given
@@ -52,6 +56,15 @@ def test_a_factory_gets_its_config_and_what_it_is_given(build):
 
     assert made.config.lr == 1.0
     assert made.dim == 3
+
+
+def test_an_optional_keyword_of_a_kind_is_given_to_factories_that_take_it(build):
+    given = {"seq_len": 8, "split": "train", "seed": 3, "samples_per_step": 4}
+
+    assert build(use(build, f"{__name__}:AnyFactory", "data_source"), **given).given == {**given, "build": build}
+    assert build(use(build, f"{__name__}:older_source", "data_source"), **given).seed == "not given"
+    with pytest.raises(PluginError, match="unexpected keyword argument 'pace'"):
+        build(use(build, f"{__name__}:older_source", "data_source"), **given, pace=1)
 
 
 def test_the_builder_is_passed_on_to_those_that_ask_for_it(build):

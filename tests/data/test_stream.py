@@ -89,3 +89,22 @@ def test_where_a_position_is_in_the_whole_stream_is_known():
 
     assert stream.numbers(np.array([9, 10, 30])).tolist() == [9, 20, 40]
     assert stream.numbers_of(5, 15) == (5, 24)
+
+
+class OwnOrder:
+    """Position p is the tokens p·10, …; it has no length."""
+
+    vocab_size, tokenizer, fingerprint = 10**6, None, "own order"
+
+    def read_at(self, positions):
+        tokens = positions[:, None] * 10 + np.arange(4)
+        return {"tokens": tokens, "targets": tokens + 1}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_source_with_an_order_of_its_own_is_asked_for_positions_of_the_whole_stream(shuffle):
+    stream = SampleStream(OwnOrder(), seed=1, shuffle=shuffle).without(3, 5)
+
+    read = stream.read(np.array([0, 2, 3, 10**12]))["tokens"][:, 0] // 10
+
+    np.testing.assert_array_equal(read, [0, 2, 5, 10**12 + 2])

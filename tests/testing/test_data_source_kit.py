@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
 from forge_testing.data_source import DataSourceConformance
 
@@ -41,11 +42,33 @@ class Numbers:
         return {name: values[indices] for name, values in self.samples.items()}
 
 
+class Endless:
+    """The samples of ``Numbers`` for ever, in an order of their own."""
+
+    tokenizer = None
+    vocab_size = 50
+
+    def __init__(self, *, seq_len, split):
+        self.numbers = Numbers(seq_len=seq_len, split=split)
+        self.fingerprint = f"endless {seq_len} {split}"
+
+    def read_at(self, positions):
+        return self.numbers.read(positions * 7 % 30)
+
+
+def endless(*, seq_len, split):
+    return (Endless if split == "train" else Numbers)(seq_len=seq_len, split=split)
+
+
 class Case(DataSourceConformance):
     source = Numbers
 
     def make(self, *, seq_len, split):
         return self.source(seq_len=seq_len, split=split)
+
+
+class TestEndless(Case):
+    source = staticmethod(endless)
 
 
 class TestNumbers(Case):
@@ -104,6 +127,14 @@ class Drifting(Numbers):
     def __init__(self, **given):
         super().__init__(**given)
         self.samples["tokens"] = (self.samples["tokens"] + next(self.number)) % 50
+
+
+class Remembering(Numbers):
+    """A stream in disguise: what it gives depends on how much it has given."""
+
+    def read(self, indices):
+        self.given = getattr(self, "given", 0) + len(indices)
+        return super().read((indices + self.given // 32) % len(self))
 
 
 class Growing(Numbers):
@@ -174,6 +205,9 @@ FAULTS = [
         "test_validation_is_held_out",
         "10 of 10 validation samples are in the training samples too",
     ),
+    (Remembering, "test_samples_do_not_depend_on_what_was_read_before", "a resumed run would get others"),
+    (Endless, "test_validation_is_held_out", "for the split 'validation', return a source with __len__ and read"),
+    (Endless, "test_everything_can_be_opened_at_once", "for the split 'all', return a source with __len__ and read"),
     (Growing, "test_everything_can_be_opened_at_once", "split 'all' has 20 samples and 'train' has 30"),
 ]
 
@@ -192,6 +226,15 @@ def test_a_config_without_the_common_keys_is_found_and_told():
     case.use = lambda: type("Chosen", (), {"config": object()})
 
     with pytest.raises(AssertionError, match="object must extend DataSourceConfig"):
+        case.test_config_has_the_common_keys()
+
+
+def test_a_config_that_accepts_shuffle_for_a_source_with_its_own_order_is_found_and_told():
+    case = TestConfigured()
+    case.use = lambda: type("Chosen", (), {"config": DataSourceConfig()})
+    case.open = lambda: Endless(seq_len=8, split="train")
+
+    with pytest.raises(AssertionError, match="has_own_order must be True, as the source has read_at"):
         case.test_config_has_the_common_keys()
 
 

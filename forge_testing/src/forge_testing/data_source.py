@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from forge_core.contracts.data_source import DataSource, DataSourceConfig, Split
+from forge_core.contracts.data_source import DataSourceConfig, PositionedSource, Source, Split
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
 from forge_testing.component_case import ComponentCase
@@ -18,7 +19,8 @@ class DataSourceConformance(ComponentCase):
     """Subclass it, name the component, and pytest runs every check below on it.
 
     A source that reads files gets them from an autouse fixture of the subclass, which may set ``self.config``. Give it
-    data that do not repeat themselves: what is held out is told from the rest by its tokens.
+    data that do not repeat themselves: what is held out is told from the rest by its tokens. Of a ``PositionedSource``
+    the checks read positions where they would read indices of another.
     """
 
     kind = "data_source"
@@ -26,8 +28,11 @@ class DataSourceConformance(ComponentCase):
     holds_out: ClassVar[bool] = True
     """Whether this configuration keeps samples back for validation."""
 
-    def open(self, split: Split = "train", seq_len: int | None = None) -> DataSource:
-        source: DataSource = self.make(seq_len=seq_len or self.seq_len, split=split)
+    def make(self, **given: Any) -> Any:
+        return super().make(**{"seed": 0, "samples_per_step": 4, **given})
+
+    def open(self, split: Split = "train", seq_len: int | None = None) -> Source:
+        source: Source = self.make(seq_len=seq_len or self.seq_len, split=split)
         return source
 
     def test_config_has_the_common_keys(self) -> None:
@@ -36,11 +41,18 @@ class DataSourceConformance(ComponentCase):
         config = self.use().config
 
         assert isinstance(config, DataSourceConfig), f"{type(config).__name__} must extend DataSourceConfig"
+        is_positioned = isinstance(self.open(), PositionedSource)
+        assert config.has_own_order == is_positioned, (
+            f"{type(config).__name__}.has_own_order must be {is_positioned}, as the source has "
+            f"{'read_at' if is_positioned else 'no read_at'}: by it, the key shuffle is refused where it does nothing"
+        )
 
     def test_states_its_sizes(self) -> None:
         source = self.open()
 
-        assert len(source) >= 1, "a source must have at least one sample; refuse the data with a ConfigError instead"
+        assert _length(source) >= 1, (
+            "a source must have at least one sample; refuse the data with a ConfigError instead"
+        )
         size = source.vocab_size
         assert isinstance(size, int), f"vocab_size must be an int, got {type(size).__name__}"
         assert size > 0, f"vocab_size must be positive, got {size}"
@@ -56,7 +68,7 @@ class DataSourceConformance(ComponentCase):
         source = self.open()
         indices = _some_indices(source)
 
-        batch = source.read(indices)
+        batch = _read(source, indices)
 
         assert {"tokens", "targets"} <= set(batch), f"read must return tokens and targets, got {sorted(batch)}"
         expected = (len(indices), self.seq_len)
@@ -76,7 +88,7 @@ class DataSourceConformance(ComponentCase):
         assert len(learned), "no target of the first samples is learned from"
 
     def test_targets_are_the_next_tokens(self) -> None:
-        batch = self.open().read(_some_indices(self.open()))
+        batch = _read(self.open(), _some_indices(self.open()))
         targets, following = batch["targets"][:, :-1], batch["tokens"][:, 1:]
 
         learned = targets != IGNORED
@@ -90,7 +102,7 @@ class DataSourceConformance(ComponentCase):
             )
 
     def test_positions_start_again_with_each_document(self) -> None:
-        batch = self.open().read(_some_indices(self.open()))
+        batch = _read(self.open(), _some_indices(self.open()))
         if not {"document", "positions"} <= set(batch):
             pytest.skip("the source gives no positions of packed documents")
         document, positions = batch["document"], batch["positions"]
@@ -105,11 +117,11 @@ class DataSourceConformance(ComponentCase):
         indices = _some_indices(source)
         given = indices.copy()
 
-        first = source.read(indices)
+        first = _read(source, indices)
         kept = {name: values.copy() for name, values in first.items()}
         for values in first.values():
             values[...] = 0  # the caller owns what it was given
-        second = source.read(indices)
+        second = _read(source, indices)
 
         assert np.array_equal(indices, given), "read changes the indices it is given"
         assert _same(kept, second), "reading the same samples twice gives different ones"
@@ -119,21 +131,21 @@ class DataSourceConformance(ComponentCase):
         indices = _some_indices(source)
         repeated = np.concatenate([indices[::-1], indices[:1]])
 
-        batch = source.read(repeated)
+        batch = _read(source, repeated)
 
         for row, index in enumerate(repeated):
-            alone = source.read(np.array([index]))
+            alone = _read(source, np.array([index]))
             together = {name: values[row : row + 1] for name, values in batch.items()}
             assert _same(together, alone), f"sample {index} differs when it is read together with others"
 
     def test_reading_is_safe_from_threads(self) -> None:
         source = self.open()
-        indices = np.arange(min(len(source), 64), dtype=np.int64)
-        expected = [source.read(indices[place : place + 1]) for place in range(len(indices))]
+        indices = np.arange(min(_length(source), 64), dtype=np.int64)
+        expected = [_read(source, indices[place : place + 1]) for place in range(len(indices))]
 
         with ThreadPoolExecutor(8) as pool:
             places = [place for _ in range(4) for place in range(len(indices))]
-            found = list(pool.map(lambda place: source.read(indices[place : place + 1]), places))
+            found = list(pool.map(lambda place: _read(source, indices[place : place + 1]), places))
 
         for place, batch in zip(places, found, strict=True):
             assert _same(batch, expected[place]), f"sample {place} differs when several threads read"
@@ -143,10 +155,22 @@ class DataSourceConformance(ComponentCase):
         indices = _some_indices(first)
 
         assert first.fingerprint == second.fingerprint, "two sources of one configuration differ in fingerprint"
-        assert len(first) == len(second), (
-            f"two sources of one configuration have {len(first)} and {len(second)} samples"
+        assert _length(first) == _length(second), (
+            f"two sources of one configuration have {_length(first)} and {_length(second)} samples"
         )
-        assert _same(first.read(indices), second.read(indices)), "two sources of one configuration differ in samples"
+        assert _same(_read(first, indices), _read(second, indices)), (
+            "two sources of one configuration differ in samples"
+        )
+
+    def test_samples_do_not_depend_on_what_was_read_before(self) -> None:
+        read_before, fresh = self.open(), self.open()
+        indices = _some_indices(fresh)
+        for index in np.arange(min(_length(fresh), 64), dtype=np.int64):
+            _read(read_before, np.array([index]))
+
+        assert _same(_read(read_before, indices), _read(fresh, indices)), (
+            "samples depend on what was read before them, so that a resumed run would get others"
+        )
 
     def test_fingerprint_tells_lengths_apart(self) -> None:
         assert self.open().fingerprint != self.open(seq_len=self.seq_len // 2).fingerprint, (
@@ -159,6 +183,9 @@ class DataSourceConformance(ComponentCase):
                 self.open("validation")
             return
         train, validation = self.open("train"), self.open("validation")
+        assert not isinstance(validation, PositionedSource), (
+            "what is evaluated must have an end: for the split 'validation', return a source with __len__ and read"
+        )
 
         learned, held_out = _rows(train), _rows(validation)
 
@@ -167,19 +194,37 @@ class DataSourceConformance(ComponentCase):
         )
 
     def test_everything_can_be_opened_at_once(self) -> None:
-        train, everything = self.open("train"), self.open("all")
+        train = self.open("train")
+        if isinstance(train, PositionedSource):
+            with suppress(ConfigError):  # it may be one that cannot be evaluated
+                assert not isinstance(self.open("all"), PositionedSource), (
+                    "what is evaluated must have an end: for the split 'all', return a source with __len__ and read"
+                )
+            return
+        n_train, n_all = len(train), _length(self.open("all"))
+        assert n_all >= n_train, f"split 'all' has {n_all} samples and 'train' has {n_train}"
 
-        assert len(everything) >= len(train), f"split 'all' has {len(everything)} samples and 'train' has {len(train)}"
+
+_FAR = 10**9
+"""A position that a run may come to, after which a source without end goes on."""
 
 
-def _some_indices(source: Any) -> np.ndarray:
+def _length(source: Source) -> int:
+    return _FAR if isinstance(source, PositionedSource) else len(source)
+
+
+def _read(source: Source, places: np.ndarray) -> dict[str, np.ndarray]:
+    return source.read_at(places) if isinstance(source, PositionedSource) else source.read(places)
+
+
+def _some_indices(source: Source) -> np.ndarray:
     """First, last and a few in between."""
-    return np.unique(np.linspace(0, len(source) - 1, 7).astype(np.int64))
+    return np.unique(np.linspace(0, _length(source) - 1, 7).astype(np.int64))
 
 
-def _rows(source: DataSource) -> set[bytes]:
-    indices = np.arange(min(len(source), 512), dtype=np.int64)
-    return {row.tobytes() for row in source.read(indices)["tokens"]}
+def _rows(source: Source) -> set[bytes]:
+    indices = np.arange(min(_length(source), 512), dtype=np.int64)
+    return {row.tobytes() for row in _read(source, indices)["tokens"]}
 
 
 def _same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:

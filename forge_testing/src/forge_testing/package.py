@@ -16,7 +16,7 @@ import click
 import tomli_w
 
 from forge_core.api import ENTRY_POINT_GROUP
-from forge_core.config.builder import OFFERED, ComponentBuilder
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.converter import slot_of
 from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
@@ -166,15 +166,17 @@ class PluginConformance:
                 assert field.name in documented, f"{label}.{field.name} has no docstring under it"
 
     def test_factories_take_what_the_contract_gives(self) -> None:
-        contracts = {kind.name: kind.contract for kind in (*CORE_KINDS, *self.plugin().kinds)}
+        kinds = {kind.name: kind for kind in (*CORE_KINDS, *self.plugin().kinds)}
         for kind, component in self.plugin().components:
             factory = self._load(component, component.factory, "factory")
             assert callable(factory), f"{kind} {component.name}: the factory {component.factory} is not callable"
-            promised = _factory_signature(contracts[kind]) if kind in contracts else None
+            promised = _factory_signature(kinds[kind].contract) if kind in kinds else None
             if promised is None:
                 continue
             signature = inspect.signature(factory)
-            given = {name: None for name in promised if name not in OFFERED or name in signature.parameters}
+            # these are given only to factories that ask for them
+            offered = ("build", *kinds[kind].optional)
+            given = {name: None for name in promised if name not in offered or name in signature.parameters}
             try:
                 signature.bind(None, **given)
             except TypeError as error:

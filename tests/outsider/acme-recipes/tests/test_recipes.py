@@ -1,3 +1,4 @@
+from forge_testing.data_source import DataSourceConformance
 from forge_testing.loss import LossConformance
 from forge_testing.optimizer import OptimizerConformance
 from forge_testing.package import PluginConformance
@@ -19,3 +20,8 @@ class TestInverseSqrt(SchedulerConformance):
 
 class TestZLoss(LossConformance):
     component = "acme-recipes:z_loss"
+
+
+class TestRamp(DataSourceConformance):
+    component = "acme-recipes:ramp"
+    holds_out = False

@@ -1,5 +1,9 @@
+from typing import ClassVar
+
 import attrs
 from attrs.validators import ge, gt
+
+from forge_core.contracts.data_source import DataSourceConfig
 
 
 @attrs.frozen(kw_only=True)
@@ -26,3 +30,12 @@ class ZLossConfig:
 
     coefficient: float = attrs.field(default=1e-4, validator=ge(0))
     """Of the squared logarithm of the normaliser."""
+
+
+@attrs.frozen(kw_only=True)
+class RampConfig(DataSourceConfig):
+    """Keys of ``ramp``."""
+
+    has_own_order: ClassVar[bool] = True
+    vocab_size: int = attrs.field(default=64, validator=gt(2))
+    """Numbers are counted modulo this."""

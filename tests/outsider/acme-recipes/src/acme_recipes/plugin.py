@@ -31,3 +31,13 @@ def forge_losses():
         factory="acme_recipes.z_loss:ZLoss",
         config="acme_recipes.config:ZLossConfig",
     )
+
+
+@hookimpl
+def forge_data_sources():
+    yield Component(
+        name="ramp",
+        summary="counts that go by larger and larger steps in the course of a run",
+        factory="acme_recipes.ramp:open_ramp",
+        config="acme_recipes.config:RampConfig",
+    )
