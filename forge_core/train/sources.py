@@ -58,7 +58,7 @@ def open_source(
     is_positioned = isinstance(source, PositionedSource)
     if is_positioned and split != "train":
         raise ConfigError(f"{key}: {build.words_for(use)} has no end, so that it cannot be evaluated; name other data")
-    if is_positioned != getattr(use.config, "has_own_order", False):
+    if split == "train" and is_positioned != getattr(use.config, "has_own_order", False):
         has, says = ("read_at", "does not say") if is_positioned else ("no read_at", "says")
         raise PluginError(
             f"{build.words_for(use)} has {has}, and its config {says} has_own_order = True, by which the key shuffle "

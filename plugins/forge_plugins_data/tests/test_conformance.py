@@ -1,5 +1,6 @@
 """The conformance kit on everything that the distribution provides."""
 
+import json
 from typing import ClassVar
 
 import numpy as np
@@ -40,6 +41,21 @@ class TestTokenFiles(DataSourceConformance):
         text, output = write_text(tmp_path / "text"), tmp_path / "tokens"
         prepare([str(text)], output, tokenizer=BytesTokenizer(None), unit_size=500, progress=Progress())
         self.config = {"path": str(output), "validation": 0.2, "document_mask": request.param}
+
+
+class TestJsonl(DataSourceConformance):
+    component = "forge-plugins-data:jsonl"
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    def records(self, tmp_path, request):
+        texts = [file.read_text() for file in write_text(tmp_path / "text").iterdir()]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.2, "document_mask": request.param}
+
+
+class TestSynthetic(DataSourceConformance):
+    component = "forge-plugins-data:synthetic"
+    config: ClassVar = {"validation": 20}
 
 
 class TestTextFilesHoldingNothingOut(DataSourceConformance):

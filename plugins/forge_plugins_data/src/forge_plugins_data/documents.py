@@ -22,6 +22,7 @@ DEFAULT_PATTERNS = tuple(
     f"**/*{ending}{compression}" for ending in (".txt", *JSON_LINES) for compression in ("", *COMPRESSED)
 ) + tuple(f"**/*{ending}" for ending in PARQUET)
 """What is taken from a folder unless something else is asked for."""
+CHOICE = "--text-field, or the key text_field of a data source"
 
 
 @attrs.frozen
@@ -47,8 +48,8 @@ class Document:
 
     content: bytes | str | None
     """``None`` where a record has a null, or is to be skipped because it is not UTF-8."""
-    where: str
-    """For messages."""
+    where: object
+    """For messages, whose text it is."""
 
 
 def plan_units(files: Sequence[Path], unit_size: int, field: str, *, binary: bool = False) -> list[Unit]:
@@ -80,6 +81,15 @@ def plan_units(files: Sequence[Path], unit_size: int, field: str, *, binary: boo
         units += _row_groups(file, unit_size, field) if kind == "parquet" else _line_ranges(file, unit_size)
     flush()
     return units
+
+
+def units_of(file: Path, kind: Literal["jsonl", "parquet"], field: str) -> list[Unit]:
+    """A file that is read as ``kind`` at one go, by any name.
+
+    Raises:
+        ConfigError: a Parquet file is damaged or has no column ``field``.
+    """
+    return [Unit("jsonl", (str(file),))] if kind == "jsonl" else _row_groups(file, 2**62, field)
 
 
 def read_documents(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Document]:
@@ -122,7 +132,7 @@ def _row_groups(file: Path, unit_size: int, field: str) -> list[Unit]:
     with _parquet(file) as parquet:
         if field not in parquet.schema_arrow.names:
             columns = ", ".join(parquet.schema_arrow.names)
-            raise ConfigError(f"{file} has no column {field!r}; its columns are {columns} (choose with --text-field)")
+            raise ConfigError(f"{file} has no column {field!r}; its columns are {columns} (choose with {CHOICE})")
         column = parquet.schema_arrow.field(field).type
         values = column.value_type if pa.types.is_dictionary(column) else column
         if not (pa.types.is_string(values) or pa.types.is_large_string(values) or pa.types.is_string_view(values)):
@@ -155,7 +165,8 @@ def _read_jsonl(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Docu
                 return
             begin, position = position, position + len(line)
             if line.strip():
-                yield Document(_text_of(line, field, errors, _Line(file, begin)), f"{file}, the line at byte {begin}")
+                where = _Line(file, begin)
+                yield Document(_text_of(line, field, errors, where), where)
 
 
 @attrs.frozen
@@ -186,10 +197,11 @@ def _text_of(line: bytes, field: str, errors: EncodingErrors, where: _Line) -> s
         return _text_of(line.decode("utf-8", "replace").encode(), field, errors, where)
     except ValueError as error:
         said = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-        raise ConfigError(f"{where} is not JSON: {said}") from error
+        cut = "" if line.endswith(b"\n") else "; the file ends within this line, so it may be truncated"
+        raise ConfigError(f"{where} is not JSON: {said}{cut}") from error
     if not isinstance(record, dict) or field not in record:
         has = f"its keys are {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
-        raise ConfigError(f"{where} has no {field!r}; {has} (choose with --text-field)")
+        raise ConfigError(f"{where} has no {field!r}; {has} (choose with {CHOICE})")
     text = record[field]
     if not isinstance(text, str | None):
         raise ConfigError(f"{where}: {field!r} must be text, it is {json.dumps(text)[:80]}")
@@ -200,10 +212,12 @@ def _read_parquet(unit: Unit, field: str) -> Iterator[Document]:
     file = Path(unit.files[0])
     assert unit.stop is not None, "the plan has counted the row groups"
     with _parquet(file) as parquet:
-        for group in range(unit.start, unit.stop):
-            for batch in parquet.iter_batches(batch_size=1024, row_groups=[group], columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield Document(text, f"{file}, row group {group}")
+        row = sum(parquet.metadata.row_group(group).num_rows for group in range(unit.start))
+        groups = [*range(unit.start, unit.stop)]
+        for batch in parquet.iter_batches(batch_size=1024, row_groups=groups, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                yield Document(text, f"{file}, row {row}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ def reads_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def encode_document(
-    tokenizer: Tokenizer, content: bytes | str | None, errors: EncodingErrors, where: str
+    tokenizer: Tokenizer, content: bytes | str | None, errors: EncodingErrors, where: object
 ) -> np.ndarray | None:
     """Ids of a document ``(N,)`` int64, nothing added; ``None`` if it is to be skipped.
 
@@ -34,7 +34,7 @@ def encode_document(
     return None if text is None else tokenizer.encode(text)
 
 
-def valid_text(content: bytes | str | None, errors: EncodingErrors, where: str) -> str | None:
+def valid_text(content: bytes | str | None, errors: EncodingErrors, where: object) -> str | None:
     """Text that can be written as UTF-8. Strings may need it too: JSON can spell half of a surrogate pair."""
     if content is None:
         return None

@@ -74,6 +74,19 @@ def _location(path: str) -> Path:
     return Path(path.replace("{stdlib}", sysconfig.get_path("stdlib"))).expanduser()
 
 
+def refuse_idle_pattern(paths: str | Sequence[str], pattern: str | None) -> None:
+    """
+    Raises:
+        ConfigError: there is a pattern, and no folder among whose files it could choose.
+    """
+    each = (paths,) if isinstance(paths, str) else tuple(paths)
+    if pattern is not None and not any(map(is_folder, each)) and select_files(each, ()):
+        raise ConfigError(
+            f"pattern = {pattern!r} has no effect: it chooses among the files of a folder, and path = {paths!r} names "
+            "none; remove it"
+        )
+
+
 def refuse_missing(path: str) -> None:
     """
     Raises:

@@ -9,7 +9,25 @@ FORGE_API = "1.0"
 
 @hookimpl
 def forge_data_sources() -> Iterable[Component]:
-    """Text that is tokenised on opening, and token files that were prepared before."""
+    """Text that is tokenised on opening, token files that were prepared before, and samples that are made up."""
+    yield Component(
+        name="jsonl",
+        summary="JSON Lines, a document a line, tokenised in memory when they are opened",
+        factory="forge_plugins_data.records:open_jsonl",
+        config="forge_plugins_data.config:RecordsConfig",
+    )
+    yield Component(
+        name="parquet",
+        summary="Parquet, a document a row, tokenised in memory when it is opened",
+        factory="forge_plugins_data.records:open_parquet",
+        config="forge_plugins_data.config:RecordsConfig",
+    )
+    yield Component(
+        name="synthetic",
+        summary="samples of a seeded Markov chain, for trying things out: a loss that has a known limit",
+        factory="forge_plugins_data.synthetic:open_synthetic",
+        config="forge_plugins_data.config:SyntheticConfig",
+    )
     yield Component(
         name="text_files",
         summary="any folder or glob of text, tokenised in memory when it is opened",

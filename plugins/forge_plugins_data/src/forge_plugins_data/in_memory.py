@@ -1,0 +1,68 @@
+"""Samples of documents that are tokenised in memory when a source is opened."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import attrs
+import numpy as np
+
+from forge_core.contracts.data_source import Split
+from forge_core.contracts.tokenizer import Tokenizer
+from forge_plugins_data.config import EncodingErrors
+from forge_plugins_data.documents import Document
+from forge_plugins_data.encoding import encode_document
+from forge_plugins_data.token_format import smallest_dtype
+from forge_plugins_data.windows import Span, TokenWindows, count_windows, too_small
+
+
+@attrs.frozen(kw_only=True)
+class InMemory:
+    """How documents become samples."""
+
+    source: str
+    """The name of the data source, which is part of the fingerprint."""
+    tokenizer: Tokenizer
+    encoding_errors: EncodingErrors
+    document_mask: bool
+    seq_len: int
+    split: Split
+
+    def windows(self, documents: Iterable[Document], what: str) -> TokenWindows:
+        """Tokenise documents, in their order; those without text are left out.
+
+        Args:
+            what: the origin of the documents, for a message: ``"3 files"``.
+
+        Raises:
+            ConfigError: a document is not UTF-8, or there is too little text for one sample.
+        """
+        tokens = self._tokenise(documents)
+        n_windows = count_windows(len(tokens), self.seq_len)
+        if n_windows == 0:
+            part = "the text" if self.split == "all" else f"the {self.split} part of the text"
+            raise too_small(f"{part} ({what})", self.seq_len, len(tokens))
+        return TokenWindows(
+            [Span(tokens, 0, n_windows)],
+            seq_len=self.seq_len,
+            vocab_size=self.tokenizer.vocab_size,
+            tokenizer=self.tokenizer,
+            separator=self.tokenizer.end_of_document if self.document_mask else None,
+            identity=[self.source, self.tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
+        )
+
+    def _tokenise(self, documents: Iterable[Document]) -> np.ndarray:
+        dtype = smallest_dtype(self.tokenizer.vocab_size)
+        end = np.array([self.tokenizer.end_of_document], dtype=dtype)
+        parts: list[np.ndarray] = []
+        for document in documents:
+            ids = encode_document(self.tokenizer, document.content, self.encoding_errors, document.where)
+            if ids is not None and len(ids):
+                parts += [ids.astype(dtype), end]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def unit_hash(name: str) -> float:
+    """Uniform in [0, 1): what is held out is chosen by it."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
