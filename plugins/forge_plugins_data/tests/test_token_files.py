@@ -216,7 +216,7 @@ def test_damaged_files_are_refused_with_a_sentence(tmp_path, open_tokens):
             lambda f: (f / INDEX).rename(f / "settings.json"),
             r"preparing .* was not finished; run the same",
         ),
-        ("unprepared", lambda f: (f / INDEX).unlink(), r"has no index\.json, so it was not written by .*\*\.npy"),
+        ("unprepared", lambda f: (f / INDEX).unlink(), r"has no index\.json, so it was not written by .*\*\.bin"),
     ]:
         with pytest.raises(ConfigError, match=sentence):
             open_tokens(broken(name, damage))

@@ -163,6 +163,8 @@ def _for_document_mask(config: TokenFilesConfig, _: attrs.Attribute[Any], value:
 @attrs.frozen(kw_only=True)
 class TokenFilesConfig(_FilesConfig):
     """Memory-mapped token ids: a folder written by ``forge data prepare``, its ``.bin`` files, or ``.npy`` of one row.
+    Also what other programs have written: ``.bin`` with ``.idx`` (Megatron), ``.ds`` (nanotron, datatrove), a folder of
+    chunks with an ``index.json`` (litgpt), and ``.bin`` that are nothing but ids of a ``dtype``.
 
     ``validation`` holds out the last windows of every file.
     """
@@ -171,6 +173,8 @@ class TokenFilesConfig(_FilesConfig):
     """The tokenizer of files that do not carry theirs. Prepared folders do."""
     vocab_size: int | None = attrs.field(default=None, validator=optional(gt(0)))
     """For files that do not say, without a ``tokenizer``: all ids are below this, which is checked by reading them."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """The type of little-endian ids in files that do not say it. Nothing is guessed from the size of a file."""
     end_of_document: int | None = attrs.field(default=None, validator=[optional(ge(0)), _for_document_mask])
     """For files that do not say, without a ``tokenizer``: the id that ends a document, for ``document_mask``."""
     verify: Literal["before", "first_read", "never"] = "first_read"

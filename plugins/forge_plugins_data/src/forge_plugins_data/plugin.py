@@ -36,7 +36,7 @@ def forge_data_sources() -> Iterable[Component]:
     )
     yield Component(
         name="token_files",
-        summary="memory-mapped token ids, as 'forge data prepare' writes them (.bin) or from numpy (.npy)",
+        summary="memory-mapped token ids, of 'forge data prepare', numpy, Megatron, nanotron or litgpt",
         factory="forge_plugins_data.token_files:open_token_files",
         config="forge_plugins_data.config:TokenFilesConfig",
     )

@@ -16,6 +16,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.file_selection import select_files
+from forge_plugins_data.other_formats import litdata_chunks, map_datatrove, map_litdata, map_megatron, map_raw
 from forge_plugins_data.token_format import FORMAT, INDEX, SETTINGS, VERSION, Shard, TokenHeader, map_shard, read_header
 from forge_plugins_data.verification import Verification
 from forge_plugins_data.windows import Span, TokenWindows, count_windows, require_held_out, too_small
@@ -34,7 +35,10 @@ def open_token_files(
             too few tokens for one sample.
     """
     require_held_out(config.validation, split)
-    files = [file for path in _each(config.path) for file in _find(path)]
+    found = (file for path in _each(config.path) for file in _find(path, config.dtype))
+    files = [*{file.path: file for file in found}.values()]
+    if config.dtype is not None and not any(file.dtype_is_stated for file in files):
+        raise ConfigError(f'dtype = "{config.dtype}" has no effect: all files say what their ids are; remove it')
     meaning = _agree(files, config, _tokenizer(files, config, build))
     for file in files:
         _check_ids(file, meaning.vocab_size)
@@ -63,8 +67,10 @@ class _TokenFile:
     path: Path
     tokens: np.ndarray
     header: TokenHeader | None = None
-    """``None`` for ``.npy``, which say their type and length and nothing else."""
+    """``None`` for ``.npy`` and the files of other programs, which say their type at most."""
     shard: Shard | None = None
+    dtype_is_stated: bool = False
+    """Nothing but the key ``dtype`` says what its ids are."""
 
     @property
     def identity(self) -> list[Any]:
@@ -85,15 +91,17 @@ def _each(path: str | Sequence[str]) -> Sequence[str]:
     return [path] if isinstance(path, str) else path
 
 
-def _find(path: str) -> list[_TokenFile]:
+def _find(path: str, dtype: str | None) -> list[_TokenFile]:
     location = Path(path).expanduser()
     if location.is_dir():
         return _open_folder(location)
-    return [_open_file(selected.path) for selected in select_files(str(location), pattern=())]
+    return [_open_file(selected.path, dtype) for selected in select_files(str(location), pattern=())]
 
 
 def _open_folder(folder: Path) -> list[_TokenFile]:
     index = folder / INDEX
+    if index.is_file() and (chunks := litdata_chunks(index)) is not None:
+        return [_TokenFile(path=chunk, tokens=map_litdata(chunk, index)) for chunk in chunks]
     if index.is_file():
         header = read_header(index)
         if not header.shards:
@@ -103,28 +111,51 @@ def _open_folder(folder: Path) -> list[_TokenFile]:
         raise ConfigError(
             f"preparing {folder} was not finished; run the same 'forge data prepare' again to complete it"
         )
+    there = next((ending for ending in (".idx", ".ds", ".bin") if any(folder.glob(f"*{ending}"))), ".npy")
     raise ConfigError(
         f"the folder {folder} has no {INDEX}, so it was not written by 'forge data prepare'; "
-        f'for other token files give a pattern, such as path = "{folder}/*.npy"'
+        f'for other token files give a pattern, such as path = "{folder}/*{there}"'
     )
 
 
-def _open_file(file: Path) -> _TokenFile:
+def _open_file(file: Path, dtype: str | None) -> _TokenFile:
     if file.suffix == ".npy":
         return _TokenFile(path=file, tokens=_map_npy(file))
+    if file.suffix == ".ds":
+        is_stated = not file.with_name(f"{file.name}.metadata").is_file()
+        return _TokenFile(path=file, tokens=map_datatrove(file, dtype), dtype_is_stated=is_stated)
+    if (index := file.with_suffix(".idx")).is_file():
+        return _TokenFile(path=file.with_suffix(".bin"), tokens=map_megatron(index))
+    return _open_described(file) or _open_raw(file, dtype)
+
+
+def _open_described(file: Path) -> _TokenFile | None:
+    """By the JSON beside it."""
     for description in (file.with_suffix(".json"), file.parent / INDEX):
-        if description.is_file():
-            header = read_header(description)
-            for shard in header.shards:
-                if shard.file == file.name:
-                    return _open_bin(file.parent, header, shard)
+        if not description.is_file():
+            continue
+        if (chunks := litdata_chunks(description)) is not None:
+            if file.name in {chunk.name for chunk in chunks}:
+                return _TokenFile(path=file, tokens=map_litdata(file, description))
+            continue
+        header = read_header(description)
+        for shard in header.shards:
+            if shard.file == file.name:
+                return _open_bin(file.parent, header, shard)
+    return None
+
+
+def _open_raw(file: Path, dtype: str | None) -> _TokenFile:
+    if dtype is not None:
+        return _TokenFile(path=file, tokens=map_raw(file, np.dtype(dtype)), dtype_is_stated=True)
     sidecar = (
         f'{{"format": "{FORMAT}", "version": {VERSION}, "dtype": "uint16", "vocab_size": …, '
         f'"shards": [{{"file": "{file.name}", "tokens": …}}]}}'
     )
     raise ConfigError(
         f"{file} has no description, and the type of its ids cannot be guessed from its size. "
-        f"Write {file.with_suffix('.json').name} beside it:\n    {sidecar}\nor make files with 'forge data prepare'."
+        f'Set dtype = "uint16" (or what it is), or write {file.with_suffix(".json").name} beside it:\n    {sidecar}\n'
+        "or make files with 'forge data prepare'."
     )
 
 
@@ -206,7 +237,7 @@ def _check_ids(file: _TokenFile, vocab_size: int) -> None:
         wrong = smallest if smallest < 0 else largest
         raise ConfigError(
             f"{file.path} has the id {wrong}, but the vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}). "
-            "The file was made with another tokenizer, or vocab_size is wrong."
+            f"The file was made with another tokenizer, or vocab_size{' or dtype' * file.dtype_is_stated} is wrong."
         )
 
 
