@@ -209,7 +209,7 @@ class Bench:
         loader = self.loader()
         modules = StepModules(model.parts, self.mesh)
         guard = StepGuard(run, loader)
-        metrics = Metrics(run, 1.0, loader, modules, guard)
+        metrics = Metrics(run, model, loader, modules, guard)
         return Trainer(
             run=run,
             built=Built(model, optimizer, "the optimizer"),

@@ -34,7 +34,7 @@ from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held_out_loss
 from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_core.train.model_evaluator import ModelEvaluator
-from forge_core.train.sources import data_opener
+from forge_core.train.sources import EvaluatedData
 
 __all__ = [
     "LoadedModel",
@@ -166,9 +166,10 @@ def _build(
     job, state, build = context.job, checkpoint.state(), ComponentBuilder(catalog)
     _refuse_leading_outside(job, checkpoint)
     tokenizer = _tokenizer(state.get("tokenizer"), checkpoint, build)
-    open_data = data_opener(job, _TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
-    named = {one.label: one for one in build_evaluations(job.evaluations, build, open_data)}
-    validation = open_data(job.eval.data, "eval.data") if job.eval.interval else None
+    evaluated = EvaluatedData(job, _TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
+    named = {one.label: one for one in build_evaluations(job.evaluations, build, evaluated)}
+    validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
+    context = attrs.evolve(context, entries=evaluated.entries)
     build_within(checkpoint, job, state["vocab_size"], build)
     model = build_model(context, state["vocab_size"], sort_passes(job, catalog), build)
     tensors = module_changes(model.parts, state.get("modules", {})).to_read(model.tensors())

@@ -43,6 +43,8 @@ class LossTotal:
     """The sum over valid targets, in nats."""
     count: float
     """Valid targets."""
+    sources: Mapping[str, LossTotal] = attrs.field(factory=dict)
+    """The same of each source, of data that are a mixture."""
 
     @property
     def mean(self) -> float:

@@ -10,13 +10,18 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Built once a run, after all passes, from this rank's parts of the model."""
+    """Built once a run, after all passes, from this rank's parts of the model.
+
+    An executor that calls ``forge_core.contracts.batch.bind`` has an attribute ``binds_loss = True``. Another one gives
+    all entries to forward, and is refused where some are the engine's.
+    """
 
     def run(self, microbatches: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor) -> torch.Tensor:
         """Add the gradients of ``scale`` times the summed loss to the parameters' ``grad``.
 
         Args:
-            microbatches: on the device, with ``tokens`` and ``targets``.
+            microbatches: on the device, with ``tokens`` and ``targets``. What forward is given of one, and the loss
+                that it is given, are what ``forge_core.contracts.batch.bind(loss, batch)`` says.
             scale: fp32 scalar on the device, 1 / valid tokens of the step over all ranks.
 
         Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.sections import Job
+    from forge_core.contracts.batch import Entry
     from forge_core.contracts.executor import Executor
     from forge_core.contracts.gpu import Gpu
     from forge_core.contracts.loss import Loss
@@ -28,6 +29,9 @@ class PassContext:
     """Where the model will be materialised; during passes its parameters are on meta."""
     planned_gpu: Gpu | None = None
     """The GPU that a plan is about, which is simulated on ``device``; ``None`` in a run."""
+    entries: Mapping[str, Entry | None] = attrs.field(factory=dict)
+    """The entries of the run's batches, by name; ``None`` for one that its source does not describe. Empty: not
+    known, as in a test of a pass alone."""
 
 
 class ParallelPass(Protocol):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
+from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.data_source import PositionedSource, Source
 from forge_core.data.permutation import permute
 
@@ -28,6 +30,9 @@ class SampleStream:
 
     def __init__(self, source: Source, seed: int, shuffle: bool, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.source = source
+        # asked once, as protocols take their time to answer
+        self._indexed = None if isinstance(source, PositionedSource) else source
+        self._positioned = cast("PositionedSource", source)
         self.seed = seed
         self.shuffle = shuffle
         self.left_out = tuple((int(start), int(stop)) for start, stop in left_out)
@@ -35,14 +40,14 @@ class SampleStream:
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """The samples at ``positions`` ``(B,)``, any integers from 0, as ``DataSource.read`` returns them."""
-        if isinstance(self.source, PositionedSource):
-            return self.source.read_at(self.numbers(positions))
-        return self.source.read(self.indices(positions))
+        if self._indexed is None:
+            return self._positioned.read_at(self.numbers(positions))
+        return self._indexed.read(self.indices(positions))
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Which samples of an indexed source are at ``positions`` ``(B,)``: int64 ``(B,)``."""
-        assert not isinstance(self.source, PositionedSource), "it has no index"
-        epochs, offsets = np.divmod(self.numbers(positions), len(self.source))
+        assert self._indexed is not None, "it has no index"
+        epochs, offsets = np.divmod(self.numbers(positions), len(self._indexed))
         if not self.shuffle:
             return offsets
         blocks = offsets // _BLOCK
@@ -59,6 +64,18 @@ class SampleStream:
             numbers = numbers + (stop - start) * (numbers >= start)
         return numbers
 
+    def counts(self, position: int) -> dict[str, int]:
+        """How many samples of each source of a ``MixedSource`` stand before ``position``, by name; of another source,
+        nothing."""
+        if not isinstance(self.source, MixedSource):
+            return {}
+        end = int(self.numbers(np.array([position]))[0])
+        counts = np.array(self.source.counts(end))
+        for start, stop in self.left_out:
+            if start < end:
+                counts -= np.array(self.source.counts(stop)) - np.array(self.source.counts(start))
+        return dict(zip(self.source.names, counts.tolist(), strict=True))
+
     def numbers_of(self, start: int, stop: int) -> tuple[int, int]:
         """The first and the last number of the positions ``start`` to ``stop − 1``."""
         first, last = self.numbers(np.array([start, stop - 1])).tolist()
@@ -71,6 +88,6 @@ class SampleStream:
         return SampleStream(self.source, self.seed, self.shuffle, sorted([*outside, (first, last + 1)]))
 
     def _permuted_block(self, epoch: int, block: int) -> np.ndarray:
-        assert not isinstance(self.source, PositionedSource), "as in indices"
-        n = len(self.source)
+        assert self._indexed is not None, "as in indices"
+        n = len(self._indexed)
         return permute(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, n)), n, self.seed, epoch)

@@ -131,7 +131,7 @@ def _end_at_once(begun: Begun, *, dry_run: bool) -> ExitCode:
 
 def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
-    context = PassContext(setup.mesh, job, setup.device)
+    context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer))
 
@@ -285,7 +285,7 @@ class _Training:
         replicas = self._make_replicas()
         search = NonFiniteSearch(built.model, setup.catalog, loader, setup.device)
         guard = StepGuard(run, loader, self._saved.get("anomalies"), replicas.any_replica, search)
-        metrics = Metrics(run, built.model.flops_per_token, loader, modules, guard)
+        metrics = Metrics(run, built.model, loader, modules, guard)
         rollback = self._make_rollback(built, guard)
         return Trainer(
             run=run,

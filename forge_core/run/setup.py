@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -13,6 +13,7 @@ from forge_core.checkpoint.run_mirror import NoMirror, mirror_of
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.checkpoint_mirror import MirrorContext
 from forge_core.contracts.component_ref import ComponentRef
@@ -37,7 +38,7 @@ from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from forge_core.train.events import Events
 from forge_core.train.replication import refuse_several_replications
-from forge_core.train.sources import data_opener, data_seed, open_source
+from forge_core.train.sources import EvaluatedData, data_seed, entries_of, open_source
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +76,8 @@ class RunSetup(Begun):
     loader: BatchLoader
     validation: DataSource | None
     evaluations: Sequence[NamedEvaluation]
+    entries: Mapping[str, Entry | None]
+    """Entries of batches, for training and evaluation; ``None`` for one without a description."""
     vocab_size: int
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
@@ -147,7 +150,9 @@ def prepare(begun: Begun) -> RunSetup:
     directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
-    open_data = data_opener(job, source, build, peers.beat)
+    evaluated = EvaluatedData(job, source, build, peers.beat)
+    validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
+    evaluations = build_evaluations(job.evaluations, build, evaluated)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_several_replications(callbacks)
     return RunSetup(
@@ -160,8 +165,9 @@ def prepare(begun: Begun) -> RunSetup:
         passes=sort_passes(job, catalog),
         source=source,
         loader=_loader(job, source, mesh, device, checkpoint),
-        validation=open_data(job.eval.data, "eval.data") if job.eval.interval else None,
-        evaluations=build_evaluations(job.evaluations, build, open_data),
+        validation=validation,
+        evaluations=evaluations,
+        entries={**entries_of(source), **evaluated.entries},
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(
             build(job.scheduler, total_steps=job.train.steps, tokens_per_step=_tokens_per_step(job)),

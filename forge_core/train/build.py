@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import Source
 from forge_core.contracts.executor import Executor
@@ -94,6 +96,7 @@ def build_model(
     LEDGER.start_run()
     share_out_positions(None)
     model: Any = build_on_meta(job, vocab_size, build)
+    _refuse_entries(model, context.entries, job.model.qualified_name)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     parts: list[nn.Module] = [model]
@@ -126,9 +129,44 @@ def build_model(
             fill(part, device, job.train.seed)
         else:
             materialise(part, device, job.train.seed, on_host=on_host)
-    loss = CheckedLoss(build(job.loss), build.words_for(job.loss))
+    loss = CheckedLoss(build(job.loss), build.words_for(job.loss), context.entries)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
+    own = [name for name, entry in context.entries.items() if entry is not None and entry.wanted_by == "engine"]
+    if own and not getattr(executor, "binds_loss", False):
+        raise ConfigError(
+            f"data: batches have {own[0]}, which is not for the model's forward, and {type(executor).__qualname__} "
+            "would give it that; the pass that splits the model needs an executor with binds_loss"
+        )
     return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss)
+
+
+_GIVEN_BY_ENGINE = ("tokens", "targets", "loss")
+
+
+def _refuse_entries(model: nn.Module, entries: Mapping[str, Entry | None], name: str) -> None:
+    """
+    Raises:
+        ConfigError: batches have an entry that the model's forward does not take, or lack one that it needs.
+    """
+    if not entries:
+        return
+    parameters = inspect.signature(model.forward).parameters.values()
+    taken = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    for entry, described in entries.items():
+        if entry not in taken and not takes_any and (described is None or described.wanted_by == "model"):
+            more = ", ".join(one for one in taken if one not in _GIVEN_BY_ENGINE)
+            raise ConfigError(
+                f"data: batches have the entry {entry!r}, which the model {name} does not take; besides tokens and "
+                f"targets it takes {more or 'nothing'}. Choose other data, or a model for these."
+            )
+    for one in parameters:
+        is_needed = one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if is_needed and one.name not in (*_GIVEN_BY_ENGINE, *entries):
+            raise ConfigError(
+                f"data: the model {name} needs the entry {one.name!r} in batches, which have {', '.join(entries)}. "
+                "Choose other data, or another model."
+            )
 
 
 def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.loss import IGNORED, Loss, LossSum
 from forge_core.contracts.scheduler import Schedule
 from forge_core.errors import PluginError
@@ -24,11 +26,22 @@ class CheckedLoss:
         words: names the component in messages.
     """
 
-    def __init__(self, loss: Loss, words: str) -> None:
+    def __init__(self, loss: Loss, words: str, entries: Mapping[str, Entry | None] | None = None) -> None:
         self._loss = loss
+        self._of_engine = {name for name, one in (entries or {}).items() if one and one.wanted_by == "engine"}
         self.words = words
         self.is_watched = False
         self.problem = ""
+        self.sums_of_sources: torch.Tensor | None = None
+        """``(N, 2)`` fp32 or nothing: for each number of a source, the sum of losses and of targets of the microbatches
+        since this was set to zeros."""
+
+    def bind(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:
+        """Same as ``BatchLoss.bind``."""
+        inputs = {name: tensor for name, tensor in batch.items() if name not in self._of_engine}
+        if self.sums_of_sources is None or "source" not in batch:
+            return inputs, self
+        return inputs, _LossOfSources(self, batch["source"], self.sums_of_sources)
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
         if self.is_watched:
@@ -92,6 +105,23 @@ class CheckedLoss:
 
     def _bug(self, what: str) -> str:
         return f"{self.words} {what}. This is a bug in the loss."
+
+
+class _LossOfSources:
+    """The loss of one microbatch, whose first sum is also added up by source; a model's further ones (of tokens ahead)
+    are not."""
+
+    def __init__(self, loss: CheckedLoss, source: torch.Tensor, sums: torch.Tensor) -> None:
+        self._loss, self._source, self._sums = loss, source, sums
+        self._is_first = True
+
+    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+        found = self._loss(hidden, head, targets)
+        if self._is_first and found.each is not None:
+            of_samples = torch.stack((found.each.sum(1), (targets != IGNORED).sum(1)), dim=1)
+            self._sums.index_add_(0, self._source, of_samples.to(self._sums.dtype))
+        self._is_first = False
+        return found
 
 
 _LOOKED_AT_BEFORE = 1000

@@ -83,6 +83,7 @@ class Evaluations:
     Args:
         validation: the data of ``[eval]``, if it is asked for.
         metrics: measure training alone.
+        source_names: of the validation data, if they are made of several sources.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ def held_out_loss(context: ModelEvaluator, validation: DataSource, samples: int)
     """The values of ``[eval]``."""
     loss = context.losses(validation, samples=samples)
     values = {"eval/loss": loss.mean, "eval/perplexity": loss.perplexity, "eval/tokens": loss.count}
+    values |= {f"eval/loss/{name}": of_one.mean for name, of_one in loss.sources.items() if of_one.count}
     if context.looks_ahead():
         values["eval/looks_ahead"] = 1
     return values

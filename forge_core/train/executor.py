@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from forge_core.contracts.batch import bind
 from forge_core.contracts.loss import Loss
 
 Batch = Mapping[str, torch.Tensor]
@@ -15,6 +16,8 @@ Batch = Mapping[str, torch.Tensor]
 
 class PlainExecutor:
     """One microbatch after the other, gradients synchronised with the last."""
+
+    binds_loss = True
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._model = model
@@ -34,7 +37,8 @@ class PlainExecutor:
         for i, batch in enumerate(microbatches):
             if len(microbatches) > 1 and isinstance(self._model, FSDPModule):
                 self._model.set_requires_gradient_sync(i == len(microbatches) - 1)
-            total = self._model(**batch, loss=self._loss).total
+            inputs, loss = bind(self._loss, batch)
+            total = self._model(**inputs, loss=loss).total
             total.backward(scale)
             sums.append(total.detach())
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -42,11 +46,13 @@ class PlainExecutor:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The summed loss (fp32) and the number of valid tokens (int64) of one batch of this rank."""
-        summed = self._model(**batch, loss=self._loss)
+        inputs, loss = bind(self._loss, batch)
+        summed = self._model(**inputs, loss=loss)
         return summed.total, summed.count
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> torch.Tensor:
         """Same as ``PredictingExecutor.predict``."""
-        logits: torch.Tensor = self._model(**batch)
+        inputs, _ = bind(self._loss, batch)
+        logits: torch.Tensor = self._model(**inputs)
         return logits

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 
+from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
 from forge_core.data.loader import BatchLoader
 from forge_core.distributed.mesh import LOSS_AXES
 from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.train.build import BuiltModel
 from forge_core.train.run import Run
 from forge_core.train.step_guard import StepGuard
 from forge_core.train.step_modules import StepModules
@@ -34,18 +37,20 @@ class Metrics:
     """Values of logged steps, and the times and counts between them.
 
     Args:
-        flops_per_token: of the whole model, forward and backward.
+        model: its FLOPs, and its loss, which adds up those of sources.
         loader: says how long the run has waited for data.
         modules: report values of their own.
         guard: learns from logged values that updates were left out.
     """
 
     def __init__(
-        self, run: Run, flops_per_token: float, loader: BatchLoader, modules: StepModules, guard: StepGuard
+        self, run: Run, model: BuiltModel, loader: BatchLoader, modules: StepModules, guard: StepGuard
     ) -> None:
         train = run.job.train
         self._run = run
-        self._flops_per_token = flops_per_token
+        self._model = model
+        source = loader.stream.source
+        self._source_names = tuple(source.names) if isinstance(source, MixedSource) else ()
         self._peak_flops = peak_flops(run.device)
         self._loader = loader
         self._modules = modules
@@ -72,6 +77,11 @@ class Metrics:
         """Return whether the values of ``step`` are logged: of the first and the last step in any case."""
         return step in (1, self._run.job.train.steps) or self._run.is_due(step, self._run.job.metrics.interval)
 
+    def begin(self, step: int) -> None:
+        """Have the loss of ``step`` added up by source, if it is logged and there are several."""
+        logs = bool(self._source_names) and self.is_logged(step)
+        self._model.loss.sums_of_sources = zeros_of_sources(self._source_names, self._run.device) if logs else None
+
     def count(self) -> None:
         """Count one more step."""
         self._steps += 1
@@ -91,12 +101,16 @@ class Metrics:
         if auxiliary and mesh.degrees["tp"] > 1:
             whole = mesh.sum_over(torch.stack([*auxiliary.values()]), ("tp",))
             auxiliary = dict(zip(auxiliary, whole.unbind(), strict=True))
-        over_ranks = torch.stack([values["loss"], *auxiliary.values()])
+        of_sources = self._model.loss.sums_of_sources
+        sums = [] if of_sources is None else [*of_sources.to(values["loss"].dtype).flatten().unbind()]
+        over_ranks = torch.stack([values["loss"], *auxiliary.values(), *sums])
         loss, *means = mesh.sum_over(over_ranks, LOSS_AXES).unbind()
+        means, sums = means[: len(auxiliary)], means[len(auxiliary) :]
         norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
         tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
         tensors |= self._modules.metrics(self._run.device)
-        known = {"lr": rate, "tokens": context.tokens, **self._speed()}
+        tensors |= losses_of_sources(self._source_names, sums)
+        known = {"lr": rate, "tokens": context.tokens, **self._tokens_of_sources(), **self._speed()}
         self._ready = context.step, tensors | {"skipped": self._guard.skipped}, known
         self._start_window()
         return loss
@@ -115,6 +129,10 @@ class Metrics:
             raise PluginError(f"a callback reports {sorted(taken)[0]!r}, which the step has itself; take another name")
         self._copy(step, tensors | reported, known)
 
+    def _tokens_of_sources(self) -> dict[str, int]:
+        counts = self._loader.stream.counts(self._loader.position)
+        return {f"tokens/{name}": count * self._run.job.train.seq_len for name, count in counts.items()}
+
     def _speed(self) -> dict[str, float]:
         """Since the last logged step, or ``restart``."""
         device = self._run.device
@@ -123,7 +141,7 @@ class Metrics:
         values = {"tokens_per_second": per_second, "step_seconds": seconds}
         values["data_seconds"] = (self._loader.seconds_waiting - self._waited_before) / self._steps
         if self._peak_flops is not None:
-            values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self._run.mesh.world_size)
+            values["mfu"] = per_second * self._model.flops_per_token / (self._peak_flops * self._run.mesh.world_size)
         if device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         return values
@@ -145,6 +163,7 @@ class Metrics:
         if pending.copied is not None:
             pending.copied.synchronize()
         fetched = dict(zip(pending.names, pending.values.tolist(), strict=True))
+        fetched = {name: value for name, value in fetched.items() if value != ABSENT}
         return {"step": pending.step, **fetched, **pending.known}
 
     def log_pending(self) -> None:
@@ -173,6 +192,21 @@ class Metrics:
             self._auxiliary_names = list(dict.fromkeys(name for stage in stages for name in stage))
         nothing = torch.zeros((), device=self._run.device)
         return {name: means.get(name, nothing) for name in self._auxiliary_names}
+
+
+ABSENT = -math.inf
+"""In place of a mean over nothing, which is not logged."""
+
+
+def zeros_of_sources(names: Sequence[str], device: torch.device) -> torch.Tensor:
+    """``CheckedLoss.sums_of_sources`` before the first microbatch."""
+    return torch.zeros(len(names), 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
+def losses_of_sources(names: Sequence[str], sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``loss/<source>``, from sums and counts in turn, those of all ranks; ``ABSENT`` where there are none."""
+    pairs = zip(names, sums[::2], sums[1::2], strict=True) if sums else ()
+    return {f"loss/{name}": torch.where(count > 0, total / count, ABSENT) for name, total, count in pairs}
 
 
 def peak_flops(device: torch.device) -> float | None:

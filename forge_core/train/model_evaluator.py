@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from forge_core.contracts.batch import NamesSources
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import LossTotal
 from forge_core.contracts.executor import PredictingExecutor
@@ -18,6 +19,7 @@ from forge_core.distributed.mesh import DATA_AXES, LOSS_AXES
 from forge_core.errors import PluginError
 from forge_core.train.build import BuiltModel
 from forge_core.train.executor import Batch
+from forge_core.train.metrics import zeros_of_sources
 from forge_core.train.scales import count_targets, to_device
 
 
@@ -63,17 +65,24 @@ class ModelEvaluator:
     def losses(self, source: DataSource, *, samples: int = 0) -> LossTotal:
         """Same as ``EvaluationContext.losses``."""
         sums = torch.zeros(2, dtype=self._wide(), device=self.device)
-        n_targets = 0
-        for batch in self._batches(source, samples):
-            n_targets += count_targets(batch)
-            on_device = to_device(batch, self.device)
-            sums += torch.stack(self._model.executor.evaluate(on_device))
-            self._note(on_device)
+        n_targets, names, loss = 0, source.names if isinstance(source, NamesSources) else (), self._model.loss
+        loss.sums_of_sources = zeros_of_sources(names, self.device) if names else None
+        try:
+            for batch in self._batches(source, samples):
+                n_targets += count_targets(batch)
+                on_device = to_device(batch, self.device)
+                sums += torch.stack(self._model.executor.evaluate(on_device))
+                self._note(on_device)
+        finally:
+            of_sources, loss.sums_of_sources = loss.sums_of_sources, None
         total, count = self._mesh.sum_over(sums, LOSS_AXES).tolist()
         n_valid = self._mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
         if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
             self._model.loss.refuse_count(count, n_valid)
-        return LossTotal(total, count)
+        if of_sources is None:
+            return LossTotal(total, count)
+        totals = self._mesh.sum_over(of_sources, LOSS_AXES).tolist()
+        return LossTotal(total, count, {name: LossTotal(*one) for name, one in zip(names, totals, strict=True)})
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Batch]:
         """Same as ``EvaluationContext.batches``."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.contracts.batch import KNOWN, DescribedSource, Entry
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split
-from forge_core.contracts.evaluation import OpenData
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.distributed.collective_errors import run_slowly_on_rank0
 from forge_core.errors import ConfigError, PluginError
@@ -67,23 +69,43 @@ def open_source(
     return source
 
 
-def data_opener(job: Job, training: _TrainedOn, build: ComponentBuilder, beat: Callable[[], None]) -> OpenData:
-    """The function that opens what is evaluated. It refuses another vocabulary or tokenizer than ``training`` has."""
+class EvaluatedData:
+    """Opens what is evaluated, as ``OpenData``. It refuses another vocabulary or tokenizer than ``training`` has.
 
-    def open_data(use: ComponentRef | None, key: str, /) -> DataSource:
+    Args:
+        beat: called while files are verified.
+    """
+
+    def __init__(self, job: Job, training: _TrainedOn, build: ComponentBuilder, beat: Callable[[], None]) -> None:
+        self._job = job
+        self._training = training
+        self._build = build
+        self._beat = beat
+        self.entries: dict[str, Entry | None] = {}
+        """The entries of what has been opened, as ``entries_of`` gives them."""
+
+    def __call__(self, use: ComponentRef | None, key: str, /) -> DataSource:
+        """Same as ``OpenData``."""
         if use is None:
-            source = open_source(job, job.data, "data", "validation", build, beat)
+            source = open_source(self._job, self._job.data, "data", "validation", self._build, self._beat)
         else:
-            source = open_source(job, use, key, "all", build, beat)
+            source = open_source(self._job, use, key, "all", self._build, self._beat)
         assert not isinstance(source, PositionedSource), "it was refused"
-        if source.vocab_size > training.vocab_size:
+        if source.vocab_size > self._training.vocab_size:
             raise ConfigError(
-                f"{key}: it has a vocabulary of {source.vocab_size}, the training data of {training.vocab_size}; "
+                f"{key}: it has a vocabulary of {source.vocab_size}, the training data of {self._training.vocab_size}; "
                 "prepare both with the same tokenizer"
             )
-        ours, theirs = training.tokenizer, source.tokenizer
+        ours, theirs = self._training.tokenizer, source.tokenizer
         if ours is not None and theirs is not None and ours.fingerprint != theirs.fingerprint:
             raise ConfigError(f"{key}: it has another tokenizer than the training data, so their losses mean nothing")
+        self.entries |= entries_of(source)
         return source
 
-    return open_data
+
+def entries_of(source: Source) -> dict[str, Entry | None]:
+    """The entries that a source gives, each as it or the contract describes it; ``None`` without a description."""
+    described = {**KNOWN, **(source.entries() if isinstance(source, DescribedSource) else {})}
+    first = np.zeros(1, dtype=np.int64)
+    batch = source.read_at(first) if isinstance(source, PositionedSource) else source.read(first)
+    return {name: described.get(name) for name in batch}

@@ -95,6 +95,7 @@ class Trainer:
         LEDGER.start_step(scales.targets, run.mesh.degrees["tp"], scales.own, scales.tokens)
         batches = [to_device(batch, run.device) for batch in microbatches]
         self._first_steps.before_gradients()
+        self.metrics.begin(step)
         total = model.executor.run(batches, scales.targets)
         self._first_steps.after_gradients(step)
         loss = self.replicas.sum_step(self._parameters, total, self._sums_of_modules) * scales.targets

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
 from forge_testing.data_source import DataSourceConformance
@@ -60,6 +61,35 @@ def endless(*, seq_len, split):
     return (Endless if split == "train" else Numbers)(seq_len=seq_len, split=split)
 
 
+class Mixed(Endless):
+    """Turn by turn of two sources."""
+
+    names = ("even", "odd")
+
+    def entries(self):
+        return {"source": Entry(dims=("sample",), wanted_by="engine")}
+
+    def read_at(self, positions):
+        return {**super().read_at(positions), "source": positions % 2}
+
+    def counts(self, position):
+        return [(position + 1) // 2, position // 2]
+
+
+class Miscounted(Mixed):
+    def counts(self, position):
+        return [position // 2, (position + 1) // 2]
+
+
+class WronglyDescribed(Mixed):
+    def entries(self):
+        return {"source": Entry(dims=("sample", "position"), wanted_by="engine")}
+
+
+def mixed(*, seq_len, split):
+    return (Mixed if split == "train" else Numbers)(seq_len=seq_len, split=split)
+
+
 class Case(DataSourceConformance):
     source = Numbers
 
@@ -73,6 +103,10 @@ class TestEndless(Case):
 
 class TestNumbers(Case):
     pass
+
+
+class TestMixed(Case):
+    source = staticmethod(mixed)
 
 
 class TestNothingHeldOut(Case):
@@ -205,6 +239,13 @@ FAULTS = [
         "test_validation_is_held_out",
         "10 of 10 validation samples are in the training samples too",
     ),
+    (
+        reading(lambda s, batch, i: batch | {"image": np.zeros((len(i), 3, 8, 8))}),
+        "test_entries_are_as_they_are_described",
+        r"entries\(\) must describe \['image'\]",
+    ),
+    (WronglyDescribed, "test_entries_are_as_they_are_described", "source has 1 dimensions, described with"),
+    (Miscounted, "test_sources_within_are_counted_as_they_come", r"counts\(\) has \[48, 49\] .* gives \[49, 48\]"),
     (Remembering, "test_samples_do_not_depend_on_what_was_read_before", "a resumed run would get others"),
     (Endless, "test_validation_is_held_out", "for the split 'validation', return a source with __len__ and read"),
     (Endless, "test_everything_can_be_opened_at_once", "for the split 'all', return a source with __len__ and read"),

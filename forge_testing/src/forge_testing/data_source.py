@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from forge_core.contracts.batch import KNOWN, DescribedSource, MixedSource
 from forge_core.contracts.data_source import DataSourceConfig, PositionedSource, Source, Split
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
@@ -111,6 +112,36 @@ class DataSourceConformance(ComponentCase):
         steps = positions[:, 1:] - positions[:, :-1]
         assert (steps[same] == 1).all(), "positions must count up by 1 inside a document"
         assert (positions[:, 1:][~same] == 0).all(), "positions must start at 0 where a new document does"
+
+    def test_entries_are_as_they_are_described(self) -> None:
+        source = self.open()
+        batch = _read(source, _some_indices(source))
+        described = {**KNOWN, **(source.entries() if isinstance(source, DescribedSource) else {})}
+
+        assert described.keys() >= batch.keys(), (
+            f"entries() must describe {sorted(batch.keys() - described.keys())}: their dims and who wants them"
+        )
+        for name, values in batch.items():
+            entry = described[name]
+            assert entry.dims[0] == "sample", f"{name}: the first of its dims must be 'sample', got {entry.dims}"
+            assert len(entry.dims) == values.ndim, f"{name} has {values.ndim} dimensions, described with {entry.dims}"
+            assert values.dtype == entry.dtype, f"{name} is {values.dtype}, and is described as {entry.dtype}"
+            for dim, size in zip(entry.dims, values.shape, strict=True):
+                assert dim != "position" or size == self.seq_len, (
+                    f"{name} has {size} positions, and a sample has {self.seq_len}"
+                )
+
+    def test_sources_within_are_counted_as_they_come(self) -> None:
+        source = self.open()
+        if not isinstance(source, MixedSource):
+            pytest.skip("the source is not made of several")
+        for first, stop in ((0, 97), (_FAR, _FAR + 97)):
+            found = np.bincount(_read(source, np.arange(first, stop))["source"], minlength=len(source.names))
+            counted = np.array(source.counts(stop)) - np.array(source.counts(first))
+            assert np.array_equal(found, counted), (
+                f"of positions {first} to {stop - 1}, counts() has {counted.tolist()} samples of the sources, and "
+                f"read_at gives {found.tolist()}"
+            )
 
     def test_reading_has_no_side_effects(self) -> None:
         source = self.open()

@@ -165,7 +165,8 @@ class _Rank:
             summed = self.world.model(batch["tokens"], targets=batch["targets"], loss=cross_entropy)
             if self._is_last_stage():
                 sums = {"total": sums["total"] + summed.total.item(), "count": sums["count"] + summed.count.item()}
-        return LossTotal(**self.sum_over_ranks(sums))
+        totals = self.sum_over_ranks(sums)
+        return LossTotal(totals["total"], totals["count"])
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         rank, size = (0, 1) if self.world.stages else (self.rank, self.world.ranks)

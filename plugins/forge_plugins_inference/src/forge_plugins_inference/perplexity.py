@@ -17,4 +17,5 @@ class Perplexity(Evaluation):
 
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         loss = context.losses(self._source, samples=self._samples)
-        return {"loss": loss.mean, "perplexity": loss.perplexity, "tokens": loss.count}
+        of_sources = {f"loss/{name}": one.mean for name, one in loss.sources.items() if one.count}
+        return {"loss": loss.mean, "perplexity": loss.perplexity, "tokens": loss.count, **of_sources}

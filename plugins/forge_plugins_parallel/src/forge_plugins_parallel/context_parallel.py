@@ -7,7 +7,7 @@ Shapes: B = batch, S = sequence, C = ranks along ``cp``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, _functional_collectives
 from torch.nn.attention.flex_attention import BlockMask
 
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_core.ops.sequence_sum import share_out_positions
@@ -53,7 +54,12 @@ class ContextParallel:
             )
         mesh = context.mesh.device_mesh["cp"]
         share_out_positions(mesh.get_group())
-        part = SequencePart(mesh.get_local_rank(), mesh.size(), masks=self._config.method == "gather")
+        part = SequencePart(
+            mesh.get_local_rank(),
+            mesh.size(),
+            masks=self._config.method == "gather",
+            dims=_position_dims(context.entries),
+        )
         model.register_forward_pre_hook(part.take, with_kwargs=True)
         model.register_forward_hook(functools.partial(_with_whole_logits, group=mesh.get_group()), with_kwargs=True)
         touched = list(model.context_plan())  # type: ignore[operator]  # declared by the model
@@ -73,15 +79,22 @@ class ContextParallel:
 class SequencePart:
     """What one rank sees of a batch."""
 
-    def __init__(self, rank: int, ranks: int, *, masks: bool = True) -> None:
-        """``masks``: whether the model is told what its queries see of a whole sequence; not if it never has one."""
+    def __init__(
+        self, rank: int, ranks: int, *, masks: bool = True, dims: Mapping[str, int | None] | None = None
+    ) -> None:
+        """
+        Args:
+            masks: whether the model is told what its queries see of a whole sequence; not if it never has one.
+            dims: along which dimension an entry has positions, or ``None`` if it has none; by default along the second.
+        """
         self._masks = masks
+        self._dims = dims or {}
         self._chunks = (rank, 2 * ranks - 1 - rank)
         self._n_chunks = 2 * ranks
 
     def take(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of ``Model.forward`` for this rank's positions, as a forward pre-hook: every entry of the batch
-        is cut, and ``positions`` and ``mask`` say where the rest is.
+        """The arguments of ``Model.forward`` for this rank's positions, as a forward pre-hook: what has positions is
+        cut, and ``positions`` and ``mask`` say where the rest is.
 
         Raises:
             ConfigError: the sequence cannot be cut; or it has documents, and nothing would keep them apart.
@@ -100,8 +113,9 @@ class SequencePart:
         if inputs.get("positions") is None:
             inputs["positions"] = torch.arange(seq_len, device=tokens.device).expand(tokens.shape[0], -1)
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and (name != "tokens" or has_tokens):
-                inputs[name] = self._cut(value)
+            dim = self._dims.get(name, 1)
+            if isinstance(value, torch.Tensor) and dim is not None and (name != "tokens" or has_tokens):
+                inputs[name] = self._cut(value, dim)
         first = inputs.pop("tokens")
         return (first,), {**inputs, **masks}
 
@@ -109,10 +123,26 @@ class SequencePart:
         place = self._cut(torch.arange(seq_len, device=device)[None])[0]
         return (block_mask if device.type == "cuda" else dense_mask)(place, seq_len, document)
 
-    def _cut(self, entry: torch.Tensor) -> torch.Tensor:
+    def _cut(self, entry: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """``(B, S, …)`` to ``(B, S / C, …)``."""
-        chunks = entry.chunk(self._n_chunks, dim=1)
-        return torch.cat([chunks[i] for i in self._chunks], dim=1)
+        chunks = entry.chunk(self._n_chunks, dim=dim)
+        return torch.cat([chunks[i] for i in self._chunks], dim=dim)
+
+
+def _position_dims(entries: Mapping[str, Entry | None]) -> dict[str, int | None]:
+    """
+    Raises:
+        ConfigError: an entry has no description, which would say whether it has positions.
+    """
+    dims: dict[str, int | None] = {}
+    for name, entry in entries.items():
+        if entry is None:
+            raise ConfigError(
+                f"parallel.cp: the data do not describe the entry {name!r} of their batches (entries), so that it "
+                "is not known whether it is to be cut; set parallel.cp = 1, or have the data source describe it"
+            )
+        dims[name] = entry.dims.index("position") if "position" in entry.dims else None
+    return dims
 
 
 _POSITIONAL = ("tokens", "targets", "loss")

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from forge_core.contracts.batch import bind
 from forge_core.contracts.loss import Loss
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
@@ -178,14 +179,15 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **options: Any) -> Any:
-        inputs = dict(self.microbatches[fwd_chunk_id])
+        inputs, loss = bind(self.loss, self.microbatches[fwd_chunk_id])
         tokens = inputs.pop("tokens")
-        return super().forward_one_chunk(fwd_chunk_id, (tokens,), {**inputs, **_known(self.submod, tokens)}, **options)
+        known: dict[str, Any] = {**inputs, **_known(self.submod, tokens), "loss": loss}
+        return super().forward_one_chunk(fwd_chunk_id, (tokens,), known, **options)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_first:
             args[0].register_hook(torch.Tensor.contiguous)  # only such tensors can be sent, forward and backward
-        output = self.submod(*args, **kwargs, loss=self.loss)
+        output = self.submod(*args, **kwargs)
         if self.is_last:
             return output.total
         # the schedules that split the backward detach a stage's output in place, which cannot be done to a view
@@ -215,6 +217,8 @@ class PipelineExecutor:
     Every rank reads the same batches, so that only hidden states ``(B, S, D)`` and their gradients travel, with what a
     ``MultiTokenModel`` sends along: targets, positions and documents are already where they are needed.
     """
+
+    binds_loss = True
 
     def __init__(
         self,
@@ -276,7 +280,8 @@ class PipelineExecutor:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Same as ``Executor.evaluate``."""
-        output = self._pass_down(batch, loss=self._loss)
+        inputs, loss = bind(self._loss, batch)
+        output = self._pass_down(inputs, loss=loss)
         if output is None:
             nothing = torch.zeros((), device=self._device)
             return nothing, nothing.long()
@@ -285,20 +290,21 @@ class PipelineExecutor:
     @torch.no_grad()
     def predict(self, batch: Batch) -> torch.Tensor | None:
         """Same as ``PredictingExecutor.predict``."""
-        logits: torch.Tensor | None = self._pass_down(batch)
+        inputs, _ = bind(self._loss, batch)
+        logits: torch.Tensor | None = self._pass_down(inputs)
         return logits
 
-    def _pass_down(self, batch: Batch, **options: Any) -> Any:
+    def _pass_down(self, inputs: dict[str, Any], **options: Any) -> Any:
         """One batch down the stages, while earlier ranks already begin with the next. Not by the schedule's ``eval``,
         which wants as many batches at once as a step has, all of one size.
 
         Args:
+            inputs: of forward.
             options: further arguments of the stages.
 
         Returns:
             The output of the last stage; ``None`` on ranks that do not have it.
         """
-        inputs = dict(batch)
         hidden = tokens = inputs.pop("tokens")
         for stage, part in self._parts.items():
             if stage > 0 and stage - 1 not in self._parts:

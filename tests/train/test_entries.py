@@ -1,0 +1,71 @@
+"""Entries of batches against the model's forward, before anything is built, and the loss of each source."""
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.contracts.batch import KNOWN, Entry, bind
+from forge_core.contracts.loss import LossSum
+from forge_core.errors import ConfigError
+from forge_core.train.build import _refuse_entries
+from forge_core.train.component_checks import CheckedLoss
+from forge_core.train.metrics import ABSENT, losses_of_sources
+
+TEXT = {name: KNOWN[name] for name in ("tokens", "targets")}
+
+
+class Reader(nn.Module):
+    def forward(self, tokens, targets=None, loss=None, *, positions=None):
+        """Text only."""
+
+
+class Viewer(nn.Module):
+    def forward(self, tokens, image, targets=None, loss=None):
+        """Images are needed."""
+
+
+class Taker(nn.Module):
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        """Anything goes."""
+
+
+def test_an_entry_that_forward_does_not_take_is_refused_with_what_it_takes():
+    for described in (None, Entry(dims=("sample", "channel", "height", "width"), dtype="float32")):
+        with pytest.raises(ConfigError, match=r"have the entry 'image', which the model reader does not take; be"):
+            _refuse_entries(Reader(), {**TEXT, "image": described}, "reader")
+        _refuse_entries(Taker(), {**TEXT, "image": described}, "taker")
+
+
+def test_an_entry_that_forward_needs_is_missed():
+    with pytest.raises(ConfigError, match="the model viewer needs the entry 'image' in batches, which have tokens"):
+        _refuse_entries(Viewer(), TEXT, "viewer")
+
+
+def test_what_is_the_engine_s_and_what_forward_takes_are_no_problem():
+    entries = {**TEXT, "positions": KNOWN["positions"], "source": Entry(dims=("sample",), wanted_by="engine")}
+
+    _refuse_entries(Reader(), entries, "reader")
+    _refuse_entries(Reader(), {}, "reader")  # a model that is built without data
+
+
+def test_forward_is_not_given_what_is_the_engine_s_and_the_first_loss_is_added_up_by_source():
+    each = torch.tensor([[1.0, 2.0], [3.0, 0.0], [5.0, 6.0]])
+    targets = torch.tensor([[1, 1], [1, -100], [1, 1]])
+    loss = CheckedLoss(
+        lambda hidden, head, targets: LossSum(each.sum(), (targets != -100).sum(), each),
+        "the loss",
+        {**TEXT, "source": Entry(dims=("sample",), wanted_by="engine")},
+    )
+    batch = {"tokens": targets, "targets": targets, "source": torch.tensor([2, 0, 2])}
+
+    inputs, unlogged = bind(loss, batch)
+    unlogged(None, None, targets)
+    loss.sums_of_sources = torch.zeros(3, 2, dtype=torch.float64)
+    _, bound = bind(loss, batch)
+    for _ in range(2):  # a model that looks ahead calls it once more
+        assert float(bound(None, None, targets).total) == 17
+
+    assert inputs.keys() == {"tokens", "targets"}
+    assert loss.sums_of_sources.tolist() == [[3, 1], [0, 0], [14, 4]]
+    means = losses_of_sources(["a", "b", "c"], [*loss.sums_of_sources.flatten().unbind()])
+    assert {name: float(value) for name, value in means.items()} == {"loss/a": 3, "loss/b": ABSENT, "loss/c": 3.5}
