@@ -58,6 +58,19 @@ class TestSynthetic(DataSourceConformance):
     config: ClassVar = {"validation": 20}
 
 
+class TestMixture(DataSourceConformance):
+    component = "forge-plugins-data:mixture"
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    def sources(self, tmp_path, request):
+        keys = {"name": "text_files", "path": str(write_text(tmp_path / "text")), "document_mask": request.param}
+        sources = [
+            {"name": "even", "weight": 2, "source": {**keys, "exclude": ["*[13579].txt"], "validation": 0.3}},
+            {"name": "odd", "weight": 1, "source": {**keys, "exclude": ["*[02468].txt"]}},
+        ]
+        self.config = {"sources": sources}
+
+
 class TestTextFilesHoldingNothingOut(DataSourceConformance):
     component = "forge-plugins-data:text_files"
     holds_out = False

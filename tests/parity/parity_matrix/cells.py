@@ -39,6 +39,12 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "layernorm": ["model.norm=layernorm"],
     "packed": _PACKED,
     "penalised": ['loss={name="label_smoothing", smoothing=0.2, loss={name="z_loss", coefficient=0.01}}'],
+    "mixture": [
+        (
+            'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
+            'validation=0.1}}, {name="short", weight=0.3, source={name="text_files", path="short", validation=0.2}}]}'
+        )
+    ],
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
     "latent": [
@@ -189,6 +195,7 @@ CELLS: Mapping[str, Cell] = {
     "packed-accumulation4": Cell(1, FOUR_MICROBATCHES, "packed"),
     "chunked": Cell(1, CHUNKED),
     "penalised-chunked": Cell(1, PENALISED_IN_CHUNKS, "penalised"),
+    "mixture-accumulation4": Cell(1, FOUR_MICROBATCHES, "mixture"),
     "fsdp1": Cell(1, [f"{FSDP}=true"]),
     "ac-none": Cell(1, [f"{AC}.mode=none"]),
     "ac-full": Cell(1, [f"{AC}=true"]),
@@ -217,7 +224,12 @@ CELLS: Mapping[str, Cell] = {
     "fsdp4": Cell(4, [QUARTER]),
     "hsdp2x2": Cell(4, [QUARTER, COPIES]),
     "hsdp2x2-ac-every-second": Cell(4, [QUARTER, COPIES, f"{AC}.every=2"]),
+    "fsdp2-mixture": Cell(2, [HALF], "mixture"),
+    "fsdp4-mixture": Cell(4, [QUARTER], "mixture"),
+    "hsdp2x2-mixture": Cell(4, [QUARTER, COPIES], "mixture"),
     # tensor parallelism
+    "tp2-mixture": Cell(2, [TP2], "mixture"),
+    "tp2-fsdp2-mixture-chunked": Cell(4, [TP2, HALF, *CHUNKED], "mixture"),
     "tp2": Cell(2, [TP2]),
     "tp2-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"]),
     "tp2-tied": Cell(2, [TP2], "tied"),
@@ -263,7 +275,10 @@ CELLS: Mapping[str, Cell] = {
     "pp2-tp2": Cell(4, [*pp2("1F1B"), TP2]),
     "pp2-tp2-dualpipe-v-packed": Cell(4, [*pp2("DualPipeV"), TP2], "packed"),
     "pp2-fsdp2-tp2": Cell(8, [*pp2("Interleaved1F1B", *TWO_SMALL_MICROBATCHES), TP2]),
+    "pp2-mixture": Cell(2, pp2("1F1B"), "mixture"),
+    "pp2-zero-bubble-v-fsdp2-mixture": Cell(4, pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), "mixture"),
     # context parallelism
+    "cp2-mixture": Cell(2, [CP2], "mixture"),
     "cp2": Cell(2, [CP2]),
     "cp2-microbatches2-packed": Cell(2, [CP2, *TWO_MICROBATCHES], "packed"),
     "cp4-packed": Cell(4, ["parallel.cp=4"], "packed"),

@@ -24,6 +24,8 @@ SUMMED = ("loss", "grad_norm", "eval/loss")
 """Values of a line that are sums of rounded numbers; and so are auxiliary losses."""
 COUNTED = ("step", "tokens", "eval/tokens", "lr")
 COUNTS_OF_EXPERTS = ("load_violation/", "load_entropy/", "experts_idle/", "dropped/")
+OF_SOURCES = ("loss/", "eval/loss/", "tokens/")
+"""Of a mixture: losses of each source, and tokens, which are counted."""
 
 Exchange = tuple[str, str]
 """Which family has written a checkpoint, and which one reads it."""
@@ -83,7 +85,7 @@ class Matrix:
     def curve_problems(self, cell: str) -> Iterable[str]:
         """Losses, gradient norms, evaluations and counts of all steps against one process's."""
         for line, expected in self._lines(cell):
-            compared = ("auxiliary/", "multi_token_", *COUNTS_OF_EXPERTS)
+            compared = ("auxiliary/", "multi_token_", *OF_SOURCES, *COUNTS_OF_EXPERTS)
             keys = {key for key in expected if key in (*SUMMED, *COUNTED) or key.startswith(compared)}
             if missing := keys - line.keys():
                 yield f"step {line['step']} has no {', '.join(sorted(missing))}"
@@ -205,7 +207,7 @@ def _exchange(writer: str, reader: str) -> Work:
 
 
 def _tolerance(cell: Cell, key: str) -> float:
-    if key in COUNTED or key.startswith(COUNTS_OF_EXPERTS):
+    if key in COUNTED or key.startswith(("tokens/", *COUNTS_OF_EXPERTS)):
         return 0
     return cell.tolerance if key == "grad_norm" else cell.loss_tolerance
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import ge, gt, le, lt, optional
+from attrs.validators import ge, gt, le, lt, matches_re, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
@@ -153,6 +153,78 @@ class SyntheticConfig(DataSourceConfig):
         is_evaluated = own is self or (own is None and job.data.config is self)
         if is_evaluated and job.eval.interval > 0 and self.validation == 0:
             yield "validation", "is 0, so that eval.interval has nothing to evaluate; set it to a number of samples"
+
+
+@attrs.frozen(kw_only=True)
+class MixtureSource:
+    """One source of a mixture."""
+
+    name: str = attrs.field(validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9_.-]*"))
+    """Its name in metrics, as in ``loss/<name>``: letters, digits, ``_``, ``.`` and ``-``. With the run's seed, it
+    decides the order of the source's samples."""
+    weight: float = attrs.field(validator=ge(0.0))
+    """Its share of the samples, in proportion to the others'; weights need not add up to 1. 0 switches it off."""
+    source: Annotated[ComponentRef, Slot("data_source")]
+    """The data, any source with its keys, but for ``shuffle``, ``workers`` and ``prefetch``."""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether it has samples for evaluation, as far as its keys say."""
+        return bool(getattr(self.source.config, "validation", True))
+
+
+def _sources(_: object, __: object, value: tuple[MixtureSource, ...]) -> None:
+    if not value:
+        raise ValueError("must have at least one source")
+    names = [one.name for one in value]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"names the source {twice[0]!r} twice; give each a name of its own")
+    if not any(one.weight for one in value):
+        raise ValueError("has weights that are all 0, so that there is nothing to train on; give one a weight")
+
+
+@attrs.frozen(kw_only=True)
+class MixtureConfig(DataSourceConfig):
+    """Several sources, each with its share of the samples. Each position of the run has its source, on any number of
+    ranks, and before any position each source has had its share, give or take two samples.
+
+    A source that comes to its end begins another epoch, in another order. Evaluations have all that the sources hold
+    out.
+    """
+
+    has_own_order: ClassVar[bool] = True
+    sources: tuple[MixtureSource, ...] = attrs.field(validator=_sources)
+    """Arrays of tables: ``[[data.sources]]``, each with ``name``, ``weight`` and ``source``."""
+    temperature: float = attrs.field(default=1.0, validator=gt(0.0))
+    """Shares are in proportion to ``weight ** (1 / temperature)``: above 1 brings them closer together."""
+
+    def shares(self) -> tuple[float, ...]:
+        """Of each source, which add up to 1."""
+        largest = max(one.weight for one in self.sources)
+        powers = [(one.weight / largest) ** (1 / self.temperature) for one in self.sources]
+        return tuple(power / sum(powers) for power in powers)
+
+    def missing(self) -> Iterable[str]:
+        """Paths of the sources that are not there."""
+        for one in self.sources:
+            yield from one.source.config.missing()
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Mixtures within it; what is held out of what is evaluated whole; an evaluation of nothing."""
+        own = job.eval.data.config if job.eval.data is not None else None
+        for index, one in enumerate(self.sources):
+            if isinstance(one.source.config, MixtureConfig):
+                yield f"sources[{index}].source", "is a mixture itself; name its sources here, with their own weights"
+            if own is self and getattr(one.source.config, "validation", 0) and hasattr(one.source.config, "path"):
+                key = f"sources[{index}].source.validation"
+                yield key, "has no effect here: data named under [eval.data] are evaluated whole; remove it"
+        holds_out = any(one.holds_out for one in self.sources)
+        if job.data.config is self and own is None and job.eval.interval > 0 and not holds_out:
+            sentence = (
+                "hold nothing out and there is no [eval.data], so that eval.interval has nothing to evaluate; set "
+                "validation in one of them, name data under [eval.data], or set eval.interval = 0"
+            )
+            yield "sources", sentence
 
 
 def _for_document_mask(config: TokenFilesConfig, _: attrs.Attribute[Any], value: int | None) -> None:

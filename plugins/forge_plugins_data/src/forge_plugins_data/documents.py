@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import EncodingErrors
 from forge_plugins_data.plain_text import JSON_LINES, refuse_what_is_no_text
 from forge_plugins_data.unpacking import COMPRESSED, open_unpacked
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 PARQUET = (".parquet",)
 DEFAULT_PATTERNS = tuple(
@@ -129,6 +130,8 @@ def _line_ranges(file: Path, unit_size: int) -> list[Unit]:
 
 
 def _row_groups(file: Path, unit_size: int, field: str) -> list[Unit]:
+    import pyarrow as pa  # starts threads; text does without it
+
     with _parquet(file) as parquet:
         if field not in parquet.schema_arrow.names:
             columns = ", ".join(parquet.schema_arrow.names)
@@ -222,6 +225,9 @@ def _read_parquet(unit: Unit, field: str) -> Iterator[Document]:
 
 @contextmanager
 def _parquet(file: Path) -> Iterator[pq.ParquetFile]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         parquet = pq.ParquetFile(file)
     except (OSError, pa.ArrowException) as error:

@@ -17,6 +17,12 @@ def forge_data_sources() -> Iterable[Component]:
         config="forge_plugins_data.config:RecordsConfig",
     )
     yield Component(
+        name="mixture",
+        summary="samples of several sources, each with its share of them",
+        factory="forge_plugins_data.mixture:open_mixture",
+        config="forge_plugins_data.config:MixtureConfig",
+    )
+    yield Component(
         name="parquet",
         summary="Parquet, a document a row, tokenised in memory when it is opened",
         factory="forge_plugins_data.records:open_parquet",

@@ -1,0 +1,206 @@
+"""The data source ``mixture``: samples of several sources, in proportion to their weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import numpy as np
+
+from forge_core.contracts.batch import Entry
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split
+from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.stream import SampleStream
+from forge_core.errors import ConfigError
+from forge_plugins_data.config import MixtureConfig, MixtureSource
+from forge_plugins_data.interleaving import Interleaving
+
+
+def open_mixture(
+    config: MixtureConfig, /, *, seq_len: int, split: Split, build: Builder, seed: int, samples_per_step: int
+) -> Mixture | MixtureSet:
+    """Open all sources; for validation, those that hold something out.
+
+    Raises:
+        ConfigError: a source cannot be opened; sources of different tokenizers or entries; nothing is held out.
+    """
+    chosen = [one for one in config.sources if split != "validation" or one.holds_out]
+    if not chosen:
+        raise ConfigError("no source holds anything out; set validation in one, or name data under [eval.data]")
+    parts = []
+    for one in chosen:
+        own_seed = _seed_of(seed, one.name)
+        given = {"seq_len": seq_len, "split": split, "seed": own_seed, "samples_per_step": samples_per_step}
+        try:
+            parts.append(Part(one, build(one.source, **given), own_seed))
+        except ConfigError as error:
+            raise ConfigError(f"source {one.name!r}: {error}") from error
+    names = tuple(one.name for one in config.sources)
+    common = _Common.of(parts, names)
+    return Mixture(common, config.shares()) if split == "train" else MixtureSet(common)
+
+
+class Part:
+    """One source of a mixture, and its own stream: epoch after epoch, each in an order of its own."""
+
+    def __init__(self, described: MixtureSource, source: Source, seed: int) -> None:
+        self.name = described.name
+        self.source = source
+        self.stream = SampleStream(source, seed=seed, shuffle=True)
+
+
+@attrs.frozen(kw_only=True)
+class _Common:
+    """What the parts of a mixture have together."""
+
+    parts: Sequence[Part]
+    names: tuple[str, ...]
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], names: tuple[str, ...]) -> _Common:
+        first, *others = parts
+        tokenizers = [(part.name, part.source.tokenizer) for part in parts if part.source.tokenizer is not None]
+        for name, tokenizer in tokenizers:
+            if tokenizer.fingerprint != tokenizers[0][1].fingerprint:
+                raise ConfigError(
+                    f"source {name!r} has another tokenizer than {tokenizers[0][0]!r}, so that their ids do not mean "
+                    "the same; prepare both with one tokenizer"
+                )
+        found = {part.name: set(part.stream.read(np.zeros(1, np.int64))) for part in parts}
+        for part in others:
+            if differing := sorted(found[part.name] ^ found[first.name]):
+                with_it, without = (part.name, first.name)[:: 1 if differing[0] in found[part.name] else -1]
+                raise ConfigError(
+                    f"batches of source {with_it!r} have the entry {differing[0]!r}, and those of {without!r} have "
+                    "not; set document_mask alike in all of them"
+                )
+        described = dict(
+            pair for part in parts if hasattr(part.source, "entries") for pair in part.source.entries().items()
+        )
+        return cls(
+            parts=parts,
+            names=names,
+            vocab_size=max(part.source.vocab_size for part in parts),
+            tokenizer=tokenizers[0][1] if tokenizers else None,
+            entries={**described, "source": Entry(dims=("sample",), wanted_by="engine")},
+        )
+
+    def fingerprint(self, *more: Any) -> str:
+        content = json.dumps(["mixture", [[part.name, part.source.fingerprint] for part in self.parts], *more])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def gathered(self, which: np.ndarray, read: Callable[[int, np.ndarray], dict[str, np.ndarray]]) -> dict[str, Any]:
+        """One batch of the rows that ``read(part, rows)`` gives for each part in ``which`` ``(B,)``."""
+        batch: dict[str, np.ndarray] = {}
+        for number in np.unique(which).tolist():
+            rows = np.flatnonzero(which == number)
+            for name, values in read(number, rows).items():
+                if name not in batch:
+                    batch[name] = np.empty((len(which), *values.shape[1:]), values.dtype)
+                batch[name][rows] = values
+        numbers = np.array([self.names.index(part.name) for part in self.parts])
+        return {**batch, "source": numbers[which]}
+
+
+class _Watching:
+    """``CheckedSource``, for all parts that are."""
+
+    def __init__(self, common: _Common) -> None:
+        self._common = common
+        self.names, self.vocab_size, self.tokenizer = common.names, common.vocab_size, common.tokenizer
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Same as ``DescribedSource.entries``."""
+        return self._common.entries
+
+    def refuse_damaged(self) -> None:
+        """Same as ``CheckedSource.refuse_damaged``."""
+        for source in self._checked():
+            source.refuse_damaged()
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Same as ``CheckedSource.watch``."""
+        for source in self._checked():
+            source.watch(report)
+
+    def _checked(self) -> Iterator[CheckedSource]:
+        return (part.source for part in self._common.parts if isinstance(part.source, CheckedSource))
+
+
+class Mixture(_Watching):
+    """Position ``p`` is sample number ``k`` of one source's own stream, both as ``Interleaving`` has them."""
+
+    def __init__(self, common: _Common, shares: Sequence[float]) -> None:
+        super().__init__(common)
+        self.shares = tuple(shares)
+        self.fingerprint = common.fingerprint(self.shares)
+        self._interleaving = Interleaving(shares)
+
+    def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Same as ``PositionedSource.read_at``."""
+        which, numbers = self._interleaving.at(positions)
+        return self._common.gathered(which, lambda part, rows: self._common.parts[part].stream.read(numbers[rows]))
+
+    def counts(self, position: int) -> list[int]:
+        """Same as ``MixedSource.counts``."""
+        return self._interleaving.counts(position)
+
+    def lengths(self) -> list[int | None]:
+        """Samples in an epoch of each source; ``None`` where it has none."""
+        return [None if isinstance(part.source, PositionedSource) else len(part.source) for part in self._common.parts]
+
+
+class MixtureSet(_Watching):
+    """All samples of all parts, in an order that is pseudo-random and always the same: the first of them are of each
+    part in proportion to its length."""
+
+    def __init__(self, common: _Common) -> None:
+        super().__init__(common)
+        self.fingerprint = common.fingerprint()
+        self._sources = [_with_an_end(part) for part in common.parts]
+        self._starts = np.array([0, *accumulate(map(len, self._sources))])
+        self._order = SampleStream(_Numbers(len(self)), seed=0, shuffle=True)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Same as ``DataSource.read``."""
+        numbers = self._order.indices(indices)
+        which = np.searchsorted(self._starts, numbers, side="right") - 1
+        offsets = numbers - self._starts[which]
+        return self._common.gathered(which, lambda part, rows: self._sources[part].read(offsets[rows]))
+
+
+class _Numbers:
+    """A source of nothing but its length, whose order is asked for."""
+
+    vocab_size, tokenizer, fingerprint = 1, None, ""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {"tokens": indices[:, None], "targets": indices[:, None]}
+
+
+def _with_an_end(part: Part) -> DataSource:
+    if isinstance(part.source, PositionedSource):
+        raise ConfigError(f"source {part.name!r} has no end, so that it cannot be evaluated")
+    return part.source
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """Sources of one run are shuffled apart from each other, and the same whatever others there are."""
+    return int.from_bytes(hashlib.sha256(f"forge.mixture/{seed}/{name}".encode()).digest()[:8], "big")

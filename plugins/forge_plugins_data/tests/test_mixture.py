@@ -1,0 +1,181 @@
+"""The source ``mixture``: shares at every position, epochs of each source, one batch."""
+
+import numpy as np
+import pytest
+
+from forge_core.config.builder import ComponentBuilder
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
+from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
+from forge_plugins_data.interleaving import Interleaving
+
+SEQ_LEN = 4
+
+
+@pytest.fixture(scope="module")
+def builder():
+    return ComponentBuilder(discover(frozenset()))
+
+
+@pytest.fixture
+def open_mixture(builder, tmp_path):
+    """``open_mixture({"a": (2, 300), "b": (1, 70)})``: weight and characters of each source, all of one letter."""
+
+    def open_mixture(sources, split="train", seed=0, keys=None, **more):
+        tables = []
+        for name, (weight, length) in sources.items():
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            for part in range(4):
+                (folder / f"{part}.txt").write_text(name * (length // 4))
+            source = {"name": "text_files", "path": str(folder), **(keys or {}).get(name, {})}
+            tables.append({"name": name, "weight": weight, "source": source})
+        use = builder.resolve("data_source", {"name": "mixture", "sources": tables, **more})
+        return builder(use, seq_len=SEQ_LEN, split=split, seed=seed, samples_per_step=8)
+
+    return open_mixture
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    yield from (np.ones(k) for k in (2, 3, 7, 17, 64))
+    yield from (rng.random(k) for k in (2, 3, 8, 33, 64))
+    yield from (rng.random(k) ** 8 for k in (4, 16, 64))
+    yield np.array([0.9, *[0.1 / 63] * 63])  # one that is worth more than all others together
+    yield 1.618 ** -np.arange(30.0)  # a tree as deep as there can be
+    yield np.array([1e-9, 1.0])
+
+
+@pytest.mark.parametrize("weights", [*weights()], ids=lambda weights: str(len(weights)))
+def test_counts_are_within_2_of_weight_times_position_at_every_position_up_to_a_million(weights):
+    n = 1_000_000
+    interleaving = Interleaving(weights.tolist())
+
+    which, number = interleaving.at(np.arange(n))
+
+    for source, share in enumerate(weights / weights.sum()):
+        places = np.flatnonzero(which == source)
+        np.testing.assert_array_equal(number[places], np.arange(len(places)))
+        # the error is largest right before and right after a sample of the source
+        before = np.arange(len(places)) - share * places
+        after = np.arange(1, len(places) + 1) - share * (places + 1)
+        last = len(places) - share * n
+        assert max(abs(before).max(initial=0), abs(after).max(initial=0), abs(last)) < 2
+        assert interleaving.counts(777_777)[source] == np.searchsorted(places, 777_777)
+
+
+def test_far_positions_are_as_exact_as_the_first_ones():
+    interleaving = Interleaving([0.7, 0.2, 0.1])
+    far = 2**40 + np.arange(1000)
+
+    which, number = interleaving.at(far)
+
+    assert interleaving.counts(2**40 + 1000) == [
+        before + int((which == source).sum()) for source, before in enumerate(interleaving.counts(2**40))
+    ]
+    assert sum(interleaving.counts(2**40)) == 2**40
+    assert number[which == 0][0] == interleaving.counts(2**40)[0]
+
+
+def test_batches_have_each_source_s_samples_and_its_number(open_mixture):
+    source = open_mixture({"a": (3, 400), "b": (1, 400)})
+
+    batch = source.read_at(np.arange(400))
+
+    assert set(map(tuple, batch["tokens"][:, :1].tolist())) <= {(97,), (98,), (256,)}
+    letters = np.where((batch["tokens"] == 97).any(axis=1), 0, 1)
+    np.testing.assert_array_equal(batch["source"], letters)
+    assert np.bincount(batch["source"]).tolist() == source.counts(400) == [300, 100]
+    assert source.names == ("a", "b")
+
+
+def test_each_source_goes_through_its_own_epochs_each_in_another_order(open_mixture, tmp_path):
+    (tmp_path / "letters.txt").write_text("0123456789abcdefghijklmnopqrstuvwxyz")
+    source = open_mixture({"a": (1, 40), "b": (1, 4000)}, keys={"a": {"path": str(tmp_path / "letters.txt")}})
+    n = source.lengths()[0]
+
+    batch = source.read_at(np.arange(6 * n))
+    of_a = batch["tokens"][batch["source"] == 0][: 3 * n].reshape(3, n, SEQ_LEN)
+
+    epochs = [sorted(map(tuple, epoch.tolist())) for epoch in of_a]
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert not np.array_equal(of_a[0], of_a[1])
+
+
+def test_the_samples_are_the_same_on_any_number_of_ranks(open_mixture):
+    def step(dp_size, position):
+        samples = []
+        for rank in range(dp_size):
+            source = open_mixture({"a": (2, 400), "b": (1, 300)})
+            loader = BatchLoader(
+                SampleStream(source, 0, True),
+                position=position,
+                batch_size=12 // dp_size,
+                grad_accumulation=1,
+                dp_rank=rank,
+                dp_size=dp_size,
+                workers=0,
+                prefetch=1,
+                pin_memory=False,
+            )
+            (batch,) = next(loader)
+            samples += zip(map(tuple, batch["tokens"].tolist()), batch["source"].tolist(), strict=True)
+        return samples
+
+    assert step(1, 24) == step(2, 24) == step(4, 24)
+    stream = SampleStream(open_mixture({"a": (2, 400), "b": (1, 300)}), 0, True, [(6, 12)])
+    assert stream.counts(12) == {"a": 8, "b": 4}  # of positions 0 to 5 and 12 to 17
+
+
+def test_temperature_brings_shares_together(open_mixture):
+    shares = {t: open_mixture({"a": (8, 40), "b": (1, 40)}, temperature=t).shares for t in (1.0, 3.0, 0.5)}
+
+    np.testing.assert_allclose(shares[1.0], [8 / 9, 1 / 9])
+    np.testing.assert_allclose(shares[3.0], [2 / 3, 1 / 3])  # 8^(1/3) = 2
+    np.testing.assert_allclose(shares[0.5], [64 / 65, 1 / 65])
+
+
+def test_evaluation_has_all_that_is_held_out_and_a_part_of_it_has_all_sources(open_mixture):
+    keys = {"a": {"validation": 0.4}, "b": {"validation": 0.4}, "c": {}}
+    source = open_mixture({"a": (1, 4000), "b": (9, 1000), "c": (1, 400)}, "validation", keys=keys)
+
+    batch = source.read(np.arange(len(source)))
+
+    held_out = np.bincount(batch["source"], minlength=3)
+    assert held_out[0] > held_out[1] > 0 == held_out[2]
+    first = np.bincount(batch["source"][: len(source) // 4], minlength=2)
+    np.testing.assert_allclose(first[:2] / first.sum(), held_out[:2] / held_out.sum(), atol=0.1)
+
+
+def test_a_source_of_weight_0_is_not_read(open_mixture):
+    source = open_mixture({"a": (1, 40), "b": (0, 40)})
+
+    assert source.counts(100) == [100, 0]
+    assert set(source.read_at(np.arange(50))["source"]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("sources", "sentence"),
+    [
+        ({"a": (0, 40), "b": (0, 40)}, "has weights that are all 0"),
+        ({"a": (-1, 40), "b": (1, 40)}, r"sources\[0\]\.weight: must be at least 0.0, got -1"),
+        ({}, "must have at least one source"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(open_mixture, sources, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        open_mixture(sources)
+
+
+def test_what_does_not_go_together_is_refused(builder, open_mixture):
+    sources = {"a": (1, 40), "b": (1, 40)}
+    with pytest.raises(ConfigError, match="batches of source 'b' have the entry 'document', and those of 'a' have not"):
+        open_mixture(sources, keys={"b": {"document_mask": True}})
+    with pytest.raises(ConfigError, match=r"source 'b': the train part of the text .* is too small"):
+        open_mixture({"a": (1, 40), "b": (1, 4)}, keys={"b": {"exclude": ["[123].txt"]}})
+    with pytest.raises(ConfigError, match="no source holds anything out; set validation in one"):
+        open_mixture(sources, "validation")
+    twice = [{"name": "a", "weight": 1, "source": {"name": "text_files", "path": "x"}}] * 2
+    with pytest.raises(ConfigError, match="names the source 'a' twice; give each a name of its own"):
+        builder.resolve("data_source", {"name": "mixture", "sources": twice})
