@@ -79,3 +79,57 @@ def test_they_may_be_given_where_they_have_an_effect(load):
 
     assert job.data.config.prefetch == 8
     assert tomllib.loads(dump_job(job))["data"]["prefetch"] == 8
+
+
+MIXTURE = JOB.replace(
+    """name = "text_files"
+path = "corpus"
+workers = 0
+shuffle = false
+""",
+    """name = "mixture"
+
+[[data.sources]]
+name = "first"
+weight = 1
+source = { name = "text_files", path = "corpus" }
+
+[[data.sources]]
+name = "second"
+weight = 2
+
+[data.sources.source]
+name = "text_files"
+path = "other"
+""",
+)
+
+
+@pytest.mark.parametrize("key", ["shuffle = true", "workers = 1", "prefetch = 4"])
+def test_keys_of_a_source_within_another_are_refused_by_their_line(load, key):
+    name = key.partition(" ")[0]
+    text = MIXTURE.replace("\n[train]", f"{key}\n\n[train]")
+    line = text.splitlines().index(key) + 1
+
+    with pytest.raises(
+        ConfigError, match=rf"job\.toml:{line}: data\.sources\[1\]\.source\.{name}: has no effect: the so"
+    ):
+        load(text)
+
+
+def test_shuffle_is_refused_where_the_source_says_itself_what_stands_where(load):
+    with pytest.raises(ConfigError, match=r"data\.shuffle: has no effect: 'mixture' says itself what stands where"):
+        load(MIXTURE, "data.shuffle=true")
+    assert load(MIXTURE, "data.workers=2", "train.data_seed=3").data.config.workers == 2
+
+
+def test_a_resolved_mixture_leaves_them_out_at_every_depth_and_can_be_read_again(load):
+    job = load(MIXTURE)
+
+    written = dump_job(job)
+
+    data = tomllib.loads(written)["data"]
+    assert "shuffle" not in data
+    assert "workers" in data
+    assert not any({"shuffle", "workers", "prefetch"} & one["source"].keys() for one in data["sources"])
+    assert load(written) == job
