@@ -34,6 +34,7 @@ from forge_core.train.build import Built, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.events import Events
 from forge_core.train.metrics import Metrics
+from forge_core.train.phases import Phases
 from forge_core.train.replication import Replicas
 from forge_core.train.run import Run
 from forge_core.train.step_guard import StepGuard
@@ -212,7 +213,7 @@ class Bench:
         metrics = Metrics(run, model, loader, modules, guard)
         return Trainer(
             run=run,
-            built=Built(model, optimizer, "the optimizer"),
+            built=Built(model, optimizer, "the optimizer", Phases(self.job, model.parameters, model.roles)),
             schedule=self.schedule(),
             loader=loader,
             step_modules=modules,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, in_, lt, optional, or_
@@ -14,7 +16,8 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Slot
 
 __all__ = ["AXES", "DEFAULT_LEAD", "AnomaliesSection", "CheckpointSection", "EvalSection", "Job", "LoadSection"]
-__all__ += ["MetricsSection", "Objections", "ParallelSection", "PluginsSection", "Precision", "RunSection"]
+__all__ += ["MetricsSection", "Objections", "ParallelSection", "PhaseSection", "PluginsSection", "Precision"]
+__all__ += ["RunSection"]
 __all__ += ["ShardingAxis", "TrainSection", "is_time_limit", "lead_problem", "mesh_words", "seconds_of", "setting_of"]
 
 Objections = Iterator[tuple[str, str]]
@@ -270,6 +273,56 @@ class MetricsSection:
                 yield f"grad_norm_per[{index}]", f"{axis} is named twice; keep one"
 
 
+def _is_start(_: object, attribute: attrs.Attribute[Any], value: int | float | str) -> None:
+    if isinstance(value, str):
+        if not _TOKENS.fullmatch(value):
+            raise ValueError(f'must be a step, a fraction of train.steps, or "2e9 tokens"; got {value!r}')
+    elif isinstance(value, float):
+        if not 0 < value < 1:
+            raise ValueError(f"must be above 0 and below 1 as a fraction of train.steps, got {value}")
+    elif value < 1:
+        raise ValueError(f"must be at least 1, the first step, got {value}")
+
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?) tokens")
+
+
+@attrs.frozen(kw_only=True)
+class PhaseSection:
+    """A part of the run that trains otherwise, up to the next phase or the end. It is a function of the step: nothing
+    of it is saved."""
+
+    at: int | float | str = attrs.field(validator=_is_start)
+    """The step whose update is the first of the phase; or a fraction of ``train.steps``, or ``"2e9 tokens"``, after
+    which it begins."""
+    lr_scale: float | Mapping[str, float] = 1.0
+    """Factor on the scheduled learning rate of all parameters; or factors by patterns of their names, such as
+    ``{"blocks.*" = 0.1}``, of which the first that fits counts."""
+    train: tuple[str, ...] = attrs.field(default=("*",), validator=attrs.validators.min_len(1))
+    """Patterns of the names of parameters that are trained; the others stay as they are, bit for bit. ``*`` stands for
+    anything, dots included."""
+
+    def first_step(self, train: TrainSection) -> int | None:
+        """The step whose update is the first of the phase; ``None`` as long as the tokens of a step are not known."""
+        if isinstance(self.at, str):
+            if train.global_batch_size is None:
+                return None
+            match = _TOKENS.fullmatch(self.at)
+            assert match is not None, "the validator has seen to it"
+            return int(float(match[1])) // (train.global_batch_size * train.seq_len) + 1
+        return int(self.at * train.steps) + 1 if isinstance(self.at, float) else self.at
+
+    def check(self, job: Job) -> Objections:
+        """Factors that are no factors, and a beginning after the end."""
+        scales = self.lr_scale if isinstance(self.lr_scale, Mapping) else {"": self.lr_scale}
+        for pattern, scale in scales.items():
+            if scale < 0:
+                yield f"lr_scale.{pattern}".rstrip("."), f"must be at least 0, got {scale:g}"
+        first = self.first_step(job.train)
+        if first is not None and first > job.train.steps:
+            yield "at", f"{self.at!r} begins at step {first}, after the last one, train.steps = {job.train.steps}"
+
+
 @attrs.frozen(kw_only=True)
 class PluginsSection:
     """Which installed plugins this job sees."""
@@ -299,18 +352,26 @@ class Job:
     checkpoint: CheckpointSection = attrs.field(factory=CheckpointSection)
     eval: EvalSection = attrs.field(factory=EvalSection)
     metrics: MetricsSection = attrs.field(factory=MetricsSection)
+    phases: tuple[PhaseSection, ...] = ()
     evaluations: tuple[Annotated[ComponentRef, Slot("evaluation")], ...] = ()
     callbacks: tuple[Annotated[ComponentRef, Slot("callback")], ...] = ()
     trackers: tuple[Annotated[ComponentRef, Slot("tracker")], ...] = ()
     plugins: PluginsSection = attrs.field(factory=PluginsSection)
 
     def check(self) -> Objections:
-        """Two evaluations of one label. With ``run.time_limit``: whether a step and a save fit into the time before it
-        at which the run stops."""
+        """Phases out of order; two evaluations of one label. With ``run.time_limit``: whether a step and a save fit
+        into the time before it at which the run stops."""
         run = self.run
         if run.time_limit is not None and not lead_problem(run.stop_before_end, run.time_limit, "run.time_limit"):
             lead = DEFAULT_LEAD if run.stop_before_end is None else run.stop_before_end
             yield from self.too_long_to_stop(lead, "run.stop_before_end", "run.time_limit")
+        for index, phase in enumerate(self.phases):
+            for key, sentence in phase.check(self):
+                yield f"phases[{index}].{key}", sentence
+        starts = [phase.first_step(self.train) for phase in self.phases]
+        for index, (before, start) in enumerate(pairwise(starts), start=1):
+            if before is not None and start is not None and start <= before:
+                yield f"phases[{index}].at", f"begins at step {start}, not after step {before} of the phase before it"
         labels = [getattr(use.config, "label", None) or use.name for use in self.evaluations]
         for index, label in enumerate(labels):
             if label in labels[:index]:

@@ -36,6 +36,9 @@ class OptimizerFactory(Protocol):
     * All state that affects later steps is in ``optimizer.state[parameter]``: tensors of the parameter's shape (sharded
       as it is), or of any shape if they are equal on all ranks; plain numbers are fine. The engine saves and restores
       it by parameter name, without calling ``step``.
+    * An optimizer that is made of others has them as ``members``; its ``param_groups`` are theirs, the same dicts. The
+      engine splits groups whose parameters have different rates in a phase (``[[phases]]``).
+    * A parameter without a gradient is left alone: its value, its state, its decay. So phases freeze parameters.
     * State is created in the first ``step``, not in the constructor.
     * An optimizer whose state is not what it was has ``state_version`` and ``load_state`` (``VersionedOptimizer``).
     * One with the attribute ``leaves_out = True`` reads ``self.left_out`` in its step: ``None``, or an fp32 scalar on

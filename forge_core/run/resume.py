@@ -31,7 +31,7 @@ from forge_core.checkpoint.upgrading import (
     upgrade_optimizer,
 )
 from forge_core.config.diff import differences
-from forge_core.config.sections import Job
+from forge_core.config.sections import Job, PhaseSection
 from forge_core.config.toml_text import parse_toml
 from forge_core.config.unstructure import plain
 from forge_core.contracts.builder import Builder
@@ -42,6 +42,7 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table
 from forge_core.train.build import BuiltModel
+from forge_core.train.phases import begun
 
 
 @attrs.frozen
@@ -158,6 +159,7 @@ def refuse_if_incompatible(
         raise ConfigError(
             f"{checkpoint.path} was trained on other data ({why}); choose another run.name to start afresh"
         )
+    _refuse_other_phases(job, saved_job, checkpoint)
     if checkpoint.step > job.train.steps:
         raise ConfigError(
             f"train.steps = {job.train.steps}, but {checkpoint.path} is at step {checkpoint.step} already"
@@ -167,6 +169,21 @@ def refuse_if_incompatible(
         report(f"resuming with other versions than {checkpoint.path.name} was saved with: {', '.join(changed)}")
     for change in changes_that_matter(saved_job, job_table(job)):
         report(f"resuming with another {change.key}: {value_text(change.old)} -> {value_text(change.new)}")
+
+
+def _refuse_other_phases(job: Job, saved_job: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Phases that have begun stay as they were; phases to come may change."""
+    keys = ("steps", "seq_len", "global_batch_size")
+    saved_train = attrs.evolve(job.train, **{key: saved_job["train"].get(key) for key in keys})
+    saved = [PhaseSection(**{**one, "train": tuple(one["train"])}) for one in saved_job.get("phases", ())]
+    before, now = begun(saved, saved_train, checkpoint.step), begun(job.phases, job.train, checkpoint.step)
+    if before != now:
+        was, is_now = (", ".join(f"step {start}" for start, *_ in one) or "none" for one in (before, now))
+        raise ConfigError(
+            f"phases: {checkpoint.path} is at step {checkpoint.step}, and phases that have begun differ: they began at "
+            f"{was}, and by this job at {is_now}, or say something else. Change only phases to come, or choose another "
+            "run.name to start afresh"
+        )
 
 
 def _with_new_keys(model: Mapping[str, Any], build: Builder) -> Mapping[str, Any]:

@@ -43,6 +43,7 @@ from forge_core.train.evaluation import Evaluations
 from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import ModelEvaluator
+from forge_core.train.phases import Phases
 from forge_core.train.replication import JoinedReplicas, Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Reports, Run
@@ -133,7 +134,8 @@ def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
-    return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer))
+    phases = Phases(job, model.parameters, model.roles)
+    return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
 
 
 def _restore(setup: RunSetup, built: Built) -> Loaded | None:

@@ -28,6 +28,7 @@ from forge_core.ops.sequence_sum import share_out_positions
 from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.initialisation import initialise
+from forge_core.train.phases import Phases
 
 
 @attrs.frozen
@@ -70,6 +71,7 @@ class Built:
     optimizer: torch.optim.Optimizer
     optimizer_words: str
     """Names the optimizer in messages."""
+    phases: Phases
 
 
 def build_model(

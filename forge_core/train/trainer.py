@@ -48,6 +48,7 @@ class Trainer:
     def __attrs_post_init__(self) -> None:
         model, optimizer = self.built.model, self.built.optimizer
         self._parameters = model.parameters
+        self.built.phases.split_groups(optimizer)
         self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._skips_on_device = can_skip_on_device(optimizer, self.run.device)
         self._first_steps = FirstSteps(self._parameters, model.loss, self.built.optimizer_words)
@@ -99,6 +100,7 @@ class Trainer:
         total = model.executor.run(batches, scales.targets)
         self._first_steps.after_gradients(step)
         loss = self.replicas.sum_step(self._parameters, total, self._sums_of_modules) * scales.targets
+        self.built.phases.drop_frozen_gradients(step)
 
         gradients = Gradients(self._parameters, run.mesh, run.device)
         context, values = self._describe_step(loss, gradients)
@@ -151,10 +153,10 @@ class Trainer:
 
     def _set_learning_rates(self) -> float:
         """Return the rate of the first group, which is logged."""
-        multiplier = self.schedule(self.step)
-        for group, base in zip(self.built.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * multiplier
-        return self._base_rates[0] * multiplier
+        multiplier, groups = self.schedule(self.step), self.built.optimizer.param_groups
+        for group, base in zip(groups, self._base_rates, strict=True):
+            group["lr"] = base * multiplier * self.built.phases.scale_of(group, self.step)
+        return float(groups[0]["lr"])
 
     def _skip_asked(self, verdict: torch.Tensor) -> bool:
         """By a callback; or by the verdict, where the host has to know."""

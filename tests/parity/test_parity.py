@@ -13,6 +13,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("global-batch", "ac-none", "ac-every-second", "bf16-ac-full", "fp8-rowwise-exact-gradients"),
     *("ac-budget", "fsdp2-never-reshard", "fsdp2-auxiliary", "hsdp2x2-ac-every-second", "hsdp2x2-tp2", "pp2-fsdp2-tp2"),
     *("fsdp4-mixture", "hsdp2x2-mixture", "pp2-zero-bubble-v-fsdp2-mixture"),
+    *("phases-accumulation4", "hsdp2x2-phases", "tp2-fsdp2-phases", "cp2-phases"),
     *("tp2-copies2", "tp2-fsdp1-microbatches2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-tied"),
     *("tp2-bf16", "tp2-fp8", "tp2-whole-whole-positions"),
     *("pp2-1f1b-auxiliary", "pp2-copies2-zero-bubble-v", "pp2-dualpipe-v-packed", "pp2-interleaved-bf16"),

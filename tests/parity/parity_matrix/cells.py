@@ -31,6 +31,10 @@ _PACKED = ["data.path=short", "data.document_mask=true"]
 _ONE_BY_ONE = ["train.batch_size=1", "train.grad_accumulation=4"]
 """A sequence in a microbatch, for what looks at all tokens of one; layouts then change nothing about it."""
 
+_FROZEN_THEN_THAWED = (  # whole blocks, and with them whole units of FSDP and a stage of a pipeline
+    'phases=[{at=1, train=["blocks.2.*", "blocks.3.*", "head.*"]}, {at=4, lr_scale={"blocks.0.*"=0.5, "embed.*"=2.0}}]'
+)
+
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
@@ -45,6 +49,8 @@ TRAININGS: Mapping[str, Sequence[str]] = {
             'validation=0.1}}, {name="short", weight=0.3, source={name="text_files", path="short", validation=0.2}}]}'
         )
     ],
+    "phases": [_FROZEN_THEN_THAWED],
+    "phases bf16": [_FROZEN_THEN_THAWED, "train.precision=bf16"],
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
     "latent": [
@@ -227,6 +233,15 @@ CELLS: Mapping[str, Cell] = {
     "fsdp2-mixture": Cell(2, [HALF], "mixture"),
     "fsdp4-mixture": Cell(4, [QUARTER], "mixture"),
     "hsdp2x2-mixture": Cell(4, [QUARTER, COPIES], "mixture"),
+    "phases-accumulation4": Cell(1, FOUR_MICROBATCHES, "phases"),
+    "fsdp2-phases": Cell(2, TWO_SMALL_MICROBATCHES, "phases"),
+    "fsdp2-phases-bf16": Cell(2, [HALF], "phases bf16", BF16),
+    "hsdp2x2-phases": Cell(4, [QUARTER, COPIES], "phases"),
+    "tp2-phases": Cell(2, [TP2], "phases"),
+    "tp2-fsdp2-phases": Cell(4, [TP2, HALF], "phases"),
+    "pp2-phases": Cell(2, pp2("1F1B"), "phases"),
+    "pp2-fsdp2-zero-bubble-v-phases": Cell(4, pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES), "phases"),
+    "cp2-phases": Cell(2, [CP2], "phases"),
     # tensor parallelism
     "tp2-mixture": Cell(2, [TP2], "mixture"),
     "tp2-fsdp2-mixture-chunked": Cell(4, [TP2, HALF, *CHUNKED], "mixture"),

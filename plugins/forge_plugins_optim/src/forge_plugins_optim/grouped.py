@@ -41,6 +41,11 @@ class Grouped(torch.optim.Optimizer):
         self.left_out: torch.Tensor | None = None
         self.leaves_out = all(_leaves_out(member) for _, member in self._members)
 
+    @property
+    def members(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that it is made of."""
+        return [member for _, member in self._members]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Let each optimizer step.

@@ -1,0 +1,148 @@
+"""``[[phases]]``: parts of a run that train otherwise, from the very update that they name."""
+
+import pytest
+import torch
+
+from forge_core.checkpoint.store import open_checkpoint
+from forge_core.cli import main
+from forge_core.config.problems import ConfigProblems
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+
+SAVE_ALL = "checkpoint.interval=1"
+FREEZE = 'phases=[{at=4, train=["blocks.1.*", "head.*", "norm.*"]}, {at=8}]'
+
+
+def tensors(run, step):
+    checkpoint = open_checkpoint(run / "checkpoints" / f"step_{step:08}")
+    entries = checkpoint.saved_tensors()
+    held = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    checkpoint.load(held)
+    return held
+
+
+def changed(run, before, after):
+    """The tensors of the model that differ between two checkpoints."""
+    old, new = tensors(run, before), tensors(run, after)
+    return {key for key in new if key.startswith("model.") and not torch.equal(old[key], new[key])}
+
+
+def rates(lines):
+    return {line["step"]: line["lr"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize(
+    ("at", "first"),
+    [("6", 6), ("0.5", 6), ('"640 tokens"', 6), ('"639 tokens"', 5)],
+    ids=["step", "fraction", "tokens of five steps", "one token less"],
+)
+def test_a_phase_begins_with_the_very_update_that_it_names(shared_tiny, at, first):
+    name = f"run.name=from-{first}-{len(at)}"
+    plain = rates(shared_tiny.completed("run.name=plain", "scheduler.name=constant"))
+    scaled = rates(shared_tiny.completed(name, "scheduler.name=constant", f"phases=[{{at={at}, lr_scale=0.25}}]"))
+
+    for step, rate in scaled.items():
+        assert rate == pytest.approx(plain[step] * (0.25 if step >= first else 1))
+
+
+def test_frozen_parameters_stay_bit_for_bit_and_thaw_again(shared_tiny):
+    shared_tiny.completed("run.name=frozen", SAVE_ALL, FREEZE)
+    run = shared_tiny.path("frozen")
+
+    assert "model.embed.weight" in changed(run, 2, 3)
+    while_frozen = changed(run, 3, 7)
+    assert while_frozen
+    assert all(key.startswith(("model.blocks.1.", "model.head.", "model.norm.")) for key in while_frozen)
+    assert {"model.embed.weight", "model.blocks.0.attention.q.weight"} <= changed(run, 7, 8)
+
+
+def test_frozen_parameters_have_no_part_in_the_norm_of_the_gradient(shared_tiny):
+    every = shared_tiny.completed("run.name=every", "train.steps=3")
+    some = shared_tiny.completed("run.name=some", "train.steps=3", 'phases=[{at=1, train=["head.*"]}]')
+
+    assert some[0]["loss"] == every[0]["loss"]
+    assert some[0]["grad_norm"] < every[0]["grad_norm"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "grouped"])
+def test_factors_by_pattern_move_each_parameter_by_its_own_rate(shared_tiny, optimizer):
+    """Adam's first update is as large as the rate, whatever the gradient."""
+    table = {
+        "adamw": 'optimizer={name="adamw", lr=1e-2, weight_decay=0}',
+        "grouped": 'optimizer={name="grouped", groups=[{roles=["norm"], optimizer={name="adamw", lr=1e-2}}, '
+        '{optimizer={name="adamw", lr=1e-2, weight_decay=0}}]}',
+    }[optimizer]
+    name, phases = f"run.name=by-{optimizer}", 'phases=[{at=1, lr_scale={"blocks.0.*"=0.5, "head.*"=0}}]'
+    shared_tiny.completed(
+        name, table, phases, "scheduler.name=constant", "train.steps=1", "checkpoint.powers_of_two_until=1"
+    )
+    run = shared_tiny.path(f"by-{optimizer}")
+    old, new = tensors(run, 0), tensors(run, 1)
+
+    def moved(key):
+        return (new[key] - old[key]).abs().max().item()
+
+    assert moved("model.head.weight") == 0
+    assert moved("model.blocks.0.attention.q.weight") == pytest.approx(0.5e-2, rel=1e-2)
+    assert moved("model.blocks.1.attention.q.weight") == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_a_run_resumed_within_a_phase_goes_on_as_it_would_have(shared_tiny, training_values):
+    once = [FREEZE.replace(", {at=8}", ""), "scheduler.decay_steps=8"]
+    straight = shared_tiny.completed("run.name=straight", *once)
+    shared_tiny.completed("run.name=resumed", *once, "train.steps=5")
+    again = shared_tiny.completed("run.name=resumed", *once)
+
+    assert training_values(again) == training_values(straight)
+
+
+def test_phases_to_come_may_change_and_no_others(shared_tiny, capsys):
+    shared_tiny.completed("run.name=changed", FREEZE, "train.steps=8")
+
+    def resume(phases):
+        return main(["run", str(shared_tiny.config), "run.name=changed", "train.steps=9", phases])
+
+    assert resume('phases=[{at=4, train=["head.*"]}, {at=8}]') == 2
+    assert "phases: " in (said := capsys.readouterr().err)
+    assert "Change only phases to come" in said
+    assert resume(FREEZE.replace("at=8", "at=7")) == 2
+    assert resume(FREEZE[:-1] + ", {at=9, lr_scale=0.5}]") == 0
+
+
+@pytest.mark.parametrize(
+    ("phases", "sentence"),
+    [
+        ("{at=4}, {at=4}", "phases[1].at: begins at step 4, not after step 4 of the phase before it"),
+        ("{at=0.9}, {at=5}", "phases[1].at: begins at step 5, not after step 10"),
+        ("{at=11}", "phases[0].at: 11 begins at step 11, after the last one, train.steps = 10"),
+        ("{at=0}", "must be at least 1, the first step"),
+        ("{at=1.5}", "must be above 0 and below 1 as a fraction of train.steps"),
+        ('{at="2e9"}', 'or "2e9 tokens"'),
+        ("{at=2, lr_scale=-1}", "phases[0].lr_scale: must be at least 0"),
+        ('{at=2, lr_scale={"head.*"=-0.5}}', "must be at least 0, got -0.5"),
+        ("{at=2, train=[]}", "phases[0].train"),
+        ("{lr_scale=2}", "phases[0].at: is required"),
+    ],
+)
+def test_phases_that_mean_nothing_are_refused(tiny, phases, sentence):
+    with pytest.raises(ConfigProblems) as refused:
+        load_job(tiny.config, [f"phases=[{phases}]"], catalog=discover(), world_size=1)
+
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("phases", "sentence"),
+    [
+        (
+            '{at=2, train=["bloks.*"]}',
+            "phases[0].train: 'bloks.*' means no parameter of this model; did you mean 'blocks.*'",
+        ),
+        ('{at=2, lr_scale={"x.*"=1}}', "phases[0].lr_scale: 'x.*' means no parameter of this model"),
+        ('{at="1e9 tokens"}', "after the last one, train.steps = 10"),
+    ],
+)
+def test_what_only_the_model_knows_is_refused_before_anything_is_written(tiny, capsys, phases, sentence):
+    assert main(["run", str(tiny.config), f"phases=[{phases}]"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not tiny.path().exists()
