@@ -15,7 +15,7 @@ from forge_core.config.converter import EXPECTED_STRING, structure
 from forge_core.config.overrides import with_overrides
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text
 from forge_core.config.regular_file import read_regular_file
-from forge_core.config.sections import Job, PluginsSection, TrainSection, setting_of
+from forge_core.config.sections import Job, PhaseSection, PluginsSection, TrainSection, setting_of
 from forge_core.config.shorthands import as_written
 from forge_core.config.toml_file import Document, read_document
 from forge_core.config.unstructure import plain
@@ -30,8 +30,8 @@ from forge_core.registry.imports import why_undefined
 from forge_core.registry.plugin_output import output_of
 
 __all__ = ["SECTIONS", "ConfigProblems", "InvalidError", "Problem", "check_device", "components", "deprecations"]
-__all__ += ["disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain", "read_document"]
-__all__ += ["read_regular_file", "resolve_degrees", "sort_passes", "structure", "summary"]
+__all__ += ["data_phase", "disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain"]
+__all__ += ["read_document", "read_regular_file", "resolve_degrees", "sort_passes", "structure", "summary"]
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""
@@ -194,7 +194,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     train, found = _with_batches(job.train, degrees)
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
     on_ranks = job if degrees is None else _with_degrees(job, degrees)
-    problems += [*found, *found_in_passes, *_section_problems(on_ranks)]
+    problems += [*found, *found_in_passes, *_section_problems(on_ranks), *_data_phase_problems(job)]
     for path, use in components(job):
         problems += _component_problems(path, use, on_ranks)
         problems += _factory_problems(path, use, catalog)
@@ -307,6 +307,29 @@ def _section_problems(job: Job) -> Iterator[Problem]:
     """The core's own problems with the job."""
     said = {"": job.check(), **{name: getattr(job, name).check(job) for name in ("run", "checkpoint", "metrics")}}
     return (Problem(key_path(f"{name}.{key}"), sentence) for name, found in said.items() for key, sentence in found)
+
+
+def data_phase(use: ComponentRef, phase: PhaseSection) -> Any:
+    """The data of a phase, typed by the config class of the data source.
+
+    Raises:
+        InvalidError: it is not what the class says, or the source has no phases.
+    """
+    cls = getattr(type(use.config), "Phase", None)
+    if cls is None:
+        raise InvalidError.because(f"the data source {use.name} has no phases; leave data out")
+    return structure(phase.data, cls, Catalog([]))
+
+
+def _data_phase_problems(job: Job) -> Iterator[Problem]:
+    for index, phase in enumerate(job.phases):
+        if phase.data:
+            try:
+                data_phase(job.data, phase)
+            except InvalidError as error:
+                yield from (
+                    Problem(("phases", index, "data", *problem.path), problem.sentence) for problem in error.problems
+                )
 
 
 def _component_problems(path: KeyPath, use: ComponentRef, job: Job) -> list[Problem]:

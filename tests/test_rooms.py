@@ -42,12 +42,13 @@ LEVELS = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ROOMS = sorted(path.name for path in CORE.iterdir() if (path / "__init__.py").exists())
 
-MAX_LINES = 12_612
+MAX_LINES = 12_649
 MAX_ROOMS, MAX_FILES_ON_TOP, MAX_FILES = 11, 8, {"config": 18, "contracts": 24, "run": 17, "train": 21}
 MAX_ARROWS = 82
 MAX_PARAMETERS = 6
 WITH_MORE_PARAMETERS = {
     "checkpoint.export.write_checkpoint": 8,
+    "contracts.data_source.__call__": 7,
     "data.loader.__init__": 9,
 }
 """Functions, with how many: each takes what it is about by name, and it is called in one place. Those of click's

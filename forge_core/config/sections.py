@@ -301,6 +301,8 @@ class PhaseSection:
     train: tuple[str, ...] = attrs.field(default=("*",), validator=attrs.validators.min_len(1))
     """Patterns of the names of parameters that are trained; the others stay as they are, bit for bit. ``*`` stands for
     anything, dots included."""
+    data: Mapping[str, Any] = attrs.field(factory=dict)
+    """Changes of the data, with keys of the data source: ``{ weights = { books = 0.9 } }`` of a mixture."""
 
     def first_step(self, train: TrainSection) -> int | None:
         """The step whose update is the first of the phase; ``None`` as long as the tokens of a step are not known."""

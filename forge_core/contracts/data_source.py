@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -22,6 +22,8 @@ class DataSourceConfig:
 
     has_own_order: ClassVar[bool] = False
     """True for a ``PositionedSource``: the key ``shuffle`` would do nothing, and is refused."""
+    Phase: ClassVar[type | None] = None
+    """The config class of ``phases.data``, of a ``PositionedSource`` whose phases differ."""
 
     shuffle: bool = True
     """Visit the samples of each epoch in a pseudo-random order that depends on the seed and the epoch alone."""
@@ -112,9 +114,18 @@ class DataSourceFactory(Protocol):
     """The signature of the factory that a description names."""
 
     def __call__(
-        self, config: Any, /, *, seq_len: int, split: Split, build: Builder, seed: int, samples_per_step: int
+        self,
+        config: Any,
+        /,
+        *,
+        seq_len: int,
+        split: Split,
+        build: Builder,
+        seed: int,
+        samples_per_step: int,
+        phases: Sequence[tuple[int, Any]],
     ) -> Source:
-        """Open the data. A factory may do without ``build``, ``seed`` and ``samples_per_step``.
+        """Open the data. A factory may do without ``build``, ``seed``, ``samples_per_step`` and ``phases``.
 
         Args:
             config: extends ``DataSourceConfig``.
@@ -125,6 +136,8 @@ class DataSourceFactory(Protocol):
             seed: ``train.data_seed``, or ``train.seed``; for orders of a source's own.
             samples_per_step: ``train.global_batch_size``. Step ``k``, from 1, begins at position ``(k − 1)`` times
                 that, if no step was left out.
+            phases: the position at which each phase that says something about the data begins, in order, and what it
+                says, a ``Phase`` of the config's class. None unless ``split`` is ``"train"``.
 
         Raises:
             ConfigError: data missing, empty, damaged or too small, or ``"validation"`` asked of a source that holds

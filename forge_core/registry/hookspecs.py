@@ -49,7 +49,7 @@ CORE_KINDS = (
         "forge_data_sources",
         "DataSource",
         "the samples, by index or by position",
-        optional=("seed", "samples_per_step"),
+        optional=("seed", "samples_per_step", "phases"),
     ),
     _kind("tokenizer", "forge_tokenizers", "Tokenizer", "text to token ids and back"),
     _kind(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from forge_core.config.sections import Job, PhaseSection, TrainSection
+from forge_core.config.unstructure import plain
 from forge_core.errors import ConfigError, nearest
 
 
@@ -101,10 +102,10 @@ def _patterns_of(names: Collection[str]) -> set[str]:
     return {".".join((*one[:length], "*")) for one in parts for length in range(1, len(one))}
 
 
-def begun(phases: Sequence[PhaseSection], train: TrainSection, step: int) -> list[tuple[int, object, Sequence[str]]]:
-    """The phases that hold for updates up to that of ``step``: first step, factors, patterns."""
-    found = ((one.first_step(train), one.lr_scale, one.train) for one in phases)
-    return [(start, scale, patterns) for start, scale, patterns in found if start is not None and start <= step]
+def begun(phases: Sequence[PhaseSection], train: TrainSection, step: int) -> list[tuple[int, object]]:
+    """The phases that hold for updates up to that of ``step``: the first step of each, and all that it says."""
+    found = ((one.first_step(train), (one.lr_scale, one.train, plain(one.data))) for one in phases)
+    return [(start, said) for start, said in found if start is not None and start <= step]
 
 
 def _first_that_fits(name: str, scales: Mapping[str, float]) -> float:

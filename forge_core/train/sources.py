@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from forge_core.contracts.data_source import CheckedSource, DataSource, Position
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.distributed.collective_errors import run_slowly_on_rank0
 from forge_core.errors import ConfigError, PluginError
+from forge_core.job import data_phase
 
 
 class _TrainedOn(Protocol):
@@ -52,6 +53,7 @@ def open_source(
             split=split,
             seed=data_seed(job),
             samples_per_step=job.train.global_batch_size,
+            phases=_data_phases(job, use) if split == "train" else (),
         )
         if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
             run_slowly_on_rank0(source.refuse_damaged, beat)
@@ -67,6 +69,18 @@ def open_source(
             f"is refused. This is a bug in {use.provider}."
         )
     return source
+
+
+def _data_phases(job: Job, use: ComponentRef) -> list[tuple[int, Any]]:
+    """Where the phases of the data begin, by positions of the stream, and what they say."""
+    found = []
+    for phase in job.phases:
+        if phase.data:
+            first_step, samples = phase.first_step(job.train), job.train.global_batch_size
+            assert first_step is not None, "the tokens of a step have been resolved"
+            assert samples is not None, "it has been resolved"
+            found.append(((first_step - 1) * samples, data_phase(use, phase)))
+    return found
 
 
 class EvaluatedData:

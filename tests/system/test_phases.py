@@ -122,6 +122,7 @@ def test_phases_to_come_may_change_and_no_others(shared_tiny, capsys):
         ('{at=2, lr_scale={"head.*"=-0.5}}', "must be at least 0, got -0.5"),
         ("{at=2, train=[]}", "phases[0].train"),
         ("{lr_scale=2}", "phases[0].at: is required"),
+        ("{at=2, data={weights={a=1}}}", "phases[0].data: the data source text_files has no phases; leave data out"),
     ],
 )
 def test_phases_that_mean_nothing_are_refused(tiny, phases, sentence):
@@ -146,3 +147,40 @@ def test_what_only_the_model_knows_is_refused_before_anything_is_written(tiny, c
     assert main(["run", str(tiny.config), f"phases=[{phases}]"]) == 2
     assert sentence in capsys.readouterr().err
     assert not tiny.path().exists()
+
+
+SOURCE = '{{name="{0}", weight=1, source={{name="text_files", path="{1}", pattern="{2}"}}}}'
+
+
+def mixed(tiny):
+    text = tiny.folder / "text"
+    return (
+        f'data={{name="mixture", sources=[{SOURCE.format("a", text, "1*.txt")}, {SOURCE.format("b", text, "2.txt")}]}}'
+    )
+
+
+def test_the_weights_of_a_mixture_change_with_the_very_step(shared_tiny):
+    phases = "phases=[{at=6, data={weights={b=0}}}]"
+    lines = shared_tiny.completed("run.name=mixed", mixed(shared_tiny), phases)
+
+    of_b = [line["tokens/b"] for line in lines]
+    assert of_b[4] == 5 * 4 * 32 / 2
+    assert of_b[4:] == [of_b[4]] * 6
+    assert [line["step"] for line in lines if "loss/b" in line] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ("{weights={c=1}}", "phases[0].data.weights names 'c', and there is no such source"),
+        ("{weights={a=0, b=0}}", "phases[0].data.weights are all 0"),
+        ("{weights={a=-1}}", "phases[0].data.weights gives 'a' the weight -1, below 0"),
+        ('{weights={a="x"}}', "phases[0].data.weights.a: expected a number"),
+        ("{weight={a=1}}", "did you mean 'weights'?"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(tiny, data, sentence):
+    with pytest.raises(ConfigProblems) as refused:
+        load_job(tiny.config, [mixed(tiny), f"phases=[{{at=2, data={data}}}]"], catalog=discover(), world_size=1)
+
+    assert sentence in str(refused.value)

@@ -8,7 +8,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
-from forge_plugins_data.interleaving import Interleaving
+from forge_plugins_data.interleaving import Interleaving, InterleavingInPhases
 
 SEQ_LEN = 4
 
@@ -22,7 +22,7 @@ def builder():
 def open_mixture(builder, tmp_path):
     """``open_mixture({"a": (2, 300), "b": (1, 70)})``: weight and characters of each source, all of one letter."""
 
-    def open_mixture(sources, split="train", seed=0, keys=None, **more):
+    def open_mixture(sources, split="train", seed=0, keys=None, phases=(), **more):
         tables = []
         for name, (weight, length) in sources.items():
             folder = tmp_path / name
@@ -32,7 +32,8 @@ def open_mixture(builder, tmp_path):
             source = {"name": "text_files", "path": str(folder), **(keys or {}).get(name, {})}
             tables.append({"name": name, "weight": weight, "source": source})
         use = builder.resolve("data_source", {"name": "mixture", "sources": tables, **more})
-        return builder(use, seq_len=SEQ_LEN, split=split, seed=seed, samples_per_step=8)
+        phases = [(start, type(use.config).Phase(weights=weights)) for start, weights in phases]
+        return builder(use, seq_len=SEQ_LEN, split=split, seed=seed, samples_per_step=8, phases=phases)
 
     return open_mixture
 
@@ -76,6 +77,33 @@ def test_far_positions_are_as_exact_as_the_first_ones():
     ]
     assert sum(interleaving.counts(2**40)) == 2**40
     assert number[which == 0][0] == interleaving.counts(2**40)[0]
+
+
+def test_in_each_phase_sources_have_its_weights_and_go_on_where_they_were():
+    phases = [(0, [1.0, 1.0, 0.0]), (1000, [0.0, 1.0, 3.0]), (1400, [1.0, 0.0, 0.0])]
+    interleaving = InterleavingInPhases(phases)
+
+    which, number = interleaving.at(np.arange(2000))
+
+    assert [np.bincount(which[part], minlength=3).tolist() for part in np.split(np.arange(2000), [1000, 1400])] == [
+        [500, 500, 0],
+        [0, 100, 300],
+        [600, 0, 0],
+    ]
+    for source in range(3):
+        np.testing.assert_array_equal(number[which == source], np.arange((which == source).sum()))
+    for position in (0, 999, 1000, 1001, 1399, 1400, 1999):
+        assert interleaving.counts(position) == np.bincount(which[:position], minlength=3).tolist()
+
+
+def test_a_phase_changes_what_follows_and_nothing_before(open_mixture):
+    sources = {"a": (3, 400), "b": (1, 400)}
+    plain, phased = open_mixture(sources), open_mixture(sources, phases=[(40, {"a": 0.0})])
+
+    before, after = np.arange(40), np.arange(40, 80)
+    np.testing.assert_array_equal(plain.read_at(before)["tokens"], phased.read_at(before)["tokens"])
+    assert set(phased.read_at(after)["source"].tolist()) == {1}
+    assert plain.fingerprint == phased.fingerprint
 
 
 def test_batches_have_each_source_s_samples_and_its_number(open_mixture):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import ge, gt, le, lt, matches_re, optional
+from attrs.validators import ge, gt, le, lt, matches_re, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSourceConfig
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, nearest
 
 EncodingErrors = Literal["strict", "replace", "skip"]
 
@@ -184,6 +184,14 @@ def _sources(_: object, __: object, value: tuple[MixtureSource, ...]) -> None:
 
 
 @attrs.frozen(kw_only=True)
+class MixturePhase:
+    """``phases.data`` of a mixture."""
+
+    weights: Mapping[str, float] = attrs.field(validator=min_len(1))
+    """Weights of sources by name, from the phase on to the next that has some; others keep those of ``[data]``."""
+
+
+@attrs.frozen(kw_only=True)
 class MixtureConfig(DataSourceConfig):
     """Several sources, each with its share of the samples. Each position of the run has its source, on any number of
     ranks, and before any position each source has had its share, give or take two samples.
@@ -193,15 +201,20 @@ class MixtureConfig(DataSourceConfig):
     """
 
     has_own_order: ClassVar[bool] = True
+    Phase: ClassVar[type] = MixturePhase
     sources: tuple[MixtureSource, ...] = attrs.field(validator=_sources)
     """Arrays of tables: ``[[data.sources]]``, each with ``name``, ``weight`` and ``source``."""
     temperature: float = attrs.field(default=1.0, validator=gt(0.0))
     """Shares are in proportion to ``weight ** (1 / temperature)``: above 1 brings them closer together."""
 
-    def shares(self) -> tuple[float, ...]:
-        """Of each source, which add up to 1."""
-        largest = max(one.weight for one in self.sources)
-        powers = [(one.weight / largest) ** (1 / self.temperature) for one in self.sources]
+    def shares(self, phase: MixturePhase | None = None) -> tuple[float, ...]:
+        """The share of each source, which add up to 1.
+
+        Args:
+            phase: whose weights count.
+        """
+        weights = [one.weight if phase is None else phase.weights.get(one.name, one.weight) for one in self.sources]
+        powers = [(weight / max(weights)) ** (1 / self.temperature) for weight in weights]
         return tuple(power / sum(powers) for power in powers)
 
     def missing(self) -> Iterable[str]:
@@ -210,7 +223,9 @@ class MixtureConfig(DataSourceConfig):
             yield from one.source.config.missing()
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Mixtures within it; what is held out of what is evaluated whole; an evaluation of nothing."""
+        """Mixtures within it; what is held out of what is evaluated whole; an evaluation of nothing; phases."""
+        if job.data.config is self:
+            yield from self._check_phases(job)
         own = job.eval.data.config if job.eval.data is not None else None
         for index, one in enumerate(self.sources):
             if isinstance(one.source.config, MixtureConfig):
@@ -225,6 +240,21 @@ class MixtureConfig(DataSourceConfig):
                 "validation in one of them, name data under [eval.data], or set eval.interval = 0"
             )
             yield "sources", sentence
+
+    def _check_phases(self, job: Job) -> Iterable[tuple[str, str]]:
+        names = [one.name for one in self.sources]
+        for index, phase in enumerate(job.phases):
+            weights = phase.data.get("weights")
+            if not isinstance(weights, Mapping):
+                continue
+            for name, weight in weights.items():
+                if name not in names:
+                    hint = f"; did you mean {near!r}?" if (near := nearest(name, names)) else ""
+                    yield "sources", f"phases[{index}].data.weights names {name!r}, and there is no such source{hint}"
+                elif isinstance(weight, (int, float)) and weight < 0:
+                    yield "sources", f"phases[{index}].data.weights gives {name!r} the weight {weight}, below 0"
+            if not any(weights.get(one.name, one.weight) for one in self.sources):
+                yield "sources", f"phases[{index}].data.weights are all 0, so that there is nothing to train on"
 
 
 def _for_document_mask(config: TokenFilesConfig, _: attrs.Attribute[Any], value: int | None) -> None:

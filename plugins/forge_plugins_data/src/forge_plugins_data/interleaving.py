@@ -89,3 +89,35 @@ class Interleaving:
         share = self._share[node]
         result: np.ndarray = share * (m >> _BITS) + ((share * (m & _LOW) + _HALF) >> _BITS)
         return result
+
+
+class InterleavingInPhases:
+    """One ``Interleaving`` after another; each source goes on with the number at which the one before has left it."""
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """
+        Args:
+            phases: where each begins, in order, the first at 0; and its weights.
+        """
+        self._starts = np.array([start for start, _ in phases])
+        self._phases = [Interleaving(weights) for _, weights in phases]
+        self._before = np.zeros((len(phases), len(phases[0][1])), np.int64)
+        """How many samples of each source come before each phase."""
+        for index, length in enumerate(np.diff(self._starts)):
+            self._before[index + 1] = self._before[index] + self._phases[index].counts(int(length))
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Same as ``Interleaving.at``."""
+        phases = np.searchsorted(self._starts, positions, side="right") - 1
+        which, numbers = np.empty_like(positions), np.empty_like(positions)
+        for phase in np.unique(phases).tolist():
+            rows = phases == phase
+            which[rows], own = self._phases[phase].at(positions[rows] - self._starts[phase])
+            numbers[rows] = own + self._before[phase][which[rows]]
+        return which, numbers
+
+    def counts(self, position: int) -> list[int]:
+        """Same as ``Interleaving.counts``."""
+        phase = int(np.searchsorted(self._starts, position, side="right")) - 1
+        own = self._phases[phase].counts(position - int(self._starts[phase]))
+        return [before + count for before, count in zip(self._before[phase].tolist(), own, strict=True)]

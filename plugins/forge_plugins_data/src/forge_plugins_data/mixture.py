@@ -17,12 +17,20 @@ from forge_core.contracts.data_source import CheckedSource, DataSource, Position
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import MixtureConfig, MixtureSource
-from forge_plugins_data.interleaving import Interleaving
+from forge_plugins_data.config import MixtureConfig, MixturePhase, MixtureSource
+from forge_plugins_data.interleaving import InterleavingInPhases
 
 
 def open_mixture(
-    config: MixtureConfig, /, *, seq_len: int, split: Split, build: Builder, seed: int, samples_per_step: int
+    config: MixtureConfig,
+    /,
+    *,
+    seq_len: int,
+    split: Split,
+    build: Builder,
+    seed: int,
+    samples_per_step: int,
+    phases: Sequence[tuple[int, MixturePhase]] = (),
 ) -> Mixture | MixtureSet:
     """Open all sources; for validation, those that hold something out.
 
@@ -42,7 +50,9 @@ def open_mixture(
             raise ConfigError(f"source {one.name!r}: {error}") from error
     names = tuple(one.name for one in config.sources)
     common = _Common.of(parts, names)
-    return Mixture(common, config.shares()) if split == "train" else MixtureSet(common)
+    if split != "train":
+        return MixtureSet(common)
+    return Mixture(common, config.shares(), [(start, config.shares(phase)) for start, phase in phases])
 
 
 class Part:
@@ -138,20 +148,27 @@ class _Watching:
 class Mixture(_Watching):
     """Position ``p`` is sample number ``k`` of one source's own stream, both as ``Interleaving`` has them."""
 
-    def __init__(self, common: _Common, shares: Sequence[float]) -> None:
+    def __init__(
+        self, common: _Common, shares: Sequence[float], phases: Sequence[tuple[int, Sequence[float]]] = ()
+    ) -> None:
+        """
+        Args:
+            shares: of each source, from position 0.
+            phases: positions from which on they are others, in order, and the shares. Each source goes on where it was.
+        """
         super().__init__(common)
         self.shares = tuple(shares)
         self.fingerprint = common.fingerprint(self.shares)
-        self._interleaving = Interleaving(shares)
+        self._interleavings = InterleavingInPhases([(0, shares), *phases])
 
     def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Same as ``PositionedSource.read_at``."""
-        which, numbers = self._interleaving.at(positions)
+        which, numbers = self._interleavings.at(positions)
         return self._common.gathered(which, lambda part, rows: self._common.parts[part].stream.read(numbers[rows]))
 
     def counts(self, position: int) -> list[int]:
         """Same as ``MixedSource.counts``."""
-        return self._interleaving.counts(position)
+        return self._interleavings.counts(position)
 
     def lengths(self) -> list[int | None]:
         """Samples in an epoch of each source; ``None`` where it has none."""
