@@ -183,7 +183,7 @@ def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
     yield f"### `[[{field.name}]]`" if is_array else f"### `[{field.name}]`"
     yield ""
     if slot is None:
-        yield from _class_page(field.type)
+        yield from _class_page(get_args(field.type)[0] if is_array else field.type)
         return
     chosen = f"A component of the kind `{slot.kind}`, chosen by the key `name`; its other keys are the component's own."
     yield chosen if slot.default is None else f"{chosen} Without this section: `{slot.default}`."
