@@ -155,6 +155,15 @@ class LoadSection:
     """Patterns of the tensors to load, such as ``"model.blocks.*"``; ``"optimizer.*"`` is the optimizer's state."""
     exclude: tuple[str, ...] = ()
     """Patterns of those, of these, to leave out."""
+    rename: Mapping[str, str] = attrs.field(factory=dict)
+    """Names of parameters there, and here: ``{"blocks.*" = "decoder.blocks.*"}``. Each ``*`` of the second stands for
+    what that of the first does; the first pattern that fits counts."""
+
+    def check(self) -> Objections:
+        """Renamings that do not say what stands where."""
+        for there, here in self.rename.items():
+            if there.count("*") != here.count("*"):
+                yield f"rename.{there}", f"{here!r} must have as many '*' as {there!r}, each for one of its"
 
 
 @attrs.frozen(kw_only=True)
@@ -198,8 +207,14 @@ class CheckpointSection:
     """``auto``: from the run's newest whole checkpoint, or afresh if it has none. ``never``: afresh; checkpoints that
     are there are put aside. A step: from the run's checkpoint of that step; later ones are put aside. A path: from that
     checkpoint, or the newest of that run, unless this run has one of its own."""
-    load: LoadSection | None = None
-    """Parts that a fresh start takes from another run: weights without the position in the data, for instance."""
+    load: LoadSection | tuple[LoadSection, ...] | None = None
+    """Parts that a fresh start takes from another run: weights without the position in the data, for instance. An array
+    of tables, ``[[checkpoint.load]]``, takes parts from several."""
+
+    @property
+    def loads(self) -> tuple[LoadSection, ...]:
+        """The entries of ``load``."""
+        return self.load if isinstance(self.load, tuple) else () if self.load is None else (self.load,)
 
     def check(self, job: Job) -> Objections:
         """Keys that contradict each other, or would do nothing."""
@@ -219,6 +234,9 @@ class CheckpointSection:
             yield "mirror_keep_last", "has no effect without mirror"
         if self.load is not None and self.resume not in ("auto", "never"):
             yield "load", f"has no effect: checkpoint.resume = {self.resume!r} starts from a whole checkpoint"
+        for index, one in enumerate(self.loads):
+            at = f"load[{index}]" if isinstance(self.load, tuple) else "load"
+            yield from ((f"{at}.{key}", sentence) for key, sentence in one.check())
 
     def _check_best(self, evaluated: int) -> Objections:
         """A checkpoint is judged by the evaluation of its own step."""

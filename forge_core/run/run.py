@@ -37,7 +37,7 @@ from forge_core.run.signals import stop_on_signals
 from forge_core.run.summary import EndReport, announce, announce_complete, describe
 from forge_core.run.time_limit import TimeLimit
 from forge_core.run.trackers import Trackers
-from forge_core.run.warm_start import Loaded, load_warm_start
+from forge_core.run.warm_start import Loaded, load_warm_starts
 from forge_core.train.build import Built, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.first_steps import FirstSave
@@ -96,8 +96,10 @@ def run_job(
             fatal_errors_kept(setup.directory.path, setup.mesh.rank),
         ):
             announce(setup, built.model, held.attempt)
-            if loaded is not None:
-                setup.directory.write_facts("loaded.json", attrs.asdict(loaded))
+            if loaded:
+                accounts = [attrs.asdict(one) for one in loaded]
+                is_array = isinstance(job.checkpoint.load, tuple)
+                setup.directory.write_facts("loaded.json", {"loads": accounts} if is_array else accounts[0])
             return _Training(setup, built, time_limit, held).run(heeded)
 
 
@@ -138,15 +140,13 @@ def _build(setup: RunSetup) -> Built:
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
 
 
-def _restore(setup: RunSetup, built: Built) -> Loaded | None:
-    """From the run's checkpoint; or from another run's tensors, of which it returns what was loaded."""
+def _restore(setup: RunSetup, built: Built) -> list[Loaded]:
+    """From the run's checkpoint; or from other runs' tensors, of which it returns what was loaded."""
     model, optimizer, say = built.model, built.optimizer, setup.console.line
     if setup.checkpoint is not None:
         restore(setup.checkpoint, model, optimizer, setup.callbacks, setup.mesh, say)
         setup.peers.beat()
-    if setup.warm_start is None:
-        return None
-    return load_warm_start(setup.warm_start, model, optimizer, setup.mesh, say)
+    return load_warm_starts(setup.warm_starts, model, optimizer, setup.mesh, say) if setup.warm_starts else []
 
 
 def _versions(setup: RunSetup) -> dict[str, str]:

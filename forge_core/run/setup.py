@@ -32,7 +32,7 @@ from forge_core.run.directory import RunDirectory
 from forge_core.run.global_batch import with_global_batch
 from forge_core.run.lease import Sign, refuse_if_held
 from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, resume_asked_for
-from forge_core.run.warm_start import WarmStart, choose_warm_start
+from forge_core.run.warm_start import WarmStart, choose_warm_starts
 from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
@@ -82,7 +82,7 @@ class RunSetup(Begun):
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
     events: Events
-    warm_start: WarmStart | None
+    warm_starts: Sequence[WarmStart]
     accumulation_asked_for: int
     """``train.grad_accumulation`` before ``with_global_batch``."""
 
@@ -140,7 +140,7 @@ def prepare(begun: Begun) -> RunSetup:
     """
     job, catalog, device, mesh, peers = begun.job, begun.catalog, begun.device, begun.mesh, begun.peers
     directory, console, checkpoint = begun.directory, begun.console, begun.checkpoint
-    warm_start = choose_warm_start(job, console.line) if checkpoint is None else None
+    warm_starts = choose_warm_starts(job, console.line) if checkpoint is None else []
     accumulation_asked_for = job.train.grad_accumulation or 1
     job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
     # what a component refuses on one device and not on another is known now that `auto` is
@@ -187,7 +187,7 @@ def prepare(begun: Begun) -> RunSetup:
         store=begun.store,
         mirror=begun.mirror,
         start=begun.start,
-        warm_start=warm_start,
+        warm_starts=warm_starts,
         ended=begun.ended,
         console=console,
         accumulation_asked_for=accumulation_asked_for,

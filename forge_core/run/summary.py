@@ -34,7 +34,7 @@ def announce(prepared: RunSetup, model: BuiltModel, attempt: str) -> None:
         step=prepared.start.step,
         checkpoint=str(checkpoint.path) if checkpoint else None,
         passed_over=prepared.start.passed_over,
-        loaded=str(prepared.warm_start.checkpoint.path) if prepared.warm_start else None,
+        loaded=_loaded(prepared) or None,
         mesh=dict(prepared.mesh.degrees),
         attempt=attempt,
     )
@@ -92,11 +92,16 @@ def describe(prepared: RunSetup, model: BuiltModel) -> None:
     say("dry run: stopped before the first step; nothing was written")
 
 
+def _loaded(prepared: RunSetup) -> str:
+    """The checkpoints of which a fresh start takes parts."""
+    return ", ".join(str(start.checkpoint.path) for start in prepared.warm_starts)
+
+
 def _start_words(prepared: RunSetup) -> str:
     checkpoint = prepared.checkpoint
     if checkpoint is None:
-        loaded = f" with tensors of {prepared.warm_start.checkpoint.path}" if prepared.warm_start else ""
-        return f"fresh start{loaded}"
+        loaded = _loaded(prepared)
+        return f"fresh start with tensors of {loaded}" if loaded else "fresh start"
     is_own = checkpoint.path.parent == prepared.store.path.resolve()
     words = f"resumed from {checkpoint.path.name if is_own else checkpoint.path}"
     if prepared.start.passed_over:

@@ -1,7 +1,9 @@
-"""Beginning with tensors of another run: ``[checkpoint.load]``."""
+"""Beginning with tensors of other runs: ``[checkpoint.load]``."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,9 +26,11 @@ from forge_core.train.build import BuiltModel
 class WarmStart:
     """A part of a checkpoint to load."""
 
+    key: str
+    """Names the section in messages: ``checkpoint.load``, or an entry of it."""
     checkpoint: Checkpoint
-    chosen: frozenset[str]
-    """Keys of the checkpoint that the patterns match."""
+    here: Mapping[str, str]
+    """Keys of the checkpoint that the patterns match, and the keys that they have in this run."""
     others: frozenset[str]
 
 
@@ -36,6 +40,7 @@ class Loaded:
 
     source: str
     loaded: Sequence[str]
+    """By the keys of this run."""
     left_out: Sequence[str]
     """Keys of the checkpoint that the patterns exclude."""
     without_a_place: Sequence[str]
@@ -44,101 +49,151 @@ class Loaded:
     """Tensors of this run's model that keep their first values."""
 
 
-def choose_warm_start(job: Job, report: Callable[[str], None]) -> WarmStart | None:
+def choose_warm_starts(job: Job, report: Callable[[str], None]) -> list[WarmStart]:
     """Resolve ``checkpoint.load``, before anything is built. All ranks call it together.
 
     Raises:
-        ConfigError: there is no whole checkpoint; a pattern means nothing in it; or what is chosen would not be the
-            state of this optimizer.
+        ConfigError: there is no whole checkpoint; a pattern means nothing in it; what is chosen would not be the
+            state of this optimizer; or two sections load the same tensor.
     """
-    section = job.checkpoint.load
-    if section is None:
-        return None
-    checkpoint = find_checkpoint(section.path.expanduser(), report, model_problem)
-    keys = {*checkpoint.saved_tensors(), *_optimizer_facts(checkpoint)["values"]}
-    chosen = _chosen(keys, section)
-    start = WarmStart(checkpoint, frozenset(chosen), frozenset(keys - chosen))
-    _refuse_foreign_optimizer(job, start)
-    return start
+    starts: list[WarmStart] = []
+    for index, section in enumerate(job.checkpoint.loads):
+        at = f"checkpoint.load[{index}]" if isinstance(job.checkpoint.load, tuple) else "checkpoint.load"
+        start = _choose(at, section, report)
+        _refuse_foreign_optimizer(job, start)
+        for before in starts:
+            if both := set(before.here.values()) & set(start.here.values()):
+                raise ConfigError(
+                    f"{at}: {before.key} loads {_some(both)} already; leave them out of one of the two with exclude"
+                )
+        starts.append(start)
+    return starts
 
 
-def load_warm_start(
-    start: WarmStart, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh, report: Callable[[str], None]
-) -> Loaded:
+def load_warm_starts(
+    starts: Sequence[WarmStart],
+    model: BuiltModel,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    report: Callable[[str], None],
+) -> list[Loaded]:
     """Read what was chosen into model and optimizer, each rank its own part, and report what else there is.
 
     Raises:
         ConfigError: a tensor has another shape or dtype here; or nothing of what was chosen has a place.
     """
-    checkpoint, names, fresh = start.checkpoint, model.parameters, model.tensors()
-    tensors = {key: tensor for key, tensor in fresh.items() if key in start.chosen}
-    in_all_stages = {name for stage in mesh.gather_over("pp", [*names]) for name in stage}
-    state = {key for key in start.chosen if key.startswith("optimizer.") and _parameter(key) in in_all_stages}
+    reads = [_load(start, model, optimizer, mesh) for start in starts]
+    tensors = {key for stage in mesh.gather_over("pp", sorted(model.tensors())) for key in stage}
+    fresh = sorted(tensors.difference(*reads))
+    accounts = []
+    for start, read in zip(starts, reads, strict=True):
+        accounts.append(
+            Loaded(
+                source=str(start.checkpoint.path),
+                loaded=sorted(read),
+                left_out=sorted(start.others),
+                without_a_place=sorted(there for there, here in start.here.items() if here not in read),
+                fresh=fresh,
+            )
+        )
+    _tell(accounts, report)
+    return accounts
+
+
+def _load(start: WarmStart, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> set[str]:
+    """Read what was chosen of one checkpoint; return the keys of this run that it has, on all pipeline stages."""
+    checkpoint, there = start.checkpoint, {here: there for there, here in start.here.items()}
+    own = model.tensors()
+    tensors = {there[key]: tensor for key, tensor in own.items() if key in there}
+    in_all_stages = {name for stage in mesh.gather_over("pp", [*model.parameters]) for name in stage}
+    state = {
+        before
+        for before, here in start.here.items()
+        if here.startswith("optimizer.") and _parameter(here) in in_all_stages
+    }
+    names_there = {_parameter(here): _parameter(before) for before, here in start.here.items() if before in state}
+    names = {names_there.get(name, name): parameter for name, parameter in model.parameters.items()}
 
     def match() -> None:
         saved = {key: entry for key, entry in checkpoint.saved_tensors().items() if key in state}
         facts = _optimizer_facts(checkpoint)
         values = {key: value for key, value in facts["values"].items() if key in state}
-        elsewhere = in_all_stages - names.keys()
+        elsewhere = {names_there.get(name, name) for name in in_all_stages - model.parameters.keys()}
         tensors.update(empty_optimizer_state(optimizer, names, saved, {**facts, "values": values}, elsewhere))
         try:
             refuse_misfits(checkpoint.path, tensors)
         except ConfigError as error:
-            raise ConfigError(f"checkpoint.load: {error}\nLeave them out with checkpoint.load.exclude.") from error
+            raise ConfigError(f"{start.key}: {error}\nLeave them out with {start.key}.exclude.") from error
 
     run_on_all_ranks(match)  # before they read together
-    loaded = _accounted(start, {*tensors, *state}, {*fresh}, mesh)
-    run_on_all_ranks(lambda: _refuse_nothing(start, loaded))
+    ours = sorted({start.here[key] for key in {*tensors, *state}})
+    read = {key for stage in mesh.gather_over("pp", ours) for key in stage}
+    run_on_all_ranks(lambda: _refuse_nothing(start, read, own))
     checkpoint.load(tensors)
-    _tell(loaded, report)
-    return loaded
+    return read
 
 
-def _accounted(start: WarmStart, own: Collection[str], own_model: Collection[str], mesh: Mesh) -> Loaded:
-    read = {key for stage in mesh.gather_over("pp", sorted(own)) for key in stage}
-    model = {key for stage in mesh.gather_over("pp", sorted(own_model)) for key in stage}
-    return Loaded(
-        source=str(start.checkpoint.path),
-        loaded=sorted(read),
-        left_out=sorted(start.others),
-        without_a_place=sorted(start.chosen - read),
-        fresh=sorted(model - read),
-    )
-
-
-def _refuse_nothing(start: WarmStart, loaded: Loaded) -> None:
-    if not loaded.loaded:
+def _refuse_nothing(start: WarmStart, read: Collection[str], own: Collection[str]) -> None:
+    if not read:
         raise ConfigError(
-            f"checkpoint.load: nothing that was chosen of {loaded.source} has a place in this run: "
-            f"{_some(start.chosen)}; this model has {_some(loaded.fresh)}"
+            f"{start.key}: nothing that was chosen of {start.checkpoint.path} has a place in this run: "
+            f"{_some(start.here.values())}; this model has {_some(own)}"
         )
 
 
-def _tell(loaded: Loaded, report: Callable[[str], None]) -> None:
-    for words, keys in (
-        (f"loaded from {loaded.source}", loaded.loaded),
-        ("left out by checkpoint.load", loaded.left_out),
-        ("in the checkpoint, but not in this run", loaded.without_a_place),
-        ("not loaded, with their first values", loaded.fresh),
-    ):
-        if keys:
-            report(f"{words}: {_some(keys)}")
+def _tell(accounts: Sequence[Loaded], report: Callable[[str], None]) -> None:
+    for one in accounts:
+        for words, keys in (
+            (f"loaded from {one.source}", one.loaded),
+            ("left out by checkpoint.load", one.left_out),
+            ("in the checkpoint, but not in this run", one.without_a_place),
+        ):
+            if keys:
+                report(f"{words}: {_some(keys)}")
+    if accounts and accounts[0].fresh:
+        report(f"not loaded, with their first values: {_some(accounts[0].fresh)}")
 
 
-def _chosen(keys: set[str], section: LoadSection) -> set[str]:
-    for name in ("include", "exclude"):
-        for pattern in getattr(section, name):
-            if not any(fnmatchcase(key, pattern) for key in keys):
-                near = nearest(pattern, keys)
-                hint = f"did you mean '{near}'?" if near else f"it has {_some(keys)}"
-                raise ConfigError(f"checkpoint.load.{name}: {pattern!r} means nothing in {section.path}; {hint}")
+def _choose(at: str, section: LoadSection, report: Callable[[str], None]) -> WarmStart:
+    checkpoint = find_checkpoint(section.path.expanduser(), report, model_problem)
+    keys = {*checkpoint.saved_tensors(), *_optimizer_facts(checkpoint)["values"]}
+    for name, patterns in (("include", section.include), ("exclude", section.exclude)):
+        _refuse_idle(f"{at}.{name}", patterns, keys, section)
+    _refuse_idle(f"{at}.rename", [*section.rename], {_name(key) for key in keys}, section)
     included = {key for key in keys if _matches(key, section.include)}
     chosen = {key for key in included if not _matches(key, section.exclude)}
     if not chosen:
-        raise ConfigError(
-            f"checkpoint.load: exclude = {[*section.exclude]} leaves nothing of include = {[*section.include]}"
-        )
-    return chosen
+        raise ConfigError(f"{at}: exclude = {[*section.exclude]} leaves nothing of include = {[*section.include]}")
+    here = {key: _renamed(key, section.rename) for key in chosen}
+    if twice := [one for one, count in Counter(here.values()).items() if count > 1]:
+        both = " and ".join(sorted(key for key in chosen if here[key] == twice[0]))
+        raise ConfigError(f"{at}.rename: {both} would both be {twice[0]}; leave one out with exclude")
+    return WarmStart(at, checkpoint, here, frozenset(keys - chosen))
+
+
+def _refuse_idle(at: str, patterns: Sequence[str], found: Collection[str], section: LoadSection) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(one, pattern) for one in found):
+            near = nearest(pattern, found)
+            hint = f"did you mean '{near}'?" if near else f"it has {_some(found)}"
+            raise ConfigError(f"{at}: {pattern!r} means nothing in {section.path}; {hint}")
+
+
+def _renamed(key: str, rename: Mapping[str, str]) -> str:
+    """The key in this run of what has ``key`` in a checkpoint."""
+    name = _name(key)
+    for there, here in rename.items():
+        found = re.fullmatch("(.*)".join(map(re.escape, there.split("*"))), name)
+        if found:
+            first, *rest = here.split("*")
+            new = first + "".join(part + text for part, text in zip(found.groups(), rest, strict=True))
+            return f"model.{new}" if key.startswith("model.") else f"optimizer.{new}.{key.rpartition('.')[2]}"
+    return key
+
+
+def _name(key: str) -> str:
+    """The parameter or buffer that a key is about."""
+    return key.removeprefix("model.") if key.startswith("model.") else _parameter(key)
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
@@ -148,14 +203,14 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:
     """State of another kind of optimizer, or only a part of what it keeps of a parameter, would fail in the first
     step."""
-    state = {key for key in start.chosen if key.startswith("optimizer.")}
+    state = {key for key in start.here if key.startswith("optimizer.")}
     if not state:
         return
     path = start.checkpoint.path
     saved = start.checkpoint.job().get("optimizer", {}).get("name")
     if saved != job.optimizer.qualified_name:
         raise ConfigError(
-            f"checkpoint.load: {path} has state of the optimizer {saved}, and this job has "
+            f"{start.key}: {path} has state of the optimizer {saved}, and this job has "
             f'{job.optimizer.qualified_name}; leave it out with exclude = ["optimizer.*"]'
         )
     for key in sorted(start.others):

@@ -58,6 +58,6 @@ def test_a_section_that_uses_everything_is_valid_and_comes_back_from_its_table(l
     job = load(*settings, "eval.interval=5", *load_keys)
 
     table = job_table(job)["checkpoint"]
-    assert table["load"] == {"path": "runs/x", "include": ["model.*"], "exclude": ["model.head.*"]}
+    assert table["load"] == {"path": "runs/x", "include": ["model.*"], "exclude": ["model.head.*"], "rename": {}}
     assert table["best_metric"] == "eval/loss"
     assert "best_metric" not in job_table(load())["checkpoint"]

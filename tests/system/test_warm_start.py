@@ -31,7 +31,9 @@ def start(shared_tiny, source, request):
     path = shared_tiny.path(name)
 
     def begin(*arguments):
-        settings = ["train.steps=1", "checkpoint.powers_of_two_until=1", f"checkpoint.load.path={source}"]
+        settings = ["train.steps=1", "checkpoint.powers_of_two_until=1"]
+        if not any(one.startswith("checkpoint.load=") for one in arguments):
+            settings.append(f"checkpoint.load.path={source}")
         constant = ['scheduler={name="constant"}']  # with which one step is enough
         code = main(["run", str(shared_tiny.config), f"run.name={name}", *settings, *constant, *arguments])
         return _tensors(path / "checkpoints" / "step_00000000") if code == 0 else code
@@ -95,9 +97,49 @@ def test_it_is_done_once(start, capsys):
     assert "resumed from step_00000001" in capsys.readouterr().out
 
 
+def test_names_of_there_become_names_of_here(start, source):
+    rename = 'checkpoint.load.rename={"blocks.0.*"="blocks.1.*", "blocks.1.*"="blocks.0.*"}'
+    begun, saved = start(rename, 'checkpoint.load.include=["*"]'), _tensors(source)
+
+    for key in ("attention.q.weight", "feed_forward.up.weight"):
+        for one, other in ((0, 1), (1, 0)):
+            assert torch.equal(begun[f"model.blocks.{one}.{key}"], saved[f"model.blocks.{other}.{key}"])
+            state = [f"optimizer.blocks.{block}.{key}.exp_avg" for block in (one, other)]
+            assert torch.equal(begun[state[0]], saved[state[1]])
+    assert torch.equal(begun["model.embed.weight"], saved["model.embed.weight"])
+    assert _accounts(start)["fresh"] == []
+
+
+def test_parts_of_several_runs_come_together(start, source, shared_tiny, capsys):
+    shared_tiny.completed("run.name=other", "train.seed=7")
+    other = shared_tiny.path("other")
+    parts = [
+        f'{{path="{source}", include=["model.blocks.*"]}}',
+        f'{{path="{other}", include=["model.embed.*", "model.head.*"]}}',
+    ]
+    begun = start(f"checkpoint.load=[{', '.join(parts)}]")
+    saved, saved_other = _tensors(source), _tensors(other / "checkpoints" / "step_00000010")
+
+    assert torch.equal(begun["model.blocks.0.attention.q.weight"], saved["model.blocks.0.attention.q.weight"])
+    assert torch.equal(begun["model.embed.weight"], saved_other["model.embed.weight"])
+    first, second = _accounts(start)["loads"]
+    assert (len(first["loaded"]), second["loaded"]) == (22, ["model.embed.weight", "model.head.weight"])
+    assert first["fresh"] == second["fresh"] == ["model.norm.weight"]
+    assert "not loaded, with their first values: 1 tensors (model.norm.weight)" in capsys.readouterr().out
+
+
+def test_a_tensor_of_two_runs_is_refused(start, source, capfd):
+    assert start(f'checkpoint.load=[{{path="{source}"}}, {{path="{source}", include=["model.head.*"]}}]') == 2
+    assert "checkpoint.load[1]: checkpoint.load[0] loads 1 tensors (model.head.weight)" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        (['checkpoint.load.rename={"blocks.*"="x"}'], "'x' must have as many '*' as 'blocks.*'"),
+        (['checkpoint.load.rename={"bloks.*"="x.*"}'], "checkpoint.load.rename: 'bloks.*' means nothing in"),
+        (['checkpoint.load.rename={"blocks.*.q.weight"="a.*", "blocks.*.k.weight"="a.*"}'], "would both be model.a."),
+        (['checkpoint.load.rename={"*"="other.*"}'], "has a place in this run: 25 tensors (model.other."),
         (["model.dim=64"], "model.embed.weight has shape (257, 64), in the checkpoint (257, 32)"),
         (["train.precision=bf16_pure"], "has dtype torch.bfloat16, in the checkpoint torch.float32"),
         (['checkpoint.load.include=["model.bloks.*"]'], "'model.bloks.*' means nothing in"),
