@@ -110,6 +110,20 @@ def test_names_of_there_become_names_of_here(start, source):
     assert _accounts(start)["fresh"] == []
 
 
+@pytest.mark.parametrize("layout", [["parallel.pp=2"], []], ids=["pipeline", "sharded"])
+def test_every_rank_reads_its_own_part(shared_tiny, source, layout, training_values):
+    load = [f"checkpoint.load.path={source}", 'checkpoint.load.include=["*"]', "train.steps=3"]
+    load += ['checkpoint.load.rename={"blocks.0.*"="blocks.1.*", "blocks.1.*"="blocks.0.*"}']
+    alone = shared_tiny.completed("run.name=alone", *load)
+    name = f"run.name=ranks-{len(layout)}"
+    together = shared_tiny.completed(
+        name, "--nproc", "2", "train.batch_size=2", "train.global_batch_size=4", *layout, *load
+    )
+
+    for one, other in zip(training_values(together), training_values(alone), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 def test_parts_of_several_runs_come_together(start, source, shared_tiny, capsys):
     shared_tiny.completed("run.name=other", "train.seed=7")
     other = shared_tiny.path("other")

@@ -80,7 +80,7 @@ def write_config(name: str, parent: Path) -> Path:
 def package_files(kind: str, name: str) -> dict[str, str]:
     """The files of the package by path. ``kind`` and ``name`` as for ``write_package``."""
     header, own = _sections(kind)
-    values = {**_names(kind, name), **header}
+    values = {"api": "1.0", **_names(kind, name), **header}
     values = {key: Template(value).substitute(values) for key, value in values.items()}
     values |= {part: text.strip() + "\n" for part, text in _sections("example")[1].items()}
     values["usage"] = Template(own.pop("usage")).substitute(values).strip()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from forge_core.api import Check, Command, Component, hookimpl
 
-FORGE_API = "1.0"
+FORGE_API = "1.1"
 
 
 @hookimpl

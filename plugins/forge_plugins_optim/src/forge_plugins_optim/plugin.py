@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from forge_core.api import Command, Component, hookimpl
 
-FORGE_API = "1.0"
+FORGE_API = "1.1"
 
 
 @hookimpl
