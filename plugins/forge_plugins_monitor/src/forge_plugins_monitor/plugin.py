@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Check, Command, Component, hookimpl
+from forge_core.api import Check, Command, Component, Kind, hookimpl
 
 FORGE_API = "1.1"
 
@@ -64,9 +64,43 @@ def forge_checks() -> Iterable[Check]:
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
-    """``forge doctor``."""
+    """``forge doctor`` and ``forge report``."""
     yield Command(
         name="doctor",
         summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
         run="forge_plugins_monitor.doctor.command:doctor",
     )
+    yield Command(
+        name="report",
+        summary="write one HTML page about runs: curves, events, differences of their configurations",
+        run="forge_plugins_monitor.report.command:report",
+    )
+
+
+@hookimpl
+def forge_kinds() -> Iterable[Kind]:
+    """The parts of the page of ``forge report``."""
+    contract = "forge_plugins_monitor.report.section:ReportSection"
+    yield Kind(
+        name="report_section",
+        hook="forge_report_sections",
+        summary="a part of the page that forge report writes",
+        contract=contract,
+        returns=contract,
+    )
+
+
+@hookimpl
+def forge_report_sections() -> Iterable[Component]:
+    """Ours, in the order of the page."""
+    folder, config = "forge_plugins_monitor.report", "forge_plugins_monitor.report.config:SectionConfig"
+    sections = {
+        "summary": ("state, steps, losses and times of the runs", "summary:Summary"),
+        "curves": ("loss, evaluations, learning rate, gradient norm, speed, memory", "curves:Curves"),
+        "sources": ("losses and tokens of the sources of a mixture", "curves:Sources"),
+        "events": ("starts, ends, steps left out, rollbacks, failures", "incidents:Incidents"),
+        "configurations": ("how the jobs of the runs differ, and each as a whole", "differences:Configurations"),
+        "further_metrics": ("all other metrics, folded away", "curves:FurtherMetrics"),
+    }
+    for name, (summary, factory) in sections.items():
+        yield Component(name=name, summary=summary, factory=f"{folder}.{factory}", config=config)

@@ -1,0 +1,1 @@
+"""``forge report``: one page about one run or several."""
