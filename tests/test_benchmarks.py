@@ -19,6 +19,7 @@ SHORT = {
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
     "optimizers": ["--layers", "1", "--dim", "32", "--rounds", "1"],
     "parity": ["tp2"],
+    "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
     "startup": ["--repeats", "1"],
     "step_overhead": ["--steps", "10", "--rounds", "1"],
 }
