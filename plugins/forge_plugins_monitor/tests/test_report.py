@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from forge_core.cli import main
-from forge_plugins_monitor.report.chart import thinned
+from forge_plugins_monitor.report.chart import means, thinned
 from forge_plugins_monitor.report.run_record import Curve, find_runs, read_runs
 
 JOB = '[run]\nname = "x"\n[train]\nsteps = 40\n[model]\nname = "acme:transformer"\n[optimizer]\nlr = 0.01\n'
@@ -274,6 +274,21 @@ def test_thinning_keeps_the_ends_and_every_extreme():
         inside = [value for value in values[start : start + 100] if value is not None]
         assert max(drawn) >= max(inside)
         assert min(drawn) <= min(inside)
+
+
+def test_means_stand_over_noisy_curves_alone():
+    dice = random.Random(0)
+    steps = tuple(range(1, 1001))
+    noisy = [None if step == 5 else step + 100 * dice.gauss(0, 1) for step in steps]
+
+    smooth = means(Curve(steps, tuple(noisy)))
+
+    assert len(smooth.steps) == 100
+    assert smooth.values[50] == pytest.approx(sum(noisy[500:510]) / 10)
+    assert smooth.values[0] == pytest.approx(sum(value for value in noisy[:10] if value is not None) / 9)
+    assert means(Curve(steps, tuple(map(float, steps)))).steps == ()
+    assert means(Curve(steps, (1.0,) * 1000)).steps == ()
+    assert means(Curve(steps, (None,) * 1000)).steps == ()
 
 
 def test_a_short_curve_is_left_as_it_is():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -15,6 +16,10 @@ MOST_POINTS = 800
 """Of a curve, unless a chart says otherwise."""
 _DIGITS = 6
 """Significant digits of a value."""
+_MEANS = 100
+"""Stretches of a noisy curve whose means are drawn over it."""
+_NOISY = 10.0
+"""A curve is noisy that goes up and down by this multiple of the range of its values."""
 
 
 @attrs.frozen(kw_only=True)
@@ -35,7 +40,7 @@ class Chart:
         curves = {run: curve for run, curve in self.curves.items() if curve.steps}
         if not curves:
             return ""
-        drawn = [_numbers(run, thinned(curve, self.most_points)) for run, curve in curves.items()]
+        drawn = [_numbers(run, curve, self.most_points) for run, curve in curves.items()]
         data = {"title": self.title, "unit": self.unit, "events": self.with_events, "curves": drawn}
         notes = [
             f"{run.label}: {gaps:,} value{'s' * (gaps > 1)} not finite"
@@ -79,9 +84,34 @@ def as_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _numbers(run: RunRecord, curve: Curve) -> dict[str, Any]:
-    values = [None if value is None else _short(value) for value in curve.values]
-    return {"run": run.index, "x": curve.steps, "y": values}
+def means(curve: Curve) -> Curve:
+    """The means of stretches of a noisy curve, each at the middle of its steps; of any other one, no point."""
+    n = len(curve.steps)
+    if n < 4 * _MEANS or not _is_noisy(thinned(curve, MOST_POINTS)):
+        return Curve((), ())
+    points = []
+    for stretch in range(_MEANS):
+        start, end = n * stretch // _MEANS, n * (stretch + 1) // _MEANS
+        finite = [value for value in curve.values[start:end] if value is not None]
+        points.append((curve.steps[(start + end) // 2], sum(finite) / len(finite) if finite else None))
+    steps, values = zip(*points, strict=True)
+    return Curve(steps, values)
+
+
+def _is_noisy(curve: Curve) -> bool:
+    finite = [value for value in curve.values if value is not None]
+    travel = sum(abs(after - before) for before, after in pairwise(finite))
+    return travel > 0 and travel > _NOISY * (max(finite) - min(finite))
+
+
+def _numbers(run: RunRecord, curve: Curve, most: int) -> dict[str, Any]:
+    few, smooth = thinned(curve, most), means(curve)
+    numbers: dict[str, Any] = {"run": run.index, "x": few.steps, "y": _shortened(few)}
+    return numbers | {"meanX": smooth.steps, "meanY": _shortened(smooth)} if smooth.steps else numbers
+
+
+def _shortened(curve: Curve) -> list[float | None]:
+    return [None if value is None else _short(value) for value in curve.values]
 
 
 def _short(value: float) -> float:

@@ -151,22 +151,28 @@
       }
       if (this.data.events) this.events(first, last, floor);
       for (const curve of this.curves) this.curve(curve);
+      for (const curve of this.curves) if (curve.meanX) this.path(curve.run, curve.meanX, curve.meanY, 1);
       this.cursor = make("g", {}, svg);
     }
 
     curve(curve) {
-      const paint = { stroke: color(curve.run), "stroke-dasharray": dashes(curve.run) };
-      let path = "", pen = "M";
-      curve.y.forEach((y, i) => {
-        if (y === null) { pen = "M"; return; }
-        path += `${pen}${this.x(curve.x[i]).toFixed(1)} ${this.y(y).toFixed(1)}`;
-        pen = "L";
-      });
-      make("path", { class: "curve", d: path, ...paint }, this.svg);
+      const isNoisy = Boolean(curve.meanX);
+      this.path(curve.run, curve.x, curve.y, isNoisy ? 0.3 : 1);
       if (curve.x.length <= 40)
         curve.y.forEach((y, i) => {
           if (y !== null) make("circle", { cx: this.x(curve.x[i]), cy: this.y(y), r: 2.5, fill: color(curve.run) }, this.svg);
         });
+    }
+
+    path(run, steps, values, opacity) {
+      let path = "", pen = "M";
+      values.forEach((y, i) => {
+        if (y === null) { pen = "M"; return; }
+        path += `${pen}${this.x(steps[i]).toFixed(1)} ${this.y(y).toFixed(1)}`;
+        pen = "L";
+      });
+      const paint = { stroke: color(run), "stroke-dasharray": dashes(run), opacity };
+      make("path", { class: "curve", d: path, ...paint }, this.svg);
     }
 
     events(first, last, floor) {
