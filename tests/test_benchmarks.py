@@ -25,6 +25,7 @@ SHORT = {
 }
 LONG = {
     "lost_peers": ["--repeats", "1"],
+    "mixture": [],
     "moe": ["--rounds", "1"],
     "plan_memory": [],
     "resume": [],
