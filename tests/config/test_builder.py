@@ -73,10 +73,10 @@ def test_the_builder_is_passed_on_to_those_that_ask_for_it(build):
 
 
 def test_what_is_offered_goes_to_those_that_take_it(build):
-    made = build(use(build, f"{__name__}:plain_factory"), dim=3, tokens_per_step=8)
+    given = {"seq_len": 8, "split": "train", "phases": ()}
 
-    assert made.dim == 3
-    assert build(use(build, f"{__name__}:AnyFactory"), tokens_per_step=8).given["tokens_per_step"] == 8
+    assert build(use(build, f"{__name__}:AnyFactory", "data_source"), **given).given["phases"] == ()
+    assert build(use(build, f"{__name__}:older_source", "data_source"), **given).seed == "not given"
 
 
 def test_an_import_that_fails_names_the_distribution(build):

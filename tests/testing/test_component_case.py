@@ -81,7 +81,7 @@ def test_a_component_is_resolved_with_its_configuration():
     use = Case().use()
 
     assert (use.qualified_name, use.config.warmup_steps) == ("forge-plugins-optim:cosine", 2)
-    assert Case().make(total_steps=4)(1) == 0.5
+    assert Case().make(total_steps=4, tokens_per_step=8)(1) == 0.5
 
 
 def test_a_wrong_configuration_is_told_as_in_a_job():
