@@ -157,7 +157,7 @@ class LoadSection:
     """Patterns of those, of these, to leave out."""
     rename: Mapping[str, str] = attrs.field(factory=dict)
     """Names of parameters there, and here: ``{"blocks.*" = "decoder.blocks.*"}``. Each ``*`` of the second stands for
-    what that of the first does; the first pattern that fits counts."""
+    what that of the first does; the longest pattern that fits counts."""
 
     def check(self) -> Objections:
         """Renamings that do not say what stands where."""
@@ -315,7 +315,7 @@ class PhaseSection:
     which it begins."""
     lr_scale: float | Mapping[str, float] = 1.0
     """Factor on the scheduled learning rate of all parameters; or factors by patterns of their names, such as
-    ``{"blocks.*" = 0.1}``, of which the first that fits counts."""
+    ``{"blocks.*" = 0.1}``, of which the longest that fits counts."""
     train: tuple[str, ...] = attrs.field(default=("*",), validator=attrs.validators.min_len(1))
     """Patterns of the names of parameters that are trained; the others stay as they are, bit for bit. ``*`` stands for
     anything, dots included."""
@@ -330,7 +330,8 @@ class PhaseSection:
             match = _TOKENS.fullmatch(self.at)
             assert match is not None, "the validator has seen to it"
             return int(float(match[1])) // (train.global_batch_size * train.seq_len) + 1
-        return int(self.at * train.steps) + 1 if isinstance(self.at, float) else self.at
+        # 0.29 of 100 steps is 28.999… in floats
+        return int(self.at * train.steps + 1e-9) + 1 if isinstance(self.at, float) else self.at
 
     def check(self, job: Job) -> Objections:
         """Factors that are no factors, and a beginning after the end."""

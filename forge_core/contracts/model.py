@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -277,6 +277,11 @@ def fits(name: str, pattern: str) -> bool:
     """Return whether a plan's pattern means ``name``: ``blocks.*.head`` means ``blocks.3.head``, and not
     ``blocks.3.head.norm``."""
     return name.count(".") == pattern.count(".") and is_within(name, pattern)
+
+
+def longest_first(patterns: Iterable[str]) -> list[str]:
+    """Sort patterns so that the first that fits is the closest: a table's own order is lost when a job is written."""
+    return sorted(patterns, key=lambda one: (-len(one), one))
 
 
 def is_within(name: str, pattern: str) -> bool:

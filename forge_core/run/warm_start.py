@@ -16,6 +16,7 @@ from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import empty_optimizer_state
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.sections import Job, LoadSection
+from forge_core.contracts.model import longest_first
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, nearest
@@ -112,13 +113,13 @@ def _load(start: WarmStart, model: BuiltModel, optimizer: torch.optim.Optimizer,
         if here.startswith("optimizer.") and _parameter(here) in in_all_stages
     }
     names_there = {_parameter(here): _parameter(before) for before, here in start.here.items() if before in state}
-    names = {names_there.get(name, name): parameter for name, parameter in model.parameters.items()}
+    names = {names_there[name]: parameter for name, parameter in model.parameters.items() if name in names_there}
 
     def match() -> None:
         saved = {key: entry for key, entry in checkpoint.saved_tensors().items() if key in state}
         facts = _optimizer_facts(checkpoint)
         values = {key: value for key, value in facts["values"].items() if key in state}
-        elsewhere = {names_there.get(name, name) for name in in_all_stages - model.parameters.keys()}
+        elsewhere = {there for name, there in names_there.items() if name not in model.parameters}
         tensors.update(empty_optimizer_state(optimizer, names, saved, {**facts, "values": values}, elsewhere))
         try:
             refuse_misfits(checkpoint.path, tensors)
@@ -182,10 +183,10 @@ def _refuse_idle(at: str, patterns: Sequence[str], found: Collection[str], secti
 def _renamed(key: str, rename: Mapping[str, str]) -> str:
     """The key in this run of what has ``key`` in a checkpoint."""
     name = _name(key)
-    for there, here in rename.items():
+    for there in longest_first(rename):
         found = re.fullmatch("(.*)".join(map(re.escape, there.split("*"))), name)
         if found:
-            first, *rest = here.split("*")
+            first, *rest = rename[there].split("*")
             new = first + "".join(part + text for part, text in zip(found.groups(), rest, strict=True))
             return f"model.{new}" if key.startswith("model.") else f"optimizer.{new}.{key.rpartition('.')[2]}"
     return key

@@ -12,6 +12,7 @@ from torch import nn
 
 from forge_core.config.sections import Job, PhaseSection, TrainSection
 from forge_core.config.unstructure import plain
+from forge_core.contracts.model import longest_first
 from forge_core.errors import ConfigError, nearest
 
 
@@ -34,7 +35,7 @@ class Phases:
         names: of all parameters of the model, on any pipeline stage.
 
     Raises:
-        ConfigError: a pattern means no parameter of the model, or a phase trains nothing.
+        ConfigError: a pattern means no parameter of the model.
     """
 
     def __init__(self, job: Job, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
@@ -91,7 +92,7 @@ class Phases:
                     raise ConfigError(f"{where}: {pattern!r} means no parameter of this model{hint}")
         return Phase(
             first_step,
-            {name: _first_that_fits(name, scales) for name in self._parameters},
+            {name: _scale(name, scales) for name in self._parameters},
             frozenset(name for name in self._parameters if not any(fnmatchcase(name, one) for one in phase.train)),
         )
 
@@ -108,5 +109,5 @@ def begun(phases: Sequence[PhaseSection], train: TrainSection, step: int) -> lis
     return [(start, said) for start, said in found if start is not None and start <= step]
 
 
-def _first_that_fits(name: str, scales: Mapping[str, float]) -> float:
-    return next((scale for pattern, scale in scales.items() if fnmatchcase(name, pattern)), 1.0)
+def _scale(name: str, scales: Mapping[str, float]) -> float:
+    return next((scales[one] for one in longest_first(scales) if fnmatchcase(name, one)), 1.0)

@@ -6,8 +6,10 @@ import torch
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.problems import ConfigProblems
-from forge_core.job import load_job
+from forge_core.config.sections import PhaseSection, TrainSection
+from forge_core.job import dump_job, load_job
 from forge_core.registry.discovery import discover
+from forge_core.train.phases import Phases
 
 SAVE_ALL = "checkpoint.interval=1"
 FREEZE = 'phases=[{at=4, train=["blocks.1.*", "head.*", "norm.*"]}, {at=8}]'
@@ -85,6 +87,23 @@ def test_factors_by_pattern_move_each_parameter_by_its_own_rate(shared_tiny, opt
     assert moved("model.head.weight") == 0
     assert moved("model.blocks.0.attention.q.weight") == pytest.approx(0.5e-2, rel=1e-2)
     assert moved("model.blocks.1.attention.q.weight") == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_the_longest_pattern_counts_also_after_the_job_has_been_written(tiny, tmp_path):
+    """A job that is written, for the ranks of --nproc too, has its tables in another order."""
+    names = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("blocks.0.q", "blocks.1.q", "head.w")}
+    phases = 'phases=[{at=1, lr_scale={"blocks.*"=0.1, "blocks.0.*"=0.5, "*"=2.0}}]'
+    job = load_job(tiny.config, [phases], catalog=discover(), world_size=1)
+    written = tmp_path / "written.toml"
+    written.write_text(dump_job(job))
+
+    for one in (job, load_job(written, catalog=discover(), world_size=1)):
+        assert Phases(one, names, names).at(1).scales == {"blocks.0.q": 0.5, "blocks.1.q": 0.1, "head.w": 2.0}
+
+
+@pytest.mark.parametrize(("fraction", "steps", "first"), [(0.29, 100, 30), (0.7, 10, 8), (0.55, 10, 6)])
+def test_a_fraction_of_the_run_is_not_rounded_away(fraction, steps, first):
+    assert PhaseSection(at=fraction).first_step(TrainSection(steps=steps, seq_len=8)) == first
 
 
 def test_a_run_resumed_within_a_phase_goes_on_as_it_would_have(shared_tiny, training_values):

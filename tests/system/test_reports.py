@@ -44,6 +44,16 @@ def test_it_is_the_same_in_every_layout(shared_tiny, alone, layout):
         assert norms(line) == pytest.approx(norms(expected), rel=1e-3)
 
 
+def test_a_layer_that_is_frozen_at_first_has_no_gradient_and_is_reported_all_the_same(shared_tiny):
+    """With a pipeline, all that is ever reported must be there in the first logged step."""
+    phases = 'phases=[{at=1, train=["blocks.1.*", "head.*"]}, {at=3}]'
+    lines = shared_tiny.completed(*NORMS, "run.name=frozen", phases, *LAYOUTS["pp"])
+
+    of_first = [line["gradient_norm/blocks.0"] for line in lines]
+    assert of_first[:2] == [0, 0]
+    assert of_first[2] > 0
+
+
 class Mesh:
     """One stage of two, of which the other one has reported nothing."""
 

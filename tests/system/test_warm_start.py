@@ -110,6 +110,24 @@ def test_names_of_there_become_names_of_here(start, source):
     assert _accounts(start)["fresh"] == []
 
 
+def test_state_goes_to_the_parameter_that_has_the_new_name_though_another_has_the_old_one(start, source):
+    rename = 'checkpoint.load.rename={"blocks.1.*"="blocks.0.*"}'
+    begun = start(rename, 'checkpoint.load.include=["optimizer.blocks.1.*"]')
+    saved = _tensors(source)
+
+    state = {key for key in begun if key.startswith("optimizer.")}
+    assert state
+    assert all(torch.equal(begun[key], saved[key.replace("blocks.0.", "blocks.1.")]) for key in state)
+    assert all(".blocks.0." in key for key in state)
+
+
+def test_the_longest_name_counts_also_after_the_job_has_been_written(start, source):
+    swap = 'checkpoint.load.rename={"blocks.*"="blocks.*", "blocks.0.*"="blocks.1.*", "blocks.1.*"="blocks.0.*"}'
+    begun, saved = start(swap), _tensors(source)
+
+    assert torch.equal(begun["model.blocks.0.attention.q.weight"], saved["model.blocks.1.attention.q.weight"])
+
+
 @pytest.mark.parametrize("layout", [["parallel.pp=2"], []], ids=["pipeline", "sharded"])
 def test_every_rank_reads_its_own_part(shared_tiny, source, layout, training_values):
     load = [f"checkpoint.load.path={source}", 'checkpoint.load.include=["*"]', "train.steps=3"]

@@ -16,7 +16,8 @@ from forge_plugins_monitor.config import LayerNormsConfig
 class LayerNorms(Callback):
     """Reports, in each step that is logged, for each layer:
 
-    - ``gradient_norm/<layer>``: L2 norm of the gradient before clipping. The squares add up to that of ``grad_norm``.
+    - ``gradient_norm/<layer>``: L2 norm of the gradient before clipping, 0 if it is frozen. The squares add up to that
+      of ``grad_norm``.
     - ``weight_norm/<layer>``: L2 norm of the weights before the update.
     - ``update_ratio/<layer>``: L2 norm of the update over that of the weights; 1e-3 is usual. 0 if it was left out.
 
@@ -33,9 +34,11 @@ class LayerNorms(Callback):
             return
         weights = {name: parameter.detach() for name, parameter in run.parameters.items()}
         gradients = {name: p.grad for name, p in run.parameters.items() if p.grad is not None}
+        # a layer that a phase freezes, too: what is ever reported is reported in every logged step
+        frozen = {layer_of(name): torch.zeros((), device=run.device) for name in weights}
         self._weights = norms_by_layer(weights, run.device)
         self._report(run, "weight_norm", self._weights)
-        self._report(run, "gradient_norm", norms_by_layer(gradients, run.device))
+        self._report(run, "gradient_norm", frozen | norms_by_layer(gradients, run.device))
         if self._config.updates:
             self._before = {name: weight.clone() for name, weight in weights.items()}
 
