@@ -12,7 +12,7 @@ import attrs
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.converter import EXPECTED_STRING, structure
-from forge_core.config.overrides import with_overrides
+from forge_core.config.overrides import settings_in, with_overrides
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text
 from forge_core.config.regular_file import read_regular_file
 from forge_core.config.sections import Job, PhaseSection, PluginsSection, TrainSection, setting_of
@@ -31,7 +31,8 @@ from forge_core.registry.plugin_output import output_of
 
 __all__ = ["SECTIONS", "ConfigProblems", "InvalidError", "Problem", "check_device", "components", "deprecations"]
 __all__ += ["data_phase", "disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain"]
-__all__ += ["read_document", "read_regular_file", "resolve_degrees", "sort_passes", "structure", "summary"]
+__all__ += ["read_document", "read_regular_file", "resolve_degrees", "settings_of", "sort_passes", "structure"]
+__all__ += ["summary"]
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""
@@ -74,6 +75,16 @@ def load_job(
     if problems:
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
     return job
+
+
+def settings_of(section: str, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The settings of the command line that are about a section, and the others, both as typed."""
+    ours: list[str] = []
+    others: list[str] = []
+    for words in settings_in(overrides, SECTIONS):
+        key = words[0].removeprefix("--").partition("=")[0]
+        (ours if key.partition(".")[0] == section else others).extend(words)
+    return ours, others
 
 
 def disabled_plugins(path: Path, overrides: Sequence[str], options: Collection[str]) -> tuple[str, ...]:

@@ -36,16 +36,8 @@ from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.sources import EvaluatedData
 
-__all__ = [
-    "LoadedModel",
-    "OpenModel",
-    "SeededInitializer",
-    "build_on_meta",
-    "build_within",
-    "load_model",
-    "model_problem",
-]
-__all__ += ["named_tensors", "opened"]
+__all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "build_on_meta", "build_within", "load_model"]
+__all__ += ["model_problem", "named_tensors", "opened", "with_missing_plugins"]
 
 _BUFFER_BYTES = 2**30
 """A buffer that is not stored may have so many in any case."""
@@ -77,7 +69,7 @@ def load_model(
     try:
         job = load_job(checkpoint.path / "job.toml", catalog=catalog)
     except ConfigError as error:
-        raise _with_missing_plugins(error, checkpoint) from error
+        raise with_missing_plugins(error, checkpoint) from error
     _refuse_leading_outside(job, checkpoint)
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_within(checkpoint, job, state["vocab_size"], build)
@@ -115,11 +107,16 @@ class OpenModel:
         values: dict[str, float] = {}
         with evaluator.evaluating():
             if self.validation is not None:
-                step_size = self.checkpoint.job()["train"]["global_batch_size"]  # of the run, which has resolved it
-                values |= held_out_loss(evaluator, self.validation, self.context.job.eval.batches * step_size)
+                samples = self.context.job.eval.batches * self._samples_per_step()
+                values |= held_out_loss(evaluator, self.validation, samples)
             for one in self.evaluations.values():
                 values |= one.run(evaluator)
         return values
+
+    def _samples_per_step(self) -> int:
+        """Those of the run, which has resolved them; a checkpoint that no run has written may not say."""
+        train = self.checkpoint.job()["train"]
+        return int(train.get("global_batch_size") or train.get("batch_size") or self.context.job.train.batch_size)
 
 
 @contextmanager
@@ -181,12 +178,12 @@ def _say_nothing(line: str) -> None:
     """On all ranks but rank 0."""
 
 
-def _with_missing_plugins(error: ConfigError, checkpoint: Checkpoint) -> ConfigError:
-    """The error, with the packages that the checkpoint was written with and that are not there."""
+def with_missing_plugins(error: ConfigError, checkpoint: Checkpoint) -> ConfigError:
+    """An error about a checkpoint's job, with the packages that it was written with and that are not installed."""
     used = used_plugins(checkpoint.job(), checkpoint.state().get("tokenizer"))
     missing = plugins_missing(checkpoint.manifest.versions, used)
     if not missing:
-        return error
+        return ConfigError(str(error))
     what = ", ".join(missing) + (", which is" if len(missing) == 1 else ", which are")
     return ConfigError(f"{error}\n{checkpoint.path} was written with {what} not installed")
 

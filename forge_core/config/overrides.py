@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -65,23 +65,31 @@ def _parse(
     tokens: Sequence[str], sections: Collection[str], options: Collection[str]
 ) -> tuple[list[Override], list[Problem]]:
     overrides, problems = [], []
-    remaining = list(tokens)
-    while remaining:
-        text = remaining.pop(0)
-        key, equals, raw = text.removeprefix("--").partition("=")
-        has_value = bool(equals)
-        if text.startswith("--") and not equals and remaining and not _starts_another(remaining[0], sections):
-            raw = remaining.pop(0)
-            text, has_value = f"{text} {raw}", True
+    for words in settings_in(tokens, sections):
+        text = " ".join(words)
+        key, equals, raw = words[0].removeprefix("--").partition("=")
         try:
             _require_setting(text, key, sections, options)
-            if not has_value:
+            if len(words) == 2:
+                raw = words[1]
+            elif not equals:
                 raise InvalidError.because(f"needs a value, as in {text}=…")
             overrides.append(Override(text, _path(key), _value(raw)))
         except InvalidError as error:
             location = Location(text, is_override=True)
             problems += [attrs.evolve(problem, location=location) for problem in error.problems]
     return overrides, problems
+
+
+def settings_in(tokens: Sequence[str], sections: Collection[str]) -> Iterator[list[str]]:
+    """The tokens of one setting after the other: one or two of each."""
+    remaining = list(tokens)
+    while remaining:
+        words = [remaining.pop(0)]
+        takes_next = words[0].startswith("--") and "=" not in words[0]
+        if takes_next and remaining and not _starts_another(remaining[0], sections):
+            words.append(remaining.pop(0))
+        yield words
 
 
 def _require_setting(text: str, key: str, sections: Collection[str], options: Collection[str]) -> None:

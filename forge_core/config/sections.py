@@ -13,6 +13,7 @@ from attrs.validators import ge, gt, in_, lt, optional, or_
 
 from forge_core.config.time_limit import DEFAULT_LEAD, is_time_limit, lead_problem, seconds_of
 from forge_core.contracts.component_ref import ComponentRef
+from forge_core.contracts.evaluation import label_of
 from forge_core.registry.component import Slot
 
 __all__ = ["AXES", "DEFAULT_LEAD", "AnomaliesSection", "CheckpointSection", "EvalSection", "Job", "LoadSection"]
@@ -393,7 +394,7 @@ class Job:
         for index, (before, start) in enumerate(pairwise(starts), start=1):
             if before is not None and start is not None and start <= before:
                 yield f"phases[{index}].at", f"begins at step {start}, not after step {before} of the phase before it"
-        labels = [getattr(use.config, "label", None) or use.name for use in self.evaluations]
+        labels = [label_of(use) for use in self.evaluations]
         for index, label in enumerate(labels):
             if label in labels[:index]:
                 sentence = f"another entry is logged as eval/{label} already; give each a label of its own"

@@ -35,6 +35,11 @@ class EvaluationConfig:
     """Its values are logged as ``eval/<label>/<value>``; by default the name of the component."""
 
 
+def label_of(use: ComponentRef) -> str:
+    """The name under which its values are logged."""
+    return getattr(use.config, "label", None) or use.name
+
+
 @attrs.frozen
 class LossTotal:
     """A loss over many tokens, of all ranks."""

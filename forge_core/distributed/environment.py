@@ -8,10 +8,11 @@ from collections.abc import Mapping, MutableMapping
 
 from forge_core.contracts.cluster_environment import NO_CLUSTER, ClusterEnvironment
 from forge_core.distributed.cluster import find_cluster
+from forge_core.distributed.parent_death import end_with_launcher
 from forge_core.errors import ConfigError, ForgeError, NotJoinedError
 
-__all__ = ["find_cluster", "interface_problem", "refuse_unknown_host", "refuse_unknown_interfaces", "why_not_joined"]
-__all__ += ["world_size_of"]
+__all__ = ["end_with_launcher", "find_cluster", "interface_problem", "refuse_unknown_host"]
+__all__ += ["refuse_unknown_interfaces", "why_not_joined", "world_size_of"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65_535

@@ -237,9 +237,7 @@ class _Training:
             setup.console.line(f"data: {sentence}")
             setup.directory.write_event("data_damaged", step=trainer.step, error=sentence)
 
-        separate = setup.validation if setup.job.eval.data is not None else None
-        sources: tuple[object, ...] = (setup.source, separate)
-        for source in sources:
+        for source in (setup.source, *setup.evaluated):
             if isinstance(source, CheckedSource):
                 source.watch(report)
 

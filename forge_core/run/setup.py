@@ -76,6 +76,8 @@ class RunSetup(Begun):
     loader: BatchLoader
     validation: DataSource | None
     evaluations: Sequence[NamedEvaluation]
+    evaluated: Sequence[Source]
+    """Sources that are evaluated and not trained on."""
     entries: Mapping[str, Entry | None]
     """Entries of batches, for training and evaluation; ``None`` for one without a description."""
     vocab_size: int
@@ -167,6 +169,7 @@ def prepare(begun: Begun) -> RunSetup:
         loader=_loader(job, source, mesh, device, checkpoint),
         validation=validation,
         evaluations=evaluations,
+        evaluated=evaluated.opened,
         entries={**entries_of(source), **evaluated.entries},
         vocab_size=choose_vocab_size(job, source),
         schedule=CheckedSchedule(

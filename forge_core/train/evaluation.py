@@ -12,7 +12,7 @@ import torch
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSource
-from forge_core.contracts.evaluation import Evaluation, OpenData
+from forge_core.contracts.evaluation import Evaluation, EvaluationConfig, OpenData, label_of
 from forge_core.errors import PluginError
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import GivenUpError, ModelEvaluator
@@ -56,7 +56,14 @@ def build_evaluations(
 
     Raises:
         ConfigError: what one of them needs is not there.
+        PluginError: the config of one lacks the keys that every evaluation has.
     """
+    for use in uses:
+        if not isinstance(use.config, EvaluationConfig):
+            raise PluginError(
+                f"{build.words_for(use)}: its config {type(use.config).__qualname__} must extend EvaluationConfig. "
+                f"This is a bug in {use.provider}."
+            )
 
     def opener(path: str) -> OpenData:
         return lambda use, key: open_data(use, f"{path}.{key}")
@@ -72,18 +79,12 @@ def build_evaluations(
     ]
 
 
-def label_of(use: ComponentRef) -> str:
-    """The name under which its values are logged."""
-    return str(use.config.label or use.name)
-
-
 class Evaluations:
     """All ranks call it at the same steps.
 
     Args:
         validation: the data of ``[eval]``, if it is asked for.
         metrics: measure training alone.
-        source_names: of the validation data, if they are made of several sources.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Metrics:
         if pending.copied is not None:
             pending.copied.synchronize()
         fetched = dict(zip(pending.names, pending.values.tolist(), strict=True))
-        fetched = {name: value for name, value in fetched.items() if value != ABSENT}
+        fetched = {name: value for name, value in fetched.items() if value != ABSENT or not name.startswith("loss/")}
         return {"step": pending.step, **fetched, **pending.known}
 
     def log_pending(self) -> None:

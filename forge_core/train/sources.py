@@ -95,6 +95,8 @@ class EvaluatedData:
         self._training = training
         self._build = build
         self._beat = beat
+        self.opened: list[Source] = []
+        """Sources of their own, without the part that ``[data]`` holds out."""
         self.entries: dict[str, Entry | None] = {}
         """The entries of what has been opened, as ``entries_of`` gives them."""
 
@@ -104,6 +106,7 @@ class EvaluatedData:
             source = open_source(self._job, self._job.data, "data", "validation", self._build, self._beat)
         else:
             source = open_source(self._job, use, key, "all", self._build, self._beat)
+            self.opened.append(source)
         assert not isinstance(source, PositionedSource), "it was refused"
         if source.vocab_size > self._training.vocab_size:
             raise ConfigError(

@@ -38,8 +38,14 @@ def overwrite(file, position, token):
     np.memmap(file, dtype="uint16", mode="r+")[position] = token
 
 
-def test_a_flipped_bit_is_told_with_a_line_and_an_event_and_the_run_goes_on(train, monkeypatch):
+EVALUATED = 'evaluations=[{name="perplexity", samples=4, data={name="token_files", path="$FOLDER"}}]'
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trained on", "evaluated"])
+def test_a_flipped_bit_is_told_with_a_line_and_an_event_and_the_run_goes_on(train, tiny, monkeypatch, evaluates):
     overwrite(train.file, 7000, 3)
+    text = f'data={{name="text_files", path="{tiny.folder}/text", pattern="**/*.txt"}}'
+    settings = [text, EVALUATED.replace("$FOLDER", str(tiny.folder))] if evaluates else []
     read = BatchLoader.__next__
 
     def waiting(loader):
@@ -51,9 +57,9 @@ def test_a_flipped_bit_is_told_with_a_line_and_an_event_and_the_run_goes_on(trai
 
     monkeypatch.setattr(BatchLoader, "__next__", waiting)
 
-    code, printed = train("train.steps=4")
+    code, printed = train("train.steps=4", *settings)
 
-    assert code == 0
+    assert code == 0, printed
     assert f"data: {train.file} is damaged: its checksum is not the one of its JSON" in printed
     events = [json.loads(line) for line in (train.run / "events.jsonl").read_text().splitlines()]
     (event,) = [event for event in events if event["event"] == "data_damaged"]

@@ -64,6 +64,34 @@ def test_other_data_are_evaluated_whole(evaluate, shared_tiny, runs):
     assert whole["eval/perplexity/tokens"] > 3 * held_out["eval/perplexity/tokens"]
 
 
+@pytest.mark.parametrize(
+    "words", [["--data.path", "{}"], ["data={{name='text_files', path='{}'}}"]], ids=["two words", "a table"]
+)
+def test_settings_of_data_are_known_in_every_shape(evaluate, shared_tiny, words):
+    text = shared_tiny.folder / "text"
+    plainly = evaluate("plain", "--evaluation", "perplexity", f"data.path={text}")
+
+    found = evaluate("plain", "--evaluation", "perplexity", *(word.format(text) for word in words))
+
+    assert found["eval/perplexity/tokens"] == plainly["eval/perplexity/tokens"]
+
+
+def test_phases_of_the_run_do_not_bind_other_data(evaluate, shared_tiny, capsys):
+    text = f'{{name="text_files", path="{shared_tiny.folder / "text"}"}}'
+    mixture = f'data={{name="mixture", sources=[{{name="a", weight=1.0, source={text}}}]}}'
+    shared_tiny.completed("run.name=mixed", "train.steps=3", mixture, "phases=[{at=2, data={weights={a=2.0}}}]")
+    capsys.readouterr()
+
+    assert evaluate("mixed", "--evaluation", "perplexity", f"data={text}")["eval/perplexity/loss"] > 0
+
+
+def test_plugins_that_the_run_disables_stay_disabled(shared_tiny, runs, capsys):
+    shared_tiny.completed("run.name=without", "train.steps=3", 'plugins.disable=["forge-plugins-inference"]')
+
+    assert main(["eval", str(shared_tiny.path("without")), "--evaluation", "accuracy"]) == 2
+    assert "accuracy" in capsys.readouterr().err
+
+
 def test_people_are_shown_a_table(shared_tiny, runs, capsys):
     assert main(["eval", str(shared_tiny.path("plain")), "--evaluation", "accuracy"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()

@@ -1,11 +1,16 @@
 """``[[evaluations]]``: what is measured of a model during its run, alike in every layout."""
 
+import attrs
 import pytest
 
 from forge_core.cli import main
+from forge_core.config.builder import ComponentBuilder
 from forge_core.config.problems import ConfigProblems
+from forge_core.contracts.component_ref import ComponentRef
+from forge_core.errors import PluginError
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
+from forge_core.train.evaluation import build_evaluations
 from parity_matrix.cells import CELLS, TRAININGS
 from parity_matrix.launch import Launcher, Work
 
@@ -116,3 +121,14 @@ def test_data_that_are_not_there_are_named_before_anything_is_built(tiny, capsys
     assert main(["run", str(tiny.config), entry]) == 2
     assert "evaluations[0].data: " in capsys.readouterr().err
     assert not tiny.path().exists()
+
+
+def test_a_config_without_the_keys_of_evaluations_is_a_bug_of_its_plugin():
+    @attrs.frozen
+    class Config:
+        top: int = 1
+
+    use = ComponentRef(kind="evaluation", name="odd", provider="acme", factory="acme:Odd", config=Config())
+
+    with pytest.raises(PluginError, match=r"its config .*Config must extend EvaluationConfig\. This is a bug in acme"):
+        build_evaluations([use], ComponentBuilder(discover()), open_data=None)

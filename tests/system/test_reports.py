@@ -1,5 +1,7 @@
 """``run.report``: what callbacks report of a step stands in its line, in every layout."""
 
+import math
+
 import pytest
 import torch
 
@@ -108,3 +110,12 @@ def test_evaluations_have_their_events(tiny, monkeypatch):
     tiny.completed(*NORMS, "eval.interval=5", "eval.batches=2")
 
     assert heard == [("start", 5), (5, (4, 32), False), (5, (4, 32), False), ("end", 5)]
+
+
+def test_minus_infinity_that_a_callback_reports_is_logged(tiny, monkeypatch):
+    from forge_plugins_monitor.layer_norms import LayerNorms
+
+    low = torch.tensor(-math.inf)
+    monkeypatch.setattr(LayerNorms, "step_end", lambda self, run, context: run.report({"lowest": low}))
+
+    assert all("lowest" in line for line in tiny.completed(*NORMS) if "loss" in line)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from forge_core.contracts.command import options_of
-from forge_core.distributed.environment import world_size_of
+from forge_core.distributed.environment import end_with_launcher, find_cluster, world_size_of
 from forge_core.errors import ConfigError, nearest
 
 
@@ -32,9 +32,12 @@ def evaluate(
     several take that of the run, or what parallel.… says.
     """
     _refuse_misspelt_options(overrides)
-    ranks = world_size_of(os.environ)
-    if ranks is not None and nproc != "1":
-        raise ConfigError(f"--nproc {nproc}: this process is one of {ranks} ranks already; leave --nproc out")
+    cluster = find_cluster(obj.catalog(), os.environ)
+    ranks = world_size_of(os.environ, cluster)
+    if ranks is not None:
+        end_with_launcher(os.environ, cluster)
+        if nproc != "1":
+            raise ConfigError(f"--nproc {nproc}: this process is one of {ranks} ranks already; leave --nproc out")
 
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.config.describe import printable
@@ -43,9 +46,8 @@ def evaluate(
     from forge_plugins_inference.evaluation_job import evaluation_job
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
-    catalog = obj.catalog()
     world_size = ranks or processes_asked_for(nproc)
-    job = evaluation_job(checkpoint, names, overrides, catalog, world_size)
+    job = evaluation_job(checkpoint, names, overrides, obj.catalog, world_size)
     if ranks is None and world_size > 1:
         chosen = [word for name in names for word in ("--evaluation", name)]
         options = [*chosen, *(["--json"] if as_json else []), *(["--debug"] if obj.debug else [])]
@@ -54,7 +56,7 @@ def evaluate(
         if code := launch_command(arguments, world_size, disabled, obj.until_the_end):
             sys.exit(int(code))
         return
-    with opened(checkpoint, job, catalog, lambda line: print(line, file=sys.stderr)) as model:
+    with opened(checkpoint, job, obj.catalog(job.plugins.disable), lambda line: print(line, file=sys.stderr)) as model:
         values = model.evaluate()
         if model.context.mesh.rank == 0:
             print(json.dumps({"step": checkpoint.step, **values}) if as_json else _table(checkpoint.step, values))

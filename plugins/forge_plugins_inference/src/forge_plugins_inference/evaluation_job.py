@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,19 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
-from forge_core.job import load_job
+from forge_core.job import load_job, settings_of
+from forge_core.loading import with_missing_plugins
 from forge_core.registry.catalog import Catalog
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 def evaluation_job(
-    checkpoint: Checkpoint, names: Sequence[str], overrides: Sequence[str], catalog: Catalog, world_size: int
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    overrides: Sequence[str],
+    catalog: Callable[[Collection[str]], Catalog],
+    world_size: int,
 ) -> Job:
     """The job that evaluates a checkpoint.
 
@@ -32,47 +37,53 @@ def evaluation_job(
     Args:
         names: evaluations in place of the job's own; none keeps these.
         overrides: settings of the command line. Those of ``data`` are about what ``names`` evaluate.
+        catalog: the installed plugins without these distributions.
         world_size: ranks.
 
     Raises:
         ConfigError: the settings are wrong, or there is nothing to evaluate.
     """
-    data = [setting for setting in overrides if setting.startswith(("data.", "--data."))]
-    others = [setting for setting in overrides if setting not in data]
+    data, others = settings_of("data", overrides)
     if data and not names:
         raise ConfigError(f"{data[0]}: say with --evaluation what is evaluated on these data, such as perplexity")
-    for name in names:
-        ComponentBuilder(catalog).resolve("evaluation", name)
     table = _table(checkpoint, names, world_size)
-    if world_size == 1 or any(map(_is_degree, others)):
-        table["parallel"] = _on_one_rank(table.get("parallel", {}), catalog)
+    disabled = table["plugins"].pop("disable", ())  # of the machine that it was trained on
+    installed = catalog(disabled)
+    for name in names:
+        ComponentBuilder(installed).resolve("evaluation", name)
+    if world_size == 1 or any(map(_is_degree, settings_of("parallel", others)[0])):
+        table["parallel"] = _on_one_rank(table["parallel"], installed)
 
     def load(settings: Sequence[str]) -> Job:
         try:
-            return _load(table, settings, catalog, world_size)
+            return _load(table, settings, lambda more: catalog([*disabled, *more]), world_size)
         except ConfigError as error:  # of a file that is not there any more
-            raise ConfigError(re.sub(r"\S*/job\.toml:\d+", f"{checkpoint.path}/job.toml", str(error))) from error
+            text = re.sub(r"\S*/job\.toml:\d+", f"{checkpoint.path}/job.toml", str(error))
+            raise with_missing_plugins(ConfigError(text), checkpoint) from error
 
     job = load(others)
     if data:
         job = _with_data(job, load([*others, *data]), data[0])
     if not job.evaluations and not job.eval.interval:
         raise ConfigError(f"{checkpoint.path}: its job evaluates nothing; say with --evaluation what to measure")
-    return job
+    return attrs.evolve(job, plugins=attrs.evolve(job.plugins, disable=(*disabled, *job.plugins.disable)))
 
 
 def _is_degree(setting: str) -> bool:
     """Return whether a setting says a layout, in place of the run's."""
-    section, _, key = setting.lstrip("-").partition("=")[0].partition(".")
-    return section == "parallel" and key in _DEGREES
+    key = setting.removeprefix("--").partition("=")[0].removeprefix("parallel").removeprefix(".")
+    return key in ("", *_DEGREES)
 
 
 def _table(checkpoint: Checkpoint, names: Sequence[str], world_size: int) -> dict[str, Any]:
     """The checkpoint's job without what is about training."""
     table = dict(checkpoint.job())
+    for section in ("train", "parallel", "plugins"):
+        if not isinstance(table.setdefault(section, {}), dict):
+            raise ConfigError(f"{checkpoint.path}/job.toml: {section} must be a table, got {table[section]!r}")
     table["train"] = {key: value for key, value in table["train"].items() if key != "global_batch_size"}
     table["train"]["grad_accumulation"] = world_size  # as many as any pipeline has stages; an evaluation takes one
-    for section in ("checkpoint", "callbacks", "trackers", "anomalies", "metrics"):
+    for section in ("checkpoint", "callbacks", "trackers", "anomalies", "metrics", "phases"):
         table.pop(section, None)
     if names:
         table.pop("eval", None)
@@ -92,7 +103,12 @@ def _on_one_rank(parallel: Mapping[str, Any], catalog: Catalog) -> dict[str, Any
     return {"passes": kept}
 
 
-def _load(table: Mapping[str, Any], overrides: Sequence[str], catalog: Catalog, world_size: int) -> Job:
+def _load(
+    table: Mapping[str, Any],
+    overrides: Sequence[str],
+    catalog: Callable[[Collection[str]], Catalog],
+    world_size: int,
+) -> Job:
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         path = Path(folder) / "job.toml"
         path.write_text(tomli_w.dumps(table), encoding="utf-8")
