@@ -15,7 +15,7 @@ from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_plugins_slurm.cluster import Cluster, read_cluster
 from forge_plugins_slurm.script import Submission, batch_script
-from forge_plugins_slurm.sweep import points_of
+from forge_plugins_studies.points import points_of
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(forge, slurm_job, arguments
 
 
 def test_a_sweep_of_a_million_runs_is_refused_before_any_of_them_is_looked_at(forge, monkeypatch):
-    monkeypatch.setattr("forge_plugins_slurm.submit.load_job", lambda *_, **__: pytest.fail("a job would be loaded"))
+    monkeypatch.setattr("forge_plugins_studies.study.load_job", lambda *_, **__: pytest.fail("a job would be loaded"))
     thousand = ",".join(map(str, range(1, 1001)))
 
     code, _, error = forge(
@@ -196,7 +196,7 @@ def test_a_sweep_of_a_million_runs_is_refused_before_any_of_them_is_looked_at(fo
     )
 
     assert code == 2
-    assert "that makes 1,000,000 runs; at most 10,000 are submitted at once" in error
+    assert "that makes 1,000,000 runs; at most 10,000 are started at once" in error
 
 
 def test_data_that_this_machine_does_not_see_is_told(forge, sbatch):

@@ -18,15 +18,16 @@ from forge_core.config.sections import Job, lead_problem, seconds_of
 from forge_core.contracts.command import options_of
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import ConfigProblems, Problem, dump_job, key_path, load_job, summary
+from forge_core.job import ConfigProblems, Problem, dump_job, key_path, summary
 from forge_plugins_slurm.cluster import FILE, VARIABLE, Cluster, find_cluster_file, read_cluster, with_options
 from forge_plugins_slurm.job_record import JobRecord, last_job, record_job
 from forge_plugins_slurm.queue import queued_jobs
 from forge_plugins_slurm.script import Submission, batch_script
-from forge_plugins_slurm.sweep import Point, points_of
+from forge_plugins_studies.study import load_study
 
 if TYPE_CHECKING:
     from forge_core.contracts.command import Invocation
+    from forge_core.registry.catalog import Catalog
 
 REQUEUE = "forge-plugins-slurm:slurm_requeue"
 
@@ -80,19 +81,19 @@ def submit(
         launcher=launcher,
     )
     limit = _time_limit(cluster, cluster_file)
-    points = points_of(sweeps)
-    jobs = _jobs(obj, config, overrides, points, nodes * cluster.ranks_on_each_node, cluster, limit)
+    world_size = nodes * cluster.ranks_on_each_node
+    study = load_study(
+        config, overrides, sweeps, catalog=obj.catalog, world_size=world_size, options=options_of(submit)
+    )
+    jobs = [_requeued(_stopping_in_time(job, cluster, limit), obj.catalog(job.plugins.disable)) for job in study.jobs]
     for missing in dict.fromkeys(one for job in jobs for one in _missing_data(job)):
         click.echo(f"note: {missing} The nodes of the job must see it.", err=True)
-    name = str(jobs[0].run.name).removesuffix(points[0].suffix)
-    here = Path.cwd()
-    runs = [here / job.run.dir.expanduser() / str(job.run.name) for job in jobs]
     submission = Submission(
-        name=name,
-        runs=runs,
+        name=study.name,
+        runs=study.runs,
         is_array=bool(sweeps),
-        folder=runs[0].parent / f"{name}-sweep" if sweeps else runs[0] / "slurm",
-        working_directory=here,
+        folder=study.folder if sweeps else study.runs[0] / "slurm",
+        working_directory=Path.cwd(),
         nodes=nodes,
         time=limit,
         cluster=cluster,
@@ -110,7 +111,7 @@ def submit(
         task_id = f"{job}_{task}" if submission.is_array else job
         log = str(submission.log).replace("%A", job).replace("%a", str(task)) if submission.is_array else submission.log
         record_job(run, JobRecord(job_id=task_id, submitted=clock.time(), log=str(log)))
-    what = f"{len(jobs)} runs" if submission.is_array else summary(jobs[0], nodes * cluster.ranks_on_each_node)
+    what = f"{len(jobs)} runs" if submission.is_array else summary(jobs[0], world_size)
     click.echo(f"submitted job {job}: {what}")
     click.echo(f"script {submission.script}\nlog    {submission.log}")
 
@@ -138,29 +139,12 @@ def _time_limit(cluster: Cluster, file: Path | None) -> str:
     return cluster.time
 
 
-def _jobs(
-    obj: Invocation,
-    config: Path,
-    overrides: Sequence[str],
-    points: Sequence[Point],
-    world_size: int,
-    cluster: Cluster,
-    limit: str,
-) -> list[Job]:
-    """One for each point, checked for the number of ranks, and with the callback that requeues."""
-    jobs = []
-    for point in points:
-        settings = (*overrides, *point.overrides)
-        job = load_job(config, settings, catalog=obj.catalog, world_size=world_size, options=options_of(submit))
-        if point.suffix:
-            job = attrs.evolve(job, run=attrs.evolve(job.run, name=f"{job.run.name}{point.suffix}"))
-        job = _stopping_in_time(job, cluster, limit)
-        catalog = obj.catalog(job.plugins.disable)
-        if REQUEUE not in [callback.qualified_name for callback in job.callbacks]:
-            requeue = ComponentBuilder(catalog).resolve("callback", REQUEUE)
-            job = attrs.evolve(job, callbacks=(*job.callbacks, requeue))
-        jobs.append(job)
-    return jobs
+def _requeued(job: Job, catalog: Catalog) -> Job:
+    """With the callback that requeues."""
+    if REQUEUE in [callback.qualified_name for callback in job.callbacks]:
+        return job
+    requeue = ComponentBuilder(catalog).resolve("callback", REQUEUE)
+    return attrs.evolve(job, callbacks=(*job.callbacks, requeue))
 
 
 def _stopping_in_time(job: Job, cluster: Cluster, limit: str) -> Job:

@@ -42,7 +42,7 @@ def points_of(sweeps: Sequence[str]) -> list[Point]:
             raise ConfigError(f"--sweep {text}: {key} is swept twice; give all its values in one")
         axes[key] = split
     if (runs := math.prod(map(len, axes.values()))) > _MOST_RUNS:
-        raise ConfigError(f"--sweep: that makes {runs:,} runs; at most {_MOST_RUNS:,} are submitted at once")
+        raise ConfigError(f"--sweep: that makes {runs:,} runs; at most {_MOST_RUNS:,} are started at once")
     short = {key: _shortest(key, axes) for key in axes}
     points = [
         Point(

@@ -1,0 +1,1 @@
+"""Studies: many runs that differ by a setting."""

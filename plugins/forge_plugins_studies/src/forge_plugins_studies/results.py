@@ -1,0 +1,61 @@
+"""The last values of a study's runs, as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_plugins_studies.study import Study
+
+_COLUMNS = ("loss", "eval/loss")
+
+
+def print_results(study: Study, states: Mapping[str, str]) -> None:
+    """Print a row a run: its settings, how it ended, and its last losses in nats a token, the lowest marked.
+
+    Args:
+        states: of the runs that were started, by name.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [last_values(run) for run in study.runs]
+    shown = [name for name in _COLUMNS if any(name in row for row in rows)]
+    finite = {name: [row[name] for row in rows if row.get(name) is not None] for name in shown}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for override in study.points[0].overrides:
+        table.add_column(override.partition("=")[0], overflow="fold")
+    table.add_column("state")
+    for name in ("step", *shown):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run, point, row in zip(study.runs, study.points, rows, strict=True):
+        settings = [Text(override.partition("=")[2]) for override in point.overrides]
+        losses = [_loss(row[name], finite[name]) if name in row else "-" for name in shown]
+        table.add_row(*settings, Text(states.get(run.name, "not started")), str(row.get("step", "-")), *losses)
+    Console().print(table)
+
+
+def _loss(value: float | None, all_of_them: Sequence[float]) -> str:
+    if value is None:
+        return "not finite"
+    return f"* {value:.4f}" if value == min(all_of_them) else f"{value:.4f}"
+
+
+def last_values(run: Path) -> dict[str, Any]:
+    """The step of the newest line of ``metrics.jsonl``, and the newest value of each loss; ``None`` if not finite."""
+    found: dict[str, Any] = {}
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return found
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:  # it was being written when the machine failed
+            continue
+        found["step"] = values["step"]
+        found |= {name: values[name] for name in _COLUMNS if name in values}
+    return found

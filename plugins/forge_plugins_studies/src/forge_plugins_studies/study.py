@@ -1,0 +1,62 @@
+"""The jobs of a study: one for each point of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import attrs
+
+from forge_core.config.sections import Job
+from forge_core.job import load_job
+from forge_core.registry.catalog import Catalog
+from forge_plugins_studies.points import Point, points_of
+
+
+@attrs.frozen(kw_only=True)
+class Study:
+    """Jobs that differ by the settings of their points, checked and named."""
+
+    name: str
+    """The name of the job that all are made of."""
+    points: Sequence[Point]
+    jobs: Sequence[Job]
+    """One for each point; ``run.name`` has the point's suffix."""
+
+    @property
+    def runs(self) -> list[Path]:
+        """The directory of each run."""
+        return [Path.cwd() / job.run.dir.expanduser() / str(job.run.name) for job in self.jobs]
+
+    @property
+    def folder(self) -> Path:
+        """Where the study keeps what belongs to no single run."""
+        return self.runs[0].parent / f"{self.name}-sweep"
+
+
+def load_study(
+    config: Path,
+    overrides: Sequence[str],
+    sweeps: Sequence[str],
+    *,
+    catalog: Callable[[Collection[str]], Catalog],
+    world_size: int | None,
+    options: Collection[str],
+) -> Study:
+    """Load a job for each combination of the values in ``sweeps``, or the one job without any.
+
+    Args:
+        overrides: settings of the command line, for all.
+        catalog, world_size, options: as ``load_job`` takes them.
+
+    Raises:
+        ConfigError: a sweep is none, or one of the jobs is wrong.
+    """
+    points, jobs, name = points_of(sweeps), [], ""
+    for point in points:
+        settings = (*overrides, *point.overrides)
+        job = load_job(config, settings, catalog=catalog, world_size=world_size, options=options)
+        name = name or str(job.run.name)
+        run = attrs.evolve(job.run, name=f"{job.run.name}{point.suffix}")
+        jobs.append(attrs.evolve(job, run=run) if point.suffix else job)
+    return Study(name=name, points=points, jobs=jobs)

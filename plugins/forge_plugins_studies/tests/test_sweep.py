@@ -1,0 +1,165 @@
+"""``forge sweep``: a grid of runs on this machine."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from forge_core.cli import main
+from forge_plugins_studies.gpus import gpus_for, visible_gpus
+from forge_plugins_studies.processes import Task, run_tasks, state_of
+
+SWEEP = ["--sweep", "optimizer.lr=1e-2,1e-3"]
+
+
+def last_line(run):
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(study, capfd):
+    grid = ["sweep", str(study), *SWEEP, "--sweep", "train.seed=1,2", "--parallel", "2"]
+    runs = study.parent / "runs"
+
+    assert main(grid) == 0
+    said = capfd.readouterr().out
+    losses = {run.name: last_line(run)["eval/loss"] for run in runs.glob("tiny-lr-*")}
+    assert len(set(losses.values())) == 4
+    rows = [line.split() for line in said.splitlines() if line.startswith(("1e-2", "1e-3"))]
+    assert [row[:4] for row in rows] == [[lr, seed, "completed", "4"] for lr in ("1e-2", "1e-3") for seed in ("1", "2")]
+    best = min(losses, key=losses.get)
+    assert [f"tiny-lr-{row[0]}-seed-{row[1]}" for row in rows if row[-2:-1] == ["*"]] == [best]
+    assert "4 runs" in said
+    assert all(name in (runs / "tiny-sweep" / "report.html").read_text() for name in losses)
+
+    before = {run: (run / "metrics.jsonl").read_bytes() for run in runs.glob("tiny-lr-*")}
+    assert main(grid) == 0
+    assert {run: (run / "metrics.jsonl").read_bytes() for run in before} == before
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_run_that_is_on_and_the_same_command_goes_on(study):
+    command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=100000", "eval.interval=0"]
+    runs = study.parent / "runs"
+    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    metrics = runs / "tiny-lr-1e-2" / "metrics.jsonl"
+    while not metrics.exists() and sweep.poll() is None:
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    said, _ = sweep.communicate(timeout=120)
+
+    assert sweep.returncode == 3
+    assert "tiny-lr-1e-2: stopped" in said
+    assert "not started" in said
+    stopped_at = last_line(metrics.parent)["step"]
+    checkpoints = metrics.parent / "checkpoints"
+    assert (checkpoints / f"step_{stopped_at:08}").exists()
+
+    assert main(["sweep", str(study), *SWEEP, f"train.steps={stopped_at + 2}", "eval.interval=0"]) == 0
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps[-1] == stopped_at + 2
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_told_and_the_others_are_run(study, capfd):
+    assert (
+        main(["sweep", str(study), "--sweep", "optimizer.lr=1e30,1e-2", "anomalies.give_up_after=1", "train.steps=20"])
+        == 4
+    )
+    said = capfd.readouterr().out
+    assert "tiny-lr-1e30: failed (4)" in said
+    assert "not finite" in said
+    assert "tiny-lr-1e-2: completed" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone can be asked for that")
+@pytest.mark.slow
+def test_a_run_stops_when_its_sweep_is_killed(study):
+    command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=100000", "eval.interval=0"]
+    run = study.parent / "runs" / "tiny-lr-1e-2"
+    sweep = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (run / "metrics.jsonl").exists() and sweep.poll() is None:
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.wait()
+    deadline = time.monotonic() + 100
+    while not any((run / "checkpoints").glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    assert any((run / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "Missing option '--sweep'"),
+        (["--sweep", "optimizer.lr"], "expected key=value,value as in --sweep optimizer.lr=1e-3,3e-4"),
+        (["--sweep", "optimizer.lr=1e-3,-1"], "optimizer.lr=-1: optimizer.lr: must be greater than 0"),
+        (["--sweep", "optimizer.beta=1,2"], "did you mean 'betas'?"),
+        ([*SWEEP, "--sweep", "optimizer.lr=1"], "optimizer.lr is swept twice; give all its values in one"),
+        ([*SWEEP, "--paralel=2"], "did you mean '--parallel'?"),
+        ([*SWEEP, "--parallel", "0"], "0 is not in the range x>=1"),
+        ([*SWEEP, "--nproc", "2", "parallel.tp=4"], "parallel"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_written(study, capsys, words, sentence):
+    assert main(["sweep", str(study), *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (study.parent / "runs").exists()
+
+
+def test_a_dry_run_lists_the_runs_and_writes_nothing(study, capsys):
+    assert main(["sweep", str(study), *SWEEP, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "tiny-lr-1e-2: optimizer.lr=1e-2",
+        "tiny-lr-1e-3: optimizer.lr=1e-3",
+    ]
+    assert not (study.parent / "runs").exists()
+
+
+def test_side_by_side_each_has_gpus_of_its_own(study, monkeypatch, capsys):
+    assert [gpus_for(place, 2, ["0", "1", "2", "3"]) for place in (0, 1)] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    assert gpus_for(1, 2, []) == {}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert visible_gpus({}) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["sweep", str(study), *SWEEP, "--parallel", "2", "--nproc", "2"]) == 2
+    assert "--parallel 2: that takes 4 GPUs, 2 a run, and there are 2" in capsys.readouterr().err
+    assert not (study.parent / "runs").exists()
+
+
+def test_no_more_run_side_by_side_than_was_asked_for(tmp_path):
+    tasks = [Task(name=str(i), arguments=["--version"], log=tmp_path / f"{i}.log") for i in range(4)]
+    running, most, places = set(), 0, []
+
+    def tell(task, ended):
+        nonlocal most
+        (running.discard if ended else running.add)(task.name)
+        most = max(most, len(running))
+
+    ended = run_tasks(tasks, 2, lambda place: places.append(place) or {}, tell)
+
+    assert most == 2
+    assert set(places) == {0, 1}
+    assert {one.code for one in ended.values()} == {0}
+    assert all("0.1" in task.log.read_text() for task in tasks)
+
+
+def test_codes_are_states():
+    assert [state_of(code) for code in (0, 3, 4, -signal.SIGKILL)] == [
+        "completed",
+        "stopped",
+        "failed (4)",
+        "killed by SIGKILL",
+    ]
