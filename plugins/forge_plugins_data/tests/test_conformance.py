@@ -24,23 +24,31 @@ def write_text(folder):
     return folder
 
 
+CUTS = {
+    "packed": {"document_mask": True},
+    "plain": {"document_mask": False},
+    "best fit": {"document_mask": True, "packing": "best_fit"},
+    "best fit without a mask": {"packing": "best_fit"},
+}
+
+
 class TestTextFiles(DataSourceConformance):
     component = "forge-plugins-data:text_files"
 
-    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    @pytest.fixture(autouse=True, params=CUTS.values(), ids=CUTS)
     def text(self, tmp_path, request):
         path = str(write_text(tmp_path / "text"))
-        self.config = {"path": path, "validation": 0.2, "document_mask": request.param}
+        self.config = {"path": path, "validation": 0.2, **request.param}
 
 
 class TestTokenFiles(DataSourceConformance):
     component = "forge-plugins-data:token_files"
 
-    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    @pytest.fixture(autouse=True, params=CUTS.values(), ids=CUTS)
     def prepared(self, tmp_path, request):
         text, output = write_text(tmp_path / "text"), tmp_path / "tokens"
         prepare([str(text)], output, tokenizer=BytesTokenizer(None), unit_size=500, progress=Progress())
-        self.config = {"path": str(output), "validation": 0.2, "document_mask": request.param}
+        self.config = {"path": str(output), "validation": 0.2, **request.param}
 
 
 class TestJsonl(DataSourceConformance):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 import numpy as np
 
 from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_plugins_data.config import EncodingErrors
+from forge_plugins_data.best_fit import PackedDocuments, find_documents
+from forge_plugins_data.config import EncodingErrors, Packing
 from forge_plugins_data.documents import Document
 from forge_plugins_data.encoding import encode_document
 from forge_plugins_data.token_format import smallest_dtype
-from forge_plugins_data.windows import Span, TokenWindows, count_windows, too_small
+from forge_plugins_data.windows import Span, TokenSamples, TokenWindows, count_windows, too_small
 
 
 @attrs.frozen(kw_only=True)
@@ -26,11 +28,12 @@ class InMemory:
     tokenizer: Tokenizer
     encoding_errors: EncodingErrors
     document_mask: bool
+    packing: Packing
     seq_len: int
     split: Split
 
-    def windows(self, documents: Iterable[Document], what: str) -> TokenWindows:
-        """Tokenise documents, in their order; those without text are left out.
+    def samples(self, documents: Iterable[Document], what: str) -> TokenSamples:
+        """Tokenise documents, in their order, and cut them; those without text are left out.
 
         Args:
             what: the origin of the documents, for a message: ``"3 files"``.
@@ -43,14 +46,17 @@ class InMemory:
         if n_windows == 0:
             part = "the text" if self.split == "all" else f"the {self.split} part of the text"
             raise too_small(f"{part} ({what})", self.seq_len, len(tokens))
-        return TokenWindows(
-            [Span(tokens, 0, n_windows)],
-            seq_len=self.seq_len,
-            vocab_size=self.tokenizer.vocab_size,
-            tokenizer=self.tokenizer,
-            separator=self.tokenizer.end_of_document if self.document_mask else None,
-            identity=[self.source, self.tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
-        )
+        end = self.tokenizer.end_of_document
+        common: dict[str, Any] = {
+            "seq_len": self.seq_len,
+            "vocab_size": self.tokenizer.vocab_size,
+            "tokenizer": self.tokenizer,
+            "separator": end if self.document_mask else None,
+            "identity": [self.source, self.tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
+        }
+        if self.packing == "best_fit":
+            return PackedDocuments([find_documents(tokens, end)], end_of_document=end, **common)
+        return TokenWindows([Span(tokens, 0, n_windows)], **common)
 
     def _tokenise(self, documents: Iterable[Document]) -> np.ndarray:
         dtype = smallest_dtype(self.tokenizer.vocab_size)

@@ -14,7 +14,7 @@ from forge_plugins_data.file_selection import SelectedFile, refuse_idle_pattern,
 from forge_plugins_data.in_memory import InMemory, unit_hash
 from forge_plugins_data.plain_text import JSON_LINES
 from forge_plugins_data.unpacking import COMPRESSED
-from forge_plugins_data.windows import TokenWindows, require_held_out
+from forge_plugins_data.windows import TokenSamples, require_held_out
 
 _PATTERNS = {
     "jsonl": tuple(f"**/*{ending}{packed}" for ending in JSON_LINES for packed in ("", *COMPRESSED)),
@@ -22,7 +22,7 @@ _PATTERNS = {
 }
 
 
-def open_jsonl(config: RecordsConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object) -> TokenWindows:
+def open_jsonl(config: RecordsConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object) -> TokenSamples:
     """Read and tokenise the lines of a split, in the order of the files' relative names.
 
     Raises:
@@ -32,7 +32,7 @@ def open_jsonl(config: RecordsConfig, /, *, seq_len: int, split: Split, build: B
     return _open("jsonl", config, seq_len, split, build)
 
 
-def open_parquet(config: RecordsConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object) -> TokenWindows:
+def open_parquet(config: RecordsConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object) -> TokenSamples:
     """Read and tokenise the rows of a split, in the order of the files' relative names.
 
     Raises:
@@ -44,7 +44,7 @@ def open_parquet(config: RecordsConfig, /, *, seq_len: int, split: Split, build:
 
 def _open(
     kind: Literal["jsonl", "parquet"], config: RecordsConfig, seq_len: int, split: Split, build: Builder
-) -> TokenWindows:
+) -> TokenSamples:
     require_held_out(config.validation, split)
     refuse_idle_pattern(config.path, config.pattern)
     files = select_files(config.path, config.pattern or _PATTERNS[kind], config.exclude)
@@ -53,11 +53,12 @@ def _open(
         tokenizer=build(config.tokenizer, base=Path()),
         encoding_errors=config.encoding_errors,
         document_mask=config.document_mask,
+        packing=config.packing,
         seq_len=seq_len,
         split=split,
     )
     chosen = (document for file in files for document in _documents(kind, file, config, split))
-    return in_memory.windows(chosen, f"{len(files)} file{'s' * (len(files) != 1)}")
+    return in_memory.samples(chosen, f"{len(files)} file{'s' * (len(files) != 1)}")
 
 
 def _documents(

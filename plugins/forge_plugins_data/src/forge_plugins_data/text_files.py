@@ -14,14 +14,14 @@ from forge_plugins_data.file_selection import SelectedFile, refuse_idle_pattern,
 from forge_plugins_data.in_memory import InMemory, unit_hash
 from forge_plugins_data.plain_text import refuse_json_lines, refuse_what_is_no_text
 from forge_plugins_data.unpacking import open_unpacked
-from forge_plugins_data.windows import TokenWindows, require_held_out
+from forge_plugins_data.windows import TokenSamples, require_held_out
 
 DEFAULT_PATTERN = "**/*.txt"
 
 
 def open_text_files(
     config: TextFilesConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object
-) -> TokenWindows:
+) -> TokenSamples:
     """Read and tokenise the files of a split, one document each, in the order of their relative names.
 
     Raises:
@@ -43,11 +43,12 @@ def open_text_files(
         tokenizer=tokenizer,
         encoding_errors=config.encoding_errors,
         document_mask=config.document_mask,
+        packing=config.packing,
         seq_len=seq_len,
         split=split,
     )
     documents = (Document(_read(file.path, binary=config.binary), str(file.path)) for file in files)
-    return in_memory.windows(documents, f"{len(files)} file{'s' * (len(files) != 1)}")
+    return in_memory.samples(documents, f"{len(files)} file{'s' * (len(files) != 1)}")
 
 
 def split_files(files: list[SelectedFile], validation: float, split: Split) -> list[SelectedFile]:

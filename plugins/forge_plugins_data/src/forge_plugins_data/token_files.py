@@ -14,12 +14,13 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
+from forge_plugins_data.best_fit import Documents, PackedDocuments, find_documents
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.file_selection import select_files
 from forge_plugins_data.other_formats import litdata_chunks, map_datatrove, map_litdata, map_megatron, map_raw
 from forge_plugins_data.token_format import FORMAT, INDEX, SETTINGS, VERSION, Shard, TokenHeader, map_shard, read_header
 from forge_plugins_data.verification import Verification
-from forge_plugins_data.windows import Span, TokenWindows, count_windows, require_held_out, too_small
+from forge_plugins_data.windows import Span, TokenSamples, TokenWindows, count_windows, require_held_out, too_small
 
 _SCAN = 2**24
 """Ids looked at together when a file does not say how large its ids are."""
@@ -27,8 +28,8 @@ _SCAN = 2**24
 
 def open_token_files(
     config: TokenFilesConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object
-) -> TokenWindows:
-    """Map the files. Samples are windows within a file; held out are the last windows of each.
+) -> TokenSamples:
+    """Map the files. Samples are windows within a file, or documents put together; held out are the last of each file.
 
     Raises:
         ConfigError: files missing, damaged, without a description, of different vocabularies or with ids beyond it, or
@@ -42,22 +43,35 @@ def open_token_files(
     meaning = _agree(files, config, _tokenizer(files, config, build))
     for file in files:
         _check_ids(file, meaning.vocab_size)
-    if config.document_mask and meaning.end_of_document is None:
-        raise ConfigError("document_mask = true needs to know where documents end; set end_of_document or a tokenizer")
+    end = meaning.end_of_document
+    if end is None and (config.document_mask or config.packing == "best_fit"):
+        key = "document_mask = true" if config.document_mask else 'packing = "best_fit"'
+        raise ConfigError(f"{key} needs to know where documents end; set end_of_document or a tokenizer")
+    common: dict[str, Any] = {
+        "seq_len": seq_len,
+        "vocab_size": meaning.vocab_size,
+        "tokenizer": meaning.tokenizer,
+        "separator": end if config.document_mask else None,
+        "verification": _verification(files, config),
+    }
+    identity: list[Any] = ["token_files", [file.identity for file in files]]
+    if config.packing == "best_fit":
+        assert end is not None, "it was refused"
+        found = [find_documents(file.tokens, end, str(file.path)) for file in files]
+        chosen = _split_documents(found, config.validation, split)
+        packed = PackedDocuments(chosen, end_of_document=end, identity=identity, **common)
+        if not len(packed):
+            raise ConfigError(f"{_part(config, split)} has no document of two tokens; use more data")
+        return packed
     spans = _split(files, seq_len, config.validation, split)
     if not any(span.stop > span.first for span in spans):
         tokens = max((len(file.tokens) for file in files), default=0)
-        what = "the data" if split == "all" or config.validation == 0 else f"the {split} part of the data"
-        raise too_small(f"{what} (the longest of {len(files)} files)", seq_len, tokens)
-    return TokenWindows(
-        spans,
-        seq_len=seq_len,
-        vocab_size=meaning.vocab_size,
-        tokenizer=meaning.tokenizer,
-        separator=meaning.end_of_document if config.document_mask else None,
-        identity=["token_files", [file.identity for file in files], [[span.first, span.stop] for span in spans]],
-        verification=_verification(files, config),
-    )
+        raise too_small(f"{_part(config, split)} (the longest of {len(files)} files)", seq_len, tokens)
+    return TokenWindows(spans, identity=[*identity, [[span.first, span.stop] for span in spans]], **common)
+
+
+def _part(config: TokenFilesConfig, split: Split) -> str:
+    return "the data" if split == "all" or config.validation == 0 else f"the {split} part of the data"
 
 
 @attrs.frozen(kw_only=True)
@@ -273,3 +287,29 @@ def _split(files: Sequence[_TokenFile], seq_len: int, validation: float, split: 
         first, stop = (0, border) if split == "train" else (border, count)
         spans.append(Span(file.tokens, first, stop, str(file.path)))
     return spans
+
+
+def _split_documents(files: Sequence[Documents], validation: float, split: Split) -> list[Documents]:
+    """The documents of a split in each file: of all files together, about the share of tokens is held out.
+
+    Raises:
+        ConfigError: there are fewer than two documents to divide.
+    """
+    if split == "all" or validation == 0:
+        return [*files]
+    total = sum(len(file.stops) for file in files)
+    if total < 2:
+        raise ConfigError(
+            f"validation = {validation} cannot hold out a document: the data have {total}; use more data, or "
+            "validation = 0"
+        )
+    borders = [int(np.searchsorted(file.stops, (1 - validation) * len(file.tokens), side="right")) for file in files]
+    held_out = sum(len(file.stops) - border for file, border in zip(files, borders, strict=True))
+    if held_out in (0, total):  # at least one on either side
+        last = max(range(len(files)), key=lambda i: len(files[i].stops) > 0 and i)
+        borders = [len(file.stops) for file in files]
+        borders[last] -= 1
+    return [
+        file.part(0, border) if split == "train" else file.part(border, len(file.stops))
+        for file, border in zip(files, borders, strict=True)
+    ]

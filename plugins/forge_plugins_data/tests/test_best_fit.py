@@ -1,0 +1,147 @@
+"""Best-fit packing, against the published algorithm written plainly."""
+
+import itertools
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_core.errors import ConfigError
+from forge_plugins_data.best_fit import PackedDocuments, best_fit, find_documents
+
+END = 7
+ROOM = 16
+
+
+def plain_best_fit(lengths, room):
+    """Each piece, the longest first, goes where the least room is left over."""
+    samples = []
+    for piece in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        fitting = [one for one in samples if one["room"] >= lengths[piece]]
+        if not fitting:
+            samples.append(sample := {"room": room, "pieces": []})
+        else:
+            sample = min(fitting, key=lambda one: one["room"])
+        sample["room"] -= lengths[piece]
+        sample["pieces"].append(piece)
+    return samples
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_pieces_are_packed_as_the_published_algorithm_packs_them(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, ROOM + 1, rng.integers(1, 60))
+
+    order, bounds = best_fit(lengths, ROOM)
+    samples = [order[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
+
+    expected = plain_best_fit(lengths.tolist(), ROOM)
+    assert sorted(ROOM - lengths[one].sum() for one in samples) == sorted(one["room"] for one in expected)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert all(lengths[one].sum() <= ROOM for one in samples)
+    assert [one[0] for one in samples] == sorted(min(one) for one in samples)
+
+
+def documents(seed, n=40, longest=50):
+    rng = np.random.default_rng(seed)
+    return [[*rng.integers(0, END, size).tolist(), END] for size in rng.integers(0, longest, n)]
+
+
+def packed(texts, *, mask, seq_len=ROOM, last_is_open=False):
+    tokens = np.array([token for text in texts for token in text], dtype=np.uint16)
+    tokens = tokens[:-1] if last_is_open else tokens
+    return PackedDocuments(
+        [find_documents(tokens, END)],
+        end_of_document=END,
+        seq_len=seq_len,
+        vocab_size=END + 1,
+        tokenizer=None,
+        separator=END if mask else None,
+        identity=[],
+    )
+
+
+@pytest.mark.parametrize("last_is_open", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_pair_of_tokens_in_a_document_is_trained_on_once(seed, last_is_open):
+    texts = documents(seed)
+    source = packed(texts, mask=True, last_is_open=last_is_open)
+    batch = source.read(np.arange(len(source)))
+
+    valid = batch["targets"] != -100
+    found = sorted(zip(batch["tokens"][valid].tolist(), batch["targets"][valid].tolist(), strict=True))
+    if last_is_open:
+        texts[-1] = texts[-1][:-1]
+    assert found == sorted(pair for text in texts for pair in itertools.pairwise(text))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_documents_that_fit_are_whole_and_apart(seed):
+    texts = [text for text in documents(seed, longest=ROOM - 1) if len(text) > 1]
+    source = packed(texts, mask=True)
+    batch = source.read(np.arange(len(source)))
+
+    rows = zip(batch["tokens"], batch["targets"], batch["document"], batch["positions"], strict=True)
+    found = []
+    for tokens, targets, document, positions in rows:
+        for number in range(document.max() + 1):
+            own = document == number
+            np.testing.assert_array_equal(positions[own], np.arange(own.sum()))
+            assert targets[own][-1] == -100
+            if (targets[own] != -100).any():
+                found.append(tokens[own].tolist())
+                assert targets[own][:-1].tolist() == found[-1][1:]
+            else:  # what is left of the sample
+                assert set(tokens[own].tolist()) == {END}
+                assert number == document.max()
+    assert sorted(found) == sorted(texts)
+
+
+def test_without_a_mask_documents_follow_each_other_as_in_windows():
+    source = packed([[1, 2, END], [3, 4, 5, END], [6, END]], mask=False, seq_len=10)
+
+    batch = source.read(np.array([0]))
+
+    assert batch["tokens"].tolist() == [[1, 2, END, 3, 4, 5, END, 6, END, END]]
+    assert batch["targets"].tolist() == [[2, END, 3, 4, 5, END, 6, END, -100, -100]]
+    assert batch.keys() == {"tokens", "targets"}
+
+
+def test_a_long_document_is_cut_into_whole_samples_and_a_rest():
+    source = packed([[*range(6), 0, 1, END], [2, END]], mask=True, seq_len=4)
+
+    batch = source.read(np.arange(len(source)))
+
+    assert batch["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 0, 1], [2, END, END, END]]
+    assert batch["targets"].tolist() == [[1, 2, 3, 4], [5, 0, 1, END], [END, -100, -100, -100]]
+
+
+def test_little_is_left_empty_of_documents_of_the_standard_library(stdlib_documents):
+    source = packed(stdlib_documents, mask=True, seq_len=2048)
+
+    assert source.filled > 0.98
+
+
+@pytest.fixture
+def stdlib_documents():
+    """As long as the files of the standard library, of one token each but their ends."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [[1] * file.stat().st_size + [END] for file in files]
+
+
+def test_an_id_that_comes_while_it_is_read_is_named_with_its_position():
+    tokens = np.array([1, 2, END, 3, 4, 5, END], dtype=np.uint16)
+    source = PackedDocuments(
+        [find_documents(tokens, END, "a.bin")],
+        end_of_document=END,
+        seq_len=8,
+        vocab_size=8,
+        tokenizer=None,
+        separator=END,
+        identity=[],
+    )
+    tokens[4] = 900
+
+    with pytest.raises(ConfigError, match=r"a\.bin: token 4 \(from 0\) has the id 900"):
+        source.read(np.array([0]))
