@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.config.describe import printable
+from forge_core.contracts.command import options_of
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import EncodingErrors
@@ -19,6 +24,7 @@ from forge_plugins_data.token_format import INDEX, map_shard, read_header
 from forge_plugins_data.verification import damage_of
 
 if TYPE_CHECKING:
+    from forge_core.config.sections import Job
     from forge_core.contracts.command import Invocation
 
 
@@ -104,11 +110,135 @@ def prepare_command(
     )
 
 
-@data.command("inspect")
+@data.command("inspect", context_settings={"ignore_unknown_options": True})
 @click.argument("path", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--verify", is_flag=True, help="Read all of it, and compare checksums and the largest id.")
-def inspect_command(path: Path, verify: bool) -> None:
-    """Show what is in PATH: a prepared folder, its index, or the JSON beside one .bin file."""
+@click.option("--step", type=click.IntRange(min=1), help="Of a job: the step whose batch is shown, by default 1.")
+@click.option("--show", type=click.IntRange(min=0), help="Of a job: so many samples of it as text, by default 3.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Of a job: its ranks, by default 1.")
+@click.option("--json", "as_json", is_flag=True, help="Of a job: print JSON.")
+@click.pass_obj
+def inspect_command(
+    invocation: Invocation,
+    path: Path,
+    overrides: tuple[str, ...],
+    verify: bool,
+    step: int | None,
+    show: int | None,
+    world_size: int | None,
+    as_json: bool,
+) -> None:
+    """Show what is in PATH: a prepared folder, its index, the JSON beside one .bin file, or the data of a job's
+    configuration, with OVERRIDES, and the batch of one of its steps."""
+    if path.suffix == ".toml":
+        if verify:
+            raise ConfigError("--verify is for prepared data; in a job, data.verify says when files are compared")
+        job = _job(invocation, path, overrides, world_size or 1)
+        _show_job(invocation, job, step or 1, 3 if show is None else show, as_json)
+        return
+    of_jobs = {"--step": step, "--show": show, "--world-size": world_size, "--json": as_json or None}
+    for name in [*overrides, *(name for name, value in of_jobs.items() if value is not None)]:
+        raise ConfigError(f"{name}: {path} is no configuration of a job, such as c.toml")
+    _show_prepared(path, verify)
+
+
+def _job(invocation: Invocation, path: Path, overrides: Sequence[str], world_size: int) -> Job:
+    """With the global batch that it has on so many ranks."""
+    from forge_core.job import load_job, resolve_degrees
+
+    options = options_of(inspect_command)
+    job = load_job(path, overrides, catalog=invocation.catalog, world_size=world_size, options=options)
+    degrees, train = resolve_degrees(job.parallel, world_size), job.train
+    ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+    total = train.global_batch_size or train.batch_size * (train.grad_accumulation or 1) * ranks
+    return attrs.evolve(job, train=attrs.evolve(train, global_batch_size=total))
+
+
+def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: bool) -> None:
+    from forge_plugins_data.inspection import in_one_line, opened, spans
+
+    with opened(job, invocation.catalog(job.plugins.disable)) as data:
+        facts, found = data.facts(), data.step(step)
+        batch = found.pop("batch")
+        texts = data.texts(batch, show)
+    entries = {name: list(array.shape) for name, array in batch.items()}
+    if as_json:
+        click.echo(json.dumps({**facts, "entries": entries, "batch": {**found, "texts": texts}}))
+        return
+    per_step, seq_len = facts["samples_per_step"], facts["seq_len"]
+    if "samples" in facts:
+        sizes = f"{facts['samples']:,} samples of {seq_len:,} tokens, {facts['tokens']:,} in all"
+        click.echo(f"{facts['source']}: {sizes}; {per_step:,} samples a step, {facts['epochs']:.2f} epochs in all")
+    else:
+        sizes = f"samples of {seq_len:,} tokens in an order of its own"
+        click.echo(f"{facts['source']}: {sizes}; {per_step:,} samples a step")
+    click.echo(f"vocabulary {facts['vocab_size']:,}, tokenizer {facts['tokenizer'] or 'unknown'}")
+    click.echo("entries " + ", ".join(f"{name} {tuple(shape)}" for name, shape in entries.items()))
+    click.echo(f"step {step}: samples {spans(found['numbers'])} of the stream{_made_of(found)}")
+    for text in texts:
+        click.echo(f"  {in_one_line(text)}")
+
+
+def _made_of(found: Mapping[str, Any]) -> str:
+    said = [f"{found['targets']:,} targets"]
+    if "documents" in found:
+        said.append(f"{found['documents']:,} documents or parts of them")
+    said += [f"{count} of {name}" for name, count in found.get("sources", {}).items()]
+    return "; " + ", ".join(said)
+
+
+@data.command("seen")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--steps", required=True, metavar="A..B", help="Steps, both included; A alone is one.")
+@click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="So many samples as text.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a step.")
+@click.pass_obj
+def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_json: bool) -> None:
+    """Show which samples RUN has trained on in some of its steps, from its newest checkpoint and its data.
+
+    Numbers are places in the run's stream, as its log has them; what a rollback has left out is listed behind.
+    """
+    from forge_core.checkpoint.store import find_checkpoint
+    from forge_core.job import load_job
+    from forge_plugins_data.inspection import in_one_line, opened, spans
+
+    first, last = _range_of(steps)
+    checkpoint = find_checkpoint(run, lambda line: click.echo(printable(line), err=True))
+    if last > checkpoint.step:
+        raise ConfigError(f"--steps {steps}: {checkpoint.path} has been trained for {checkpoint.step} steps")
+    job = load_job(checkpoint.path / "job.toml", catalog=invocation.catalog)
+    state = checkpoint.state()
+    left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
+    with opened(job, invocation.catalog(job.plugins.disable), left_out) as data:
+        if data.source.fingerprint != (made_of := state["data_fingerprint"]):
+            raise ConfigError(f"data: they are not those of the run any more (fingerprint {made_of})")
+        for step in range(first, last + 1):
+            found = data.step(step)
+            texts = data.texts(found.pop("batch"), show)
+            if as_json:
+                click.echo(json.dumps({**found, **({"texts": texts} if show else {})}))
+                continue
+            ids = f": {', '.join(map(str, found['samples']))} of the source" if "samples" in found else ""
+            click.echo(f"step {step}: samples {spans(found['numbers'])}{ids}{_made_of(found)}")
+            for text in texts:
+                click.echo(f"  {in_one_line(text)}")
+    for start, stop in () if as_json else left_out:
+        click.echo(f"left out by a rollback: samples {start} to {stop - 1}")
+
+
+def _range_of(steps: str) -> tuple[int, int]:
+    first, dots, last = steps.partition("..")
+    try:
+        found = int(first), int(last if dots else first)
+    except ValueError:
+        found = 0, 0
+    if not 1 <= found[0] <= found[1]:
+        raise ConfigError(f"--steps {steps}: expected two steps from 1 on, as in 100..110")
+    return found
+
+
+def _show_prepared(path: Path, verify: bool) -> None:
     description = path / INDEX if path.is_dir() else path
     header = read_header(description.with_suffix(".json") if description.suffix == ".bin" else description)
     click.echo(f"tokens      {header.tokens:,} of {header.dtype} in {len(header.shards)} file(s)")

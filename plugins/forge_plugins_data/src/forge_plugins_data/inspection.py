@@ -1,0 +1,112 @@
+"""A job's data as its run sees them: what there is, and which samples each step has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.describe import printable
+from forge_core.config.sections import Job
+from forge_core.contracts.batch import NamesSources
+from forge_core.contracts.data_source import PositionedSource, Source
+from forge_core.contracts.loss import IGNORED
+from forge_core.data.stream import SampleStream
+from forge_core.distributed.mesh import join_process_group
+from forge_core.registry.catalog import Catalog
+from forge_core.train.sources import data_seed, open_source
+
+_SHOWN = 72
+"""Characters of a sample's text in a line."""
+
+
+@attrs.frozen(kw_only=True)
+class JobData:
+    """The training data of a job, in the order in which its run reads them."""
+
+    job: Job
+    source: Source
+    stream: SampleStream
+
+    @property
+    def samples_per_step(self) -> int:
+        """Over all ranks."""
+        assert self.job.train.global_batch_size, "it has been resolved"
+        return self.job.train.global_batch_size
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes of the data, in samples and tokens."""
+        found: dict[str, Any] = {
+            "source": self.job.data.name,
+            "vocab_size": self.source.vocab_size,
+            "tokenizer": None if self.source.tokenizer is None else type(self.source.tokenizer).__name__,
+            "seq_len": self.job.train.seq_len,
+            "samples_per_step": self.samples_per_step,
+            "fingerprint": self.source.fingerprint,
+        }
+        if not isinstance(self.source, PositionedSource):
+            found["samples"] = len(self.source)
+            found["tokens"] = len(self.source) * self.job.train.seq_len
+            found["epochs"] = self.job.train.steps * self.samples_per_step / len(self.source)
+        return found
+
+    def step(self, number: int) -> dict[str, Any]:
+        """The batch of a step from 1, of all ranks: where its samples are in the whole stream, which ones of the source
+        they are, what they are made of, and the samples themselves (``batch``)."""
+        positions = (number - 1) * self.samples_per_step + np.arange(self.samples_per_step)
+        batch = self.stream.read(positions)
+        found: dict[str, Any] = {"step": number, "numbers": self.stream.numbers(positions).tolist()}
+        if not isinstance(self.source, PositionedSource):
+            found["samples"] = self.stream.indices(positions).tolist()
+        if isinstance(self.source, NamesSources):
+            counts = np.bincount(batch["source"], minlength=len(self.source.names)).tolist()
+            found["sources"] = dict(zip(self.source.names, counts, strict=True))
+        found["targets"] = int((batch["targets"] != IGNORED).sum())
+        if "document" in batch:
+            found["documents"] = int((batch["document"].max(axis=1) + 1).sum())
+        return {**found, "batch": batch}
+
+    def texts(self, batch: dict[str, np.ndarray], number: int) -> list[str]:
+        """The first samples of a batch, decoded; as ids without a tokenizer."""
+        tokenizer = self.source.tokenizer
+        rows = batch["tokens"][:number]
+        return [" ".join(map(str, row)) if tokenizer is None else tokenizer.decode(row.tolist()) for row in rows]
+
+
+@contextmanager
+def opened(job: Job, catalog: Catalog, left_out: Sequence[tuple[int, int]] = ()) -> Iterator[JobData]:
+    """The training data of a job, opened as a run of one process would.
+
+    Args:
+        job: with the global batch of its run.
+        left_out: stretches of the stream that the run goes without.
+
+    Raises:
+        ConfigError: they cannot be opened.
+    """
+    join_process_group(torch.device("cpu"))
+    try:
+        source = open_source(job, job.data, "data", "train", ComponentBuilder(catalog), lambda: None)
+        stream = SampleStream(source, data_seed(job), job.data.config.shuffle, left_out)
+        yield JobData(job=job, source=source, stream=stream)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_one_line(text: str) -> str:
+    """The beginning of a sample's text, for a terminal."""
+    line = printable(text.replace("\n", "⏎"))
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: ``48 to 63``, ``48 to 51, 60 to 63``."""
+    ends = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    parts = [(numbers[a], numbers[b - 1]) for a, b in zip([0, *ends], [*ends, len(numbers)], strict=True)]
+    return ", ".join(f"{first} to {last}" if first != last else str(first) for first, last in parts)

@@ -1,0 +1,91 @@
+"""``forge data inspect CONFIG`` and ``forge data seen RUN``: the samples that a run reads."""
+
+import json
+
+import numpy as np
+import pytest
+
+from forge_core.cli import main
+from forge_core.data.loader import BatchLoader
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_plugins_data.inspection import in_one_line, opened, spans
+
+
+@pytest.fixture
+def trained(tiny, monkeypatch):
+    """The batches that a run of ten steps has trained on, by step."""
+    batches = []
+    read = BatchLoader.__next__
+
+    def noted(loader):
+        step = read(loader)
+        batches.append(np.concatenate([microbatch["tokens"].numpy() for microbatch in step]))
+        return step
+
+    monkeypatch.setattr(BatchLoader, "__next__", noted)
+    tiny.completed("train.grad_accumulation=2")
+    return batches
+
+
+def test_what_is_shown_is_what_the_run_trains_on(tiny, trained, capsys):
+    job = load_job(tiny.config, ["train.global_batch_size=8"], catalog=discover(), world_size=1)
+    with opened(job, discover()) as data:
+        for step, tokens in enumerate(trained, start=1):
+            np.testing.assert_array_equal(data.step(step)["batch"]["tokens"], tokens)
+            assert data.texts(data.step(step)["batch"], 1) == [bytes(tokens[0].astype(np.uint8)).decode()]
+
+    capsys.readouterr()
+    assert main(["data", "seen", str(tiny.path()), "--steps", "3..4", "--json", "--show", "1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines] == [3, 4]
+    assert [line["numbers"] for line in lines] == [[*range(16, 24)], [*range(24, 32)]]
+    assert [line["texts"] for line in lines] == [[bytes(trained[step][0].astype(np.uint8)).decode()] for step in (2, 3)]
+
+
+def test_a_stretch_that_a_rollback_has_left_out_is_not_shown(tiny):
+    job = load_job(tiny.config, ["train.global_batch_size=4"], catalog=discover(), world_size=1)
+    with opened(job, discover()) as data:
+        third = data.step(3)["batch"]["tokens"]
+    with opened(job, discover(), [(4, 8)]) as data:
+        second = data.step(2)
+
+    assert second["numbers"] == [8, 9, 10, 11]
+    np.testing.assert_array_equal(second["batch"]["tokens"], third)
+
+
+def test_people_are_shown_sizes_and_text(tiny, capsys):
+    assert main(["data", "inspect", str(tiny.config), "train.batch_size=2", "--world-size", "3", "--step", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "6 samples a step" in said
+    assert "step 2: samples 6 to 11 of the stream; 192 targets" in said
+    assert said.count("\n  ") == 3
+
+    assert main(["data", "inspect", str(tiny.config), "--json", "--show", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["entries"] == {"tokens": [4, 32], "targets": [4, 32]}
+    assert found["batch"]["texts"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["inspect", "$CONFIG", "--verify"], "--verify is for prepared data"),
+        (["inspect", "$CONFIG", "data.pth=x"], "did you mean 'path'?"),
+        (["inspect", "$FOLDER", "--step", "3"], "--step: "),
+        (["inspect", "$FOLDER", "train.steps=3"], "train.steps=3: "),
+        (["inspect", "nowhere.toml"], "nowhere.toml"),
+        (["seen", "$FOLDER", "--steps", "1"], "holds no checkpoint"),
+        (["seen", "$FOLDER", "--steps", "9..3"], "--steps 9..3: expected two steps from 1 on, as in 100..110"),
+    ],
+)
+def test_what_cannot_be_shown_is_told(tiny, capsys, words, sentence):
+    given = [word.replace("$CONFIG", str(tiny.config)).replace("$FOLDER", str(tiny.folder)) for word in words]
+
+    assert main(["data", *given]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_words_for_numbers_and_text():
+    assert spans([48, 49, 50, 60, 62, 63]) == "48 to 50, 60, 62 to 63"
+    assert in_one_line("a\nb" + "x" * 100) == "a⏎b" + "x" * 69 + "…"
