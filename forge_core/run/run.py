@@ -38,7 +38,7 @@ from forge_core.run.summary import EndReport, announce, announce_complete, descr
 from forge_core.run.time_limit import TimeLimit
 from forge_core.run.trackers import Trackers
 from forge_core.run.warm_start import Loaded, load_warm_starts
-from forge_core.train.build import Built, build_model, build_optimizer
+from forge_core.train.build import Built, BuiltModel, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
@@ -92,7 +92,7 @@ def run_job(
         loaded = _restore(setup, built)
         time_limit.learn(setup.directory.events(), setup.console.line)
         with (
-            ownership(setup, _environment(setup, command), time_limit) as held,
+            ownership(setup, _environment(setup, built.model, command), time_limit) as held,
             fatal_errors_kept(setup.directory.path, setup.mesh.rank),
         ):
             announce(setup, built.model, held.attempt)
@@ -154,11 +154,12 @@ def _versions(setup: RunSetup) -> dict[str, str]:
     return {plugin.distribution: plugin.version for plugin in setup.catalog.plugins if plugin.status == "ok"}
 
 
-def _environment(setup: RunSetup, command: str | None) -> dict[str, Any]:
+def _environment(setup: RunSetup, model: BuiltModel, command: str | None) -> dict[str, Any]:
     """For ``environment.json``, on rank 0."""
     if setup.mesh.rank > 0:
         return {}
-    return describe_environment(_versions(setup), setup.mesh.degrees, str(setup.device), command)
+    facts = describe_environment(_versions(setup), setup.mesh.degrees, str(setup.device), command)
+    return facts | {"n_parameters": model.n_parameters, "flops_per_token": model.flops_per_token}
 
 
 class _Training:

@@ -304,3 +304,40 @@ def test_steps_are_sorted_and_a_later_line_counts(make_run):
 
     assert record.curve("loss") == Curve((2, 5), (2.0, 3.0))
     assert record.metrics() == ["loss"]
+
+
+def scaled(make_run, sizes, law):
+    """Runs of models of these sizes, each trained for 20 tokens a parameter, that end at the loss of a law."""
+    for i, size in enumerate(sizes):
+        tokens = 20 * size
+        loss = law(6 * size * tokens)
+        lines = [{"step": 1, "loss": 9.0, "tokens": tokens // 2}, {"step": 2, "loss": loss, "tokens": tokens}]
+        folder = make_run(f"run{i}", lines)
+        (folder / "environment.json").write_text(json.dumps({"n_parameters": size, "flops_per_token": 6 * size}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "floor"), [((10**6, 10**7, 10**8), 0.0), ([10**6 * 3**i for i in range(7)], 1.7)], ids=["3", "7 sizes"]
+)
+def test_a_power_law_through_the_ends_of_runs_is_found_again(report, make_run, tmp_path, sizes, floor):
+    scaled(make_run, sizes, lambda compute: floor + 50 * compute**-0.09)
+
+    _, page = report(tmp_path / "runs")
+
+    assert "Scaling" in page.texts["h2"]
+    words = " ".join(page.texts["p"])
+    assert ("eval/loss" in words) is False
+    found = re.search(r"loss = (?:([\d.]+) \+ )?([\d.]+) · C\^−([\d.]+)", words)
+    assert float(found[1] or 0) == pytest.approx(floor, abs=0.02)
+    assert float(found[3]) == pytest.approx(0.09, rel=0.03)
+    assert sum(tag == "circle" for tag, _ in page.tags) == len(sizes)
+    assert f"{sizes[0]:,}" in page.cells
+
+
+def test_there_is_no_scaling_of_runs_of_one_size_or_without_their_costs(report, make_run, tmp_path):
+    scaled(make_run, [10**6, 10**6, 10**7], lambda compute: compute**-0.1)
+    make_run("old", [{"step": 1, "loss": 2.0, "tokens": 5}])
+
+    _, page = report(tmp_path / "runs")
+
+    assert "Scaling" not in page.texts["h2"]

@@ -97,6 +97,7 @@ def forge_report_sections() -> Iterable[Component]:
     sections = {
         "summary": ("state, steps, losses and times of the runs", "summary:Summary"),
         "curves": ("loss, evaluations, learning rate, gradient norm, speed, memory", "curves:Curves"),
+        "scaling": ("loss against compute of runs of different sizes, with a power law", "scaling:Scaling"),
         "sources": ("losses and tokens of the sources of a mixture", "curves:Sources"),
         "events": ("starts, ends, steps left out, rollbacks, failures", "incidents:Incidents"),
         "configurations": ("how the jobs of the runs differ, and each as a whole", "differences:Configurations"),

@@ -19,7 +19,7 @@ class ReportSection(ABC):
     title: ClassVar[str]
     """Stands above it; plain text."""
     place: ClassVar[float] = 100.0
-    """Sections stand by ascending places, those of one place by name. Our own have 10, 20, 30 and so on to 60."""
+    """Sections stand by ascending places, those of one place by name. Our own have 10 to 60."""
 
     @abstractmethod
     def render(self, runs: Sequence[RunRecord]) -> str:

@@ -1,0 +1,150 @@
+"""The section of scaling laws: loss against compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+import attrs
+
+from forge_plugins_monitor.report.config import SectionConfig
+from forge_plugins_monitor.report.power_law import PowerLaw, fit
+from forge_plugins_monitor.report.run_record import RunRecord
+from forge_plugins_monitor.report.section import ReportSection
+from forge_plugins_monitor.report.table import listing
+
+_LEAST_RUNS = 3
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 400, 64, 16, 14, 48
+_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
+"""Of the axis of losses, in each power of ten."""
+
+
+@attrs.frozen(kw_only=True)
+class Point:
+    """The end of a run."""
+
+    run: RunRecord
+    parameters: int
+    tokens: float
+    compute: float
+    """FLOPs of training up to there."""
+    loss: float
+    """Nats a token."""
+
+
+class Scaling(ReportSection):
+    """Last losses of runs of at least three sizes against what they have cost, and the power law through them."""
+
+    title = "Scaling"
+    place = 25.0
+
+    def __init__(self, config: SectionConfig, /) -> None: ...
+
+    def render(self, runs: Sequence[RunRecord]) -> str:
+        points, name = points_of(runs)
+        if len({point.parameters for point in points}) < _LEAST_RUNS:
+            return ""
+        law = fit([point.compute for point in points], [point.loss for point in points])
+        rows = [
+            (
+                point.run.label,
+                f"{point.parameters:,}",
+                f"{point.tokens:,.0f}",
+                f"{point.tokens / point.parameters:.2f}",
+                f"{point.compute:.3g}",
+                f"{point.loss:.4f}",
+                f"{law(point.compute):.4f}",
+            )
+            for point in sorted(points, key=lambda point: point.compute)
+        ]
+        head = ("run", "parameters", "tokens", "tokens a parameter", "FLOPs", name, "fitted")
+        words = escape(_words(law, name, len(points)))
+        return f'<p class="note">{words}</p>{_picture(points, law, name)}{listing(head, rows)}'
+
+
+def points_of(runs: Sequence[RunRecord]) -> tuple[list[Point], str]:
+    """The end of each run that says what its model costs, and the loss that all of them have: ``eval/loss``, or else
+    ``loss``."""
+    able = [run for run in runs if _number(run.environment, "flops_per_token") and run.curve("tokens").last]
+    name = "eval/loss" if able and all(run.curve("eval/loss").last for run in able) else "loss"
+    points = []
+    for run in able:
+        curve, tokens = run.curve(name), run.curve("tokens")
+        if not curve.last or curve.last <= 0:
+            continue
+        seen = (tokens.last or 0.0) * curve.steps[-1] / tokens.steps[-1]
+        points.append(
+            Point(
+                run=run,
+                parameters=int(_number(run.environment, "n_parameters")),
+                tokens=seen,
+                compute=seen * _number(run.environment, "flops_per_token"),
+                loss=curve.last,
+            )
+        )
+    return points, name
+
+
+def _number(table: Mapping[str, object], key: str) -> float:
+    value = table.get(key)
+    return float(value) if isinstance(value, int | float) and value > 0 else 0.0
+
+
+def _words(law: PowerLaw, name: str, n: int) -> str:
+    floor = f"{law.floor:.3f} + " if law.floor else ""
+    return (
+        f"{name} = {floor}{law.factor:.4g} · C^−{law.exponent:.4f}, fitted to the ends of {n} runs by least squares of "
+        f"logarithms (R² = {law.r_squared:.4f}). C is the FLOPs of training. The law means what it says only if each "
+        "run had its best learning rate, and its schedule came to its end."
+    )
+
+
+def _picture(points: Sequence[Point], law: PowerLaw, name: str) -> str:
+    """Both axes are logarithmic."""
+    low, high = min(point.compute for point in points) / 1.5, max(point.compute for point in points) * 3
+    losses = [*(point.loss for point in points), law(low), law(high)]
+    bottom, top = min(losses) / 1.02, max(losses) * 1.02
+
+    def x(compute: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * math.log(compute / low) / math.log(high / low)
+
+    def y(loss: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * math.log(top / loss) / math.log(top / bottom)
+
+    floor = _HEIGHT - _BOTTOM
+    parts = []
+    for tick in _ticks(low, high, (1, 2, 5)):
+        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_TOP}" y2="{floor}"/>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{floor + 16}" text-anchor="middle">{tick:.0e}</text>')
+    for tick in _ticks(bottom, top, _TICKS):
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    steps = [low * (high / low) ** (i / 60) for i in range(61)]
+    for before, after in pairwise(steps):
+        ends = f'x1="{x(before):.1f}" y1="{y(law(before)):.1f}" x2="{x(after):.1f}" y2="{y(law(after)):.1f}"'
+        parts.append(f'<line class="cursor" {ends}/>')
+    for point in points:
+        costs = f"{point.parameters:,} parameters, {point.compute:.3g} FLOPs"
+        place = f'cx="{x(point.compute):.1f}" cy="{y(point.loss):.1f}" r="5"'
+        words = escape(f"{point.run.label}: {costs}, {name} {point.loss:.4f}")
+        color = f"fill:var(--c{point.run.index % 10})"
+        parts.append(f'<circle {place} style="{color}"><title>{words}</title></circle>')
+    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">FLOPs of training</text>')
+    parts.append(f'<text transform="rotate(-90 14 {floor / 2})" x="14" y="{floor / 2}" text-anchor="middle">')
+    parts.append(f"{escape(name)}, nats a token</text>")
+    label = escape(f"{name} against FLOPs of training")
+    return (
+        f'<figure style="max-width:{_WIDTH}px;margin:0 0 1rem"><svg role="img" aria-label="{label}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def _ticks(low: float, high: float, mantissas: Sequence[float]) -> list[float]:
+    """The values between the ends that are a mantissa times a power of ten; of many, those of powers of ten alone."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+    if len(found) > 12:
+        return [10.0**power for power in powers if low <= 10.0**power <= high]
+    return found or [low, high]
