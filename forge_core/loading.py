@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
 import attrs
 import torch
@@ -36,8 +37,12 @@ from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.sources import EvaluatedData
 
-__all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "build_on_meta", "build_within", "load_model"]
+__all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "Weights", "build_on_meta", "build_within", "load_model"]
 __all__ += ["model_problem", "named_tensors", "opened", "with_missing_plugins"]
+
+Weights: TypeAlias = Literal["training", "evaluation"]
+"""The weights to read of a checkpoint: the trained ones, or averages that are evaluated in their place
+(``HasEvaluationWeights``). ``None`` is averages if there are any."""
 
 _BUFFER_BYTES = 2**30
 """A buffer that is not stored may have so many in any case."""
@@ -57,24 +62,26 @@ def load_model(
     catalog: Callable[[Collection[str]], Catalog],
     device: torch.device,
     dtype: torch.dtype | None,
+    weights: Weights | None = None,
 ) -> LoadedModel:
-    """Rebuild the model of ``checkpoint`` on ``device``, with parameters in ``dtype`` or in that of the file.
+    """Rebuild the model of ``checkpoint`` on ``device``, with parameters in ``dtype`` or in that of the file. The
+    callbacks and trackers of its job need not be installed; the job comes without them.
 
     Raises:
-        ConfigError: the checkpoint needs a component that is not installed, or does not fit it.
+        ConfigError: the checkpoint needs a component that is not installed, does not fit it, or has no such weights.
     """
     if problem := model_problem(checkpoint.path):
         raise ConfigError(f"checkpoint {checkpoint.path} cannot be used: {problem}")
-    state = checkpoint.state()
+    averages, state = _averages(checkpoint, weights), checkpoint.state()
     try:
-        job = load_job(checkpoint.path / "job.toml", catalog=catalog)
+        job = load_job(checkpoint.path / "job.toml", ["callbacks=[]", "trackers=[]"], catalog=catalog)
     except ConfigError as error:
         raise with_missing_plugins(error, checkpoint) from error
     _refuse_leading_outside(job, checkpoint)
     build = ComponentBuilder(catalog(job.plugins.disable))
     model = build_within(checkpoint, job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
-    checkpoint.load(_to_read(checkpoint, model))
+    checkpoint.load(_with(averages, _to_read(checkpoint, model)))
     if dtype is not None:
         cast_parameters(model, dtype)
     return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint, build))
@@ -120,7 +127,13 @@ class OpenModel:
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint, job: Job, catalog: Catalog, log: Callable[[str], None]) -> Iterator[OpenModel]:
+def opened(
+    checkpoint: Checkpoint,
+    job: Job,
+    catalog: Catalog,
+    log: Callable[[str], None],
+    weights: Weights | None = None,
+) -> Iterator[OpenModel]:
     """Join the ranks that the environment describes, open the data that ``job`` evaluates, and read the model.
 
     Args:
@@ -137,7 +150,8 @@ def opened(checkpoint: Checkpoint, job: Job, catalog: Catalog, log: Callable[[st
         mesh = run_on_all_ranks(lambda: build_mesh(job, device))
         run_on_all_ranks(lambda: _refuse_other_than(run_on_rank0(lambda: checkpoint.path.name), checkpoint))
         speak = log if mesh.rank == 0 else _say_nothing
-        model, tensors = run_on_all_ranks(lambda: _build(checkpoint, PassContext(mesh, job, device), catalog, speak))
+        context = PassContext(mesh, job, device)
+        model, tensors = run_on_all_ranks(lambda: _build(checkpoint, context, catalog, speak, weights))
         checkpoint.load(tensors)
         yield model
     finally:
@@ -157,10 +171,15 @@ def _refuse_other_than(name: str, checkpoint: Checkpoint) -> None:
 
 
 def _build(
-    checkpoint: Checkpoint, context: PassContext, catalog: Catalog, log: Callable[[str], None]
+    checkpoint: Checkpoint,
+    context: PassContext,
+    catalog: Catalog,
+    log: Callable[[str], None],
+    weights: Weights | None,
 ) -> tuple[OpenModel, dict[str, torch.Tensor]]:
     """The model with its first values, and its tensors by their keys in the checkpoint, to be read into."""
     job, state, build = context.job, checkpoint.state(), ComponentBuilder(catalog)
+    averages = _averages(checkpoint, weights)
     _refuse_leading_outside(job, checkpoint)
     tokenizer = _tokenizer(state.get("tokenizer"), checkpoint, build)
     evaluated = EvaluatedData(job, _TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
@@ -170,6 +189,7 @@ def _build(
     build_within(checkpoint, job, state["vocab_size"], build)
     model = build_model(context, state["vocab_size"], sort_passes(job, catalog), build)
     tensors = module_changes(model.parts, state.get("modules", {})).to_read(model.tensors())
+    tensors = _with(averages, tensors)
     refuse_misfits(checkpoint.path, tensors)
     return OpenModel(checkpoint, context, model, tokenizer, named, validation, log), tensors
 
@@ -235,6 +255,26 @@ def _to_read(checkpoint: Checkpoint, model: nn.Module) -> dict[str, torch.Tensor
     """By their keys in the checkpoint."""
     changes = module_changes([model], checkpoint.state().get("modules", {}))
     return changes.to_read(model_tensors(named_parameters([model]), [model]))
+
+
+def _averages(checkpoint: Checkpoint, weights: Weights | None) -> set[str]:
+    """The keys of weights to be read in place of the trained ones.
+
+    Raises:
+        ConfigError: there are none, and they are asked for.
+    """
+    keys = {key for key in checkpoint.saved_tensors() if key.startswith("evaluation.")}
+    if weights == "evaluation" and not keys:
+        raise ConfigError(
+            f"weights = 'evaluation': {checkpoint.path} has the trained ones alone; use 'training', or leave it out"
+        )
+    return set() if weights == "training" else keys
+
+
+def _with(averages: Collection[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of ``_to_read``, by the keys of averages where there are such."""
+    others = {key: key.replace("model.", "evaluation.", 1) for key in tensors}
+    return {others[key] if others[key] in averages else key: tensor for key, tensor in tensors.items()}
 
 
 def _refuse_large_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:

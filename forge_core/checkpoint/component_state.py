@@ -1,4 +1,4 @@
-"""State of callbacks and trackers that survives a resume: JSON values, each in a namespace of its own."""
+"""State of callbacks and trackers that survives a resume: JSON values and tensors, each in a namespace of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from forge_core.checkpoint.compatibility import installed
+from forge_core.contracts.callback import Callback
 from forge_core.errors import ForgeError, PluginError
 
 
@@ -40,6 +43,23 @@ def state_entry(namespace: str, one: Stateful) -> dict[str, Any]:
         return {}
     _refuse_strangers(state, f"{namespace}: its state")
     return {"version": one.state_version, "state": dict(state)}
+
+
+def tensors_of(callbacks: Sequence[tuple[str, Callback]]) -> dict[str, torch.Tensor]:
+    """The tensors of callbacks, by key; writing to them changes the callbacks.
+
+    Raises:
+        PluginError: something else is among them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for namespace, one in by_namespace(callbacks):
+        for name, tensor in one.tensors().items():
+            if not isinstance(tensor, torch.Tensor):
+                raise PluginError(
+                    f"{namespace}: tensors() has a {type(tensor).__name__} as {name!r}, which is no tensor"
+                )
+            tensors[f"{namespace}.{name}"] = tensor.detach()
+    return tensors
 
 
 def load_states(

@@ -1,4 +1,5 @@
-"""A run's tensors by name, the same names on every layout: ``model.<name>`` and ``optimizer.<name>.<slot>``."""
+"""A run's tensors by name, the same names on every layout: ``model.<name>``, ``optimizer.<name>.<slot>``,
+``evaluation.<name>`` of what is evaluated in place of a parameter, and ``plugin.….<name>`` of callbacks."""
 
 from __future__ import annotations
 

@@ -84,6 +84,9 @@ class StepContext:
     clipping; ``loss`` is this rank's part of the step's mean, and in ``step_end`` of a logged step all ranks'."""
     logged: bool
     """The host values of this step will be logged. Look at tensors only then."""
+    left_out: torch.Tensor | None = None
+    """In ``step_end``: fp32 scalar on the device, 1 where the update of this step was left out, so that the parameters
+    are as before it, and otherwise 0; the same on all ranks."""
 
 
 class Callback:
@@ -91,6 +94,10 @@ class Callback:
 
     A method may take any subset of its event's parameters. Callbacks are called in the order in which the job names
     them. One that raises ends the run, and the error names it.
+
+    One that keeps averages of the parameters to be evaluated in their place has ``evaluation_weights``
+    (``forge_core.contracts.optimizer.HasEvaluationWeights``). While the model is evaluated, ``eval_start`` and
+    ``eval_batch`` included, the parameters hold what is evaluated.
     """
 
     state_version: int = 1
@@ -136,6 +143,19 @@ class Callback:
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
         """Given what ``state`` returned, before ``run_start``, and again whenever the run goes back to a checkpoint."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that survive a resume, by name, saved as ``plugin.<distribution>.callback.<name>.<tensor's name>``.
+
+        They are there at the end of ``run_start``, when the engine fills them in place from the checkpoint that the run
+        goes on from, and keep their names, shapes and dtypes. Change them in ``step_end`` alone: in ``step_start`` a
+        checkpoint may still be copied.
+
+        Returns:
+            Tensors that are equal on all ranks which have the name; or a ``DTensor`` each, sharded like a parameter
+            (``torch.zeros_like(parameter)``), which a resume lays out anew on another mesh.
+        """
+        return {}
 
 
 class CallbackFactory(Protocol):

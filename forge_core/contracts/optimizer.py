@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -44,6 +44,8 @@ class OptimizerFactory(Protocol):
     * One with the attribute ``leaves_out = True`` reads ``self.left_out`` in its step: ``None``, or an fp32 scalar on
       the parameters' device. Where that is 1, the step changes neither parameters nor state, though gradients may be
       NaN; where it is 0, it is as without. The host then need not wait to learn of an update that is left out.
+    * One whose best weights are not the ones it trains, but an average, has ``evaluation_weights``
+      (``HasEvaluationWeights``); one with ``members`` passes on what these say.
     * A step that needs whole matrices, and not this rank's parts of them, has them from
       ``forge_core.ops.whole_matrices.map_whole``.
     """
@@ -58,5 +60,29 @@ class OptimizerFactory(Protocol):
 
         Raises:
             ConfigError: a parameter-group pattern matches nothing, and the like.
+        """
+        ...
+
+
+@runtime_checkable
+class HasEvaluationWeights(Protocol):
+    """The protocol of optimizers and callbacks that keep weights which are evaluated in place of the trained ones:
+    averages over steps, such as an EMA."""
+
+    def evaluation_weights(self) -> Mapping[str, torch.Tensor]:
+        """Weights by the name of their parameter, of those on this rank.
+
+        The engine puts them in place of the parameters for as long as it evaluates, and takes them back bit for bit.
+        Checkpoints have them beside the trained ones, and are evaluated, sampled and exported with them, without this
+        component. Parameters that are not named, and buffers, are evaluated as they are trained. No resume gives them
+        back: what they are made from is state.
+
+        It is asked on all ranks alike, from the end of ``run_start`` on, before and after any step, and changes
+        nothing. The names are the same each time: before there is an average, it is the parameter.
+
+        Returns:
+            Floating-point tensors of the parameters' shapes, each sharded as its parameter is: a ``DTensor`` of the
+            same placements, or a plain tensor. The engine reads them at once, and converts them to the parameters'
+            dtypes.
         """
         ...

@@ -18,7 +18,7 @@ from forge_core.checkpoint.compatibility import (
     used_plugins,
     value_text,
 )
-from forge_core.checkpoint.component_state import load_states
+from forge_core.checkpoint.component_state import load_states, tensors_of
 from forge_core.checkpoint.contents import resume_problem
 from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import empty_optimizer_state
@@ -226,11 +226,36 @@ def restore(
     run_on_all_ranks(match)  # before they read together
     read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
     dropped = {key for key in saved if _name_of(key) in changes.dropped}
-    run_on_all_ranks(lambda: _refuse_unread(saved.keys() - read - dropped, checkpoint))
+    others = {key for key in saved if key.startswith(("evaluation.", "plugin."))}
+    run_on_all_ranks(lambda: _refuse_unread(saved.keys() - read - dropped - others, checkpoint))
     checkpoint.load(tensors)
     run_on_all_ranks(lambda: upgrade_optimizer(optimizer, state["optimizer"].get("version", 1)))
     for namespace in load_states(callbacks, state["callbacks"], checkpoint.manifest.versions):
         report(f"the checkpoint has state of {namespace}, which this job does not name; it is dropped")
+
+
+def restore_tensors(
+    checkpoint: Checkpoint, callbacks: Sequence[tuple[str, Callback]], mesh: Mesh, report: Callable[[str], None]
+) -> None:
+    """Fill the tensors of callbacks, which have made them, from a checkpoint.
+
+    Raises:
+        ConfigError: one has another shape or dtype there.
+    """
+    own, saved = run_on_all_ranks(lambda: (tensors_of(callbacks), checkpoint.saved_tensors()))
+    here = {key for stage in mesh.gather_over("pp", [*own]) for key in stage}
+    there = {key for key in saved if key.startswith("plugin.")}
+    if here & there:
+        tensors = {key: tensor for key, tensor in own.items() if key in there}
+        run_on_all_ranks(lambda: refuse_misfits(checkpoint.path, tensors))
+        checkpoint.load(tensors)
+    for keys, what in (
+        (here - there, "does not have, which begin anew"),
+        (there - here, "has alone; they are dropped"),
+    ):
+        if keys:
+            names = ", ".join(sorted(keys)[:3]) + and_more(len(keys), 3)
+            report(f"tensors of callbacks that the checkpoint {what}: {names}")
 
 
 def _name_of(key: str) -> str:

@@ -31,7 +31,7 @@ from forge_core.registry.catalog import Catalog
 from forge_core.run.directory import RunDirectory, describe_environment
 from forge_core.run.fatal import fatal_errors_kept
 from forge_core.run.ownership import Ownership, complete, ownership
-from forge_core.run.resume import restore
+from forge_core.run.resume import restore, restore_tensors
 from forge_core.run.setup import Begun, RunSetup, begin, prepare
 from forge_core.run.signals import stop_on_signals
 from forge_core.run.summary import EndReport, announce, announce_complete, describe
@@ -40,6 +40,7 @@ from forge_core.run.trackers import Trackers
 from forge_core.run.warm_start import Loaded, load_warm_starts
 from forge_core.train.build import Built, BuiltModel, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
+from forge_core.train.evaluation_weights import EvaluationWeights
 from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import ModelEvaluator
@@ -179,6 +180,8 @@ class _Training:
             self._saved.get("trackers", {}),
             active=setup.mesh.rank == 0,
         )
+        owners = [(built.optimizer_words, built.optimizer), *setup.callbacks]
+        self._evaluation_weights = EvaluationWeights(built.model, owners)
         self._run = self._make_run(built)
         self._trainer = self._make_trainer(built)
 
@@ -300,8 +303,15 @@ class _Training:
             rollback=rollback,
             saving=self._make_saving(built, rollback, metrics, replicas),
             replicas=replicas,
+            restore_callbacks=self._restore_callbacks,
             step=setup.checkpoint.step if setup.checkpoint else 0,
         )
+
+    def _restore_callbacks(self) -> None:
+        setup = self._setup
+        if setup.checkpoint is not None:
+            restore_tensors(setup.checkpoint, setup.callbacks, setup.mesh, setup.console.line)
+        self._evaluation_weights.by_name()  # what is wrong with them is known before the first step
 
     def _make_evaluations(self, built: Built, metrics: Metrics) -> Evaluations:
         run, setup = self._run, self._setup
@@ -312,7 +322,10 @@ class _Training:
             return run.consensus.any_rank(bool(run.requests.stop))
 
         context = PassContext(setup.mesh, setup.job, setup.device)
-        evaluator = ModelEvaluator(context, built.model, setup.source.tokenizer, setup.console.line, after_batch)
+        in_place = self._evaluation_weights.in_place
+        evaluator = ModelEvaluator(
+            context, built.model, setup.source.tokenizer, setup.console.line, after_batch, in_place
+        )
         return Evaluations(run, evaluator, setup.validation, setup.evaluations, metrics)
 
     def _make_replicas(self) -> Replicas:
@@ -327,6 +340,7 @@ class _Training:
         def reload(checkpoint: Checkpoint) -> None:
             built.optimizer.state.clear()
             restore(checkpoint, built.model, built.optimizer, setup.callbacks, setup.mesh, setup.console.line)
+            restore_tensors(checkpoint, setup.callbacks, setup.mesh, setup.console.line)
 
         saved = self._saved.get("rolling_back", {})
         return Rollback(self._run, setup.store, setup.mirror, setup.loader, guard, reload, **saved)
@@ -348,6 +362,7 @@ class _Training:
             rollback=rollback,
             vocab_size=setup.vocab_size,
             callbacks=tuple(setup.callbacks),
+            evaluation_weights=self._evaluation_weights,
             tracker_states=self._trackers.states,
             versions={**own, **_versions(setup)},
             accumulation_asked_for=setup.accumulation_asked_for,

@@ -22,6 +22,8 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, nearest
 from forge_core.train.build import BuiltModel
 
+_WEIGHTS = ("model.", "evaluation.")
+
 
 @attrs.frozen
 class WarmStart:
@@ -181,20 +183,20 @@ def _refuse_idle(at: str, patterns: Sequence[str], found: Collection[str], secti
 
 
 def _renamed(key: str, rename: Mapping[str, str]) -> str:
-    """The key in this run of what has ``key`` in a checkpoint."""
-    name = _name(key)
+    """The key in this run of what has ``key`` in a checkpoint: weights that were evaluated are the model's here."""
+    name, is_weight = _name(key), key.startswith(_WEIGHTS)
     for there in longest_first(rename):
         found = re.fullmatch("(.*)".join(map(re.escape, there.split("*"))), name)
         if found:
             first, *rest = rename[there].split("*")
             new = first + "".join(part + text for part, text in zip(found.groups(), rest, strict=True))
-            return f"model.{new}" if key.startswith("model.") else f"optimizer.{new}.{key.rpartition('.')[2]}"
-    return key
+            return f"model.{new}" if is_weight else f"optimizer.{new}.{key.rpartition('.')[2]}"
+    return f"model.{name}" if is_weight else key
 
 
 def _name(key: str) -> str:
     """The parameter or buffer that a key is about."""
-    return key.removeprefix("model.") if key.startswith("model.") else _parameter(key)
+    return key.partition(".")[2] if key.startswith(_WEIGHTS) else _parameter(key)
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -32,6 +32,7 @@ class ModelEvaluator:
 
     Args:
         after_batch: called with each batch; returns whether to give up, on all ranks the same.
+        in_place: a context in which the parameters are those to be evaluated.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ModelEvaluator:
         tokenizer: Tokenizer | None,
         log: Callable[[str], None],
         after_batch: Callable[[Batch], bool] = lambda batch: False,
+        in_place: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.job = context.job
         self.rank = context.mesh.rank
@@ -51,13 +53,14 @@ class ModelEvaluator:
         self._mesh = context.mesh
         self._model = model
         self._after_batch = after_batch
+        self._in_place = in_place
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients."""
+        """The model in evaluation mode, with the weights to be evaluated, without gradients."""
         self._set_training(False)
         try:
-            with torch.no_grad():  # and not inference_mode: FSDP keeps tensors made here
+            with self._in_place(), torch.no_grad():  # and not inference_mode: FSDP keeps tensors made here
                 yield
         finally:
             self._set_training(True)

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.checkpoint.component_state import states_of
+from forge_core.checkpoint.component_state import states_of, tensors_of
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
 from forge_core.checkpoint.retention import is_due, superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
@@ -26,6 +26,7 @@ from forge_core.distributed.consensus import Votes
 from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
 from forge_core.train.build import BuiltModel
+from forge_core.train.evaluation_weights import EvaluationWeights
 from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
 from forge_core.train.replication import Replicas
@@ -49,6 +50,7 @@ class Contents:
     rollback: Rollback
     vocab_size: int
     callbacks: Sequence[tuple[str, Callback]]
+    evaluation_weights: EvaluationWeights
     tracker_states: Callable[[], Mapping[str, Any]]
     versions: Mapping[str, str]
     accumulation_asked_for: int
@@ -66,10 +68,12 @@ class Contents:
         }
 
     def snapshot(self, step: int, metrics: Mapping[str, float]) -> Snapshot:
-        """Take a snapshot of now. Its tensors are the ones that are trained; everything else is a copy."""
+        """Take a snapshot of now. Its tensors are the ones that are trained and evaluated; everything else is a
+        copy."""
         job, mesh, source = self.run.job, self.run.mesh, self.loader.stream.source
         tokens = self.loader.position * job.train.seq_len
         tensors, own_facts = optimizer_state(self.optimizer, self.model.parameters)
+        tensors |= {**tensors_of(self.callbacks), **self.evaluation_weights.to_save()}
         facts = mesh.gather_over("pp", own_facts)
         modules = mesh.gather_over("pp", module_versions(self.model.parts))
         job_toml, tokenizer = dump_job(job), source.tokenizer

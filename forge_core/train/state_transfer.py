@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from forge_core.checkpoint.component_state import load_states, states_of
+from forge_core.checkpoint.component_state import load_states, states_of, tensors_of
 from forge_core.checkpoint.state_dict import empty_optimizer_state, optimizer_state
 from forge_core.contracts.callback import Callback
 from forge_core.contracts.replication import LiveState, Replication
@@ -25,7 +25,7 @@ def give_state(contents: Contents, step: int) -> LiveState:
     """
     model = contents.model
     tensors, optimizer = optimizer_state(contents.optimizer, model.parameters)
-    tensors.update(model.tensors())
+    tensors.update({**model.tensors(), **tensors_of(_callbacks(contents))})
     facts = {
         "progress": {"step": step, **contents.progress()},
         "optimizer": optimizer,
@@ -46,7 +46,7 @@ def take_state(contents: Contents, state: LiveState) -> int:
     """
     model, optimizer, loader = contents.model, contents.optimizer, contents.loader
     facts, given = json.loads(state["facts"]), state["tensors"]
-    own = model.tensors()
+    own = {**model.tensors(), **tensors_of(_callbacks(contents))}
     optimizer.state.clear()
     described = {key: _described(*entry) for key, entry in facts["tensors"].items()}
     own.update(empty_optimizer_state(optimizer, model.parameters, described, facts["optimizer"]))

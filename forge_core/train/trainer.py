@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
@@ -43,6 +43,8 @@ class Trainer:
     rollback: Rollback
     saving: Saving
     replicas: Replicas
+    restore_callbacks: Callable[[], None] = lambda: None
+    """Fills the tensors of callbacks, which are there now, if the run is resumed."""
     step: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -65,6 +67,7 @@ class Trainer:
         """
         self._set_training(True)
         self.run.emit("run_start")
+        self.restore_callbacks()
         if save_first:
             self.saving.save_first()
         self.replicas.join(self.step, self._give_state, self._take_state)
@@ -119,7 +122,8 @@ class Trainer:
         self.guard.sync_if_overdue()
         if context.logged:
             values["loss"] = self.metrics.submit(context, rate)
-        run.emit("step_end", context=context)
+        left_out = torch.ones_like(verdict) if skip else verdict
+        run.emit("step_end", context=attrs.evolve(context, left_out=left_out))
         self.metrics.send()
         return True
 

@@ -216,6 +216,85 @@ class MixedUp(Momentum):
         super().update(parameter, {"lr": group["lr"] * (2 if isinstance(parameter, DTensor) else 1)})
 
 
+class Averaging(Momentum):
+    """Keeps the contract: the mean of all its steps is evaluated."""
+
+    def __init__(self, entries):
+        super().__init__([entry.parameter for entry in entries])
+        self.entries = entries
+
+    def update(self, parameter, group):
+        super().update(parameter, group)
+        state = self.state[parameter]
+        state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter
+
+    def evaluation_weights(self):
+        return {entry.name: self.average(entry.parameter) for entry in self.entries}
+
+    def average(self, parameter):
+        state = self.state.get(parameter)
+        return state["sum"] / state["step"] if state else parameter.detach().clone()
+
+
+class TestAveraging(OptimizerConformance):
+    def make(self, *, parameters):
+        return Averaging(parameters)
+
+
+class NamesOthers(Averaging):
+    def evaluation_weights(self):
+        return {"weight": self.average(self.entries[0].parameter)}
+
+
+class NamesThemLater(Averaging):
+    def evaluation_weights(self):
+        return super().evaluation_weights() if self.state else {}
+
+
+class Flattens(Averaging):
+    def average(self, parameter):
+        return super().average(parameter).flatten()
+
+
+class Replaces(Averaging):
+    """Puts the averages into the parameters itself."""
+
+    def average(self, parameter):
+        parameter.data.copy_(super().average(parameter))
+        return parameter.detach()
+
+
+class CountsQuestions(Averaging):
+    def average(self, parameter):
+        if self.state:
+            self.state[parameter]["sum"] += 1
+        return super().average(parameter)
+
+
+class MakesState(Averaging):
+    def average(self, parameter):
+        self.state[parameter].setdefault("sum", parameter.detach().clone())
+        return self.state[parameter]["sum"]
+
+
+class ForgetsTheAverage(Averaging):
+    """It is beside its state, where a resume does not find it."""
+
+    def update(self, parameter, group):
+        super().update(parameter, group)
+        kept = self.__dict__.setdefault("kept", {})
+        kept[parameter] = kept.get(parameter, 0) * 0.9 + parameter
+
+    def average(self, parameter):
+        return self.__dict__.get("kept", {}).get(parameter, parameter).detach().clone()
+
+
+class WholeAverages(Averaging):
+    def average(self, parameter):
+        average = super().average(parameter)
+        return average.full_tensor() if isinstance(average, DTensor) else average
+
+
 class ShardNormCase(OptimizerConformance):
     def make(self, *, parameters):
         return ShardNorm([entry.parameter for entry in parameters])
@@ -248,6 +327,14 @@ FAULTS = [
     (CountsBesideIt, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
     (Folds, "test_resumes_bit_identical", (), "embed.weight differs after a resume"),
     (LeavesOutParametersOnly, "test_leaves_out_a_step_if_it_says_so", (), "embed.weight is another than without it"),
+    (NamesOthers, "test_evaluation_weights_are_those_of_its_parameters", (), "'weight', which is the name of no"),
+    (NamesThemLater, "test_evaluation_weights_are_those_of_its_parameters", (), "had none before the first one"),
+    (Flattens, "test_evaluation_weights_are_those_of_its_parameters", (), r"tensor \(66,\) for embed.weight, which is"),
+    (Replaces, "test_evaluation_weights_are_those_of_its_parameters", (), "evaluation_weights changes embed.weight"),
+    (CountsQuestions, "test_evaluation_weights_are_those_of_its_parameters", (), "other weights for embed.weight"),
+    (MakesState, "test_evaluation_weights_are_those_of_its_parameters", (), "evaluation_weights makes state"),
+    (ForgetsTheAverage, "test_resumes_bit_identical", (), "the evaluation weights of embed.weight differ after"),
+    (WholeAverages, "test_updates_shards_like_whole_tensors", "folder", "a tensor whole for embed.weight, which is"),
     (MixedUp, "test_updates_shards_like_whole_tensors", "folder", "sharded over 1 ranks differs by"),
 ]
 
@@ -256,7 +343,8 @@ FAULTS = [
 def test_a_fault_is_found_and_told(optimizer, check, given, sentence, tmp_path):
     class Case(OptimizerConformance):
         def make(self, *, parameters):
-            return optimizer([entry.parameter for entry in parameters])
+            averages = issubclass(optimizer, Averaging)
+            return optimizer(parameters if averages else [entry.parameter for entry in parameters])
 
     with pytest.raises(AssertionError, match=sentence):
         getattr(Case(), check)(*((tmp_path,) if given == "folder" else given))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.model import ParameterRole
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter
 from forge_core.run.process import hard_exit
 from forge_testing.component_case import ComponentCase
 
@@ -202,6 +202,11 @@ class OptimizerConformance(ComponentCase):
             _values(resumed),
             "{name} differs after a resume: something that affects later steps is not in optimizer.state[parameter]",
         )
+        _assert_equal(
+            _evaluation_weights(optimizer),
+            _evaluation_weights(fresh),
+            "the evaluation weights of {name} differ after a resume: something is not in optimizer.state[parameter]",
+        )
 
     def test_leaves_out_a_step_if_it_says_so(self) -> None:
         parameters, plain = self._parameters(), self._parameters()
@@ -218,6 +223,34 @@ class OptimizerConformance(ComponentCase):
             _step(optimizer, parameters, step, left_out=0.0)
             _step(other, plain, step)
             _assert_equal(_values(plain), _values(parameters), "with left_out = 0, {name} is another than without it")
+
+    def test_evaluation_weights_are_those_of_its_parameters(self) -> None:
+        parameters, plain = self._parameters(), self._parameters()
+        optimizer: Any = self.make(parameters=parameters)
+        other = self.make(parameters=plain)
+        if not hasattr(optimizer, "evaluation_weights"):
+            pytest.skip("it has no evaluation_weights")
+        known = {entry.name: entry.parameter for entry in parameters}
+        names = [*optimizer.evaluation_weights()]
+        assert not optimizer.state, "evaluation_weights makes state; it must change nothing"
+        for step in range(4):
+            _step(optimizer, parameters, step)
+            _step(other, plain, step)
+            before = _values(parameters)
+            weights = optimizer.evaluation_weights()
+            assert [*weights] == names, (
+                f"evaluation_weights has {', '.join(weights) or 'no names'} after a step, and had "
+                f"{', '.join(names) or 'none'} before the first one; the names must be the same each time"
+            )
+            for name, weight in weights.items():
+                assert name in known, f"evaluation_weights has {name!r}, which is the name of no parameter it was given"
+                _assert_is_like(name, weight, known[name])
+            kept = {name: weight.clone() for name, weight in weights.items()}
+            _assert_equal(kept, dict(optimizer.evaluation_weights()), "asked again, it has other weights for {name}")
+            _assert_equal(before, _values(parameters), "evaluation_weights changes {name}")
+            _assert_equal(
+                _values(plain), before, "{name} is trained to another value where evaluation_weights is asked for"
+            )
 
     def test_updates_shards_like_whole_tensors(self, tmp_path: Path) -> None:
         """``DTensor`` parameters on a mesh of one rank."""
@@ -309,6 +342,32 @@ def _compare_sharded_with_whole(case: OptimizerConformance) -> None:
         for slot, value in optimizers[1].state.get(shard.parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 _assert_can_be_saved(shard, slot, value)
+    of_whole, of_shards = (_evaluation_weights(optimizer) for optimizer in optimizers)
+    for shard in sharded:
+        if shard.name in of_shards:
+            weight = of_shards[shard.name]
+            _assert_is_like(shard.name, weight, shard.parameter)
+            error = float((weight.full_tensor() - of_whole[shard.name]).abs().max())  # type: ignore[attr-defined]
+            assert error <= 4e-7 * steps, (
+                f"the evaluation weights of {shard.name} sharded over {mesh.size()} ranks differ by {error:.2g} from "
+                f"those of the same parameter in one piece after {steps} steps"
+            )
+
+
+def _evaluation_weights(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return dict(optimizer.evaluation_weights()) if isinstance(optimizer, HasEvaluationWeights) else {}
+
+
+def _assert_is_like(name: str, weight: Any, parameter: Any) -> None:
+    assert isinstance(weight, torch.Tensor), f"evaluation_weights has a {type(weight).__name__} for {name}, no tensor"
+    assert weight.shape == parameter.shape, (
+        f"evaluation_weights has a tensor {tuple(weight.shape)} for {name}, which is {tuple(parameter.shape)}"
+    )
+    placements, expected = (getattr(one, "placements", "whole") for one in (weight, parameter))
+    assert placements == expected, (
+        f"evaluation_weights has a tensor {placements} for {name}, which is {expected}; make it with "
+        "zeros_like(parameter), so that it is sharded as the parameter is"
+    )
 
 
 def _assert_can_be_saved(entry: NamedParameter, slot: str, value: torch.Tensor) -> None:

@@ -37,6 +37,21 @@ class TestMuon(OptimizerConformance):
     roles = ("matrix", "expert")
 
 
+class TestScheduleFreeAdamW(OptimizerConformance):
+    component = "forge-plugins-optim:schedule_free_adamw"
+    config: ClassVar = {"lr": 3e-2}
+
+
+class TestGroupedWithAverages(OptimizerConformance):
+    component = "forge-plugins-optim:grouped"
+    config: ClassVar = {
+        "groups": [
+            {"roles": ["matrix", "expert"], "optimizer": {"name": "schedule_free_adamw", "lr": 3e-2}},
+            {"optimizer": {"name": "lion", "lr": 1e-2}},
+        ]
+    }
+
+
 class TestSGD(OptimizerConformance):
     component = "forge-plugins-optim:sgd"
     config: ClassVar = {"lr": 1e-2, "nesterov": True, "decoupled_weight_decay": False}

@@ -13,6 +13,7 @@ from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import GenerativeModel
+    from forge_core.loading import Weights
 
 
 @click.command()
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0, max=2**63 - 1))
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda", "mps"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option(
+    "--weights",
+    type=click.Choice(["training", "evaluation"]),
+    help="The trained ones, or averages that are evaluated in their place; by default averages, if there are any.",
+)
 @click.pass_obj
 def generate(
     obj: Any,
@@ -51,6 +57,7 @@ def generate(
     seed: int,
     device: str,
     dtype: str,
+    weights: Weights | None,
 ) -> None:
     """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's."""
     texts = [*map(_utf_8, prompts), *_lines(prompt_file)] or [""]
@@ -64,7 +71,7 @@ def generate(
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
     place = choose_device(device)
-    loaded = load_model(checkpoint, obj.catalog, place, getattr(torch, dtype))
+    loaded = load_model(checkpoint, obj.catalog, place, getattr(torch, dtype), weights)
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{checkpoint.path} has no tokenizer: its data did not name one, so text means nothing to it")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,16 +14,30 @@ from forge_core.contracts.command import options_of
 from forge_core.distributed.environment import end_with_launcher, find_cluster, world_size_of
 from forge_core.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from forge_core.loading import Weights
+
 
 @click.command("eval", context_settings={"ignore_unknown_options": True})
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--evaluation", "names", multiple=True, help="What to measure, by name; repeat for several.")
 @click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
+@click.option(
+    "--weights",
+    type=click.Choice(["training", "evaluation"]),
+    help="The trained ones, or averages that are evaluated in their place; by default averages, if there are any.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the values as one JSON object.")
 @click.pass_obj
 def evaluate(
-    obj: Any, run: Path, overrides: tuple[str, ...], names: tuple[str, ...], nproc: str, as_json: bool
+    obj: Any,
+    run: Path,
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    nproc: str,
+    weights: Weights | None,
+    as_json: bool,
 ) -> None:
     """Evaluate RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
@@ -50,13 +64,18 @@ def evaluate(
     job = evaluation_job(checkpoint, names, overrides, obj.catalog, world_size)
     if ranks is None and world_size > 1:
         chosen = [word for name in names for word in ("--evaluation", name)]
+        chosen += ["--weights", weights] if weights else []
         options = [*chosen, *(["--json"] if as_json else []), *(["--debug"] if obj.debug else [])]
         arguments = ["eval", str(checkpoint.path), *overrides, *options]
         disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
         if code := launch_command(arguments, world_size, disabled, obj.until_the_end):
             sys.exit(int(code))
         return
-    with opened(checkpoint, job, obj.catalog(job.plugins.disable), lambda line: print(line, file=sys.stderr)) as model:
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    with opened(checkpoint, job, obj.catalog(job.plugins.disable), say, weights) as model:
         values = model.evaluate()
         if model.context.mesh.rank == 0:
             print(json.dumps({"step": checkpoint.step, **values}) if as_json else _table(checkpoint.step, values))

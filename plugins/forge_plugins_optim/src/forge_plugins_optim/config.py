@@ -106,6 +106,27 @@ class LionConfig(ParameterRules):
 
 
 @attrs.frozen(kw_only=True)
+class ScheduleFreeAdamWConfig(ParameterRules):
+    """Schedule-free AdamW (Defazio et al., 2024, https://arxiv.org/abs/2405.15682). It evaluates an average of its
+    steps, which does what a schedule's decay does elsewhere: choose the scheduler ``constant`` with a warm-up. Its
+    authors use a learning rate 1 to 10 times larger than AdamW's with a schedule."""
+
+    weight_decay: float = attrs.field(default=0.1, validator=ge(0))
+    """Factor on a decayed parameter that is added to its direction, as AdamW does at a constant learning rate. Which
+    are decayed is as everywhere."""
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=deep_iterable(and_(gt(0), lt(1))))
+    """Share of the average in the point at which gradients are taken, beside the fast weights; and decay of the running
+    mean of the gradient's square, a step."""
+    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    """Added to the root of the second moment."""
+    r: float = attrs.field(default=0.0, validator=ge(0))
+    """Step k has the weight ``k^r`` in the average; 0 weighs early steps like late ones."""
+    weight_lr_power: float = attrs.field(default=2.0, validator=ge(0))
+    """A step's weight is also the highest learning rate so far to this power, so that a warm-up counts little; 0
+    weighs all alike."""
+
+
+@attrs.frozen(kw_only=True)
 class SGDConfig(ParameterRules):
     """Stochastic gradient descent with momentum, as torch's (Sutskever et al., 2013, section 2)."""
 

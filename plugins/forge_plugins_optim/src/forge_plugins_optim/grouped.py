@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter
 from forge_core.errors import ConfigError, and_more
 from forge_plugins_optim.config import GroupedConfig, OptimizerGroup
 
@@ -45,6 +45,11 @@ class Grouped(torch.optim.Optimizer):
     def members(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers that it is made of."""
         return [member for _, member in self._members]
+
+    def evaluation_weights(self) -> Mapping[str, torch.Tensor]:
+        """Those of the optimizers that have any."""
+        averaging = [member for member in self.members if isinstance(member, HasEvaluationWeights)]
+        return {name: weight for member in averaging for name, weight in member.evaluation_weights().items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's

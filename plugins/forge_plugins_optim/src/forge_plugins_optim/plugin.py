@@ -37,6 +37,12 @@ def forge_optimizers() -> Iterator[Component]:
         config="forge_plugins_optim.config:MuonConfig",
     )
     yield Component(
+        name="schedule_free_adamw",
+        summary="AdamW without a schedule: an average of its steps is evaluated in place of the weights",
+        factory="forge_plugins_optim.schedule_free:ScheduleFreeAdamW",
+        config="forge_plugins_optim.config:ScheduleFreeAdamWConfig",
+    )
+    yield Component(
         name="sgd",
         summary="gradient descent with momentum, Nesterov's if wanted, and weight decay of either kind",
         factory="forge_plugins_optim.sgd:SGD",
