@@ -27,16 +27,18 @@ GROUPED = (  # each leaves a step out on the device
     '{roles=["norm", "bias"], optimizer={name="lion", lr=1e-3}}, {roles=["head"], optimizer={name="sgd", lr=1e-2, '
     'decoupled_weight_decay=false, nesterov=true}}, {optimizer={name="adamw", lr=3e-3}}]}'
 )
+EMA = '{name="ema", decay=0.5, warm_up=true}'
+SCHEDULE_FREE = "optimizer={name='schedule_free_adamw', lr=3e-3}"
 SPIKES = ["anomalies.spike_factor=5", "anomalies.spike_window=3"]
 RARELY = "metrics.interval=100"
 
 
-def poison(what, *keys):
-    return f'callbacks=[{{name="poison", what="{what}", {", ".join(keys)}}}]'
+def poison(what, *keys, more=""):
+    return f'callbacks=[{{name="poison", what="{what}", {", ".join(keys)}}}{more and ", " + more}]'
 
 
-def leave_out(steps=FIRST_MIDDLE_LAST):
-    return f'callbacks=[{{name="leave_out", {steps}}}]'
+def leave_out(steps=FIRST_MIDDLE_LAST, more=""):
+    return f'callbacks=[{{name="leave_out", {steps}}}{more and ", " + more}]'
 
 
 def marked(first, stop):
@@ -50,6 +52,17 @@ POISONED = {  # name: the reference that leaves out the same steps, the number o
     "loss-inf": ("one", 1, [*DATA, poison("loss", "inf=true", FIRST_MIDDLE_LAST), RARELY]),
     "host": ("host-reference", 1, [*DATA, *PLAIN, poison("gradient", "inf=true", FIRST_MIDDLE_LAST)]),
     "grouped": ("grouped-reference", 1, [*DATA, GROUPED, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
+    "schedule-free": (
+        "schedule-free-reference",
+        1,
+        [*DATA, SCHEDULE_FREE, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)],
+    ),
+    "ema": ("ema-reference", 1, [*DATA, poison("gradient", "nan=true", FIRST_MIDDLE_LAST, more=EMA)]),
+    "ema-host": (
+        "ema-host-reference",
+        1,
+        [*DATA, *PLAIN, poison("gradient", "nan=true", FIRST_MIDDLE_LAST, more=EMA)],
+    ),
     "spike": ("spike-reference", 1, [*DATA, *SPIKES, poison("gradient", "value=1e4", "steps=[6]")]),
     "gradient-inf-of-one": ("two", 2, [*TWO, poison("gradient", "inf=true", "rank=1", FIRST_MIDDLE_LAST)]),
     "loss-nan-of-one": ("two", 2, [*TWO, poison("loss", "nan=true", "rank=1", FIRST_MIDDLE_LAST), RARELY]),
@@ -59,6 +72,9 @@ REFERENCES = {
     "one": (1, [*DATA, leave_out()]),
     "host-reference": (1, [*DATA, *PLAIN, leave_out()]),
     "grouped-reference": (1, [*DATA, GROUPED, leave_out()]),
+    "schedule-free-reference": (1, [*DATA, SCHEDULE_FREE, leave_out()]),
+    "ema-reference": (1, [*DATA, leave_out(more=EMA)]),
+    "ema-host-reference": (1, [*DATA, *PLAIN, leave_out(more=EMA)]),
     "spike-reference": (1, [*DATA, *SPIKES, leave_out("steps=[6]")]),
     "two": (2, [*TWO, leave_out()]),
     "stages": (2, [*PIPELINE, leave_out()]),
@@ -102,6 +118,12 @@ def assert_equal(tensors, expected):
 @pytest.mark.parametrize("name", POISONED)
 def test_the_run_ends_with_the_weights_of_one_that_leaves_the_step_out(launcher, name):
     assert_equal(launcher.saved(name), launcher.saved(POISONED[name][0]))
+
+
+def test_an_average_counts_the_updates_that_were_done(launcher):
+    for name in ("ema", "ema-host", "ema-reference"):
+        (updates,) = (tensor for key, tensor in launcher.saved(name).items() if key.endswith(".ema.updates"))
+        assert updates.item() == 8 - 3
 
 
 @pytest.mark.parametrize("name", sorted(POISONED.keys() - {"spike"}))

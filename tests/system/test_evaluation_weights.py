@@ -20,19 +20,21 @@ from parity_matrix.cells import CELLS
 from parity_matrix.launch import JOB, Launcher, Work
 
 pytestmark = pytest.mark.slow
-SCHEDULE_FREE = 'optimizer={name="schedule_free_adamw", lr=1e-2}'
-OFTEN = [SCHEDULE_FREE, "scheduler.name=constant", "eval.interval=2"]
+SCHEDULE_FREE = 'optimizer={name="schedule_free_adamw", lr=3e-3}'
+EMA = 'callbacks=[{name="parity_probe"}, {name="ema", decay=0.7, warm_up=true}]'
+"""Of a decay with which averages and weights are far from each other after ten steps."""
+KINDS = {"schedule-free": SCHEDULE_FREE, "ema": EMA}
+OFTEN = ["scheduler.name=constant", "eval.interval=2"]
 LAYOUTS = ("fsdp2", "tp2", "pp2-1f1b")
-RESUMED = [("plain", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2", "fsdp2")]
+RESUMED = [("plain", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2", "fsdp2"), ("tp2", "pp2-1f1b")]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def layout_of(name):
-    return (1, []) if name == "plain" else (CELLS[name].ranks, [*CELLS[name].layout])
-
-
-def work(name, layout, *settings, **more):
-    ranks, words = layout_of(layout)
-    return Work(name, ranks, [*OFTEN, *words, *settings], **more)
+def work(kind, name, layout, *settings, resumes=None):
+    ranks, words = (1, []) if layout == "plain" else (CELLS[layout].ranks, CELLS[layout].layout)
+    before = None if resumes is None else f"{kind}-{resumes}"
+    return Work(f"{kind}-{name}", ranks, [*OFTEN, KINDS[kind], *words, *settings], resumes=before)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +45,14 @@ def launcher(tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(launcher):
     """All runs of this file, in one launch; the words of rank 0."""
-    works = [work(name, name, "checkpoint.interval=5") for name in ("plain", *LAYOUTS)]
-    works += [work(f"{name}-unevaluated", name, "eval.interval=0") for name in ("plain", "fsdp2")]
-    works += [work(f"{writer}-to-{reader}", reader, "train.steps=14", resumes=writer) for writer, reader in RESUMED]
-    works += [work(f"longer-{name}", name, "train.steps=14") for name in ("plain", "fsdp2")]
+    works = []
+    for kind in KINDS:
+        works += [work(kind, name, name, "checkpoint.interval=5") for name in ("plain", *LAYOUTS)]
+        works += [work(kind, f"{name}-unevaluated", name, "eval.interval=0") for name in ("plain", "fsdp2")]
+        works += [
+            work(kind, f"{writer}-to-{reader}", reader, "train.steps=14", resumes=writer) for writer, reader in RESUMED
+        ]
+        works += [work(kind, f"longer-{name}", name, "train.steps=14") for name in ("plain", "fsdp2")]
     return launcher.launch(works)
 
 
@@ -64,21 +70,23 @@ def evaluate(launcher, name, capsys, *arguments):
     return json.loads(capsys.readouterr().out)["eval/loss"]
 
 
+@each_kind
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, layout):
-    found, expected = evaluated(launcher, layout), evaluated(launcher, "plain")
+def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, kind, layout):
+    found, expected = evaluated(launcher, f"{kind}-{layout}"), evaluated(launcher, f"{kind}-plain")
 
     assert [*found] == [2, 4, 6, 8, 10]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@each_kind
 @pytest.mark.parametrize("name", ["plain", "fsdp2"])
-def test_training_does_not_notice_that_it_is_evaluated(launcher, said, name):
+def test_training_does_not_notice_that_it_is_evaluated(launcher, said, kind, name):
     """Bit for bit. FSDP keeps the root's parameters gathered after an evaluation, with the values of then."""
-    assert trained(launcher, name) == trained(launcher, f"{name}-unevaluated")
+    assert trained(launcher, f"{kind}-{name}") == trained(launcher, f"{kind}-{name}-unevaluated")
 
 
-@pytest.mark.parametrize("name", ["plain", *LAYOUTS])
+@pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in KINDS for name in ("plain", *LAYOUTS)])
 def test_a_checkpoint_is_evaluated_with_the_averages_that_its_run_has_evaluated(
     launcher, said, name, capsys, monkeypatch
 ):
@@ -94,7 +102,7 @@ def test_a_checkpoint_is_evaluated_with_the_averages_that_its_run_has_evaluated(
     assert abs(training - in_run) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp2"])
+@pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in KINDS for name in ("fsdp2", "tp2")])
 def test_a_model_that_is_loaded_has_them(launcher, said, name, monkeypatch):
     """Its loss on the held-out data is that of the run; what a model is exported from is this one."""
     monkeypatch.chdir(launcher.run_dir(name).parent.parent)
@@ -118,8 +126,8 @@ def test_a_model_that_is_loaded_has_them(launcher, said, name, monkeypatch):
 
 
 def test_several_processes_read_them_too(launcher, said, monkeypatch):
-    monkeypatch.chdir(launcher.run_dir("tp2").parent.parent)
-    command = [sys.executable, "-m", "forge_core", "eval", str(launcher.run_dir("tp2")), "--nproc", "2", "--json"]
+    monkeypatch.chdir(launcher.run_dir("ema-tp2").parent.parent)
+    command = [sys.executable, "-m", "forge_core", "eval", str(launcher.run_dir("ema-tp2")), "--nproc", "2", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = {}
     for weights in ("evaluation", "training"):
@@ -129,16 +137,16 @@ def test_several_processes_read_them_too(launcher, said, monkeypatch):
         assert done.returncode == 0, done.stderr
         found[weights] = json.loads(done.stdout)["eval/loss"]
 
-    assert found["evaluation"] == pytest.approx(evaluated(launcher, "tp2")[10], rel=1e-6)
+    assert found["evaluation"] == pytest.approx(evaluated(launcher, "ema-tp2")[10], rel=1e-6)
     assert abs(found["training"] - found["evaluation"]) > 1e-3
 
 
 def test_sampling_reads_them_too(launcher, said, monkeypatch, capsys):
     """It would go on with other words: the likeliest ones of two models."""
-    monkeypatch.chdir(launcher.run_dir("fsdp2").parent.parent)
+    monkeypatch.chdir(launcher.run_dir("schedule-free-fsdp2").parent.parent)
     texts = {}
     for weights in ([], ["--weights=evaluation"], ["--weights=training"]):
-        arguments = ["generate", str(launcher.run_dir("fsdp2")), "--prompt=line 1", "--temperature=0"]
+        arguments = ["generate", str(launcher.run_dir("schedule-free-fsdp2")), "--prompt=line 1", "--temperature=0"]
         assert main([*arguments, "--max-new-tokens=40", *weights]) == 0
         texts["".join(weights)] = capsys.readouterr().out
 
@@ -147,8 +155,8 @@ def test_sampling_reads_them_too(launcher, said, monkeypatch, capsys):
 
 def test_a_run_may_begin_with_averages(launcher, said, monkeypatch, capsys):
     """Their first evaluation, with a learning rate of next to nothing, is the last one of theirs."""
-    monkeypatch.chdir(launcher.run_dir("fsdp2").parent.parent)
-    load = f'checkpoint.load={{path="{launcher.run_dir("fsdp2")}", include=["evaluation.*"]}}'
+    monkeypatch.chdir(launcher.run_dir("schedule-free-fsdp2").parent.parent)
+    load = f'checkpoint.load={{path="{launcher.run_dir("schedule-free-fsdp2")}", include=["evaluation.*"]}}'
     settings = [
         "run.name=begun",
         "callbacks=[]",
@@ -161,17 +169,54 @@ def test_a_run_may_begin_with_averages(launcher, said, monkeypatch, capsys):
 
     assert main(["run", str(JOB), *settings]) == 0
 
-    assert evaluated(launcher, "begun")[1] == pytest.approx(evaluated(launcher, "fsdp2")[10], rel=1e-6)
+    assert evaluated(launcher, "begun")[1] == pytest.approx(evaluated(launcher, "schedule-free-fsdp2")[10], rel=1e-6)
 
 
+@each_kind
 @pytest.mark.parametrize(("writer", "reader"), RESUMED)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(launcher, said, writer, reader):
-    name = f"{writer}-to-{reader}"
-    of_one = "longer-fsdp2" if writer == reader else "longer-plain"
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(launcher, said, kind, writer, reader):
+    found, expected = f"{kind}-{writer}-to-{reader}", f"{kind}-longer-{'fsdp2' if writer == reader else 'plain'}"
+
     for values in (trained, evaluated):
-        found = {step: loss for step, loss in values(launcher, name).items() if step > 10}
-        expected = {step: loss for step, loss in values(launcher, of_one).items() if step > 10}
-        if writer == reader:
-            assert found == expected
-        else:
-            assert found == pytest.approx(expected, rel=1e-5)
+        one, other = (
+            {step: loss for step, loss in values(launcher, name).items() if step > 10} for name in (found, expected)
+        )
+        assert one == (other if writer == reader else pytest.approx(other, rel=1e-5))
+
+
+def test_the_average_of_a_resumed_run_is_the_same_bits(launcher, said):
+    found, expected = launcher.saved("ema-fsdp2-to-fsdp2"), launcher.saved("ema-longer-fsdp2")
+
+    averages = [key for key in expected if key.startswith("plugin.forge-plugins-optim.callback.ema.")]
+    assert len(averages) == 1 + sum(key.startswith("evaluation.") for key in expected)
+    for key in averages:
+        assert torch.equal(found[key], expected[key])
+
+
+def test_two_averages_of_the_same_weights_are_refused_before_the_first_step(tiny, capfd):
+    both = [SCHEDULE_FREE, 'callbacks=[{name="ema"}]']
+
+    assert main(["run", str(tiny.config), *both]) == 2
+
+    said = capfd.readouterr().err
+    assert "optimizer 'schedule_free_adamw' of forge-plugins-optim" in said
+    assert "and plugin.forge-plugins-optim.callback.ema both have weights to be evaluated in place of embed." in said
+    assert tiny.metrics() == []
+
+
+def test_a_run_that_is_resumed_with_an_average_begins_it_there(tiny, capfd):
+    tiny.completed("train.steps=4")
+    average = 'callbacks=[{name="ema", decay=0.5}]'
+
+    tiny.completed("train.steps=6", average)
+    said = capfd.readouterr().out
+    tiny.completed("train.steps=8")
+
+    assert "tensors of callbacks that the checkpoint does not have, which begin anew: plugin.forge-plugins-" in said
+    assert "tensors of callbacks that the checkpoint has alone; they are dropped: plugin." in capfd.readouterr().out
+    saved = {step: find_checkpoint(tiny.path() / "checkpoints" / f"step_{step:08d}", print) for step in (6, 8)}
+    keys = {step: {key.partition(".")[0] for key in one.saved_tensors()} for step, one in saved.items()}
+    assert keys == {6: {"model", "optimizer", "evaluation", "plugin"}, 8: {"model", "optimizer"}}
+    updates = {"plugin.forge-plugins-optim.callback.ema.updates": torch.zeros((), dtype=torch.int64)}
+    saved[6].load(updates)
+    assert [one.item() for one in updates.values()] == [2]

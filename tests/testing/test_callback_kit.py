@@ -1,6 +1,7 @@
 """The callback kit passes a callback that keeps the contract, and has a sentence for each way to break it."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Callback
@@ -55,6 +56,44 @@ def careless(self, error):
     raise RuntimeError("in the handler")
 
 
+class Averaging(Callback):
+    """Keeps the contract: the mean of what the weights were after each step is evaluated."""
+
+    def run_start(self, run):
+        self.parameters = run.parameters
+        self.sums = {name: one.detach().clone() for name, one in run.parameters.items()}
+        self.count = torch.ones(())
+
+    def step_end(self, run, context):
+        for name, one in self.parameters.items():
+            self.sums[name] += one.detach()
+        self.count += 1
+
+    def tensors(self):
+        return {"count": self.count, **self.sums}
+
+    def evaluation_weights(self):
+        return {name: one / self.count for name, one in self.sums.items()}
+
+
+class TestAveraging(Case):
+    callback = Averaging
+
+
+def averaging(**methods):
+    return type("Faulty", (Averaging,), methods)
+
+
+def sums_from_the_first_step_on(self, run, context):
+    self.sums.setdefault("later", torch.zeros(()))
+
+
+def into_the_parameters(self):
+    for one in self.parameters.values():
+        one.data.zero_()
+    return {}
+
+
 class Lonely(Watch):
     """Asks the other ranks on the first one alone."""
 
@@ -103,6 +142,48 @@ FAULTS = [
         "test_state_survives",
         pytest.fail.Exception,
         "state must be made of finite JSON values",
+    ),
+    (
+        averaging(step_end=sums_from_the_first_step_on),
+        "test_tensors_survive",
+        AssertionError,
+        "(?s)at the end of run_start, where the engine fills them, and .*, later at the end of a run",
+    ),
+    (
+        averaging(tensors=lambda self: {"count": self.count.clone(), **self.sums}),
+        "test_tensors_survive",
+        AssertionError,
+        "tensors gives a copy of 'count'; it must give the tensor itself",
+    ),
+    (
+        averaging(tensors=lambda self: self.sums),
+        "test_tensors_survive",
+        AssertionError,
+        "the evaluation weights of .* differ after a resume: something is neither in state nor in tensors",
+    ),
+    (
+        averaging(evaluation_weights=lambda self: {"weight": self.count}),
+        "test_evaluation_weights_are_those_of_parameters",
+        AssertionError,
+        "evaluation_weights has 'weight', which is the name of no parameter",
+    ),
+    (
+        averaging(evaluation_weights=lambda self: {name: one.sum() for name, one in self.sums.items()}),
+        "test_evaluation_weights_are_those_of_parameters",
+        AssertionError,
+        r"evaluation_weights has a tensor \(\) for ",
+    ),
+    (
+        averaging(evaluation_weights=into_the_parameters),
+        "test_evaluation_weights_are_those_of_parameters",
+        AssertionError,
+        "evaluation_weights changes ",
+    ),
+    (
+        averaging(evaluation_weight=lambda self: {}),
+        "test_methods_are_events",
+        pytest.fail.Exception,
+        "nothing calls evaluation_weight; did you mean 'evaluation_weights'",
     ),
     (
         faulty(load_state=Callback.load_state),

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
+from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.distributed.timeouts import set_timeouts
 from forge_core.errors import PluginError
 from forge_core.train.events import EVENTS, Events
@@ -52,7 +53,7 @@ class CallbackConformance(ComponentCase):
     def test_methods_are_events(self) -> None:
         callback: Callback = self.make()
 
-        known = [name for name in dir(Callback) if not name.startswith("_")]
+        known = [*(name for name in dir(Callback) if not name.startswith("_")), "evaluation_weights"]
         own = [name for name in dir(callback) if not name.startswith("_") and name not in known]
         for name in own:
             for near in difflib.get_close_matches(name, known, 1, cutoff=0.8):
@@ -144,6 +145,61 @@ class CallbackConformance(ComponentCase):
         restored = json.loads(json.dumps(dict(again.state())))
         assert restored == saved, f"a callback that loads the state {saved} has the state {restored}"
 
+    def test_tensors_survive(self, tmp_path: Path) -> None:
+        callback, run = self.start(tmp_path)
+        run.go()
+        saved = {name: tensor.detach().clone() for name, tensor in callback.tensors().items()}
+
+        again, other = self.start(tmp_path / "again")
+        again.load_state(dict(callback.state()), callback.state_version)
+        other.model.load_state_dict(run.model.state_dict())
+        other.begin()
+        there = dict(again.tensors())
+        assert there.keys() == saved.keys(), (
+            f"tensors has {', '.join(there) or 'nothing'} at the end of run_start, where the engine fills them, and "
+            f"{', '.join(saved) or 'nothing'} at the end of a run; the names must be the same"
+        )
+        for name, tensor in there.items():
+            assert (tensor.shape, tensor.dtype) == (saved[name].shape, saved[name].dtype), (
+                f"the tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype} at the end of run_start, and "
+                f"{tuple(saved[name].shape)} {saved[name].dtype} at the end of a run"
+            )
+            tensor.detach().copy_(saved[name])
+        for name, tensor in again.tensors().items():
+            assert torch.equal(tensor, saved[name]), (
+                f"tensors gives a copy of {name!r}; it must give the tensor itself, which the engine fills in place"
+            )
+        for name, weight in _evaluation_weights(again).items():
+            assert torch.equal(weight, _evaluation_weights(callback)[name]), (
+                f"the evaluation weights of {name} differ after a resume: something is neither in state nor in tensors"
+            )
+
+    def test_evaluation_weights_are_those_of_parameters(self, tmp_path: Path) -> None:
+        callback, run = self.start(tmp_path)
+        run.begin()
+        names = [*_evaluation_weights(callback)]
+        callback, run = self.start(tmp_path)
+        run.go()
+
+        before = {name: one.detach().clone() for name, one in run.run.parameters.items()}
+        weights = _evaluation_weights(callback)
+        assert [*weights] == names, (
+            f"evaluation_weights has {', '.join(weights) or 'no names'} after a run, and {', '.join(names) or 'none'} "
+            "at the end of run_start; the names must be the same each time"
+        )
+        for name, weight in weights.items():
+            assert name in before, f"evaluation_weights has {name!r}, which is the name of no parameter"
+            assert weight.shape == before[name].shape, (
+                f"evaluation_weights has a tensor {tuple(weight.shape)} for {name}, which is "
+                f"{tuple(before[name].shape)}"
+            )
+        for name, parameter in run.run.parameters.items():
+            assert torch.equal(parameter, before[name]), f"evaluation_weights changes {name}"
+
+
+def _evaluation_weights(callback: Callback) -> dict[str, torch.Tensor]:
+    return dict(callback.evaluation_weights()) if isinstance(callback, HasEvaluationWeights) else {}
+
 
 class SmallRun:
     """A run of a few steps of a small model on the CPU, as a callback sees it."""
@@ -180,7 +236,7 @@ class SmallRun:
     def go(self, logged: bool = True) -> None:
         """All events of a run that reaches its end; every step, or none, is logged."""
         generator = torch.Generator().manual_seed(0)
-        self._call("run_start")
+        self.begin()
         for step in range(1, self._steps + 1):
             self._call("step_start", step=step)
             tokens = torch.randint(32, (2, SEQ_LEN + 1), generator=generator)
@@ -210,9 +266,13 @@ class SmallRun:
             self._call("checkpoint_saved", step=self._steps, path=self._checkpoint)
             self._call("run_end", step=self._steps, stopped="")
 
+    def begin(self) -> None:
+        """The event before the first step."""
+        self._call("run_start")
+
     def fail(self) -> None:
         """A run that ends with an error in its first step."""
-        self._call("run_start")
+        self.begin()
         self._call("step_start", step=1)
         self._call("run_failed", step=1, error=RuntimeError("the step failed"))
 

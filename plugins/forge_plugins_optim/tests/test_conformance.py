@@ -1,5 +1,6 @@
 from typing import ClassVar
 
+from forge_testing.callback import CallbackConformance
 from forge_testing.loss import LossConformance
 from forge_testing.optimizer import OptimizerConformance
 from forge_testing.package import PluginConformance
@@ -60,6 +61,11 @@ class TestSGD(OptimizerConformance):
 class TestSGDWithoutMomentum(OptimizerConformance):
     component = "forge-plugins-optim:sgd"
     config: ClassVar = {"lr": 1e-1, "momentum": 0.0}
+
+
+class TestEMA(CallbackConformance):
+    component = "forge-plugins-optim:ema"
+    config: ClassVar = {"decay": 0.5, "warm_up": True}
 
 
 class TestConstant(SchedulerConformance):

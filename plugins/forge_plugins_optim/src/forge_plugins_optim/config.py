@@ -199,6 +199,19 @@ class GroupedConfig:
             raise ValueError("has several groups with neither roles nor patterns, and one alone can take the rest")
 
 
+@attrs.frozen(kw_only=True)
+class EMAConfig:
+    """An exponential moving average of the weights (Polyak and Juditsky, 1992, with forgetting)."""
+
+    decay: float = attrs.field(default=0.999, validator=and_(gt(0), lt(1)))
+    """What is left of the average after an update of it: its memory is ``interval / (1 − decay)`` steps."""
+    interval: int = attrs.field(default=1, validator=ge(1))
+    """Steps between updates of the average."""
+    warm_up: bool = False
+    """Whether the decay rises, as ``min(decay, (1 + n) / (10 + n))`` after n updates, so that the average forgets
+    weights of the beginning sooner."""
+
+
 MUON_ALONE = (
     "muon is for matrices, and a model has embeddings, norms and a head as well. Use optimizer 'grouped' with "
     '[[optimizer.groups]] roles = ["matrix", "expert"], optimizer = {name = "muon", …}, and another group for the rest'

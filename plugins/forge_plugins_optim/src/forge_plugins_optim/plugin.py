@@ -107,6 +107,17 @@ def forge_losses() -> Iterator[Component]:
 
 
 @hookimpl
+def forge_callbacks() -> Iterator[Component]:
+    """An average of the weights, with any optimizer."""
+    yield Component(
+        name="ema",
+        summary="an exponential moving average of the weights, which is evaluated in their place",
+        factory="forge_plugins_optim.ema:EMA",
+        config="forge_plugins_optim.config:EMAConfig",
+    )
+
+
+@hookimpl
 def forge_commands() -> Iterator[Command]:
     """``forge plot-schedule``."""
     yield Command(
