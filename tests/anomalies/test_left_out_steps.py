@@ -42,11 +42,12 @@ def leave_out(steps=FIRST_MIDDLE_LAST, more=""):
 
 
 def marked(first, stop):
-    return [f'data={{name="numbered", marked=[{first}, {stop}]}}', poison("loss", "nan=true", "marked=true")]
+    poisoned = poison("loss", "nan=true", "marked=true", more=EMA)
+    return [f'data={{name="numbered", marked=[{first}, {stop}]}}', poisoned]
 
 
 BACK = ["train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=2"]
-WITHOUT = 'data={name="numbered", without=[16, 24]}'
+WITHOUT = ['data={name="numbered", without=[16, 24]}', f"callbacks=[{EMA}]"]
 POISONED = {  # name: the reference that leaves out the same steps, the number of ranks, settings
     "gradient-nan": ("one", 1, [*DATA, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
     "loss-inf": ("one", 1, [*DATA, poison("loss", "inf=true", FIRST_MIDDLE_LAST), RARELY]),
@@ -96,9 +97,9 @@ def launcher(tmp_path_factory, saboteur_site):
                 Work("back", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=13"]),
                 Work("back-halved", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=5"]),
                 Work("back-halved", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=13"]),
-                Work("back-reference", 1, [*DATA, *BACK, WITHOUT, "train.steps=13"]),
+                Work("back-reference", 1, [*DATA, *BACK, *WITHOUT, "train.steps=13"]),
                 Work("back-of-two", 2, [*TWO, *BACK, *marked(18, 24), "metrics.interval=4"]),
-                Work("back-of-two-reference", 2, [*TWO, *BACK, WITHOUT]),
+                Work("back-of-two-reference", 2, [*TWO, *BACK, *WITHOUT]),
             ],
             timeout=800,
         )

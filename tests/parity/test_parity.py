@@ -37,7 +37,8 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),
     *(f"muon-{layout}" for layout in ("fsdp4", "cp2", "pp2-fsdp2", "moe-ep2")),
     *(
-        f"lion-{layout}"
+        f"{optimizer}-{layout}"
+        for optimizer in ("lion", "schedule-free")
         for layout in ("accumulation4", "fsdp4", "hsdp2x2", "tp2", "pp2", "pp2-fsdp2", "cp2", "moe-ep2")
     ),
 }

@@ -71,6 +71,18 @@ def test_a_step_that_did_not_count_and_a_state_that_was_handed_over_change_nothi
     assert replica[4:] == plain[2:]
 
 
+def test_the_average_of_a_callback_is_handed_over_too(tiny, lone):
+    """Bit for bit: what was evaluated, and its tensors."""
+    average, settings = '{name="ema", decay=0.5}', ("train.grad_accumulation=2", "eval.interval=5")
+    plain = tiny.completed("run.name=plain", f"callbacks=[{average}]", *settings)
+
+    replica = tiny.completed(f'callbacks=[{{name="lone"}}, {average}]', *settings)
+
+    of_plain, of_replica = ([line["eval/loss"] for line in lines if "eval/loss" in line] for lines in (plain, replica))
+    assert len(of_plain) == 2
+    assert of_replica == of_plain
+
+
 def test_a_job_has_one_such_callback(tiny, lone):
     with pytest.raises(ConfigError, match="each join replicas; keep one"):
         tiny.completed('callbacks=[{name="lone"}, {name="lone"}]')

@@ -27,6 +27,7 @@ _MUON = (  # in fp32: what bf16 rounds would be told from one layout to another
     'optimizer={name="grouped", groups=[{roles=["matrix", "expert"], optimizer={name="muon", lr=1e-2, dtype="fp32"}}, '
     '{optimizer={name="adamw", lr=3e-3}}]}'
 )
+_SCHEDULE_FREE = "optimizer={name='schedule_free_adamw', lr=3e-3}"
 _PACKED = ["data.path=short", "data.document_mask=true"]
 _ONE_BY_ONE = ["train.batch_size=1", "train.grad_accumulation=4"]
 """A sequence in a microbatch, for what looks at all tokens of one; layouts then change nothing about it."""
@@ -117,6 +118,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
         "optimizer={name='lion', lr=3e-4}",
     ],
+    "schedule free": [_SCHEDULE_FREE],
+    "schedule free moe": [
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _SCHEDULE_FREE,
+    ],
     # two of four layers; more experts than a microbatch fills; counts of the step before
     "moe every second": [
         (
@@ -189,7 +195,7 @@ def optimizer_cells(training: str) -> dict[str, Cell]:
         "moe-ep2-fsdp2": Cell(4, [QUARTER, EP2], f"{training} moe"),
     }
     return {
-        f"{training}-{name}": cell if "moe" in name else attrs.evolve(cell, training=training)
+        f"{training.replace(' ', '-')}-{name}": cell if "moe" in name else attrs.evolve(cell, training=training)
         for name, cell in layouts.items()
     }
 
@@ -413,6 +419,7 @@ CELLS: Mapping[str, Cell] = {
     # other optimizers
     **optimizer_cells("lion"),
     **optimizer_cells("muon"),
+    **optimizer_cells("schedule free"),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")
