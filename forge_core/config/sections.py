@@ -153,7 +153,8 @@ class LoadSection:
     path: Path
     """A checkpoint, or the directory of a run, whose newest one is meant."""
     include: tuple[str, ...] = attrs.field(default=("model.*",), validator=attrs.validators.min_len(1))
-    """Patterns of the tensors to load, such as ``"model.blocks.*"``; ``"optimizer.*"`` is the optimizer's state."""
+    """Patterns of the tensors to load, such as ``"model.blocks.*"``; ``"optimizer.*"`` is the optimizer's state, and
+    ``"evaluation.*"`` are averages in place of the trained weights."""
     exclude: tuple[str, ...] = ()
     """Patterns of those, of these, to leave out."""
     rename: Mapping[str, str] = attrs.field(factory=dict)

@@ -90,7 +90,7 @@ class EvaluationWeights:
 
     def _values(self, name: str) -> torch.Tensor:
         """This rank's part of a parameter, in the same memory."""
-        return local_tensor(plain_values(self._model.parameters[name].detach()))
+        return local_tensor(plain_values(self._model.parameters[name])).detach()
 
     def _drop_gathered(self) -> None:
         """The root's parameters stay gathered after a forward without a backward, with the values of then."""

@@ -193,6 +193,24 @@ def test_the_average_of_a_resumed_run_is_the_same_bits(launcher, said):
         assert torch.equal(found[key], expected[key])
 
 
+def test_an_average_of_some_parameters_is_evaluated_with_the_others_as_they_are_trained(tiny, capsys):
+    """Matrices alone have one; half of them are frozen at first, and are their own average until then."""
+    groups = f'[{{roles=["matrix"], {SCHEDULE_FREE}}}, {{optimizer={{name="lion", lr=1e-3}}}}]'
+    settings = [f'optimizer={{name="grouped", groups={groups}}}', "eval.interval=5", "checkpoint.interval=5"]
+    frozen = 'phases=[{at=1, train=["embed.*", "head.*", "blocks.0.*"]}, {at=7}]'
+    lines = tiny.completed("run.name=some", *settings, frozen)
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+
+    assert len(losses) == 2
+    for step, in_run in zip((5, 10), losses, strict=True):
+        checkpoint = find_checkpoint(tiny.path("some") / "checkpoints" / f"step_{step:08d}", print)
+        assert main(["eval", str(checkpoint.path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["eval/loss"] == in_run
+        averaged = {key for key in checkpoint.saved_tensors() if key.startswith("evaluation.")}
+        assert "evaluation.blocks.1.attention.q.weight" in averaged
+        assert "evaluation.embed.weight" not in averaged
+
+
 def test_two_averages_of_the_same_weights_are_refused_before_the_first_step(tiny, capfd):
     both = [SCHEDULE_FREE, 'callbacks=[{name="ema"}]']
 
