@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forge_core.contracts.model import canonical_name
+from forge_core.contracts.optimizer import StateLayout
 from forge_core.errors import ConfigError, PluginError
 from forge_core.ops.local_tensor import local_tensor
 
@@ -103,7 +104,8 @@ def empty_optimizer_state(
             if name in elsewhere:
                 continue
             parameter = _parameter(names, name, key)
-            tensor = _empty_like(parameter, metadata, on_host=slot in facts["on_host"])
+            dtype, on_host = metadata.properties.dtype, slot in facts["on_host"]
+            tensor = empty_slot(optimizer, parameter, slot, metadata.size, dtype, on_host=on_host)
             optimizer.state[parameter][slot] = tensor
             tensors[key] = tensor
     for key, value in facts["values"].items():
@@ -111,6 +113,26 @@ def empty_optimizer_state(
         if name not in elsewhere:
             optimizer.state[_parameter(names, name, key)][slot] = value
     return tensors
+
+
+def empty_slot(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    slot: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """One tensor of an optimizer's state to be read into, laid out as the optimizer says (``StateLayout``); if it says
+    nothing, sharded as its parameter is if it has its shape, otherwise whole on every rank."""
+    if isinstance(optimizer, StateLayout):
+        laid_out = optimizer.empty_state(parameter, slot, shape, dtype)
+        if laid_out is not None:
+            return laid_out
+    if shape == parameter.shape and isinstance(parameter.data, DTensor):
+        return torch.zeros_like(parameter.data, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
 def _split(key: str) -> tuple[str, str]:
@@ -122,11 +144,3 @@ def _parameter(names: Mapping[str, nn.Parameter], name: str, key: str) -> nn.Par
     if name not in names:
         raise ConfigError(f"the checkpoint has {key}, but the model has no parameter {name}")
     return names[name]
-
-
-def _empty_like(parameter: nn.Parameter, metadata: TensorStorageMetadata, *, on_host: bool) -> torch.Tensor:
-    """Sharded as its parameter is if it has its shape, otherwise whole on every rank."""
-    dtype = metadata.properties.dtype
-    if metadata.size == parameter.shape and isinstance(parameter.data, DTensor):
-        return torch.zeros_like(parameter.data, dtype=dtype)
-    return torch.zeros(metadata.size, dtype=dtype, device="cpu" if on_host else parameter.device)

@@ -34,8 +34,8 @@ class OptimizerFactory(Protocol):
     * Base learning rates stand in ``param_groups[i]["lr"]``; before each step the engine sets every group's ``lr`` to
       that base times the schedule's multiplier, so hyper-parameters must be read from the group at each step.
     * All state that affects later steps is in ``optimizer.state[parameter]``: tensors of the parameter's shape (sharded
-      as it is), or of any shape if they are equal on all ranks; plain numbers are fine. The engine saves and restores
-      it by parameter name, without calling ``step``.
+      as it is), or of any shape if they are equal on all ranks, or laid out as it says itself (``StateLayout``); plain
+      numbers are fine. The engine saves and restores it by parameter name, without calling ``step``.
     * An optimizer that is made of others has them as ``members``; its ``param_groups`` are theirs, the same dicts. The
       engine splits groups whose parameters have different rates in a phase (``[[phases]]``).
     * A parameter without a gradient is left alone: its value, its state, its decay. So phases freeze parameters.
@@ -84,5 +84,32 @@ class HasEvaluationWeights(Protocol):
             Floating-point tensors of the parameters' shapes, each sharded as its parameter is: a ``DTensor`` of the
             same placements, or a plain tensor. The engine reads them at once, and converts them to the parameters'
             dtypes.
+        """
+        ...
+
+
+@runtime_checkable
+class StateLayout(Protocol):
+    """The protocol of optimizers with state that is neither sharded as its parameter is nor equal on all ranks: means
+    of a matrix's rows, scales of its blocks."""
+
+    def empty_state(
+        self, parameter: torch.nn.Parameter, slot: str, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A tensor for saved state to be read into, laid out as ``step`` would have made it on this mesh.
+
+        Called for each slot of each parameter of this rank that is read: in a resume, perhaps on another mesh than the
+        one that wrote it, in a warm start, in the transfer from another replica; and before the first save, which
+        refuses state that is laid out otherwise.
+
+        Args:
+            parameter: a ``DTensor`` if it is sharded here.
+            slot: the key in ``state[parameter]``.
+            shape: of the whole state, on all ranks together. It must not depend on the mesh.
+            dtype: of the saved state.
+
+        Returns:
+            A tensor of this shape and dtype, a ``DTensor`` if it is sharded; or ``None``: laid out as the parameter if
+            it has its shape, otherwise whole on every rank.
         """
         ...

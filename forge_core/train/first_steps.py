@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -12,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from forge_core.checkpoint.state_dict import plain_values
+from forge_core.checkpoint.state_dict import empty_slot, plain_values
+from forge_core.contracts.optimizer import StateLayout
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.errors import PluginError, and_more
 from forge_core.ops.local_tensor import local_tensor
@@ -158,10 +158,13 @@ class FirstSave:
         for name, parameter in self._parameters.items():
             for slot, value in self._optimizer.state.get(parameter, {}).items():
                 key = f"the state {slot!r} of {name}"
-                if isinstance(value, DTensor):
-                    problems += _sharded_otherwise(key, value, parameter)
-                elif isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if not isinstance(value, DTensor):
                     plain[key] = value
+                if isinstance(value, DTensor) or isinstance(self._optimizer, StateLayout):
+                    empty = empty_slot(self._optimizer, parameter, slot, value.shape, value.dtype)
+                    problems += _laid_out_otherwise(key, value, empty)
         sums = bit_sums(plain) if dist.get_world_size() > 1 else {}
         return _Own(
             problems,
@@ -181,15 +184,15 @@ class FirstSave:
         )
 
 
-def _sharded_otherwise(key: str, value: DTensor, parameter: Any) -> list[str]:
-    if isinstance(parameter, DTensor) and (value.shape, value.placements) == (parameter.shape, parameter.placements):
-        return []
-    placements = getattr(parameter, "placements", "whole")
-    sentence = (
-        f"{key} sharded as {value.placements} {tuple(value.shape)}, and the parameter is {placements} "
-        f"{tuple(parameter.shape)}; state must be sharded as the parameter is, or equal on all ranks"
-    )
-    return [sentence]
+def _laid_out_otherwise(key: str, value: torch.Tensor, empty: torch.Tensor) -> list[str]:
+    """Than what a resume would read it into."""
+    here, there = _layout(value), _layout(empty)
+    remedy = "state must be sharded as the parameter is, or as empty_state says, or equal on all ranks"
+    return [] if here == there else [f"{key} {here}, which a resume would have {there}; {remedy}"]
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return (f"sharded as {tensor.placements} " if isinstance(tensor, DTensor) else "whole ") + f"{tuple(tensor.shape)}"
 
 
 def _differing(found: Sequence[_Own]) -> list[str]:

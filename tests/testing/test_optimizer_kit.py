@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import zeros as distributed_zeros
 
 from forge_testing.optimizer import OptimizerConformance
 
@@ -209,6 +210,56 @@ class LocalState(Momentum):
         parameter.sub_(group["lr"] * parameter.grad)
 
 
+class RowsWithoutAWord(Momentum):
+    """Divides by a mean of squares for each row, whose shape is not the parameter's."""
+
+    def update(self, parameter, group):
+        squares = parameter.grad.square()
+        mean = self.means(squares) if parameter.ndim > 1 else squares
+        row = self.state[parameter].setdefault("row", torch.zeros_like(mean))
+        row.lerp_(mean, 0.1)
+        parameter.sub_(group["lr"] * parameter.grad / (1 + (row.unsqueeze(-1) if parameter.ndim > 1 else row)))
+
+    def means(self, squares):
+        mean = squares.mean(-1)
+        if isinstance(mean, DTensor):  # where columns are cut, a sum that is to be reduced
+            mean = mean.redistribute(placements=[Replicate() if p.is_partial() else p for p in mean.placements])
+        return mean
+
+
+class Rows(RowsWithoutAWord):
+    """Keeps the contract."""
+
+    def empty_state(self, parameter, slot, shape, dtype):
+        if not isinstance(parameter, DTensor) or parameter.ndim == 1:
+            return None
+        last = parameter.ndim - 1
+        placements = [Replicate() if p.is_shard(last) else p for p in parameter.placements]
+        return distributed_zeros(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
+
+
+class RowsSaidToBeWhole(RowsWithoutAWord):
+    def empty_state(self, parameter, slot, shape, dtype):
+        return torch.zeros(shape, dtype=dtype) if parameter.ndim > 1 else None
+
+
+class Blocks(Momentum):
+    """Keeps the largest gradient of what each rank holds: another number of them on other meshes."""
+
+    def update(self, parameter, group):
+        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        largest = local.abs().amax().view(1)
+        if isinstance(parameter, DTensor):
+            largest = DTensor.from_local(largest, parameter.device_mesh, [Shard(0)])
+        self.state[parameter]["largest"] = largest
+        parameter.sub_(group["lr"] * parameter.grad)
+
+    def empty_state(self, parameter, slot, shape, dtype):
+        if not isinstance(parameter, DTensor):
+            return torch.zeros(1)
+        return distributed_zeros(parameter.device_mesh.size(), device_mesh=parameter.device_mesh, placements=[Shard(0)])
+
+
 class MixedUp(Momentum):
     """Takes shards for whole tensors, which goes wrong on one rank already."""
 
@@ -300,6 +351,16 @@ class ShardNormCase(OptimizerConformance):
         return ShardNorm([entry.parameter for entry in parameters])
 
 
+class RowsCase(OptimizerConformance):
+    def make(self, *, parameters):
+        return Rows([entry.parameter for entry in parameters])
+
+
+class BlocksCase(OptimizerConformance):
+    def make(self, *, parameters):
+        return Blocks([entry.parameter for entry in parameters])
+
+
 class LocalStateCase(OptimizerConformance):
     def make(self, *, parameters):
         return LocalState([entry.parameter for entry in parameters])
@@ -336,6 +397,8 @@ FAULTS = [
     (ForgetsTheAverage, "test_resumes_bit_identical", (), "the evaluation weights of embed.weight differ after"),
     (WholeAverages, "test_updates_shards_like_whole_tensors", "folder", "a tensor whole for embed.weight, which is"),
     (MixedUp, "test_updates_shards_like_whole_tensors", "folder", "sharded over 1 ranks differs by"),
+    (RowsWithoutAWord, "test_updates_shards_like_whole_tensors", "folder", "an optimizer says by empty_state how"),
+    (RowsSaidToBeWhole, "test_updates_shards_like_whole_tensors", "folder", r"empty_state gives whole \(11,\)"),
 ]
 
 
@@ -355,11 +418,16 @@ def test_a_fault_is_found_and_told(optimizer, check, given, sentence, tmp_path):
     [
         (ShardNormCase, "on two ranks: embed.weight sharded over 2 ranks differs by"),
         (LocalStateCase, "on two ranks: the state 'last' of embed.weight is a plain tensor"),
+        (BlocksCase, r"'largest' of embed.weight has the shape \(2,\) .* empty_state gives \(1,\)"),
     ],
 )
 def test_a_fault_on_two_ranks_is_found_and_told(case, sentence, tmp_path):
     with pytest.raises(AssertionError, match=sentence):
         case().test_updates_shards_like_whole_tensors_on_two_ranks(tmp_path)
+
+
+def test_state_of_another_shape_is_resumed_on_another_layout(tmp_path):
+    RowsCase().test_updates_shards_like_whole_tensors_on_two_ranks(tmp_path)
 
 
 def test_a_period_is_gone_through_whatever_its_length():

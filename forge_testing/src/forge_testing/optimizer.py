@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from forge_core.checkpoint.state_dict import empty_slot
 from forge_core.contracts.model import ParameterRole
-from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter
+from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter, StateLayout
 from forge_core.run.process import hard_exit
 from forge_testing.component_case import ComponentCase
 
@@ -32,6 +33,9 @@ _SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {
     "blocks.0.feed_forward.experts.up": ("expert", (3, 4, 6)),
     "head.weight": ("head", (11, 6)),
 }
+
+_AFTER_A_CHANGE = 6
+"""Steps after a resume on another layout."""
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -320,28 +324,22 @@ def _join(folder: Path, *, rank: int, world_size: int) -> None:
 
 
 def _compare_sharded_with_whole(case: OptimizerConformance) -> None:
-    """So many steps on plain tensors and on ``DTensor``s of the same values, over all ranks of the process group."""
+    """So many steps on plain tensors and on ``DTensor``s of the same values, over all ranks of the process group; and
+    some more of each with the state of the other."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     steps, whole = case._steps(), case._parameters()
-    sharded = [
-        NamedParameter(e.name, nn.Parameter(distribute_tensor(e.parameter.detach(), mesh, _placements(e.role))), e.role)
-        for e in whole
-    ]
+    sharded = _sharded(whole, mesh)
     optimizers = case.make(parameters=whole), case.make(parameters=sharded)
     for step in range(steps):
         _step(optimizers[0], whole, step)
         _step(optimizers[1], sharded, step, mesh)
 
-    for plain, shard in zip(whole, sharded, strict=True):
-        result = shard.parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
-        error = float((result - plain.parameter.detach()).abs().max())
-        assert error <= 4e-7 * steps, (
-            f"{plain.name} sharded over {mesh.size()} ranks differs by {error:.2g} from the same parameter in one "
-            f"piece after {steps} steps"
-        )
+    pieces = f"sharded over {mesh.size()} ranks differs by {{error:.2g}} from the same parameter in one piece"
+    _assert_close(whole, sharded, 4e-7 * steps, f"{{name}} {pieces} after {steps} steps")
+    for shard in sharded:
         for slot, value in optimizers[1].state.get(shard.parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                _assert_can_be_saved(shard, slot, value)
+                _assert_can_be_saved(optimizers[1], shard, slot, value)
     of_whole, of_shards = (_evaluation_weights(optimizer) for optimizer in optimizers)
     for shard in sharded:
         if shard.name in of_shards:
@@ -352,6 +350,20 @@ def _compare_sharded_with_whole(case: OptimizerConformance) -> None:
                 f"the evaluation weights of {shard.name} sharded over {mesh.size()} ranks differ by {error:.2g} from "
                 f"those of the same parameter in one piece after {steps} steps"
             )
+
+    others = _plain(sharded), _sharded(whole, mesh)
+    resumed = [case.make(parameters=other) for other in others]
+    for i, (before, other) in enumerate(zip((sharded, whole), others, strict=True)):
+        _read_state(optimizers[1 - i], before, resumed[i], other)
+    for step in range(steps, steps + _AFTER_A_CHANGE):
+        _step(optimizers[0], whole, step)
+        _step(optimizers[1], sharded, step, mesh)
+        _step(resumed[0], others[0], step)
+        _step(resumed[1], others[1], step, mesh)
+    sentence = "after a resume on {layout}, {{name}} differs by {{error:.2g}} from what it is without"
+    tolerance = 4e-7 * (steps + _AFTER_A_CHANGE)
+    _assert_close(others[0], sharded, tolerance, sentence.format(layout="one rank, which has all of each parameter"))
+    _assert_close(whole, others[1], tolerance, sentence.format(layout=f"{mesh.size()} ranks with parts of parameters"))
 
 
 def _evaluation_weights(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -370,14 +382,51 @@ def _assert_is_like(name: str, weight: Any, parameter: Any) -> None:
     )
 
 
-def _assert_can_be_saved(entry: NamedParameter, slot: str, value: torch.Tensor) -> None:
-    """State is sharded as its parameter is, or the same on all ranks."""
+def _assert_close(plain: Sequence[NamedParameter], sharded: Sequence[NamedParameter], limit: float, said: str) -> None:
+    for one, shard in zip(plain, sharded, strict=True):
+        error = float((_whole(shard.parameter.detach()) - one.parameter.detach()).abs().max())
+        assert error <= limit, said.format(name=one.name, error=error)
+
+
+def _read_state(
+    before: torch.optim.Optimizer,
+    saved: Sequence[NamedParameter],
+    fresh: torch.optim.Optimizer,
+    here: Sequence[NamedParameter],
+) -> None:
+    """As in a resume: each tensor into one that is laid out as the optimizer has it on this layout."""
+    for old, new in zip(saved, here, strict=True):
+        for slot, value in before.state.get(old.parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                fresh.state[new.parameter][slot] = value
+                continue
+            empty = empty_slot(fresh, new.parameter, slot, value.shape, value.dtype)
+            assert (empty.shape, empty.dtype) == (value.shape, value.dtype), (
+                f"the state {slot!r} of {new.name} has the shape {tuple(value.shape)} and {value.dtype} on one layout, "
+                f"and on another empty_state gives {tuple(empty.shape)} and {empty.dtype}; they must be the same on all"
+            )
+            whole = _whole(value)
+            if isinstance(empty, DTensor):
+                whole = distribute_tensor(whole, empty.device_mesh, empty.placements)
+            fresh.state[new.parameter][slot] = empty.copy_(whole)
+
+
+def _assert_can_be_saved(
+    optimizer: torch.optim.Optimizer, entry: NamedParameter, slot: str, value: torch.Tensor
+) -> None:
+    """State is sharded as its parameter is, or as the optimizer says, or the same on all ranks."""
     parameter: Any = entry.parameter
-    if isinstance(value, DTensor):
-        assert value.shape == parameter.shape and value.placements == parameter.placements, (  # noqa: PT018
-            f"the state {slot!r} of {entry.name} is sharded as {value.placements} {tuple(value.shape)}, the "
-            f"parameter as {parameter.placements} {tuple(parameter.shape)}"
+    empty = empty_slot(optimizer, parameter, slot, value.shape, value.dtype)
+    says = isinstance(optimizer, StateLayout)
+    if isinstance(value, DTensor) or (says and isinstance(empty, DTensor)):
+        found = getattr(value, "placements", "whole"), tuple(value.shape)
+        expected = getattr(empty, "placements", "whole"), tuple(empty.shape)
+        assert found == expected, (
+            f"the state {slot!r} of {entry.name} is sharded as {found[0]} {found[1]}, the parameter as "
+            f"{parameter.placements} {tuple(parameter.shape)}; "
+            + (f"empty_state gives {expected[0]} {expected[1]}" if says else "an optimizer says by empty_state how")
         )
+    if isinstance(value, DTensor):
         return
     on_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(on_ranks, value)
@@ -385,6 +434,22 @@ def _assert_can_be_saved(entry: NamedParameter, slot: str, value: torch.Tensor) 
         f"the state {slot!r} of {entry.name} is a plain tensor {tuple(value.shape)} that differs between ranks; make "
         "it with zeros_like(parameter), so that it is sharded as the parameter is"
     )
+
+
+def _sharded(parameters: Sequence[NamedParameter], mesh: DeviceMesh) -> list[NamedParameter]:
+    values = [e.parameter.detach().clone() for e in parameters]
+    return [
+        NamedParameter(e.name, nn.Parameter(distribute_tensor(value, mesh, _placements(e.role))), e.role)
+        for e, value in zip(parameters, values, strict=True)
+    ]
+
+
+def _plain(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
+    return [NamedParameter(e.name, nn.Parameter(_whole(e.parameter.detach()).clone()), e.role) for e in parameters]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _placements(role: ParameterRole) -> list[Shard]:
