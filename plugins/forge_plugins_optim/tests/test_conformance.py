@@ -11,9 +11,24 @@ class TestPlugin(PluginConformance):
     dist = "forge-plugins-optim"
 
 
+class TestAdafactor(OptimizerConformance):
+    component = "forge-plugins-optim:adafactor"
+    config: ClassVar = {"lr": 1e-2}
+
+
+class TestAdafactorWithAllItsKeys(OptimizerConformance):
+    component = "forge-plugins-optim:adafactor"
+    config: ClassVar = {"lr": 5.0, "beta1": 0.5, "scale_parameter": True, "relative_step": True}
+
+
 class TestAdamW(OptimizerConformance):
     component = "forge-plugins-optim:adamw"
     config: ClassVar = {"lr": 1e-2, "groups": [{"pattern": "head.*", "lr_scale": 0.5}]}
+
+
+class TestAdamW8bit(OptimizerConformance):
+    component = "forge-plugins-optim:adamw_8bit"
+    config: ClassVar = {"lr": 1e-2, "min_elements": 0}
 
 
 class TestGrouped(OptimizerConformance):
@@ -22,6 +37,7 @@ class TestGrouped(OptimizerConformance):
         "groups": [
             {"roles": ["matrix", "expert"], "optimizer": {"name": "muon", "lr": 2e-2, "dtype": "fp32"}},
             {"roles": ["norm", "bias"], "optimizer": {"name": "lion", "lr": 1e-2}},
+            {"roles": ["head"], "optimizer": {"name": "adafactor", "lr": 1e-2}},
             {"optimizer": {"name": "adamw", "lr": 1e-2}},
         ]
     }

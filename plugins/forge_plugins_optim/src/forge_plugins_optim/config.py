@@ -97,6 +97,14 @@ class AdamWConfig(ParameterRules):
 
 
 @attrs.frozen(kw_only=True)
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW with its moments in 8 bits (Dettmers et al., 2022, https://arxiv.org/abs/2110.02861)."""
+
+    min_elements: int = attrs.field(default=4096, validator=ge(0))
+    """Parameters of fewer elements keep their moments in fp32, as embedding tables always do."""
+
+
+@attrs.frozen(kw_only=True)
 class LionConfig(ParameterRules):
     """Lion (Chen et al., 2023, https://arxiv.org/abs/2302.06675). Its authors use a learning rate 3 to 10 times smaller
     than AdamW's, and a weight decay as many times larger."""
@@ -165,6 +173,26 @@ class MuonConfig(MatrixRules):
         """It cannot be all of a job's optimizer: every model has embeddings."""
         if job.optimizer.config is self:
             yield "name", MUON_ALONE
+
+
+@attrs.frozen(kw_only=True)
+class AdafactorConfig(ParameterRules):
+    """Adafactor (Shazeer and Stern, 2018, https://arxiv.org/abs/1804.04235)."""
+
+    beta1: float = attrs.field(default=0.0, validator=and_(ge(0), lt(1)))
+    """Decay of the running mean of updates, a step; 0 keeps none, and with it most of the memory of AdamW's state."""
+    decay_power: float = attrs.field(default=0.8, validator=and_(gt(0), le(1)))
+    """In update t, means of squares keep ``1 − t^−decay_power`` of what they were."""
+    clip_threshold: float = attrs.field(default=1.0, validator=gt(0))
+    """The largest root mean square of a parameter's update before the learning rate multiplies it."""
+    eps: tuple[float, float] = attrs.field(default=(1e-30, 1e-3), validator=deep_iterable(gt(0)))
+    """Added to squares of gradients; and the least size of a parameter for ``scale_parameter``."""
+    scale_parameter: bool = False
+    """Whether the learning rate of a parameter is multiplied by its root mean square, as in the paper. If not, it is
+    about as large as AdamW's."""
+    relative_step: bool = False
+    """Whether the learning rate is multiplied by ``min(0.01, 1/√t)`` in update t. With ``lr = 1.0`` and the schedule
+    ``none`` it is that of the paper."""
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter
+from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter, StateLayout
 from forge_core.errors import ConfigError, and_more
 from forge_plugins_optim.config import GroupedConfig, OptimizerGroup
 
@@ -27,16 +27,16 @@ class Grouped(torch.optim.Optimizer):
             ConfigError: a parameter is in no group or in two, or a group takes none.
         """
         self._members: list[tuple[str, torch.optim.Optimizer]] = []
-        members: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        self._owners: dict[torch.Tensor, torch.optim.Optimizer] = {}
         for group, taken in zip(config.groups, _shared_out(config.groups, parameters), strict=True):
             if not taken:  # on this pipeline stage
                 continue
             optimizer = build(group.optimizer, parameters=taken)
             self._members.append((group.optimizer.qualified_name, optimizer))
-            members.update((one.parameter, optimizer) for one in taken)
+            self._owners.update((one.parameter, optimizer) for one in taken)
         self._names: dict[torch.Tensor, str] = {one.parameter: one.name for one in parameters}
         super().__init__([group for _, member in self._members for group in member.param_groups], {})
-        self.state = _JoinedState(members)  # type: ignore[assignment]  # a mapping as torch's
+        self.state = _JoinedState(self._owners)  # type: ignore[assignment]  # a mapping as torch's
         self._is_compared = False
         self.left_out: torch.Tensor | None = None
         self.leaves_out = all(_leaves_out(member) for _, member in self._members)
@@ -71,6 +71,13 @@ class Grouped(torch.optim.Optimizer):
             for state in member.state.values():
                 state.setdefault(_OWNER, name)
         return loss
+
+    def empty_state(
+        self, parameter: torch.nn.Parameter, slot: str, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Same as ``StateLayout.empty_state``, by the parameter's optimizer."""
+        owner = self._owners[parameter]
+        return owner.empty_state(parameter, slot, shape, dtype) if isinstance(owner, StateLayout) else None
 
     def _compare(self) -> None:
         for name, member in self._members:

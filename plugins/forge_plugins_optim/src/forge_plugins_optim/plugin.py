@@ -13,10 +13,22 @@ FORGE_API = "1.1"
 def forge_optimizers() -> Iterator[Component]:
     """Optimizers."""
     yield Component(
+        name="adafactor",
+        summary="Adafactor: second moments of matrices by row and column, and no first moment unless asked for",
+        factory="forge_plugins_optim.adafactor:Adafactor",
+        config="forge_plugins_optim.config:AdafactorConfig",
+    )
+    yield Component(
         name="adamw",
         summary="AdamW with decoupled weight decay, one fused kernel; decays matrices only",
         factory="forge_plugins_optim.adamw:adamw",
         config="forge_plugins_optim.config:AdamWConfig",
+    )
+    yield Component(
+        name="adamw_8bit",
+        summary="AdamW with its moments in 8 bits by blocks: a quarter of the memory of its state",
+        factory="forge_plugins_optim.adamw_8bit:AdamW8bit",
+        config="forge_plugins_optim.config:AdamW8bitConfig",
     )
     yield Component(
         name="grouped",
