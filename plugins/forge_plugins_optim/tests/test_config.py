@@ -10,6 +10,8 @@ import pytest
 
 from forge_core.config.sections import TrainSection
 from forge_plugins_optim.config import (
+    AdafactorConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     ChunkedCrossEntropyConfig,
     EMAConfig,
@@ -41,6 +43,11 @@ from forge_plugins_optim.schedule_config import (
         (AdamWConfig, {"lr": 0.1, "betas": (-0.1, 0.9)}),
         (AdamWConfig, {"lr": 0.1, "eps": 0.0}),
         (AdamWConfig, {"lr": 0.1, "weight_decay": -0.1}),
+        (AdafactorConfig, {"lr": 0.1, "beta1": 1.0}),
+        (AdafactorConfig, {"lr": 0.1, "decay_power": 0.0}),
+        (AdafactorConfig, {"lr": 0.1, "clip_threshold": 0.0}),
+        (AdafactorConfig, {"lr": 0.1, "eps": (0.0, 1e-3)}),
+        (AdamW8bitConfig, {"lr": 0.1, "min_elements": -1}),
         (LionConfig, {"lr": 0.1, "betas": (0.9, 1.0)}),
         (MuonConfig, {"lr": 0.1, "iterations": 0}),
         (MuonConfig, {"lr": 0.1, "momentum": 1.0}),
@@ -132,6 +139,16 @@ def test_muon_alone_is_found_at_validation() -> None:
 
     assert [key for key, _ in muon.check(alone)] == ["name"]
     assert list(muon.check(nested)) == []
+
+
+def test_stochastic_rounding_of_nothing_is_found_at_validation() -> None:
+    config = AdamWConfig(lr=0.1, stochastic_rounding=True)
+    of = lambda precision: SimpleNamespace(train=SimpleNamespace(precision=precision))  # noqa: E731 - a job
+    ((key, sentence),) = config.check(of("bf16"))
+
+    assert key == "stochastic_rounding"
+    assert "with train.precision = 'bf16' that is nothing" in sentence
+    assert list(config.check(of("bf16_pure"))) == list(AdamWConfig(lr=0.1).check(of("bf16"))) == []
 
 
 def test_a_last_group_with_a_pattern_only_is_refused() -> None:

@@ -26,6 +26,11 @@ class TestAdamW(OptimizerConformance):
     config: ClassVar = {"lr": 1e-2, "groups": [{"pattern": "head.*", "lr_scale": 0.5}]}
 
 
+class TestAdamWWithStochasticRounding(OptimizerConformance):
+    component = "forge-plugins-optim:adamw"
+    config: ClassVar = {"lr": 1e-2, "stochastic_rounding": True}
+
+
 class TestAdamW8bit(OptimizerConformance):
     component = "forge-plugins-optim:adamw_8bit"
     config: ClassVar = {"lr": 1e-2, "min_elements": 0}

@@ -9,20 +9,24 @@ import torch
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.config import AdamWConfig
 from forge_plugins_optim.parameter_groups import parameter_groups
+from forge_plugins_optim.rounded_adamw import RoundedAdamW
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
-def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.AdamW:
+def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
     """torch's AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101) in its fused implementation.
 
     The fused kernel reads and writes each parameter and moment once. Where torch has none (other devices, dtypes that
     are not floating point), torch chooses the implementation. ``DTensor`` parameters are updated shard by shard. The
-    moments have their parameter's dtype, and ``step`` is a scalar on its device.
+    moments have their parameter's dtype, and ``step`` is a scalar on its device. With ``stochastic_rounding`` it is
+    ``RoundedAdamW``.
 
     Raises:
         ConfigError: a parameter group takes no parameter.
     """
+    if config.stochastic_rounding:
+        return RoundedAdamW(config, parameters=parameters)
     fusible = all(p.parameter.device.type in _FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
     groups = parameter_groups(parameters, config)
     return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)

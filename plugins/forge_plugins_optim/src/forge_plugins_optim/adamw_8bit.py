@@ -11,6 +11,7 @@ from torch import nn
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.ops.local_tensor import local_tensor
+from forge_plugins_optim.adamw_step import adamw_step
 from forge_plugins_optim.blocks import Blocks
 from forge_plugins_optim.config import AdamW8bitConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
@@ -59,7 +60,10 @@ class AdamW8bit(ForeachOptimizer):
         for bucket in _buckets(held):
             moments = [self._moments(parameter) for parameter in bucket]
             for own, parameter, part, gradient in zip(moments, bucket, *self.parts(bucket), strict=True):
-                _step(part, gradient.float(), own, self.state[parameter]["step"], group, is_taken)
+                whole = part.float()
+                adamw_step(whole, gradient.float(), own, self.state[parameter]["step"], group, is_taken)
+                if whole is not part:
+                    part.copy_(whole)
             self._keep([(p, own) for p, own in zip(bucket, moments, strict=True) if p not in self._exact])
 
     def _moments(self, parameter: torch.Tensor) -> Tensors:
@@ -97,29 +101,6 @@ class AdamW8bit(ForeachOptimizer):
     def _write(self, state: torch.Tensor, value: torch.Tensor) -> None:
         local = local_tensor(state)
         local.copy_(value if self.left_out is None else torch.where(self.left_out.bool(), local, value))
-
-
-def _step(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Tensors,
-    count: torch.Tensor,
-    group: dict[str, Any],
-    is_taken: torch.Tensor,
-) -> None:
-    """AdamW's, in place; nothing where ``is_taken`` is 0."""
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    momentum, square = moments
-    count.add_(is_taken)
-    ahead = count + (1 - is_taken)  # not zero in a first step that is left out
-    momentum.lerp_(gradient, (1 - beta1) * is_taken)
-    square.lerp_(gradient.square(), (1 - beta2) * is_taken)
-    root = (square / (1 - beta2**ahead)).sqrt_().add_(group["eps"])
-    whole = parameter.float()
-    whole.addcmul_(whole, is_taken * (lr * group["weight_decay"]), value=-1)
-    whole.addcmul_(momentum / root, is_taken * lr / (1 - beta1**ahead), value=-1)
-    if whole is not parameter:
-        parameter.copy_(whole)
 
 
 def _buckets(held: Tensors) -> Iterator[Tensors]:

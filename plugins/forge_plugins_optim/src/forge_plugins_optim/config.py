@@ -94,12 +94,29 @@ class AdamWConfig(ParameterRules):
     """Decay of the running means of the gradient and of its square, a step."""
     eps: float = attrs.field(default=1e-8, validator=gt(0))
     """Added to the root of the second moment."""
+    stochastic_rounding: bool = False
+    """Whether parameters and moments that are kept in bf16 (``train.precision = "bf16_pure"``) are rounded up or down
+    by chance, so that updates too small for bf16 count on average. It computes in fp32, without torch's fused
+    kernel."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Nothing is kept in bf16 in other precisions."""
+        if self.stochastic_rounding and job.train.precision != "bf16_pure":
+            sentence = (
+                f"rounds what is kept in bf16, and with train.precision = {job.train.precision!r} that is nothing; "
+                'leave it out, or set train.precision = "bf16_pure"'
+            )
+            yield "stochastic_rounding", sentence
 
 
 @attrs.frozen(kw_only=True)
-class AdamW8bitConfig(AdamWConfig):
+class AdamW8bitConfig(ParameterRules):
     """AdamW with its moments in 8 bits (Dettmers et al., 2022, https://arxiv.org/abs/2110.02861)."""
 
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
+    """Decay of the running means of the gradient and of its square, a step."""
+    eps: float = attrs.field(default=1e-8, validator=gt(0))
+    """Added to the root of the second moment."""
     min_elements: int = attrs.field(default=4096, validator=ge(0))
     """Parameters of fewer elements keep their moments in fp32, as embedding tables always do."""
 
