@@ -17,6 +17,8 @@ TRAININGS = {
     "plain": JAY,
     "packed": [*JAY, "data.path=short", "data.document_mask=true"],
     "tied": [*JAY, "model.tied=true"],
+    "cubic": [*JAY, "optimizer={name='cubic', lr=0.02}"],
+    "row-scaled": [*JAY, "optimizer={name='row_scaled', lr=1e-3}"],
 }
 
 HALF = "train.batch_size=1"  # on two ranks with samples of their own
@@ -46,7 +48,11 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "pp2-fsdp2": (4, "plain", [PP2, HALF]),
     "tp2-fsdp2": (4, "plain", [TP2, HALF]),
     "cp2-tp2": (4, "packed", [CP2, TP2]),
+    "tp2-fsdp2-cubic": (4, "cubic", [TP2, HALF]),
+    "tp2-fsdp2-row-scaled": (4, "row-scaled", [TP2, HALF]),
 }
+ON = ["train.steps=11", "eval.interval=0"]
+"""One more step, in another layout."""
 BY_NIGHT = {  # by day, each pass and each tie is there once
     *("selective", "fsdp2-full", "tp2-whole-stream", "tp2-selective", "tp2-compile", "pp2-zero-bubble"),
     *("pp2-fsdp2", "cp2-tp2"),
@@ -63,6 +69,9 @@ def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest
     for name, (ranks, training, layout) in CELLS.items():
         if name in chosen:
             works.append(Work(name, ranks, [*TRAININGS[training], *layout]))
+    if (written := "tp2-fsdp2-row-scaled") in chosen:
+        works.append(Work("row-scaled-on", 2, [*TRAININGS["row-scaled"], HALF, *ON], resumes=written))
+        works.append(Work("alone-row-scaled-on", 1, [*TRAININGS["row-scaled"], *ON], resumes="alone-row-scaled"))
     launcher.launch(works)
     return launcher
 
@@ -84,9 +93,19 @@ def test_ten_steps_have_the_losses_and_gradient_norms_of_one_process(launcher: L
 
 def test_the_trainings_differ_from_each_other(launcher: Launcher) -> None:
     """Else a cell could not tell that documents or the tie had been lost."""
-    first = [launcher.metrics(f"alone-{training}")[0]["loss"] for training in TRAININGS]
+    losses = [launcher.metrics(f"alone-{training}")[9]["loss"] for training in TRAININGS]
 
-    assert min(abs(one / other - 1) for one in first for other in first if one is not other) > 1e-4
+    assert min(abs(one / other - 1) for one in losses for other in losses if one is not other) > 1e-4
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("cell", ["tp2-fsdp2-row-scaled"])
+def test_state_of_another_shape_goes_on_in_another_layout(launcher: Launcher, cell: str) -> None:
+    line, reference = (launcher.metrics(name)[-1] for name in ("row-scaled-on", "alone-row-scaled-on"))
+
+    assert line["step"] == reference["step"] == 11
+    for key in ("loss", "grad_norm", "tokens"):
+        assert line[key] == pytest.approx(reference[key], rel=1e-5), key
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("ahead-pp2-fsdp2", "ahead-pp2-cp2-moe-packed", "ahead-pp2-ep2-moe-packed"),
     *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),
     *(f"muon-{layout}" for layout in ("fsdp4", "cp2", "pp2-fsdp2", "moe-ep2")),
+    *(f"factored-{layout}" for layout in ("fsdp4", "hsdp2x2", "cp2", "pp2-fsdp2", "moe-ep2")),
     *(
         f"{optimizer}-{layout}"
         for optimizer in ("lion", "schedule-free")

@@ -28,6 +28,7 @@ _MUON = (  # in fp32: what bf16 rounds would be told from one layout to another
     '{optimizer={name="adamw", lr=3e-3}}]}'
 )
 _SCHEDULE_FREE = "optimizer={name='schedule_free_adamw', lr=3e-3}"
+_FACTORED = "optimizer={name='adafactor', lr=3e-3, beta1=0.5}"
 _PACKED = ["data.path=short", "data.document_mask=true"]
 _ONE_BY_ONE = ["train.batch_size=1", "train.grad_accumulation=4"]
 """A sequence in a microbatch, for what looks at all tokens of one; layouts then change nothing about it."""
@@ -113,6 +114,12 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
         _MUON,
     ],
+    "factored": [_FACTORED],
+    "factored moe": [
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _FACTORED,
+    ],
+    "eight bit": ["optimizer={name='adamw_8bit', lr=6e-3, min_elements=0}"],
     "lion": ["optimizer={name='lion', lr=3e-4}"],
     "lion moe": [
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
@@ -420,6 +427,10 @@ CELLS: Mapping[str, Cell] = {
     **optimizer_cells("lion"),
     **optimizer_cells("muon"),
     **optimizer_cells("schedule free"),
+    **optimizer_cells("factored"),
+    # what is rounded off decides on a code now and then
+    "eight-bit-fsdp2": Cell(2, [HALF], "eight bit", 1e-4),
+    "eight-bit-tp2-fsdp2": Cell(4, [TP2, HALF], "eight bit", 1e-4),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")
@@ -430,3 +441,5 @@ PACKED_FAMILIES = ("packed-accumulation4", "fsdp2-packed", "tp2-packed", "pp2-1f
 """The same for packed documents, each resumed in the next; with and without accumulation."""
 MUON_FAMILIES = ("muon-accumulation4", "muon-fsdp2", "muon-tp2-fsdp2", "muon-pp2", "muon-tp2")
 """The same for an optimizer of whole matrices."""
+FACTORED_FAMILIES = ("factored-accumulation4", "factored-fsdp2", "factored-tp2", "factored-tp2-fsdp2")
+"""The same for an optimizer whose state has other shapes than parameters."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from parity_matrix.cells import (
     CELLS,
     EXACT,
+    FACTORED_FAMILIES,
     FAMILIES,
     MOE_FAMILIES,
     MUON_FAMILIES,
@@ -35,6 +36,8 @@ EXCHANGES: tuple[Exchange, ...] = (
     *((writer, MOE_FAMILIES[0]) for writer in ("moe-ep4", "moe-pp2-ep2")),
     *zip(PACKED_FAMILIES, [*PACKED_FAMILIES[1:], PACKED_FAMILIES[0]], strict=True),
     *zip(MUON_FAMILIES, [*MUON_FAMILIES[1:], MUON_FAMILIES[0]], strict=True),
+    *zip(FACTORED_FAMILIES, [*FACTORED_FAMILIES[1:], FACTORED_FAMILIES[0]], strict=True),
+    ("factored-tp2", "factored-fsdp2"),
     *(("fsdp2-fp8-gathered-ac-full", reader) for reader in ("fsdp2-fp8-gathered-ac-full", "bf16")),
 )
 
@@ -192,7 +195,8 @@ def _run_of(family: str) -> str:
 def _judge(writer: str) -> str:
     """The family of one process that reads what others are compared with."""
     return next(
-        (family[0] for family in (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES) if writer in family), "one process"
+        (family[0] for family in (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES, FACTORED_FAMILIES) if writer in family),
+        "one process",
     )
 
 

@@ -14,6 +14,16 @@ class TestSignum(OptimizerConformance):
     config = {"lr": 0.01}
 
 
+class TestCubic(OptimizerConformance):
+    component = "acme-recipes:cubic"
+    config = {"lr": 0.1}
+
+
+class TestRowScaled(OptimizerConformance):
+    component = "acme-recipes:row_scaled"
+    config = {"lr": 0.01}
+
+
 class TestInverseSqrt(SchedulerConformance):
     component = "acme-recipes:inverse_sqrt"
 

@@ -8,12 +8,12 @@ from forge_core.contracts.data_source import DataSourceConfig
 
 @attrs.frozen(kw_only=True)
 class SignumConfig:
-    """Keys of ``signum``."""
+    """Keys of ``signum``, ``cubic`` and ``row_scaled``."""
 
     lr: float = attrs.field(validator=gt(0))
     """Base learning rate."""
     momentum: float = attrs.field(default=0.9, validator=ge(0))
-    """Decay of the momentum a step."""
+    """Decay of the momentum, or of the mean, a step."""
 
 
 @attrs.frozen(kw_only=True)

@@ -11,6 +11,18 @@ def forge_optimizers():
         factory="acme_recipes.signum:Signum",
         config="acme_recipes.config:SignumConfig",
     )
+    yield Component(
+        name="cubic",
+        summary="along the cube of the momentum of whole matrices",
+        factory="acme_recipes.cubic:Cubic",
+        config="acme_recipes.config:SignumConfig",
+    )
+    yield Component(
+        name="row_scaled",
+        summary="scaled by a mean of squares for each row",
+        factory="acme_recipes.row_scaled:RowScaled",
+        config="acme_recipes.config:SignumConfig",
+    )
 
 
 @hookimpl
