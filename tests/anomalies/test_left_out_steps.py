@@ -23,7 +23,9 @@ PIPELINE = [*DATA, "train.batch_size=1", "train.grad_accumulation=4", "parallel.
 FIRST_MIDDLE_LAST = "steps=[1, 4, 8]"
 PLAIN = ['optimizer={name="plain_adamw", lr=3e-3}']
 GROUPED = (  # each leaves a step out on the device
-    'optimizer={name="grouped", groups=[{roles=["matrix"], optimizer={name="muon", lr=1e-2}}, '
+    'optimizer={name="grouped", groups=[{roles=["matrix"], patterns=["blocks.0.*", "blocks.1.*"], optimizer='
+    '{name="muon", lr=1e-2}}, {roles=["matrix"], patterns=["blocks.2.*"], optimizer={name="adafactor", lr=3e-3}}, '
+    '{roles=["matrix"], patterns=["blocks.3.*"], optimizer={name="adamw_8bit", lr=3e-3, min_elements=0}}, '
     '{roles=["norm", "bias"], optimizer={name="lion", lr=1e-3}}, {roles=["head"], optimizer={name="sgd", lr=1e-2, '
     'decoupled_weight_decay=false, nesterov=true}}, {optimizer={name="adamw", lr=3e-3}}]}'
 )

@@ -7,10 +7,10 @@ from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, qua
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.adamw_8bit import AdamW8bit
-from forge_plugins_optim.blocks import Blocks, dynamic_map
+from forge_plugins_optim.blocks import Blocks, DynamicMap
 from forge_plugins_optim.config import AdamW8bitConfig
 
-CPU = torch.device("cpu")
+MAPS = {signed: DynamicMap(torch.device("cpu"), signed=signed) for signed in (True, False)}
 
 
 def drawn(*shape, seed=0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def drawn(*shape, seed=0) -> torch.Tensor:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_is_the_published_one(signed) -> None:
-    torch.testing.assert_close(dynamic_map(signed, CPU), torch.tensor(create_dynamic_map(signed)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(MAPS[signed].values, torch.tensor(create_dynamic_map(signed)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -32,7 +32,7 @@ def test_rounding_is_the_published_one(signed) -> None:
 
     blocks = Blocks(1024, 0, 1024)
     scales = blocks.scales(values)
-    found = blocks.dequantised(blocks.quantised(values, scales, signed=signed), scales, signed=signed)
+    found = blocks.dequantised(blocks.quantised(values, scales, MAPS[signed]), scales, MAPS[signed])
 
     assert torch.equal(scales.flatten(), published_scales)
     smallest = 3.25e-7 * blocks.of_each(scales) * (not signed)  # a second moment that is published as 0
@@ -48,7 +48,7 @@ def test_the_error_is_as_stated_and_no_less(signed, worst) -> None:
         values = torch.cat([values, torch.ones(len(values), 1)], 1)  # the scale is 1
         values[:, ::2] *= -1 if signed else 1
         scales = blocks.scales(values)
-        found = blocks.dequantised(blocks.quantised(values, scales, signed=signed), scales, signed=signed)
+        found = blocks.dequantised(blocks.quantised(values, scales, MAPS[signed]), scales, MAPS[signed])
         error = float((found - values)[:, :-1].abs().max())
 
         assert error <= 0.45 * 10.0**-decade / 2 ** (6 - decade + (not signed)) * 1.001
@@ -61,7 +61,7 @@ def test_second_moments_are_never_rounded_to_zero_and_zero_stays_zero() -> None:
     values = torch.tensor([[1.0, 1e-30, 1e-8, 0.0]])
     scales = blocks.scales(values)
 
-    found = blocks.dequantised(blocks.quantised(values, scales, signed=False), scales, signed=False)
+    found = blocks.dequantised(blocks.quantised(values, scales, MAPS[False]), scales, MAPS[False])
 
     torch.testing.assert_close(found, torch.tensor([[1.0, 3.25e-7, 3.25e-7, 0.0]]))
 
@@ -70,14 +70,14 @@ def test_blocks_are_those_of_the_whole_wherever_it_is_cut() -> None:
     values = drawn(3, 700)
     whole = Blocks(700, 0, 700)
     scales = whole.scales(values)
-    codes = whole.quantised(values, scales, signed=True)
+    codes = whole.quantised(values, scales, MAPS[True])
 
     cuts = [Blocks(700, 0, 300), Blocks(700, 300, 0), Blocks(700, 300, 212), Blocks(700, 512, 188)]
     parts = values.split([one.held for one in cuts], -1)
     together = torch.stack([one.scales(part) for one, part in zip(cuts, parts, strict=True)]).amax(0)
 
     assert torch.equal(together, scales)
-    held = [one.quantised(part, scales, signed=True) for one, part in zip(cuts, parts, strict=True)]
+    held = [one.quantised(part, scales, MAPS[True]) for one, part in zip(cuts, parts, strict=True)]
     assert torch.equal(torch.cat(held, -1), codes)
 
 

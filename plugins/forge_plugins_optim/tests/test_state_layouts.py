@@ -24,6 +24,7 @@ from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.adafactor import Adafactor
 from forge_plugins_optim.adamw_8bit import AdamW8bit
 from forge_plugins_optim.config import AdafactorConfig, AdamW8bitConfig
+from forge_plugins_optim.state_layout import offset_in
 from forge_testing.several_ranks import on_ranks
 
 SHAPES = {"matrix": (12, 520), "wide": (7, 18), "experts": (4, 6, 9), "norm": (10,)}
@@ -140,6 +141,17 @@ def contents(optimizer, parameters):
 
 
 class Layouts:
+    def offsets(self):
+        """Where each part begins, by torch's arithmetic and by ours."""
+        return [
+            (offset_in(one, dim), theirs[dim])
+            for layout in LAYOUTS
+            for one in LAYOUTS[layout](started()).values()
+            if isinstance(one, DTensor) and one.to_local().numel()
+            for theirs in [compute_local_shape_and_global_offset(one.shape, one.device_mesh, one.placements)[1]]
+            for dim in range(one.ndim)
+        ]
+
     def all(self):
         """By optimizer and layout: the largest difference to one process, and after a resume from another layout."""
         folder = tempfile.mkdtemp() if dist.get_rank() == 0 else None
@@ -201,6 +213,14 @@ def difference(found, expected):
 @pytest.fixture(scope="module")
 def differences():
     return on_ranks(Layouts, "all", 4)
+
+
+def test_a_part_begins_where_torch_says() -> None:
+    of_ranks = on_ranks(Layouts, "offsets", 4)
+
+    assert len({ours for pairs in of_ranks for ours, _ in pairs}) > 5
+    for pairs in of_ranks:
+        assert [ours for ours, _ in pairs] == [theirs for _, theirs in pairs]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.adamw_step import adamw_step
-from forge_plugins_optim.blocks import Blocks
+from forge_plugins_optim.blocks import Blocks, DynamicMap
 from forge_plugins_optim.config import AdamW8bitConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
@@ -43,6 +43,7 @@ class AdamW8bit(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas, "eps": config.eps})
+        self._maps: dict[tuple[str, torch.device], DynamicMap] = {}
         self._exact = frozenset(
             one.parameter
             for one in parameters
@@ -81,8 +82,10 @@ class AdamW8bit(ForeachOptimizer):
             return [local_tensor(state[slot]) for slot in _MOMENTS]
         blocks = _blocks(parameter)
         return [
-            blocks.dequantised(local_tensor(state[slot]), local_tensor(state[f"{slot}_scale"]), signed=signed)
-            for slot, signed in _MOMENTS.items()
+            blocks.dequantised(
+                local_tensor(state[slot]), local_tensor(state[f"{slot}_scale"]), self._map(slot, parameter)
+            )
+            for slot in _MOMENTS
         ]
 
     def _keep(self, moments: Sequence[tuple[torch.Tensor, Tensors]]) -> None:
@@ -93,10 +96,16 @@ class AdamW8bit(ForeachOptimizer):
         new = iter(scales)
         for parameter, own in moments:
             state, blocks = self.state[parameter], _blocks(parameter)
-            for value, (slot, signed) in zip(own, _MOMENTS.items(), strict=True):
+            for value, slot in zip(own, _MOMENTS, strict=True):
                 scale = next(new)
-                self._write(state[slot], blocks.quantised(value, scale, signed=signed))
+                self._write(state[slot], blocks.quantised(value, scale, self._map(slot, parameter)))
                 self._write(state[f"{slot}_scale"], scale)
+
+    def _map(self, slot: str, parameter: torch.Tensor) -> DynamicMap:
+        key = slot, parameter.device
+        if key not in self._maps:
+            self._maps[key] = DynamicMap(parameter.device, signed=_MOMENTS[slot])
+        return self._maps[key]
 
     def _write(self, state: torch.Tensor, value: torch.Tensor) -> None:
         local = local_tensor(state)

@@ -7,8 +7,6 @@ the nearest of 256 values between −1 and 1, or 0 and 1, times the scale.
 
 from __future__ import annotations
 
-from functools import cache
-
 import attrs
 import torch
 from torch.nn.functional import pad
@@ -17,9 +15,8 @@ BLOCK = 256
 _DECADES = 7
 
 
-@cache
-def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
-    """The 256 values of a code: ascending, fp32.
+class DynamicMap:
+    """The 256 values of a code.
 
     Of magnitudes in (0.1, 1] there are 64 with a sign, 128 without one, as means of intervals of equal length; in each
     of the six decades below there are half as many; and 0 and 1. A magnitude in decade k, from ``10^−k`` down to
@@ -27,18 +24,21 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     nearest one without: at most 0.0071 or 0.0036 of the scale for any element. Without a sign, what is above 0 is never
     rounded below the smallest value above 0, 3.25e-7.
     """
+
+    def __init__(self, device: torch.device, *, signed: bool) -> None:
+        self.signed = signed
+        self.values = torch.tensor(_values(signed), device=device)
+        """Ascending, fp32."""
+        self.midpoints = (self.values[1:] + self.values[:-1]) / 2
+
+
+def _values(signed: bool) -> list[float]:
     values = [0.0, 1.0]
     for decade in range(_DECADES):
-        edges = torch.linspace(0.1, 1, 2 ** (_DECADES - 1 - decade + (not signed)) + 1, dtype=torch.float64)
-        means = 10.0**-decade * (edges[:-1] + edges[1:]) / 2
-        values += [*means.tolist(), *((-means).tolist() if signed else ())]
-    return torch.tensor(sorted(values), device=device)
-
-
-@cache
-def _midpoints(signed: bool, device: torch.device) -> torch.Tensor:
-    values = dynamic_map(signed, device)
-    return (values[1:] + values[:-1]) / 2
+        n = 2 ** (_DECADES - 1 - decade + (not signed))
+        means = [10.0**-decade * (0.1 + 0.9 * (i + 0.5) / n) for i in range(n)]
+        values += [*means, *(-mean for mean in means if signed)]
+    return sorted(values)
 
 
 @attrs.frozen
@@ -71,14 +71,14 @@ class Blocks:
         start = self.offset % BLOCK
         return scales[..., first:last].repeat_interleave(BLOCK, -1)[..., start : start + self.held]
 
-    def quantised(self, values: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    def quantised(self, values: torch.Tensor, scales: torch.Tensor, map_: DynamicMap) -> torch.Tensor:
         """Codes, uint8."""
         relative = values / self.of_each(scales).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = torch.bucketize(relative, _midpoints(signed, values.device), out_int32=True)
-        if not signed:
+        codes = torch.bucketize(relative, map_.midpoints, out_int32=True)
+        if not map_.signed:
             codes.clamp_(min=(values > 0).int())
         return codes.to(torch.uint8)
 
-    def dequantised(self, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    def dequantised(self, codes: torch.Tensor, scales: torch.Tensor, map_: DynamicMap) -> torch.Tensor:
         """Values, fp32."""
-        return dynamic_map(signed, codes.device)[codes.int()].mul_(self.of_each(scales))
+        return map_.values[codes.int()].mul_(self.of_each(scales))

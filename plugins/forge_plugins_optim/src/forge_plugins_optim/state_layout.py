@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_core.ops.local_tensor import local_tensor
@@ -43,11 +42,25 @@ def _along(placement: Placement, dims: Sequence[int | None]) -> Placement:
 
 
 def offset_in(parameter: torch.Tensor, dim: int) -> int:
-    """Where in the whole parameter this rank's part begins along a dimension."""
+    """Where in the whole parameter this rank's part begins along a dimension.
+
+    torch's own arithmetic goes through tensors, for which a simulation on shapes alone has no values.
+    """
     if not isinstance(parameter, DTensor):
         return 0
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return int(compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1][dim])
+    mesh = parameter.device_mesh
+    cuts = [
+        (i, isinstance(placement, _StridedShard) and placement.split_factor > 1)
+        for i, placement in enumerate(parameter.placements)
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    ]
+    plain, strided = ([i for i, one in cuts if one is is_strided] for is_strided in (False, True))
+    offset, length = 0, parameter.shape[dim]
+    for i in (*plain, *reversed(strided)):  # in which order they were cut, each as torch.chunk does
+        each = -(-length // mesh.size(i))
+        start = min(length, each * mesh.get_local_rank(i))
+        offset, length = offset + start, min(each, length - start)
+    return offset
 
 
 def groups_across(parameter: torch.Tensor, dims: Sequence[int]) -> list[dist.ProcessGroup]:
