@@ -88,6 +88,30 @@ def run_slowly_on_rank0(work: Callable[[], T], beat: Callable[[], None]) -> T:
     Args:
         beat: called about once a second while they wait.
     """
+    outcome: Future[T] = _begun(work) if dist.get_rank() == 0 else Future()
+    while not run_on_rank0(lambda: bool(wait([outcome], timeout=1.0).done)):
+        beat()
+    return run_on_rank0(outcome.result)
+
+
+def run_slowly_on_all_ranks(work: Callable[[], T], beat: Callable[[], None]) -> T:
+    """Same as ``run_on_all_ranks``, for work that takes longer than ranks wait for each other in a collective.
+
+    Args:
+        beat: called about once a second while they wait.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    outcome = _begun(work)
+    done = [False] * dist.get_world_size()
+    while True:
+        dist.all_gather_object(done, bool(wait([outcome], timeout=1.0).done))
+        if all(done):
+            return run_on_all_ranks(outcome.result)
+        beat()
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
     outcome: Future[T] = Future()
 
     def do() -> None:
@@ -96,11 +120,8 @@ def run_slowly_on_rank0(work: Callable[[], T], beat: Callable[[], None]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             outcome.set_exception(error)
 
-    if dist.get_rank() == 0:
-        threading.Thread(target=do, name="forge-slowly", daemon=True).start()
-    while not run_on_rank0(lambda: bool(wait([outcome], timeout=1.0).done)):
-        beat()
-    return run_on_rank0(outcome.result)
+    threading.Thread(target=do, name="forge-slowly", daemon=True).start()
+    return outcome
 
 
 def _class_named(name: str) -> type[ForgeError]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from forge_core.contracts.batch import KNOWN, DescribedSource, Entry
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_core.distributed.collective_errors import run_slowly_on_rank0
+from forge_core.distributed.collective_errors import run_slowly_on_all_ranks, run_slowly_on_rank0
 from forge_core.errors import ConfigError, PluginError
 from forge_core.job import data_phase
 
@@ -36,18 +37,19 @@ def data_seed(job: Job) -> int:
 def open_source(
     job: Job, use: ComponentRef, key: str, split: Split, build: ComponentBuilder, beat: Callable[[], None]
 ) -> Source:
-    """Open a source, and verify its files if it can.
+    """Open a source, and verify its files if it can. All ranks do so together, however long it takes one of them.
 
     Args:
         key: names it in problems, as there may be several.
-        beat: called while files are verified.
+        beat: called while ranks wait.
 
     Raises:
         ConfigError: it cannot be opened; or it has no end, and ``split`` is not ``"train"``.
         PluginError: its config says another order than it has.
     """
     try:
-        source: Source = build(
+        opened = partial(
+            build,
             use,
             seq_len=job.train.seq_len,
             split=split,
@@ -55,10 +57,11 @@ def open_source(
             samples_per_step=job.train.global_batch_size,
             phases=_data_phases(job, use) if split == "train" else (),
         )
+        source: Source = run_slowly_on_all_ranks(opened, beat)
         if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
             run_slowly_on_rank0(source.refuse_damaged, beat)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {error}" if str(error) else "") from error  # rank 0 says it for all
     is_positioned = isinstance(source, PositionedSource)
     if is_positioned and split != "train":
         raise ConfigError(f"{key}: {build.words_for(use)} has no end, so that it cannot be evaluated; name other data")
@@ -87,7 +90,7 @@ class EvaluatedData:
     """Opens what is evaluated, as ``OpenData``. It refuses another vocabulary or tokenizer than ``training`` has.
 
     Args:
-        beat: called while files are verified.
+        beat: called while ranks wait.
     """
 
     def __init__(self, job: Job, training: _TrainedOn, build: ComponentBuilder, beat: Callable[[], None]) -> None:

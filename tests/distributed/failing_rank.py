@@ -1,10 +1,11 @@
-"""One rank of two: what is done on the first one alone may fail there, with whatever error."""
+"""One rank of two: work on the first one alone may fail there, with any error; work on both may take one long."""
 
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_all_ranks
 from forge_core.errors import ConfigError, ExitCode, ForgeError
 from forge_core.run.process import hard_exit
 
@@ -27,5 +28,20 @@ for error, expected, words in (
     except ForgeError as raised:
         print(raised.exit_code is expected, str(raised) == ("" if dist.get_rank() else words))
 print(run_on_rank0(lambda: "told"))
+beats = []
+
+
+def slow_on_the_second():
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+        raise ConfigError("the second cannot")
+    return "done"
+
+
+try:
+    run_slowly_on_all_ranks(slow_on_the_second, lambda: beats.append(1))
+except ConfigError as raised:
+    print(len(beats) >= 2, str(raised) == ("" if dist.get_rank() else "the second cannot"))
+print(run_slowly_on_all_ranks(lambda: dist.get_rank(), lambda: None) == dist.get_rank())
 dist.destroy_process_group()
 hard_exit()
