@@ -61,6 +61,22 @@ class TestJsonl(DataSourceConformance):
         self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.2, "document_mask": request.param}
 
 
+class TestHuggingFace(DataSourceConformance):
+    component = "forge-plugins-data:huggingface"
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    def saved(self, tmp_path, request):
+        datasets = pytest.importorskip("datasets")
+        texts = [file.read_text() for file in sorted(write_text(tmp_path / "text").iterdir())]
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "corpus"))
+        self.config = {
+            "path": str(tmp_path / "corpus"),
+            "cache": str(tmp_path / "prepared"),
+            "validation": 0.2,
+            "document_mask": request.param,
+        }
+
+
 class TestSynthetic(DataSourceConformance):
     component = "forge-plugins-data:synthetic"
     config: ClassVar = {"validation": 20}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from forge_plugins_data.documents import DEFAULT_PATTERNS
 from forge_plugins_data.prepare import UNIT_SIZE, prepare
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_format import INDEX, map_shard, read_header
+from forge_plugins_data.tokenising import cores
 from forge_plugins_data.verification import damage_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def prepare_command(
             patterns=patterns or DEFAULT_PATTERNS,
             encoding_errors=encoding_errors,
             binary=binary,
-            workers=workers or _cores(),
+            workers=workers or cores(),
             unit_size=unit_mib * 2**20,
             progress=Progress(),
         )
@@ -254,11 +254,6 @@ def _show_prepared(path: Path, verify: bool) -> None:
             )
         documents = "?" if shard.documents is None else f"{shard.documents:,}"
         click.echo(f"{shard.file}  {shard.tokens:,} tokens, {documents} documents{', verified' * verify}")
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system tells (Linux)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _build_tokenizer(asked: str, invocation: Invocation) -> Tokenizer:

@@ -128,6 +128,54 @@ class RecordsConfig(_FilesConfig):
 
 
 @attrs.frozen(kw_only=True)
+class HubConfig(_FilesConfig):
+    """A data set of the Hugging Face ``datasets`` library. Documents without text are left out."""
+
+    path: str = attrs.field(validator=_not_empty)
+    """A folder of ``save_to_disk``, a folder of files, a name of the Hugging Face Hub, or, with ``data_files``, a
+    format (``parquet``, ``json``, ``csv``, ``text``). Relative to the working directory; ``~`` is the home
+    directory."""
+    subset: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """Which configuration of a data set that has several, such as a language."""
+    split: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """Which split, by default ``train``. For a folder that has a single one, there is nothing to choose."""
+    data_files: str | tuple[str, ...] | None = attrs.field(default=None, validator=optional(_not_empty))
+    """Files of the folder or the format, by their names or globs."""
+    column: str = attrs.field(default="text", validator=min_len(1))
+    """The column that holds the text."""
+    revision: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """A commit, tag or branch of a data set on the hub. A run that goes on should find what it began with."""
+    tokenizer: Annotated[ComponentRef, Slot("tokenizer", default="bytes")]
+    """How text becomes tokens."""
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return f"the data set {self.path!r}" + (f" ({self.subset})" if self.subset is not None else "")
+
+    def missing(self) -> Iterable[str]:
+        """The library, or a path that can be no name of the hub."""
+        from forge_plugins_data.hub_dataset import what_is_missing  # validation does not need it
+
+        yield from what_is_missing(self)
+
+
+@attrs.frozen(kw_only=True)
+class HuggingFaceConfig(HubConfig):
+    """A data set of the Hugging Face ``datasets`` library, tokenised into token files when it is opened first.
+
+    One process of a node does so, with others to help it; the ranks of the node wait. What was finished stays after an
+    interruption. ``validation`` holds out the last windows of every file. Needs the extra ``huggingface``.
+    """
+
+    cache: str = attrs.field(default="prepared", validator=_not_empty)
+    """The folder for token files; each data set, with its tokenizer, has a folder of its own in it, by a fingerprint.
+    Where nodes share it, they tokenise once. Relative to the working directory; ``~`` is the home directory."""
+    processes: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    """How many tokenise, by default as many as there are cores. The files are the same for any number."""
+
+
+@attrs.frozen(kw_only=True)
 class SyntheticConfig(DataSourceConfig):
     """Samples that are made up, and can be learned: a Markov chain. There is no end of them.
 

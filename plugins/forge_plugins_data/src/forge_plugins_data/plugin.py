@@ -11,6 +11,12 @@ FORGE_API = "1.1"
 def forge_data_sources() -> Iterable[Component]:
     """Text that is tokenised on opening, token files that were prepared before, and samples that are made up."""
     yield Component(
+        name="huggingface",
+        summary="a data set of the Hugging Face hub or a saved one, tokenised once a node into token files",
+        factory="forge_plugins_data.huggingface:open_huggingface",
+        config="forge_plugins_data.config:HuggingFaceConfig",
+    )
+    yield Component(
         name="jsonl",
         summary="JSON Lines, a document a line, tokenised in memory when they are opened",
         factory="forge_plugins_data.records:open_jsonl",

@@ -1,0 +1,168 @@
+"""Data sets of the Hugging Face ``datasets`` library: a saved folder, a folder of files, or a name of the hub."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.errors import ConfigError, nearest
+from forge_plugins_data.config import HubConfig
+from forge_plugins_data.file_selection import refuse_missing
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, IterableDataset
+
+    Loaded = Dataset | IterableDataset
+
+_DEFAULT_SPLIT = "train"
+_OF_SAVED = ("state.json", "dataset_dict.json")
+"""One of which a folder of ``save_to_disk`` has."""
+_TEXT = ("string", "large_string", "string_view")
+
+
+def load_split(config: HubConfig, *, streaming: bool = False) -> Loaded:
+    """The split that a configuration names, whose column is known to be text.
+
+    Args:
+        streaming: files are read while they are iterated over; where no schema says so, what columns there are is then
+            not known yet.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed; no such data set, subset or split, or no network to fetch it; no
+            such column, or one that is no text.
+    """
+    datasets = _library()
+    folder = Path(config.path).expanduser()
+    loaded: Any
+    if any((folder / name).is_file() for name in _OF_SAVED):
+        loaded = _load_saved(datasets, config, folder)
+        loaded = loaded.to_iterable_dataset() if streaming else loaded
+    else:
+        loaded = _load(datasets, config, folder, streaming=streaming)
+    if loaded.features is not None:
+        _require_text(loaded.features, config)
+    return loaded  # type: ignore[no-any-return]  # the library is imported by name
+
+
+def _library() -> Any:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise ConfigError(_not_installed(str(error.name))) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
+
+
+def _load_saved(datasets: Any, config: HubConfig, folder: Path) -> Dataset:
+    """From ``save_to_disk``."""
+    for key in ("subset", "data_files", "revision"):
+        if (value := getattr(config, key)) is not None:
+            raise ConfigError(f"{key} = {value!r} has no effect: path = {config.path!r} is a saved data set; remove it")
+    try:
+        saved: Dataset | DatasetDict = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise ConfigError(f"the saved data set {folder} is damaged: {_first_line(error)}") from error
+    if not isinstance(saved, dict):
+        if config.split is not None:
+            raise ConfigError(f"split = {config.split!r} has no effect: {folder} is a single split; remove it")
+        return saved
+    name = config.split or _DEFAULT_SPLIT
+    if name not in saved:
+        raise _no_split(config, name, saved)
+    return saved[name]
+
+
+def _load(datasets: Any, config: HubConfig, folder: Path, *, streaming: bool) -> Any:
+    """From the hub, its cache, a folder of files, or files of a format that ``path`` names."""
+    if folder.is_file():
+        raise ConfigError(
+            f"path = {config.path!r} is a file: set data_files = {config.path!r}, and path to its format "
+            '("parquet", "json", "csv" or "text")'
+        )
+    if _is_local(config.path):
+        refuse_missing(config.path)
+    files = config.data_files
+    given = {
+        "path": str(folder) if folder.is_dir() else config.path,
+        "name": config.subset,
+        "data_files": files if files is None or isinstance(files, str) else list(files),
+        "revision": config.revision,
+        "streaming": streaming,
+    }
+    split = config.split or _DEFAULT_SPLIT
+    try:
+        try:
+            return datasets.load_dataset(**given, split=split)
+        except ValueError:
+            names = [*datasets.load_dataset(**given)]  # raises once more, unless it was the split
+            raise _no_split(config, split, names) from None
+    except ConfigError:
+        raise
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise ConfigError(f"there is no {config.words} that this machine may read: {_first_line(error)}") from error
+    except ConnectionError as error:
+        raise ConfigError(_without_network(config, split, error)) from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{config.words} has no such files: {_first_line(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{config.words} cannot be loaded: {_first_line(error)} (keys subset, data_files)") from error
+    except Exception as error:
+        raise ConfigError(f"{config.words} cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def what_is_missing(config: HubConfig) -> Iterable[str]:
+    """A sentence for each thing that a data set needs and this machine does not have, as far as can be told here."""
+    if importlib.util.find_spec("datasets") is None:
+        yield _not_installed("datasets")
+    if _is_local(config.path):
+        try:
+            refuse_missing(config.path)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _is_local(path: str) -> bool:
+    """Return whether a path can be no name of the hub."""
+    return path.startswith(("/", ".", "~")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is None
+
+
+def _not_installed(package: str) -> str:
+    return f"it needs the package {package}, which is not installed: pip install 'forge-plugins-data[huggingface]'"
+
+
+def _without_network(config: HubConfig, split: str, error: Exception) -> str:
+    name = "" if config.subset is None else f", name={config.subset!r}"
+    call = f"load_dataset({config.path!r}{name}, split={split!r}).save_to_disk('corpus')"
+    return (
+        f"{config.words} is no folder here and not in the cache of datasets, and the Hugging Face Hub cannot be "
+        f"reached ({_first_line(error)}). Where there is a network, save it: "
+        f'python -c "from datasets import load_dataset; {call}"; '
+        'then copy the folder corpus here, and set path = "corpus", without split.'
+    )
+
+
+def _no_split(config: HubConfig, split: str, there: Iterable[str]) -> ConfigError:
+    names = [*there]
+    hint = f"; did you mean {near!r}?" if (near := nearest(split, names)) else ""
+    return ConfigError(f"split = {split!r}: {config.words} has no such split, it has {', '.join(names)}{hint}")
+
+
+def _require_text(features: Any, config: HubConfig) -> None:
+    if config.column not in features:
+        hint = f"; did you mean {near!r}?" if (near := nearest(config.column, [*features])) else ""
+        raise ConfigError(
+            f"column = {config.column!r}: {config.words} has no such column, it has {', '.join(features)}{hint}"
+        )
+    feature = features[config.column]
+    if getattr(feature, "dtype", None) not in _TEXT:
+        raise ConfigError(f"column = {config.column!r}: in {config.words} it holds {feature}, not text")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
