@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -21,7 +21,7 @@ class DataSourceConfig:
     """The keys that every data source has. Config classes of sources extend this one."""
 
     has_own_order: ClassVar[bool] = False
-    """True for a ``PositionedSource``: the key ``shuffle`` would do nothing, and is refused."""
+    """True for a ``PositionedSource`` or ``StreamedSource``: the key ``shuffle`` would do nothing, and is refused."""
     Phase: ClassVar[type | None] = None
     """The config class of ``phases.data``, of a ``PositionedSource`` whose phases differ."""
 
@@ -89,7 +89,43 @@ class PositionedSource(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamedSource(Protocol):
+    """A source that can only be read from its beginning on, or from where a state says, as several streams.
+
+    It has these two in place of ``__len__`` and ``read``, and its config class has ``has_own_order = True``. The run's
+    position ``p`` is sample ``p div n_streams`` of stream ``p mod n_streams``. Each data-parallel rank reads some of
+    the streams; a run resumes on any number of ranks up to ``n_streams``. For the splits ``"validation"`` and ``"all"``
+    the factory returns a ``DataSource``.
+    """
+
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    """All three as ``DataSource`` has them."""
+    n_streams: int
+    """How many there are, at least 1, on any number of ranks. ``train.global_batch_size`` is a multiple of it."""
+
+    def open(
+        self, stream: int, state: Mapping[str, Any] | None
+    ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
+        """Read a stream. Several may be open at a time, of one stream too, each read by one thread at a time.
+
+        Args:
+            stream: 0 to ``n_streams − 1``.
+            state: where to go on; ``None`` is the beginning.
+
+        Returns:
+            Each sample, the entries of ``DataSource.read`` without their first dimension, ``tokens`` ``(S,)``; and the
+            state after it, JSON values, a mapping of its own: ``open`` with it gives what comes next. States are small;
+            those of a hundred steps are kept. Where it ends, the stream is opened with ``None`` again; one whose epochs
+            differ goes on by itself, and its state says in which it is.
+        """
+        ...
+
+
 Source = DataSource | PositionedSource
+"""The source of a run, which reads a ``StreamedSource`` by position."""
 
 
 @runtime_checkable
@@ -124,7 +160,7 @@ class DataSourceFactory(Protocol):
         seed: int,
         samples_per_step: int,
         phases: Sequence[tuple[int, Any]],
-    ) -> Source:
+    ) -> Source | StreamedSource:
         """Open the data. A factory may do without ``build``, ``seed``, ``samples_per_step`` and ``phases``.
 
         Args:

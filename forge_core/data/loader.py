@@ -25,8 +25,9 @@ class BatchLoader:
 
     The step that starts at position ``p`` covers ``p … p + G − 1`` of the stream, where
     ``G = batch_size · grad_accumulation · dp_size``; microbatch ``m`` of rank ``r`` has the ``batch_size`` positions
-    from ``p + (m · dp_size + r) · batch_size``. What a step consists of therefore depends on ``G`` alone, and a run can
-    be continued on any cut of the same ``G``.
+    from ``p + (m · dp_size + r) · batch_size``. Of streams, each rank has its part of a step's positions in the order
+    of the streams that they are of, so that it reads as few streams as possible. What a step consists of depends on
+    ``G`` alone, and a run can be continued on any cut of the same ``G``.
 
     Args:
         stream: read from several threads.
@@ -40,7 +41,8 @@ class BatchLoader:
         pin_memory: put tensors into page-locked memory, for copies to a CUDA device that do not block.
 
     Raises:
-        ConfigError: the source has fewer samples than a step needs, so that some would be used twice in one step.
+        ConfigError: the source has fewer samples than a step needs, so that some would be used twice in one step; or
+            streams cannot be dealt to the ranks.
     """
 
     position: int
@@ -68,7 +70,7 @@ class BatchLoader:
         self._batch_size = batch_size
         self._grad_accumulation = grad_accumulation
         self._cut(dp_rank, dp_size)
-        self._next_start = position
+        self._next = (position, 0)
         self._prefetch = prefetch
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
@@ -93,6 +95,8 @@ class BatchLoader:
             self.close()
             raise
         self.position += self.samples_per_step
+        if (streams := self.stream.streams) is not None:
+            streams.forget_before(self.stream.samples_read(self.position))
         self.seconds_waiting += time.perf_counter() - started
         return step
 
@@ -112,19 +116,19 @@ class BatchLoader:
             read.cancel()
         self._ahead.clear()
         self.stream = stream
-        self.position = self._next_start = position
+        self.position = position
+        self._next = (position, 0)
 
     def numbers_of_step(self, start: int) -> list[int]:
         """Where this rank's samples of the step that starts at position ``start`` are in the whole stream."""
-        first_rows = start + self._spacing * np.arange(self._grad_accumulation)
-        numbers: list[int] = self.stream.numbers((first_rows[:, None] + self._rows).reshape(-1)).tolist()
+        numbers: list[int] = self.stream.numbers(start + self._offsets.reshape(-1)).tolist()
         return numbers
 
     def step_at(self, start: int) -> Iterator[Batch]:
         """This rank's microbatches of the step that starts at position ``start``, once more; the loader stays where it
         is."""
-        for number in range(self._grad_accumulation):
-            yield self._read(start + self._spacing * number + self._rows)
+        for offsets in self._offsets:
+            yield self._read(start + offsets)
 
     def close(self) -> None:
         """Stop reading ahead and end the threads, after the reads that are under way. May be called twice."""
@@ -151,9 +155,13 @@ class BatchLoader:
                 f"step (batch_size {batch_size} × grad_accumulation {grad_accumulation} × {dp_size} data-parallel "
                 f"rank{'s' * (dp_size > 1)}). Use more data, shorter sequences or smaller batches."
             )
-        # The microbatches of a rank are equally spaced, also from one step to the next.
-        self._spacing = dp_size * batch_size
-        self._rows = dp_rank * batch_size + np.arange(batch_size)
+        offsets = np.arange(self.samples_per_step)
+        if (streams := self.stream.streams) is None:
+            self._offsets = offsets.reshape(grad_accumulation, dp_size, batch_size)[:, dp_rank]
+        else:
+            _refuse_to_deal(streams.n_streams, dp_size, self.samples_per_step)
+            by_stream = offsets.reshape(-1, streams.n_streams).T
+            self._offsets = by_stream.reshape(dp_size, grad_accumulation, batch_size)[dp_rank]
 
     def _next_microbatch(self) -> Batch:
         if self._pool is None:
@@ -165,8 +173,10 @@ class BatchLoader:
         return batch
 
     def _advance(self) -> np.ndarray:
-        positions = self._next_start + self._rows
-        self._next_start += self._spacing
+        start, number = self._next
+        is_last = number + 1 == self._grad_accumulation
+        self._next = (start + self.samples_per_step, 0) if is_last else (start, number + 1)
+        positions: np.ndarray = start + self._offsets[number]
         return positions
 
     def _read(self, positions: np.ndarray) -> Batch:
@@ -180,6 +190,23 @@ class BatchLoader:
                 f"{type(error).__name__}: {error}"
             ) from error
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+
+
+def _refuse_to_deal(n_streams: int, dp_size: int, samples_per_step: int) -> None:
+    """
+    Raises:
+        ConfigError: not every rank has a stream, or not every stream has the same part of a step.
+    """
+    if dp_size > n_streams:
+        raise ConfigError(
+            f"data: there are {dp_size} data-parallel ranks and {n_streams} stream{'s' * (n_streams > 1)}, and each "
+            "rank reads at least one; use more streams, or fewer ranks"
+        )
+    if samples_per_step % n_streams:
+        raise ConfigError(
+            f"data: train.global_batch_size must be a multiple of the number of streams, {n_streams}, of which each "
+            f"has the same part of a step; it is {samples_per_step}"
+        )
 
 
 def evaluation_batches(

@@ -11,6 +11,7 @@ import numpy as np
 from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.data_source import PositionedSource, Source
 from forge_core.data.permutation import permute
+from forge_core.data.streams import StreamsByPosition
 
 _BLOCK = 512
 """Positions permuted at once: hardly dearer than the eight of one microbatch, and kept for those after it."""
@@ -33,6 +34,7 @@ class SampleStream:
         # asked once, as protocols take their time to answer
         self._indexed = None if isinstance(source, PositionedSource) else source
         self._positioned = cast("PositionedSource", source)
+        self.streams = source if isinstance(source, StreamsByPosition) else None
         self.seed = seed
         self.shuffle = shuffle
         self.left_out = tuple((int(start), int(stop)) for start, stop in left_out)
@@ -75,6 +77,12 @@ class SampleStream:
             if start < end:
                 counts -= np.array(self.source.counts(stop)) - np.array(self.source.counts(start))
         return dict(zip(self.source.names, counts.tolist(), strict=True))
+
+    def samples_read(self, position: int) -> int:
+        """How many samples of each of ``streams`` are read before ``position``, a multiple of their number."""
+        assert self.streams is not None, "it is asked of streams"
+        last = self.numbers(np.array([position - 1])) if position else np.array([-1])
+        return int(last[0] + 1) // self.streams.n_streams
 
     def numbers_of(self, start: int, stop: int) -> tuple[int, int]:
         """The first and the last number of the positions ``start`` to ``stop − 1``."""

@@ -37,7 +37,7 @@ from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
 from forge_core.train.events import Events
-from forge_core.train.replication import refuse_several_replications
+from forge_core.train.replication import refuse_unfit_replications
 from forge_core.train.sources import EvaluatedData, data_seed, entries_of, open_source
 
 
@@ -156,7 +156,7 @@ def prepare(begun: Begun) -> RunSetup:
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
     evaluations = build_evaluations(job.evaluations, build, evaluated)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
-    refuse_several_replications(callbacks)
+    refuse_unfit_replications(callbacks, source)
     return RunSetup(
         job=job,
         catalog=catalog,
@@ -205,8 +205,11 @@ def _tokens_per_step(job: Job) -> int:
 def _loader(job: Job, source: Source, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None) -> BatchLoader:
     train, config = job.train, job.data.config
     state = checkpoint.state() if checkpoint else {}
+    stream = SampleStream(source, seed=data_seed(job), shuffle=config.shuffle, left_out=state.get("left_out", ()))
+    if stream.streams is not None and checkpoint is not None:
+        stream.streams.restart(**state["streams"])
     return BatchLoader(
-        SampleStream(source, seed=data_seed(job), shuffle=config.shuffle, left_out=state.get("left_out", ())),
+        stream,
         position=state.get("position", 0),
         batch_size=train.batch_size,
         grad_accumulation=train.grad_accumulation or 1,

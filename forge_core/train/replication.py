@@ -10,8 +10,10 @@ import torch
 
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Callback
+from forge_core.contracts.data_source import Source
 from forge_core.contracts.replication import Handover, LiveState, Replication, Share
 from forge_core.data.loader import BatchLoader
+from forge_core.data.streams import StreamsByPosition
 from forge_core.distributed.fingerprint import fingerprint
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
@@ -180,11 +182,14 @@ class JoinedReplicas(Replicas):
             )
 
 
-def refuse_several_replications(callbacks: Sequence[tuple[str, Callback]]) -> None:
-    """Raises ConfigError if more than one of a job's callbacks joins it to others."""
+def refuse_unfit_replications(callbacks: Sequence[tuple[str, Callback]], source: Source) -> None:
+    """Raises ConfigError if more than one of a job's callbacks joins it to others, or one does and the data are
+    streams, whose states a replica that comes back would not have."""
     found = [name for name, callback in callbacks if isinstance(callback, Replication)]
     if len(found) > 1:
         raise ConfigError(f"callbacks: {' and '.join(found)} each join replicas; keep one")
+    if found and isinstance(source, StreamsByPosition):
+        raise ConfigError(f"callbacks: {found[0]} joins replicas, among which streams cannot be dealt; use other data")
 
 
 def _digest(job: Job, catalog: Catalog, mesh: Mesh) -> int:

@@ -64,6 +64,8 @@ class Rollback:
         state = checkpoint.state()
         first, last = self.loader.stream.numbers_of(left_out.start, left_out.stop)
         self.loader.restart(self.loader.stream.without(left_out.start, left_out.stop), state["position"])
+        if self.loader.stream.streams is not None:
+            self.loader.stream.streams.restart(**state["streams"])
         self.guard.restart(state.get("anomalies"))
         run_on_all_ranks(lambda: self._take_back_files(checkpoint.step))
         self.mirror.rolled_back(checkpoint.step)

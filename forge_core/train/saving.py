@@ -23,6 +23,7 @@ from forge_core.checkpoint.upgrading import module_versions, optimizer_version
 from forge_core.contracts.callback import Callback
 from forge_core.data.loader import BatchLoader
 from forge_core.distributed.consensus import Votes
+from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
 from forge_core.train.build import BuiltModel
@@ -62,10 +63,21 @@ class Contents:
         return {
             "position": self.loader.position,
             "left_out": self.loader.stream.left_out,
+            **self._streams(),
             "anomalies": self.guard.state(),
             "rolling_back": self.rollback.state(),
             "accumulation_asked_for": self.accumulation_asked_for,
         }
+
+    def _streams(self) -> dict[str, Any]:
+        """The place of the run in each stream. All ranks ask, as each knows the streams that it reads."""
+        if (streams := self.loader.stream.streams) is None:
+            return {}
+        number, mesh = self.loader.stream.samples_read(self.loader.position), self.run.mesh
+        states = streams.states(number)
+        for axis in DATA_AXES:
+            states = {stream: state for known in mesh.gather_over(axis, states) for stream, state in known.items()}
+        return {"streams": {"number": number, "states": [states[stream] for stream in range(streams.n_streams)]}}
 
     def snapshot(self, step: int, metrics: Mapping[str, float]) -> Snapshot:
         """Take a snapshot of now. Its tensors are the ones that are trained and evaluated; everything else is a

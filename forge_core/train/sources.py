@@ -12,8 +12,9 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.batch import KNOWN, DescribedSource, Entry
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split
+from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split, StreamedSource
 from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.streams import StreamsByPosition
 from forge_core.distributed.collective_errors import run_slowly_on_all_ranks, run_slowly_on_rank0
 from forge_core.errors import ConfigError, PluginError
 from forge_core.job import data_phase
@@ -57,7 +58,8 @@ def open_source(
             samples_per_step=job.train.global_batch_size,
             phases=_data_phases(job, use) if split == "train" else (),
         )
-        source: Source = run_slowly_on_all_ranks(opened, beat)
+        found: Source | StreamedSource = run_slowly_on_all_ranks(opened, beat)
+        source = StreamsByPosition(found) if isinstance(found, StreamedSource) else found
         if split != "validation" and isinstance(source, CheckedSource):  # whose files are those of the training data
             run_slowly_on_rank0(source.refuse_damaged, beat)
     except ConfigError as error:
@@ -66,7 +68,7 @@ def open_source(
     if is_positioned and split != "train":
         raise ConfigError(f"{key}: {build.words_for(use)} has no end, so that it cannot be evaluated; name other data")
     if split == "train" and is_positioned != getattr(use.config, "has_own_order", False):
-        has, says = ("read_at", "does not say") if is_positioned else ("no read_at", "says")
+        has, says = ("read_at or streams", "does not say") if is_positioned else ("no read_at", "says")
         raise PluginError(
             f"{build.words_for(use)} has {has}, and its config {says} has_own_order = True, by which the key shuffle "
             f"is refused. This is a bug in {use.provider}."

@@ -19,6 +19,11 @@ TRAININGS = {
     "tied": [*JAY, "model.tied=true"],
     "cubic": [*JAY, "optimizer={name='cubic', lr=0.02}"],
     "row-scaled": [*JAY, "optimizer={name='row_scaled', lr=1e-3}"],
+    "streamed": [
+        *JAY,
+        'data={name="acme-recipes:tides",vocab_size=257,streams=4}',
+        'eval.data={name="text_files",path="long",pattern="*.txt"}',
+    ],
 }
 
 HALF = "train.batch_size=1"  # on two ranks with samples of their own
@@ -47,6 +52,7 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "pp2-tp2-zero-bubble": (4, "packed", [PP2, TP2, ZERO_BUBBLE]),
     "pp2-fsdp2": (4, "plain", [PP2, HALF]),
     "tp2-fsdp2": (4, "plain", [TP2, HALF]),
+    "tp2-fsdp2-streamed": (4, "streamed", [TP2, HALF]),
     "cp2-tp2": (4, "packed", [CP2, TP2]),
     "tp2-fsdp2-cubic": (4, "cubic", [TP2, HALF]),
     "tp2-fsdp2-row-scaled": (4, "row-scaled", [TP2, HALF]),

@@ -76,6 +76,59 @@ class Mixed(Endless):
         return [(position + 1) // 2, position // 2]
 
 
+class Streams:
+    """The samples of ``Numbers`` as three streams."""
+
+    tokenizer, vocab_size, n_streams = None, 50, 3
+
+    def __init__(self, *, seq_len, split):
+        self.numbers = Numbers(seq_len=seq_len, split=split)
+        self.fingerprint = f"streams {seq_len} {split}"
+
+    def open(self, stream, state):
+        number = state["read"] if state else 0
+        while True:
+            number += 1
+            yield self.sample(stream, number), self.state(number)
+
+    def sample(self, stream, number):
+        batch = self.numbers.read(np.array([(7 * number + 11 * stream) % 30]))
+        return {name: values[0] for name, values in batch.items()}
+
+    def state(self, number):
+        return {"read": number}
+
+
+def streams(*, seq_len, split):
+    return (Streams if split == "train" else Numbers)(seq_len=seq_len, split=split)
+
+
+class OneState(Streams):
+    """Gives the same mapping again and again, with another number in it."""
+
+    def open(self, stream, state):
+        shared = {}
+        for sample, after in super().open(stream, state):
+            shared.update(after)
+            yield sample, shared
+
+
+class OneReader(Streams):
+    """Has one place in the data for all of its streams."""
+
+    def sample(self, stream, number):
+        self.place = getattr(self, "place", 0) + 1
+        return super().sample(0, self.place)
+
+
+class Ending(Streams):
+    """Ends after six samples, counted from wherever it is opened."""
+
+    def open(self, stream, state):
+        number = state["read"] if state else 0
+        return itertools.islice(super().open(stream, state), 6 + (0 if number == 0 else -number - 1))
+
+
 class Miscounted(Mixed):
     def counts(self, position):
         return [position // 2, (position + 1) // 2]
@@ -103,6 +156,10 @@ class TestEndless(Case):
 
 class TestNumbers(Case):
     pass
+
+
+class TestStreams(Case):
+    source = staticmethod(streams)
 
 
 class TestMixed(Case):
@@ -246,6 +303,28 @@ FAULTS = [
     ),
     (WronglyDescribed, "test_entries_are_as_they_are_described", "source has 1 dimensions, described with"),
     (Miscounted, "test_sources_within_are_counted_as_they_come", r"counts\(\) has \[48, 49\] .* gives \[49, 48\]"),
+    *(
+        (type("Faulty", (Streams,), {"state": state}), "test_a_stream_goes_on_from_each_of_its_states", sentence)
+        for state, sentence in [
+            (
+                lambda self, number: {"read": number - 1},
+                "opened with the state after sample 1, gives another sample 2 than",
+            ),
+            (lambda self, number: {"read": np.int64(number)}, "the state after sample 1 is not made of JSON values"),
+            (lambda self, number: {"read": number, 3: 4}, "comes back from JSON as .*'3': 4"),
+        ]
+    ),
+    (
+        OneState,
+        "test_a_stream_goes_on_from_each_of_its_states",
+        "with the state after sample 1, gives another sample 2",
+    ),
+    (Ending, "test_a_stream_goes_on_from_each_of_its_states", "state after sample 1, ends 1 samples earlier than when"),
+    (
+        OneReader,
+        "test_streams_do_not_depend_on_each_other",
+        "differs when other streams, or itself, are read meanwhile",
+    ),
     (Remembering, "test_samples_do_not_depend_on_what_was_read_before", "a resumed run would get others"),
     (Endless, "test_validation_is_held_out", "for the split 'validation', return a source with __len__ and read"),
     (Endless, "test_everything_can_be_opened_at_once", "for the split 'all', return a source with __len__ and read"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from forge_core.contracts.batch import KNOWN, DescribedSource, MixedSource
-from forge_core.contracts.data_source import DataSourceConfig, PositionedSource, Source, Split
+from forge_core.contracts.data_source import DataSourceConfig, PositionedSource, Source, Split, StreamedSource
 from forge_core.contracts.loss import IGNORED
+from forge_core.data.streams import StreamsByPosition
 from forge_core.errors import ConfigError
 from forge_testing.component_case import ComponentCase
 
@@ -21,7 +24,7 @@ class DataSourceConformance(ComponentCase):
 
     A source that reads files gets them from an autouse fixture of the subclass, which may set ``self.config``. Give it
     data that do not repeat themselves: what is held out is told from the rest by its tokens. Of a ``PositionedSource``
-    the checks read positions where they would read indices of another.
+    the checks read positions where they would read indices of another, and of a ``StreamedSource`` the first positions.
     """
 
     kind = "data_source"
@@ -33,7 +36,13 @@ class DataSourceConformance(ComponentCase):
         return super().make(**{"seed": 0, "samples_per_step": 4, **given})
 
     def open(self, split: Split = "train", seq_len: int | None = None) -> Source:
-        source: Source = self.make(seq_len=seq_len or self.seq_len, split=split)
+        source: Source | StreamedSource = self.make(seq_len=seq_len or self.seq_len, split=split)
+        return StreamsByPosition(source) if isinstance(source, StreamedSource) else source
+
+    def streams(self) -> StreamedSource:
+        source = self.make(seq_len=self.seq_len, split="train")
+        if not isinstance(source, StreamedSource):
+            pytest.skip("the source has no streams")
         return source
 
     def test_config_has_the_common_keys(self) -> None:
@@ -45,7 +54,8 @@ class DataSourceConformance(ComponentCase):
         is_positioned = isinstance(self.open(), PositionedSource)
         assert config.has_own_order == is_positioned, (
             f"{type(config).__name__}.has_own_order must be {is_positioned}, as the source has "
-            f"{'read_at' if is_positioned else 'no read_at'}: by it, the key shuffle is refused where it does nothing"
+            f"{'read_at, or streams' if is_positioned else 'no read_at'}: by it, the key shuffle is refused where it "
+            "does nothing"
         )
 
     def test_states_its_sizes(self) -> None:
@@ -64,6 +74,47 @@ class DataSourceConformance(ComponentCase):
             assert source.tokenizer.vocab_size <= size, (
                 f"the tokenizer has {source.tokenizer.vocab_size} ids and the source says vocab_size = {size}"
             )
+
+    def test_a_stream_goes_on_from_each_of_its_states(self) -> None:
+        source = self.streams()
+        assert source.n_streams >= 1, f"n_streams must be at least 1, got {source.n_streams}"
+        for stream in {0, source.n_streams - 1}:
+            read = [*islice(source.open(stream, None), _READ_OF_STREAM)]
+            assert read, f"stream {stream} has no sample; refuse the data with a ConfigError instead"
+            samples = [{name: values.copy() for name, values in sample.items()} for sample, _ in read]
+            for number, (_, state) in enumerate(read, 1):
+                try:
+                    saved = json.loads(json.dumps(state))
+                except (TypeError, ValueError) as error:
+                    raise AssertionError(
+                        f"the state after sample {number} is not made of JSON values: {error}"
+                    ) from error
+                assert saved == state, f"the state after sample {number} is {state} and comes back from JSON as {saved}"
+                found = [sample for sample, _ in islice(self.streams().open(stream, saved), len(read) - number)]
+                for later, (expected, one) in enumerate(zip(samples[number:], found, strict=False), number + 1):
+                    assert _same(expected, dict(one)), (
+                        f"stream {stream}, opened with the state after sample {number}, gives another sample {later} "
+                        "than when it was read from its beginning, so that a resumed run would get others"
+                    )
+                assert len(found) == len(read) - number, (
+                    f"stream {stream}, opened with the state after sample {number}, ends "
+                    f"{len(read) - number - len(found)} samples earlier than when it was read from its beginning"
+                )
+
+    def test_streams_do_not_depend_on_each_other(self) -> None:
+        source = self.streams()
+        numbers = [0, source.n_streams - 1, 0]
+        alone = [
+            [dict(sample) for sample, _ in islice(self.streams().open(one, None), _READ_OF_STREAM)] for one in numbers
+        ]
+
+        together = zip(*(islice(source.open(one, None), _READ_OF_STREAM) for one in numbers), strict=False)
+
+        for number, samples in enumerate(together):
+            for stream, expected, (sample, _) in zip(numbers, alone, samples, strict=True):
+                assert _same(expected[number], dict(sample)), (
+                    f"sample {number} of stream {stream} differs when other streams, or itself, are read meanwhile"
+                )
 
     def test_samples_are_well_formed(self) -> None:
         source = self.open()
@@ -240,7 +291,13 @@ _FAR = 10**9
 """A position that a run may come to, after which a source without end goes on."""
 
 
+_READ_OF_STREAM = 12
+"""Samples."""
+
+
 def _length(source: Source) -> int:
+    if isinstance(source, StreamsByPosition):  # everything before is read
+        return _READ_OF_STREAM * source.n_streams
     return _FAR if isinstance(source, PositionedSource) else len(source)
 
 

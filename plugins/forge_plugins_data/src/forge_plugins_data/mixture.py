@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split
+from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split, StreamedSource
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
@@ -45,7 +45,10 @@ def open_mixture(
         own_seed = _seed_of(seed, one.name)
         given = {"seq_len": seq_len, "split": split, "seed": own_seed, "samples_per_step": samples_per_step}
         try:
-            parts.append(Part(one, build(one.source, **given), own_seed))
+            source = build(one.source, **given)
+            if isinstance(source, StreamedSource):
+                raise ConfigError("it is read as streams, which a mixture cannot take samples of; use other data")
+            parts.append(Part(one, source, own_seed))
         except ConfigError as error:
             raise ConfigError(f"source {one.name!r}: {error}") from error
     names = tuple(one.name for one in config.sources)

@@ -35,3 +35,8 @@ class TestZLoss(LossConformance):
 class TestRamp(DataSourceConformance):
     component = "acme-recipes:ramp"
     holds_out = False
+
+
+class TestTides(DataSourceConformance):
+    component = "acme-recipes:tides"
+    holds_out = False

@@ -39,3 +39,14 @@ class RampConfig(DataSourceConfig):
     has_own_order: ClassVar[bool] = True
     vocab_size: int = attrs.field(default=64, validator=gt(2))
     """Numbers are counted modulo this."""
+
+
+@attrs.frozen(kw_only=True)
+class TidesConfig(DataSourceConfig):
+    """Keys of ``tides``."""
+
+    has_own_order: ClassVar[bool] = True
+    vocab_size: int = attrs.field(default=64, validator=gt(2))
+    """Numbers are below this."""
+    streams: int = attrs.field(default=4, validator=gt(0))
+    """How many walks there are."""

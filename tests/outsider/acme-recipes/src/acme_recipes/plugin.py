@@ -53,3 +53,9 @@ def forge_data_sources():
         factory="acme_recipes.ramp:open_ramp",
         config="acme_recipes.config:RampConfig",
     )
+    yield Component(
+        name="tides",
+        summary="walks that go up and down, each from where it was",
+        factory="acme_recipes.tides:open_tides",
+        config="acme_recipes.config:TidesConfig",
+    )

@@ -1,0 +1,138 @@
+"""Streams, read by position: what stands at a position stays a function of the position alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from forge_core.contracts.batch import DescribedSource, Entry
+from forge_core.contracts.data_source import StreamedSource
+from forge_core.errors import ConfigError, PluginError
+
+Sample = Mapping[str, np.ndarray]
+State = Mapping[str, Any] | None
+"""``None`` is the beginning."""
+
+_STATES_CHECKED = 4
+"""The first of each stream."""
+_STEPS_KEPT = 128
+"""Steps whose states are kept, so that their samples can be read once more; more than a step guard asks for."""
+
+
+class StreamsByPosition:
+    """A ``PositionedSource`` of a ``StreamedSource``: position ``p`` is sample ``p div n`` of stream ``p mod n``, where
+    ``n`` is the number of streams. A stream that ends begins anew.
+
+    Streams are opened when they are read first, from the nearest known state. Reading is safe from several threads, and
+    gives the same in any order; it is fast where positions of a stream go up.
+    """
+
+    def __init__(self, source: StreamedSource) -> None:
+        self.vocab_size, self.tokenizer, self.n_streams = source.vocab_size, source.tokenizer, source.n_streams
+        self.fingerprint = f"{source.fingerprint}, {source.n_streams} streams"
+        self._source = source
+        self.restart(0, [None] * self.n_streams)
+
+    def restart(self, number: int, states: Sequence[State]) -> None:
+        """Take it that ``number`` samples of each stream have been read, after which their states are ``states``."""
+        self._cursors = [_Cursor(self._source, stream, number, state) for stream, state in enumerate(states)]
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Same as ``DescribedSource.entries``."""
+        return self._source.entries() if isinstance(self._source, DescribedSource) else {}
+
+    def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Same as ``PositionedSource.read_at``.
+
+        Raises:
+            ConfigError: a stream has no sample at all.
+        """
+        numbers, streams = np.divmod(positions, self.n_streams)
+        cursors = self._cursors
+        samples = [cursors[s].read(k) for s, k in zip(streams.tolist(), numbers.tolist(), strict=True)]
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def states(self, number: int) -> dict[int, State]:
+        """The states after ``number`` samples of each stream, as far as this rank has read them."""
+        known = ((stream, cursor.states) for stream, cursor in enumerate(self._cursors))
+        return {stream: states[number] for stream, states in known if number in states}
+
+    def forget_before(self, number: int) -> None:
+        """The samples before ``number`` of each stream belong to steps that are over; they are asked for again, if at
+        all, within some steps."""
+        for cursor in self._cursors:
+            cursor.forget_before(number)
+
+
+class _Cursor:
+    """One stream, and where it is."""
+
+    def __init__(self, source: StreamedSource, stream: int, number: int, state: State) -> None:
+        self._source, self._stream = source, stream
+        self.states: dict[int, State] = {0: None, number: state}
+        """By how many samples have been read before."""
+        self._samples: dict[int, Sample] = {}
+        self._iterator: Iterator[tuple[Sample, Mapping[str, Any]]] | None = None
+        self._next = number
+        self._starts: deque[int] = deque([number], maxlen=_STEPS_KEPT)
+        self._lock = threading.Lock()
+
+    def read(self, number: int) -> Sample:
+        with self._lock:
+            if number not in self._samples:
+                self._seek(number)
+                while self._next <= number:
+                    self._advance()
+            return self._samples[number]
+
+    def forget_before(self, number: int) -> None:
+        if self._iterator is None:
+            return
+        with self._lock:
+            self._starts.append(number)
+            kept = {0, *self._starts}
+            self._samples = {at: one for at, one in self._samples.items() if at >= number}
+            self.states = {at: one for at, one in self.states.items() if at >= number or at in kept}
+
+    def _seek(self, number: int) -> None:
+        """Go to the nearest state from which ``number`` is reached."""
+        nearest = max(at for at in self.states if at <= number)
+        if self._iterator is None or not nearest <= self._next <= number:
+            self._open(nearest, self.states[nearest])
+
+    def _open(self, at: int, state: State) -> None:
+        self._iterator, self._next = iter(self._source.open(self._stream, state)), at
+
+    def _advance(self) -> None:
+        assert self._iterator is not None, "it has been opened"
+        found = next(self._iterator, None)
+        if found is None:
+            self._open(self._next, None)
+            found = next(self._iterator, None)
+        if found is None:
+            n = self._source.n_streams
+            raise ConfigError(f"data: stream {self._stream} of {n} (from 0) has no sample; use fewer streams")
+        sample, state = found
+        if len(self.states) < _STATES_CHECKED:
+            _refuse_what_is_not_json(state, self._source)
+        self._samples[self._next], self.states[self._next + 1] = sample, state
+        self._next += 1
+
+
+def _refuse_what_is_not_json(state: Mapping[str, Any], source: StreamedSource) -> None:
+    """
+    Raises:
+        PluginError: it could not be saved.
+    """
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise PluginError(
+            f"{type(source).__qualname__} gives a state that is not made of JSON values ({error}), so that it cannot "
+            "be saved. This is a bug in the data source."
+        ) from error
