@@ -86,3 +86,12 @@ def test_the_average_of_a_callback_is_handed_over_too(tiny, lone):
 def test_a_job_has_one_such_callback(tiny, lone):
     with pytest.raises(ConfigError, match="each join replicas; keep one"):
         tiny.completed('callbacks=[{name="lone"}, {name="lone"}]')
+
+
+def test_streams_are_not_dealt_among_replicas(tiny, lone):
+    (tiny.folder / "a.jsonl").write_text('{"text": "a text that is long enough for a sample"}\n')
+    data = f"data={{name='huggingface_streaming', path='json', data_files='{tiny.folder}/a.jsonl', streams=1}}"
+    pytest.importorskip("datasets")
+
+    with pytest.raises(ConfigError, match=r"callback\.lone joins replicas, among which streams cannot be dealt"):
+        tiny.completed('callbacks=[{name="lone"}]', data)

@@ -77,6 +77,19 @@ class TestHuggingFace(DataSourceConformance):
         }
 
 
+class TestHuggingFaceStreaming(DataSourceConformance):
+    component = "forge-plugins-data:huggingface_streaming"
+    holds_out = False
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["packed", "plain"])
+    def saved(self, tmp_path, request):
+        datasets = pytest.importorskip("datasets")
+        texts = [file.read_text() for file in sorted(write_text(tmp_path / "text").iterdir())]
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "corpus"))
+        keys = {"streams": 3, "shuffle_buffer": 4, "document_mask": request.param}
+        self.config = {"path": str(tmp_path / "corpus"), **keys}
+
+
 class TestSynthetic(DataSourceConformance):
     component = "forge-plugins-data:synthetic"
     config: ClassVar = {"validation": 20}

@@ -69,15 +69,19 @@ class _FilesConfig(DataSourceConfig):
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         """Evaluation must have data, and what is held out must be used by somebody."""
-        evaluated = job.eval.data.config if job.eval.data is not None else None
-        if self is evaluated and self.validation > 0:
-            yield "validation", "has no effect here: data named under [eval.data] are evaluated whole; remove it"
-        if job.data.config is self and evaluated is None and job.eval.interval > 0 and self.validation == 0:
-            sentence = (
-                "is 0 and there is no [eval.data], so that eval.interval has nothing to evaluate; "
-                "hold something out (validation = 0.01), name data under [eval.data], or set eval.interval = 0"
-            )
-            yield "validation", sentence
+        yield from _check_held_out(self, job)
+
+
+def _check_held_out(config: _FilesConfig | HuggingFaceConfig, job: Job) -> Iterable[tuple[str, str]]:
+    evaluated = job.eval.data.config if job.eval.data is not None else None
+    if config is evaluated and config.validation > 0:
+        yield "validation", "has no effect here: data named under [eval.data] are evaluated whole; remove it"
+    if job.data.config is config and evaluated is None and job.eval.interval > 0 and config.validation == 0:
+        sentence = (
+            "is 0 and there is no [eval.data], so that eval.interval has nothing to evaluate; "
+            "hold something out (validation = 0.01), name data under [eval.data], or set eval.interval = 0"
+        )
+        yield "validation", sentence
 
 
 @attrs.frozen(kw_only=True)
@@ -128,7 +132,7 @@ class RecordsConfig(_FilesConfig):
 
 
 @attrs.frozen(kw_only=True)
-class HubConfig(_FilesConfig):
+class HubConfig(DataSourceConfig):
     """A data set of the Hugging Face ``datasets`` library. Documents without text are left out."""
 
     path: str = attrs.field(validator=_not_empty)
@@ -147,6 +151,8 @@ class HubConfig(_FilesConfig):
     """A commit, tag or branch of a data set on the hub. A run that goes on should find what it began with."""
     tokenizer: Annotated[ComponentRef, Slot("tokenizer", default="bytes")]
     """How text becomes tokens."""
+    document_mask: bool = False
+    """Keep documents that share a sample apart, as in ``text_files``."""
 
     @property
     def words(self) -> str:
@@ -168,11 +174,42 @@ class HuggingFaceConfig(HubConfig):
     interruption. ``validation`` holds out the last windows of every file. Needs the extra ``huggingface``.
     """
 
+    validation: float = attrs.field(default=0.0, validator=[ge(0.0), lt(1.0)])
+    """The part that is held out for evaluation, 0 to 1."""
     cache: str = attrs.field(default="prepared", validator=_not_empty)
     """The folder for token files; each data set, with its tokenizer, has a folder of its own in it, by a fingerprint.
     Where nodes share it, they tokenise once. Relative to the working directory; ``~`` is the home directory."""
     processes: int | None = attrs.field(default=None, validator=optional(ge(1)))
     """How many tokenise, by default as many as there are cores. The files are the same for any number."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Evaluation must have data, and what is held out must be used by somebody."""
+        yield from _check_held_out(self, job)
+
+
+@attrs.frozen(kw_only=True)
+class HuggingFaceStreamingConfig(HubConfig):
+    """A data set of the Hugging Face ``datasets`` library, read and tokenised while the run goes on.
+
+    It has ``streams``, each a part of the data set, which are dealt to the data-parallel ranks; the state of each is
+    saved with the checkpoint. It holds nothing out. Needs the extra ``huggingface``.
+    """
+
+    has_own_order: ClassVar[bool] = True
+    streams: int = attrs.field(default=8, validator=[ge(1), le(2**16)])
+    """Parts of the data set: so many data-parallel ranks at most, and a divisor of ``train.global_batch_size``. Best is
+    a divisor of the number of files. It cannot change when a run goes on."""
+    shuffle_buffer: int = attrs.field(default=1000, validator=[ge(1), le(2**20)])
+    """Documents of a stream that are put into a pseudo-random order together, another one in each epoch, by the run's
+    seed. 1 keeps their order."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Evaluation must have data of its own."""
+        if job.data.config is self and job.eval.interval > 0 and job.eval.data is None:
+            yield (
+                "streams",
+                "hold nothing out, so that eval.interval has nothing to evaluate; name data under [eval.data]",
+            )
 
 
 @attrs.frozen(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import importlib.util
 import re
@@ -25,12 +26,11 @@ _OF_SAVED = ("state.json", "dataset_dict.json")
 _TEXT = ("string", "large_string", "string_view")
 
 
-def load_split(config: HubConfig, *, streaming: bool = False) -> Loaded:
+def load_split(config: HubConfig, *, streams: int | None = None) -> Loaded:
     """The split that a configuration names, whose column is known to be text.
 
     Args:
-        streaming: files are read while they are iterated over; where no schema says so, what columns there are is then
-            not known yet.
+        streams: give an iterable data set, to be read by so many; what columns there are is not always known yet.
 
     Raises:
         ConfigError: ``datasets`` is not installed; no such data set, subset or split, or no network to fetch it; no
@@ -41,12 +41,27 @@ def load_split(config: HubConfig, *, streaming: bool = False) -> Loaded:
     loaded: Any
     if any((folder / name).is_file() for name in _OF_SAVED):
         loaded = _load_saved(datasets, config, folder)
-        loaded = loaded.to_iterable_dataset() if streaming else loaded
+        if streams is not None:
+            loaded = loaded.to_iterable_dataset(num_shards=max(1, min(streams, len(loaded))))
     else:
-        loaded = _load(datasets, config, folder, streaming=streaming)
+        loaded = _load(datasets, config, folder, streaming=streams is not None)
     if loaded.features is not None:
         _require_text(loaded.features, config)
+        loaded = loaded.select_columns([config.column]) if streams is not None else loaded
     return loaded  # type: ignore[no-any-return]  # the library is imported by name
+
+
+def local_files(config: HubConfig) -> list[tuple[str, int]]:
+    """The names and sizes of the files that a configuration names, if they are on this machine."""
+    named = [config.path] if config.data_files is None else config.data_files
+    found: set[Path] = set()
+    for one in [named] if isinstance(named, str) else named:
+        location = Path(one).expanduser()
+        if location.is_dir():
+            found |= {file for file in location.rglob("*") if file.is_file()}
+        else:
+            found |= {Path(file) for file in glob.glob(str(location), recursive=True)}  # noqa: PTH207
+    return sorted((file.name, file.stat().st_size) for file in found)
 
 
 def _library() -> Any:
@@ -153,12 +168,21 @@ def _no_split(config: HubConfig, split: str, there: Iterable[str]) -> ConfigErro
     return ConfigError(f"split = {split!r}: {config.words} has no such split, it has {', '.join(names)}{hint}")
 
 
-def _require_text(features: Any, config: HubConfig) -> None:
-    if config.column not in features:
-        hint = f"; did you mean {near!r}?" if (near := nearest(config.column, [*features])) else ""
+def require_column(columns: Iterable[str], config: HubConfig) -> None:
+    """
+    Raises:
+        ConfigError: the column for the text is not one of ``columns``.
+    """
+    names = [*columns]
+    if config.column not in names:
+        hint = f"; did you mean {near!r}?" if (near := nearest(config.column, names)) else ""
         raise ConfigError(
-            f"column = {config.column!r}: {config.words} has no such column, it has {', '.join(features)}{hint}"
+            f"column = {config.column!r}: {config.words} has no such column, it has {', '.join(names)}{hint}"
         )
+
+
+def _require_text(features: Any, config: HubConfig) -> None:
+    require_column(features, config)
     feature = features[config.column]
     if getattr(feature, "dtype", None) not in _TEXT:
         raise ConfigError(f"column = {config.column!r}: in {config.words} it holds {feature}, not text")

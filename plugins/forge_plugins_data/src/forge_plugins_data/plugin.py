@@ -17,6 +17,12 @@ def forge_data_sources() -> Iterable[Component]:
         config="forge_plugins_data.config:HuggingFaceConfig",
     )
     yield Component(
+        name="huggingface_streaming",
+        summary="a data set of the Hugging Face hub or a saved one, read and tokenised while the run goes on",
+        factory="forge_plugins_data.huggingface_streaming:open_huggingface_streaming",
+        config="forge_plugins_data.config:HuggingFaceStreamingConfig",
+    )
+    yield Component(
         name="jsonl",
         summary="JSON Lines, a document a line, tokenised in memory when they are opened",
         factory="forge_plugins_data.records:open_jsonl",

@@ -1,0 +1,230 @@
+"""Runs on streams: killed, moved to other numbers of ranks, and taken back, they have the samples of a straight one."""
+
+import json
+import random
+import re
+import subprocess
+import time
+
+import pytest
+
+import fork_server
+
+datasets = pytest.importorskip("datasets")
+
+KEYS = ["train.global_batch_size=4", "checkpoint.interval=1", "checkpoint.keep_last=2", "scheduler={name='constant'}"]
+ONE, TWO = ["train.batch_size=4"], ["train.batch_size=2", "--nproc", "2"]
+
+
+def stream_of(folder, **keys):
+    given = {"name": "huggingface_streaming", "path": str(folder / "corpus"), "streams": 4, "shuffle_buffer": 5} | keys
+    return "data={" + ", ".join(f"{key}={json.dumps(value)}" for key, value in given.items()) + "}"
+
+
+@pytest.fixture(scope="module")
+def streamed(shared_tiny):
+    """Settings of a run on a corpus of which it reads several epochs."""
+    texts = [file.read_text()[:300] for file in sorted((shared_tiny.folder / "text").iterdir())]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(shared_tiny.folder / "corpus"))
+    return [stream_of(shared_tiny.folder), *KEYS]
+
+
+@pytest.fixture(scope="module")
+def straight(shared_tiny, streamed):
+    return shared_tiny.completed(*streamed, *ONE, "train.steps=12", "run.name=straight")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_is_not(
+    shared_tiny, streamed, straight, training_values
+):
+    settings = [*streamed, *ONE, "train.steps=12", "run.name=killed", "data.workers=3", "data.prefetch=7"]
+    chosen = random.Random(7)
+    for wanted in sorted(chosen.sample(range(1, 11), 4)):
+        process = fork_server.Popen(
+            shared_tiny.command(*settings),
+            env=shared_tiny.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        file, deadline = shared_tiny.path("killed") / "metrics.jsonl", time.monotonic() + 200
+        while not file.exists() or len(file.read_text().splitlines()) < wanted:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(chosen.random() * 0.05)
+        process.kill()
+        process.communicate()
+
+    done = shared_tiny.completed(*settings)
+
+    assert training_values(done) == training_values(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(ONE, ONE), (ONE, TWO), (TWO, ONE)], ids=["1 to 1", "1 to 2", "2 to 1"])
+def test_a_run_goes_on_with_the_same_samples_on_another_number_of_ranks(
+    shared_tiny, streamed, straight, training_values, parts
+):
+    name = f"run.name=moved-{'-'.join(str(len(part)) for part in parts)}"
+    for part, steps in zip(parts, (5, 12), strict=True):
+        done = shared_tiny.completed(*streamed, *part, f"train.steps={steps}", name)
+
+    found, expected = training_values(done), training_values(straight)
+    if parts == (ONE, ONE):
+        assert found == expected
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+PLUGIN = """
+    from forge_core.api import Component, hookimpl
+
+    @hookimpl
+    def forge_data_sources():
+        yield Component(
+            name="letters", summary="for a test", factory="acme_letters.letters:Letters",
+            config="acme_letters.config:LettersConfig",
+        )
+
+    @hookimpl
+    def forge_callbacks():
+        yield Component(
+            name="spoiler", summary="for a test", factory="acme_letters.letters:Spoiler",
+            config="acme_letters.config:SpoilerConfig",
+        )
+"""
+CONFIG = """
+    from typing import ClassVar
+
+    import attrs
+
+    from forge_core.contracts.data_source import DataSourceConfig
+
+    @attrs.frozen(kw_only=True)
+    class LettersConfig(DataSourceConfig):
+        '''Random letters.'''
+
+        has_own_order: ClassVar[bool] = True
+        streams: int = 2
+        '''How many.'''
+        marked: tuple[int, ...] = ()
+        '''Samples of each stream that have the letter 0.'''
+        without: tuple[int, ...] = ()
+        '''Samples that are not there.'''
+
+    @attrs.frozen(kw_only=True)
+    class SpoilerConfig:
+        '''The loss of what has the letter 0 is no number.'''
+"""
+LETTERS = """
+    import numpy as np
+
+    from forge_core.contracts.callback import Callback
+    from forge_core.errors import ConfigError
+
+
+    class Letters:
+        vocab_size, tokenizer, fingerprint = 32, None, "letters"
+
+        def __init__(self, config, /, *, seq_len, split, **_):
+            if split != "train":
+                raise ConfigError("letters have no end")
+            self.n_streams, self._config, self._seq_len = config.streams, config, seq_len
+
+        def open(self, stream, state):
+            number = state["next"] if state else 0
+            while True:
+                letters = np.random.default_rng([stream, number]).integers(1, 32, size=self._seq_len + 1)
+                letters[0] *= number not in self._config.marked
+                number += 1
+                if number - 1 not in self._config.without:
+                    yield {"tokens": letters[:-1], "targets": letters[1:]}, {"next": number}
+
+
+    class Spoiler(Callback):
+        def __init__(self, config):
+            self._has_mark = False
+
+        def run_start(self, run):
+            for part in run.parts:
+                part.register_forward_pre_hook(self._look, with_kwargs=True)
+                part.register_forward_hook(self._spoil)
+
+        def _look(self, part, arguments, named):
+            self._has_mark = bool(((arguments[0] if arguments else named["tokens"]) == 0).any())
+
+        def _spoil(self, part, arguments, output):
+            if part.training and self._has_mark and hasattr(output, "total"):
+                return output._replace(total=output.total * float("nan"))
+"""
+
+
+@pytest.fixture
+def letters(tiny, make_distribution, monkeypatch):
+    files = {"acme_letters/plugin.py": PLUGIN, "acme_letters/config.py": CONFIG, "acme_letters/letters.py": LETTERS}
+    monkeypatch.setenv("PYTHONPATH", str(make_distribution("acme-letters", files=files)))
+    return tiny
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_goes_back_reads_over_what_it_leaves_out(letters, training_values, workers):
+    settings = [
+        *("train.steps=12", "checkpoint.interval=2", "anomalies.roll_back_after=2", "scheduler={name='constant'}"),
+        "callbacks=[{name='spoiler'}]",
+    ]
+
+    def letters_with(keys):
+        return f"data={{name='letters', workers={workers}, {'' if workers == 0 else 'prefetch=9, '}{keys}}}"
+
+    marked = "marked=[8, 9, 10, 11]"  # those of steps 5 and 6
+
+    letters.completed(*settings, letters_with(marked), "train.steps=8")
+    gone_back = letters.completed(*settings, letters_with(marked))
+    reference = letters.completed(*settings, letters_with("without=[8, 9, 10, 11]"), "run.name=reference")
+
+    events = [json.loads(line) for line in (letters.path() / "events.jsonl").read_text().splitlines()]
+    (back,) = [event for event in events if event["event"] == "rolled_back"]
+    assert (back["to_step"], back["samples"]) == (4, [[16, 23]])
+    assert training_values(gone_back) == training_values(reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ["data={name='letters', shuffle=true}"],
+            "data.shuffle: has no effect: 'letters' says itself what stands where",
+        ),
+        (["data={name='letters', streams=3}"], "must be a multiple of the number of streams, 3, .* it is 4"),
+        (
+            ["data={name='mixture', sources=[{name='a', weight=1, source={name='letters'}}]}"],
+            "source 'a': it is read as streams, which a mixture cannot take samples of",
+        ),
+        (
+            ["eval={interval=2, data={name='letters'}}"],
+            "eval.data: letters have no end",
+        ),
+    ],
+)
+def test_what_streams_cannot_do_is_refused_and_nothing_is_made(letters, settings, sentence):
+    done = letters.run(*settings)
+
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(sentence, done.stderr)
+    assert not letters.path().exists()
+
+
+def test_more_ranks_than_streams_are_refused(letters):
+    done = letters.run("data={name='letters', streams=1}", "--nproc", "2")
+
+    assert done.returncode == 2
+    assert "there are 2 data-parallel ranks and 1 stream, and each rank reads at least one" in done.stderr
+    assert not letters.path().exists()
+
+
+def test_a_dry_run_says_that_there_is_no_end(letters):
+    done = letters.run("data={name='letters'}", "--dry-run")
+
+    assert done.returncode == 0, done.stderr
+    assert "data samples of 32 tokens, without end" in done.stdout
