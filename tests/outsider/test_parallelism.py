@@ -59,6 +59,13 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
 }
 ON = ["train.steps=11", "eval.interval=0"]
 """One more step, in another layout."""
+
+
+def warm(source: str) -> list[str]:
+    """A run that begins with all tensors of another one."""
+    return ["train.steps=3", "eval.interval=0", f'checkpoint.load={{path="runs/{source}", include=["*"]}}']
+
+
 BY_NIGHT = {  # by day, each pass and each tie is there once
     *("selective", "fsdp2-full", "tp2-whole-stream", "tp2-selective", "tp2-compile", "pp2-zero-bubble"),
     *("pp2-fsdp2", "cp2-tp2"),
@@ -78,6 +85,8 @@ def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest
     if (written := "tp2-fsdp2-row-scaled") in chosen:
         works.append(Work("row-scaled-on", 2, [*TRAININGS["row-scaled"], HALF, *ON], resumes=written))
         works.append(Work("alone-row-scaled-on", 1, [*TRAININGS["row-scaled"], *ON], resumes="alone-row-scaled"))
+        works.append(Work("row-scaled-warm", 2, [*TRAININGS["row-scaled"], HALF, *warm(written)]))
+        works.append(Work("alone-row-scaled-warm", 1, [*TRAININGS["row-scaled"], *warm("alone-row-scaled")]))
     launcher.launch(works)
     return launcher
 
@@ -106,10 +115,12 @@ def test_the_trainings_differ_from_each_other(launcher: Launcher) -> None:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("cell", ["tp2-fsdp2-row-scaled"])
-def test_state_of_another_shape_goes_on_in_another_layout(launcher: Launcher, cell: str) -> None:
-    line, reference = (launcher.metrics(name)[-1] for name in ("row-scaled-on", "alone-row-scaled-on"))
+@pytest.mark.parametrize(("way", "step"), [("on", 11), ("warm", 3)])
+def test_state_of_another_shape_goes_on_in_another_layout(launcher: Launcher, cell: str, way: str, step: int) -> None:
+    """Resumed, and as a warm start."""
+    line, reference = (launcher.metrics(name)[-1] for name in (f"row-scaled-{way}", f"alone-row-scaled-{way}"))
 
-    assert line["step"] == reference["step"] == 11
+    assert line["step"] == reference["step"] == step
     for key in ("loss", "grad_norm", "tokens"):
         assert line[key] == pytest.approx(reference[key], rel=1e-5), key
 
