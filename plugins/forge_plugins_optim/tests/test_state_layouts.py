@@ -215,6 +215,7 @@ def differences():
     return on_ranks(Layouts, "all", 4)
 
 
+@pytest.mark.slow
 def test_a_part_begins_where_torch_says() -> None:
     of_ranks = on_ranks(Layouts, "offsets", 4)
 
