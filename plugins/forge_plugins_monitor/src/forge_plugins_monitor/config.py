@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import attrs
 from attrs.validators import ge, gt, lt
+
+from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
@@ -30,3 +33,29 @@ class LayerNormsConfig:
 
     updates: bool = True
     """Also how far the update moves each layer, for which this rank's weights are copied in these steps."""
+
+
+@attrs.frozen(kw_only=True)
+class ProfileConfig:
+    """The steps that ``profile`` records."""
+
+    start: int = attrs.field(default=10, validator=gt(0))
+    """The first step of the record."""
+    steps: int = attrs.field(default=3, validator=gt(0))
+    """Steps of the record. A trace grows by some MB a step."""
+    warmup: int = attrs.field(default=1, validator=ge(1))
+    """Steps before ``start`` in which the profiler runs and nothing is kept: its own start costs time."""
+    all_ranks: bool = False
+    """Every rank writes its own files, and not rank 0 alone."""
+    memory: bool = False
+    """Also note what is allocated and freed."""
+    stacks: bool = False
+    """Also note the Python lines that call operators; this makes steps slower."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """A record must lie within the run."""
+        if self.start + self.steps - 1 > job.train.steps:
+            end = f"the record ends with step {self.start + self.steps - 1}"
+            yield "start", f"{end}, after the last one, train.steps = {job.train.steps}"
+        if self.start <= self.warmup:
+            yield "start", f"must be above warmup = {self.warmup}, got {self.start}"

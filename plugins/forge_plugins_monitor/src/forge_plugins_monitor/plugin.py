@@ -22,6 +22,12 @@ def forge_callbacks() -> Iterable[Component]:
         factory="forge_plugins_monitor.layer_norms:LayerNorms",
         config="forge_plugins_monitor.config:LayerNormsConfig",
     )
+    yield Component(
+        name="profile",
+        summary="a trace of a few steps, and their time by kinds of work and kernels",
+        factory="forge_plugins_monitor.profile:Profile",
+        config="forge_plugins_monitor.config:ProfileConfig",
+    )
 
 
 @hookimpl
