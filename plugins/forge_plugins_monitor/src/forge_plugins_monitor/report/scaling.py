@@ -16,7 +16,7 @@ from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import listing
 
 _LEAST_RUNS = 3
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 400, 64, 16, 14, 48
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 360, 64, 16, 14, 48
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
 """Of the axis of losses, in each power of ten."""
 
