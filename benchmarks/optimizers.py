@@ -20,11 +20,22 @@ import torch
 from torch import nn
 
 from forge_core.contracts.optimizer import NamedParameter
+from forge_plugins_optim.adafactor import Adafactor
 from forge_plugins_optim.adamw import adamw
-from forge_plugins_optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from forge_plugins_optim.adamw_8bit import AdamW8bit
+from forge_plugins_optim.config import (
+    AdafactorConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeAdamWConfig,
+    SGDConfig,
+)
 from forge_plugins_optim.lion import Lion
 from forge_plugins_optim.muon import Muon
 from forge_plugins_optim.newton_schulz import COEFFICIENTS, orthogonalise
+from forge_plugins_optim.schedule_free import ScheduleFreeAdamW
 from forge_plugins_optim.sgd import SGD
 
 VOCABULARY = 257
@@ -63,6 +74,12 @@ def _pairs(arguments: argparse.Namespace) -> Mapping[str, Pair]:
         "sgd": (_ours(SGD, SGDConfig(lr=1e-3), make()), partial(_plain_sgd, make(), {})),
         "muon, fp32, not tall": (_muon("bf16", make()), partial(_plain_muon, _matrices(make()), {})),
         "muon, torch.optim": (_muon("bf16", make()), torch.optim.Muon(_matrices(make()), 1e-3).step),
+        "schedule_free_adamw": (
+            _ours(ScheduleFreeAdamW, ScheduleFreeAdamWConfig(lr=1e-3), make()),
+            _plain_schedule_free(make()),
+        ),
+        "adafactor": (_ours(Adafactor, AdafactorConfig(lr=1e-3), make()), _plain_adafactor(make())),
+        "adamw_8bit": (_ours(AdamW8bit, AdamW8bitConfig(lr=1e-3), make()), _plain_adamw(make())),
         "newton_schulz": (
             lambda: orthogonalise(matrix.bfloat16().unsqueeze(0), 5),
             lambda: _plain_newton_schulz(matrix),
@@ -114,6 +131,23 @@ def _muon(dtype, parameters):
 
 def _plain_adamw(parameters):
     return torch.optim.AdamW([one.parameter for one in parameters], lr=1e-3, fused=False, foreach=False).step
+
+
+def _plain_schedule_free(parameters):
+    """The authors' package, from tensor to tensor."""
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree([one.parameter for one in parameters], lr=1e-3, foreach=False)
+    optimizer.train()
+    return optimizer.step
+
+
+def _plain_adafactor(parameters):
+    """That of transformers."""
+    from transformers import Adafactor as Published
+
+    parameters = [one.parameter for one in parameters]
+    return Published(parameters, lr=1e-3, scale_parameter=False, relative_step=False).step
 
 
 @torch.no_grad()

@@ -135,3 +135,16 @@ def test_its_state_takes_two_bytes_a_parameter() -> None:
 
     assert bytes_of(matrix) == 2 + 8 / 256
     assert bytes_of(other) <= 2.1
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_a_search_among_all_midpoints(signed):
+    table = DynamicMap(torch.device("cpu"), signed=signed)
+    midpoints = (table.values[1:] + table.values[:-1]) / 2
+    up, down = midpoints.nextafter(torch.tensor(9.0)), midpoints.nextafter(torch.tensor(-9.0))
+    spread = torch.rand(100_000) * 10.0 ** (-8 * torch.rand(100_000))
+    values = torch.cat([midpoints, up, down, table.values, spread, torch.tensor([0.0, -0.0, 1e-30, 1e-42])])
+    values = torch.cat([values, -values]) if signed else values
+
+    assert torch.equal(table.encode(values).int(), torch.bucketize(values, midpoints, out_int32=True))
+    assert torch.equal(table.decode(table.encode(table.values)), table.values)

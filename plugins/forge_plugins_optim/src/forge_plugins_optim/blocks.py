@@ -29,7 +29,23 @@ class DynamicMap:
         self.signed = signed
         self.values = torch.tensor(_values(signed), device=device)
         """Ascending, fp32."""
-        self.midpoints = (self.values[1:] + self.values[:-1]) / 2
+        self._midpoints = torch.cat([(self.values[1:] + self.values[:-1]) / 2, self.values.new_full((1,), torch.inf)])
+        # The numbers that share the upper 16 bits of fp32 have at most one midpoint among them: a table of the code of
+        # the lowest, and one comparison, find what a binary search in all midpoints does, in half its time.
+        bits = torch.arange(2**16, dtype=torch.int32, device=device) << 16
+        lowest = torch.where(bits < 0, bits | 0xFFFF, bits).view(torch.float32).nan_to_num(0.0)
+        self._codes = torch.bucketize(lowest, self._midpoints[:-1]).to(torch.uint8)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The code of the nearest value, uint8, of fp32 numbers from −1 to 1; halfway, of the smaller one."""
+        flat = values.reshape(-1)
+        codes = self._codes.index_select(0, (flat.view(torch.int32) >> 16) & 0xFFFF)
+        codes += flat > self._midpoints.index_select(0, codes.int())
+        return codes.view(values.shape)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """The values of codes, fp32."""
+        return self.values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def _values(signed: bool) -> list[float]:
@@ -74,11 +90,9 @@ class Blocks:
     def quantised(self, values: torch.Tensor, scales: torch.Tensor, map_: DynamicMap) -> torch.Tensor:
         """Codes, uint8."""
         relative = values / self.of_each(scales).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = torch.bucketize(relative, map_.midpoints, out_int32=True)
-        if not map_.signed:
-            codes.clamp_(min=(values > 0).int())
-        return codes.to(torch.uint8)
+        codes = map_.encode(relative)
+        return codes if map_.signed else torch.maximum(codes, (values > 0).to(torch.uint8))
 
     def dequantised(self, codes: torch.Tensor, scales: torch.Tensor, map_: DynamicMap) -> torch.Tensor:
         """Values, fp32."""
-        return map_.values[codes.int()].mul_(self.of_each(scales))
+        return map_.decode(codes).mul_(self.of_each(scales))
