@@ -1,6 +1,7 @@
 """``forge sweep``: a grid of runs on this machine."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from forge_core.cli import main
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Task, run_tasks, state_of
+from forge_plugins_studies.results import last_values
 
 SWEEP = ["--sweep", "optimizer.lr=1e-2,1e-3"]
 
@@ -38,6 +40,11 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
     before = {run: (run / "metrics.jsonl").read_bytes() for run in runs.glob("tiny-lr-*")}
     assert main(grid) == 0
     assert {run: (run / "metrics.jsonl").read_bytes() for run in before} == before
+
+    capfd.readouterr()
+    assert main([*grid, "optimizer.weight_decay=0.5"]) == 2
+    sentence = "has been started with optimizer.weight_decay = 0.1, and would now have 0.5; choose another run.name"
+    assert sentence in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -102,6 +109,7 @@ def test_a_run_stops_when_its_sweep_is_killed(study):
         (["--sweep", "optimizer.beta=1,2"], "did you mean 'betas'?"),
         ([*SWEEP, "--sweep", "optimizer.lr=1"], "optimizer.lr is swept twice; give all its values in one"),
         ([*SWEEP, "--paralel=2"], "did you mean '--parallel'?"),
+        (["--sweep", "run.name=a,b"], "run.name is made for each run of the sweep; set it for all of them"),
         ([*SWEEP, "--parallel", "0"], "0 is not in the range x>=1"),
         ([*SWEEP, "--nproc", "2", "parallel.tp=4"], "parallel"),
     ],
@@ -157,9 +165,38 @@ def test_no_more_run_side_by_side_than_was_asked_for(tmp_path):
 
 
 def test_codes_are_states():
-    assert [state_of(code) for code in (0, 3, 4, -signal.SIGKILL)] == [
-        "completed",
-        "stopped",
-        "failed (4)",
-        "killed by SIGKILL",
-    ]
+    codes = {
+        0: "completed",
+        3: "stopped",
+        4: "failed (4)",
+        120: "failed (120)",
+        -9: "killed by SIGKILL",
+        -35: "killed by signal 35",
+    }
+    assert {code: state_of(code) for code in codes} == codes
+
+
+def test_a_run_that_is_stopped_before_it_listens_is_stopped_and_no_other_is_started(tmp_path):
+    # "doctor" runs for seconds, and leaves SIGTERM to the kernel
+    tasks = [Task(name=str(i), arguments=["doctor"], log=tmp_path / f"{i}.log") for i in range(2)]
+
+    ended = run_tasks(tasks, 1, lambda place: {}, lambda task, ended: ended or os.kill(os.getpid(), signal.SIGINT))
+
+    assert {name: one.code for name, one in ended.items()} == {"0": 3}
+
+
+def test_the_last_line_is_that_of_this_attempt(tmp_path):
+    task = Task(name="a", arguments=["no-such-command"], log=tmp_path / "a.log")
+    task.log.write_text("done: 10 steps\n")
+    ended = run_tasks([task], 1, lambda place: {}, lambda task, ended: None)["a"]
+
+    assert ended.code == 2
+    assert "no-such-command" in ended.output
+    assert task.log.read_text().startswith("done: 10 steps\n")
+
+
+def test_odd_lines_of_metrics_cost_nothing_else(tmp_path):
+    lines = ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": NaN}', "[1]", '{"event": "x"}', '{"step": 3, "lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+
+    assert last_values(tmp_path) == {"step": 2, "loss": None}

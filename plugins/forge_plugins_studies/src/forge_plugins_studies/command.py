@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 
-from forge_core.config.describe import printable
+from forge_core.config.describe import literal, printable
+from forge_core.config.diff import differences
 from forge_core.contracts.command import Invocation, options_of
 from forge_core.errors import ConfigError, ExitCode
-from forge_core.job import dump_job
+from forge_core.job import dump_job, job_table, read_document
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Ended, Task, run_tasks, state_of
 from forge_plugins_studies.results import print_results
@@ -54,27 +55,27 @@ def sweep(
     failed, after all others.
     """
     study = load_study(config, overrides, sweeps, catalog=obj.catalog, world_size=nproc, options=options_of(sweep))
-    if dry_run:
-        for run, point in zip(study.runs, study.points, strict=True):
-            click.echo(f"{run.name}: {' '.join(point.overrides)}")
-        return ExitCode.COMPLETED
+    _refuse_other_jobs(study)
+    parallel = min(parallel, len(study.jobs))
     gpus = [] if parallel == 1 or all(job.run.device == "cpu" for job in study.jobs) else visible_gpus(os.environ)
     if gpus and len(gpus) < parallel * nproc:
         raise ConfigError(
             f"--parallel {parallel}: that takes {parallel * nproc} GPUs, {nproc} a run, and there are {len(gpus)}"
         )
+    if dry_run:
+        for run, point in zip(study.runs, study.points, strict=True):
+            click.echo(f"{run.name}: {' '.join(point.overrides)}")
+        return ExitCode.COMPLETED
     tasks = _write(study, nproc)
 
+    disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
+
     def variables(place: int) -> dict[str, str]:
-        return {
-            "FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")]),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(_threads(parallel * nproc)),
-            **gpus_for(place, nproc, gpus),
-        }
+        return {**disabled, **_threads(parallel * nproc), **gpus_for(place, nproc, gpus)}
 
     ended = run_tasks(tasks, parallel, variables, _tell)
     print_results(study, {name: state_of(one.code) for name, one in ended.items()})
-    _report(study)
+    _report(study, disabled)
     return _code(tasks, ended)
 
 
@@ -94,32 +95,55 @@ def _write(study: Study, nproc: int) -> list[Task]:
     return tasks
 
 
-def _threads(processes: int) -> int:
-    return max(1, (os.cpu_count() or 1) // processes)
+def _threads(processes: int) -> dict[str, str]:
+    """The environment in which each of several processes has its share of the cores, unless somebody has said so."""
+    if processes == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+def _refuse_other_jobs(study: Study) -> None:
+    """A run that is there goes on, and must not be taken for one of other settings.
+
+    Raises:
+        ConfigError: one has been started with other keys of what decides its losses.
+    """
+    for run, job in zip(study.runs, study.jobs, strict=True):
+        if not (run / "job.toml").is_file():
+            continue
+        for one in differences(read_document(run / "job.toml").table, job_table(job)):
+            section = one.key.partition(".")[0].partition("[")[0]
+            if section in _DECIDE and one.key not in _MAY_CHANGE:
+                was, now = (literal(value) if value is not None else "its default" for value in (one.old, one.new))
+                raise ConfigError(
+                    f"{run} has been started with {one.key} = {was}, and would now have {now}; choose another run.name "
+                    "for this study, or remove that run"
+                )
+
+
+_DECIDE = ("model", "data", "train", "optimizer", "scheduler", "loss", "anomalies", "phases")
+_MAY_CHANGE = ("train.steps", "train.global_batch_size", "train.grad_accumulation")
+"""A run may be made longer; the other two follow from each other."""
 
 
 def _tell(task: Task, ended: Ended | None) -> None:
     if ended is None:
         click.echo(f"{task.name}: started")
     else:
-        click.echo(f"{task.name}: {state_of(ended.code)} after {ended.seconds:.0f} s{_last_words(task, ended)}")
+        is_well = ended.code in (ExitCode.COMPLETED, ExitCode.STOPPED)
+        why = "" if is_well else f": {printable(ended.output)} (see {task.log})"
+        click.echo(f"{task.name}: {state_of(ended.code)} after {ended.seconds:.0f} s{why}")
 
 
-def _last_words(task: Task, ended: Ended) -> str:
-    """The last line of a run that has failed, and where the others are."""
-    if ended.code in (ExitCode.COMPLETED, ExitCode.STOPPED):
-        return ""
-    lines = task.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f": {printable(lines[-1]) if lines else 'it said nothing'} (see {task.log})"
-
-
-def _report(study: Study) -> None:
+def _report(study: Study, variables: Mapping[str, str]) -> None:
     """By ``forge report``, if it is installed."""
     started = [str(run) for run in study.runs if (run / "metrics.jsonl").exists()]
     if not started:
         return
     command = [sys.executable, "-P", "-m", "forge_core", "report", *started, "--out", str(study.folder / "report.html")]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
     last = (done.stdout if done.returncode == 0 else f"note: no report: {done.stderr}").strip().splitlines()
     click.echo(printable(last[-1]), err=done.returncode != 0)
 

@@ -40,6 +40,8 @@ class Ended:
     code: int
     """Its exit code; negative, the signal that has killed it."""
     seconds: float
+    output: str
+    """The last line that it has printed."""
 
 
 class StopRequests:
@@ -82,7 +84,7 @@ def run_tasks(
         How each has ended that was started, by name.
     """
     waiting, free = list(tasks), list(range(parallel))
-    running: dict[subprocess.Popen[bytes], tuple[Task, int, float]] = {}
+    running: dict[subprocess.Popen[bytes], _Place] = {}
     ended: dict[str, Ended] = {}
     with StopRequests() as requests:
         answered = 0
@@ -90,18 +92,42 @@ def run_tasks(
             while waiting and free and not requests.number:
                 task, place = waiting.pop(0), free.pop(0)
                 tell(task, None)
-                running[_start(task, variables(place))] = (task, place, time.monotonic())
+                printed = task.log.stat().st_size if task.log.exists() else 0
+                running[_start(task, variables(place))] = _Place(task, place, time.monotonic(), printed)
             for process in [one for one in running if one.poll() is not None]:
-                task, place, since = running.pop(process)
-                free.append(place)
-                ended[task.name] = Ended(code=process.returncode, seconds=time.monotonic() - since)
-                tell(task, ended[task.name])
+                one = running.pop(process)
+                free.append(one.place)
+                code = process.returncode
+                if requests.number and code == -signal.SIGTERM:  # it was told to stop before it could listen
+                    code = ExitCode.STOPPED
+                ended[one.task.name] = Ended(
+                    code=code, seconds=time.monotonic() - one.since, output=_last_line(one.task.log, one.printed)
+                )
+                tell(one.task, ended[one.task.name])
             if requests.number > answered:
                 answered = requests.number
                 for process in running:
                     process.send_signal(signal.SIGTERM if answered == 1 else signal.SIGKILL)
             time.sleep(_POLL)
     return ended
+
+
+@attrs.frozen
+class _Place:
+    """A task that runs."""
+
+    task: Task
+    place: int
+    since: float
+    printed: int
+    """Bytes of its log that earlier attempts have written."""
+
+
+def _last_line(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _start(task: Task, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -128,5 +154,6 @@ def _stop_with_parent() -> None:
 def state_of(code: int) -> str:
     """The state in which a process leaves its run: ``completed``, ``stopped`` (saved), or how it has failed."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return {ExitCode.COMPLETED: "completed", ExitCode.STOPPED: "stopped"}.get(ExitCode(code), f"failed ({code})")
+        names = {int(one): one.name for one in signal.Signals}
+        return f"killed by {names.get(-code, f'signal {-code}')}"
+    return {int(ExitCode.COMPLETED): "completed", int(ExitCode.STOPPED): "stopped"}.get(code, f"failed ({code})")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,14 @@ def print_results(study: Study, states: Mapping[str, str]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for override in study.points[0].overrides:
         table.add_column(override.partition("=")[0], overflow="fold")
-    table.add_column("state")
+    table.add_column("state", no_wrap=True)
     for name in ("step", *shown):
         table.add_column(name, justify="right", no_wrap=True)
     for run, point, row in zip(study.runs, study.points, rows, strict=True):
         settings = [Text(override.partition("=")[2]) for override in point.overrides]
         losses = [_loss(row[name], finite[name]) if name in row else "-" for name in shown]
         table.add_row(*settings, Text(states.get(run.name, "not started")), str(row.get("step", "-")), *losses)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 
 def _loss(value: float | None, all_of_them: Sequence[float]) -> str:
@@ -56,6 +58,11 @@ def last_values(run: Path) -> dict[str, Any]:
             values = json.loads(line)
         except ValueError:  # it was being written when the machine failed
             continue
-        found["step"] = values["step"]
-        found |= {name: values[name] for name in _COLUMNS if name in values}
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            found["step"] = values["step"]
+            found |= {name: _finite(values[name]) for name in _COLUMNS if name in values}
     return found
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
