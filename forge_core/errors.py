@@ -23,6 +23,8 @@ class ForgeError(Exception):
     """An error whose message is meant for the user; printed without a traceback unless ``--debug`` is given."""
 
     exit_code = ExitCode.UNEXPECTED
+    is_on_all_ranks = False
+    """All ranks have been told, and raise it: nobody waits to hear of it."""
 
 
 def exit_code_of(error: BaseException) -> int:

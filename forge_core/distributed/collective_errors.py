@@ -18,6 +18,8 @@ T = TypeVar("T")
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do ``work`` on every rank, and fail on every rank if it fails on one, with all their sentences.
 
+    Calls may be nested, and a rank may fail between two inner ones, which the others are in: they all end together.
+
     Args:
         group: over which they tell each other; it has all ranks.
 
@@ -30,26 +32,43 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
     try:
         done.append(work())
     except ForgeError as caught:
+        if _is_on_all_ranks(caught):
+            raise
         error = caught
     except Exception as caught:
         if dist.get_world_size() == 1:
             raise
         error = _unforeseen(caught)
     if dist.get_world_size() > 1:
-        said: list[tuple[str, ExitCode, str] | None] = [None] * dist.get_world_size()
-        own = None if error is None else (str(error), error.exit_code, type(error).__name__)
-        dist.all_gather_object(said, own, group=group)
-        failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
-        if failed:
-            _, _, code, name = failed[0]
-            joined = _class_named(name)(
-                "" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed])
-            )
-            joined.exit_code = code
-            raise joined from error
+        _tell(error, group)
     if error is not None:
         raise error
     return done[0]
+
+
+def _tell(error: ForgeError | None, group: dist.ProcessGroup | None = None, done: bool = True) -> bool:
+    """Tell all ranks of a failure, or that this rank is ``done`` or not; return whether all are.
+
+    Raises:
+        ForgeError: one of them has failed.
+    """
+    said: list[tuple[str, ExitCode, str] | bool] = [done] * dist.get_world_size()
+    own = done if error is None else (str(error), error.exit_code, type(error).__name__)
+    dist.all_gather_object(said, own, group=group)
+    failed = [(rank, *entry) for rank, entry in enumerate(said) if isinstance(entry, tuple)]
+    if failed:
+        _, _, code, name = failed[0]
+        joined = _class_named(name)(
+            "" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed])
+        )
+        joined.exit_code, joined.is_on_all_ranks = code, True
+        raise joined from error
+    return all(said)
+
+
+def _is_on_all_ranks(error: BaseException | None) -> bool:
+    """Return whether all ranks raise an error, or one that it was made of."""
+    return error is not None and (getattr(error, "is_on_all_ranks", False) or _is_on_all_ranks(error.__cause__))
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
@@ -103,12 +122,9 @@ def run_slowly_on_all_ranks(work: Callable[[], T], beat: Callable[[], None]) -> 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     outcome = _begun(work)
-    done = [False] * dist.get_world_size()
-    while True:
-        dist.all_gather_object(done, bool(wait([outcome], timeout=1.0).done))
-        if all(done):
-            return run_on_all_ranks(outcome.result)
+    while not _tell(None, done=bool(wait([outcome], timeout=1.0).done)):
         beat()
+    return run_on_all_ranks(outcome.result)
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:

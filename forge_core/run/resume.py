@@ -235,9 +235,16 @@ def restore(
 
 
 def restore_tensors(
-    checkpoint: Checkpoint, callbacks: Sequence[tuple[str, Callback]], mesh: Mesh, report: Callable[[str], None]
+    checkpoint: Checkpoint,
+    callbacks: Sequence[tuple[str, Callback]],
+    mesh: Mesh,
+    report: Callable[[str], None],
+    others: str = "begin anew",
 ) -> None:
     """Fill the tensors of callbacks, which have made them, from a checkpoint.
+
+    Args:
+        others: the fate of those that it does not have, for a message.
 
     Raises:
         ConfigError: one has another shape or dtype there.
@@ -250,7 +257,7 @@ def restore_tensors(
         run_on_all_ranks(lambda: refuse_misfits(checkpoint.path, tensors))
         checkpoint.load(tensors)
     for keys, what in (
-        (here - there, "does not have, which begin anew"),
+        (here - there, f"does not have, which {others}"),
         (there - here, "has alone; they are dropped"),
     ):
         if keys:

@@ -340,7 +340,7 @@ class _Training:
         def reload(checkpoint: Checkpoint) -> None:
             built.optimizer.state.clear()
             restore(checkpoint, built.model, built.optimizer, setup.callbacks, setup.mesh, setup.console.line)
-            restore_tensors(checkpoint, setup.callbacks, setup.mesh, setup.console.line)
+            restore_tensors(checkpoint, setup.callbacks, setup.mesh, setup.console.line, "stay as they are")
 
         saved = self._saved.get("rolling_back", {})
         return Rollback(self._run, setup.store, setup.mirror, setup.loader, guard, reload, **saved)

@@ -179,6 +179,15 @@ def test_matrices_are_read_once_and_those_of_one_block_at_a_time(folder, tmp_pat
     assert sorted(key for keys in reads for key in keys) == sorted({key for keys in reads for key in keys})
 
 
+def test_of_a_run_with_averages_the_trained_weights_are_taken_and_that_is_said(folder, tmp_path, capsys):
+    averaged = ["run.name=averaged", "callbacks=[{name='ema', decay=0.5}]"]
+    assert main(["run", str(folder / "dense.toml"), *averaged]) == 0
+
+    dense = str(folder / "runs" / "averaged")
+    assert main(["moe", "upcycle", dense, "--out", str(tmp_path / "out"), "--experts", "4"]) == 0
+    assert "note: it is made of the trained weights" in capsys.readouterr().out
+
+
 def test_what_does_not_compute_the_same_is_said(folder, tmp_path, capsys):
     assert upcycle(folder, tmp_path / "out", "--drop", "0.5", "model.feed_forward.router.order=softmax_topk") == 0
 

@@ -43,5 +43,25 @@ try:
 except ConfigError as raised:
     print(len(beats) >= 2, str(raised) == ("" if dist.get_rank() else "the second cannot"))
 print(run_slowly_on_all_ranks(lambda: dist.get_rank(), lambda: None) == dist.get_rank())
+
+
+def fails_between(error):
+    """The first opens a file and then another one; the second fails between the two."""
+    run_slowly_on_all_ranks(lambda: None, lambda: None)
+    if dist.get_rank() == 1:
+        raise error
+    try:
+        run_slowly_on_all_ranks(lambda: None, lambda: None)
+    except ConfigError as caught:
+        raise ConfigError(f"eval.data: {caught}") from caught
+
+
+for error in (ConfigError("the second has other files"), OSError(5, "Input/output error")):
+    try:
+        run_on_all_ranks(lambda error=error: run_on_all_ranks(lambda: fails_between(error)))
+    except ForgeError as raised:
+        words = "eval.data: the second has other files" if isinstance(error, ConfigError) else "OSError: [Errno 5]"
+        print(str(raised).startswith("" if dist.get_rank() else words))
+print(run_on_rank0(lambda: "together"))
 dist.destroy_process_group()
 hard_exit()

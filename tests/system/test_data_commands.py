@@ -43,6 +43,15 @@ def test_what_is_shown_is_what_the_run_trains_on(tiny, trained, capsys):
     assert [line["texts"] for line in lines] == [[bytes(trained[step][0].astype(np.uint8)).decode()] for step in (2, 3)]
 
 
+def test_a_run_whose_steps_have_grown_is_refused(tiny, capsys):
+    tiny.completed("train.steps=3", "scheduler.decay_steps=4")
+    tiny.completed("train.steps=6", "scheduler.decay_steps=4", "train.batch_size=8")
+    capsys.readouterr()
+
+    assert main(["data", "seen", str(tiny.path()), "--steps", "1"]) == 2
+    assert "its steps have not all had as many samples (36 in 6 steps)" in capsys.readouterr().err
+
+
 def test_a_stretch_that_a_rollback_has_left_out_is_not_shown(tiny):
     job = load_job(tiny.config, ["train.global_batch_size=4"], catalog=discover(), world_size=1)
     with opened(job, discover()) as data:

@@ -83,6 +83,8 @@ def upcycle(
     checkpoint = find_checkpoint(source, lambda line: print(line, file=sys.stderr))
     upcycled = upcycle_checkpoint(checkpoint, out, how, n_experts=experts, overrides=overrides, catalog=obj.catalog)
     click.echo(f"wrote {out / CHECKPOINT}: {len(upcycled.layers)} layers of {experts} experts, from {checkpoint.path}")
+    if any(key.startswith("evaluation.") for key in checkpoint.saved_tensors()):
+        click.echo("note: it is made of the trained weights; forge eval of the dense run takes its averages")
     click.echo("it computes what the dense model does" if upcycled.preserves else _what_differs(upcycled))
     click.echo(f"train it with: forge run {out / CONFIG}")
 

@@ -9,6 +9,8 @@ import pytest
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.best_fit import PackedDocuments, best_fit, find_documents
+from forge_plugins_data.config import TokenFilesConfig
+from forge_plugins_data.token_files import open_token_files
 
 END = 7
 ROOM = 16
@@ -145,3 +147,42 @@ def test_an_id_that_comes_while_it_is_read_is_named_with_its_position():
 
     with pytest.raises(ConfigError, match=r"a\.bin: token 4 \(from 0\) has the id 900"):
         source.read(np.array([0]))
+
+
+def test_documents_without_an_end_are_apart_too():
+    files = [find_documents(np.full(5, i, dtype=np.uint16), END) for i in (1, 2, 3)]
+    common = {"seq_len": 16, "vocab_size": 8, "tokenizer": None, "separator": END, "identity": []}
+    source = PackedDocuments(files, end_of_document=END, **common)
+
+    batch = source.read(np.array([0]))
+
+    assert batch["document"].tolist() == [[0] * 5 + [1] * 5 + [2] * 5 + [3]]
+    assert batch["positions"].tolist() == [[*range(5), *range(5), *range(5), 0]]
+    assert batch["targets"].tolist() == [[1, 1, 1, 1, -100, 2, 2, 2, 2, -100, 3, 3, 3, 3, -100, -100]]
+
+
+def open_files(build, folder, **keys):
+    config = TokenFilesConfig(path=f"{folder}/*.npy", vocab_size=300, packing="best_fit", **keys)
+    return {split: open_token_files(config, seq_len=8, split=split, build=build) for split in ("train", "validation")}
+
+
+def test_about_the_share_of_documents_is_held_out_also_of_files_of_one(tmp_path, build):
+    for i in range(100):
+        np.save(tmp_path / f"{i:03}.npy", np.array([i + 10] * 7 + [END], dtype=np.uint16))
+    opened = open_files(build, tmp_path, validation=0.03, end_of_document=END)
+
+    firsts = {
+        split: set(source.read(np.arange(len(source)))["tokens"][:, 0].tolist()) for split, source in opened.items()
+    }
+    assert len(firsts["validation"]) == 3
+    assert len(firsts["train"]) == 97
+    assert not firsts["train"] & firsts["validation"]
+
+
+def test_another_end_of_document_is_other_data(tmp_path, build):
+    np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint16) % 9)
+    one, other = (open_files(build, tmp_path, validation=0.2, end_of_document=end)["train"] for end in (0, 1))
+    assert one.fingerprint != other.fingerprint
+
+    with pytest.raises(ConfigError, match="end_of_document = 300 is beyond the vocabulary of 300"):
+        open_files(build, tmp_path, validation=0.2, end_of_document=300)

@@ -7,6 +7,7 @@ decreasing.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_plugins_data.packing import document_inputs
 from forge_plugins_data.verification import Verification
 from forge_plugins_data.windows import TokenSamples
 
@@ -36,9 +36,9 @@ class Documents:
     where: str = "the data"
     """For messages: the file."""
 
-    def part(self, first: int, stop: int) -> Documents:
-        """The documents ``first`` to ``stop − 1``."""
-        return attrs.evolve(self, starts=self.starts[first:stop], stops=self.stops[first:stop])
+    def those(self, chosen: np.ndarray) -> Documents:
+        """The documents where ``chosen`` ``(D,)`` is true."""
+        return attrs.evolve(self, starts=self.starts[chosen], stops=self.stops[chosen])
 
 
 def find_documents(tokens: np.ndarray, end_of_document: int, where: str = "the data") -> Documents:
@@ -84,7 +84,7 @@ class PackedDocuments(TokenSamples):
             vocab_size=vocab_size,
             tokenizer=tokenizer,
             separator=separator,
-            identity=[*identity, "best_fit", [_extent(one) for one in documents]],
+            identity=[*identity, "best_fit", end_of_document, [_checksum(one) for one in documents]],
             verification=verification,
         )
         self._arrays = documents
@@ -107,21 +107,19 @@ class PackedDocuments(TokenSamples):
         tokens = np.full((len(indices), self._seq_len), self._end_of_document, dtype=np.int64)
         targets = np.full_like(tokens, IGNORED)
         self._touch({self._arrays[self._which[piece]].where for index in indices for piece in self._pieces(index)})
-        ends = [self._fill(int(index), tokens[row], targets[row]) for row, index in enumerate(indices)]
+        document, positions = np.empty_like(tokens), np.empty_like(tokens)
+        for row, index in enumerate(indices.tolist()):
+            self._fill(index, tokens[row], targets[row], document[row], positions[row])
         self._refuse_strangers(indices, tokens, targets)
         batch = {"tokens": tokens, "targets": targets}
-        if self._separator is not None:
-            batch |= document_inputs(tokens, targets, self._separator)
-            for row, end in enumerate(ends):  # the padding is one document, and not one for each token
-                if end < self._seq_len:
-                    batch["document"][row, end:] = batch["document"][row, end]
-                    batch["positions"][row, end:] = np.arange(self._seq_len - end)
-        return batch
+        return batch if self._separator is None else {**batch, "document": document, "positions": positions}
 
-    def _fill(self, index: int, tokens: np.ndarray, targets: np.ndarray) -> int:
-        """Write a sample into rows ``(S,)``; return where its padding begins."""
-        end = 0
-        for piece in self._pieces(index):
+    def _fill(
+        self, index: int, tokens: np.ndarray, targets: np.ndarray, document: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """Write a sample into rows ``(S,)``. Each piece is a document of its own, and so is the padding."""
+        end = number = 0
+        for number, piece in enumerate(self._pieces(index)):
             array, start, length = self._arrays[self._which[piece]].tokens, self._starts[piece], self._lengths[piece]
             here = slice(end, end + length)
             tokens[here] = array[start : start + length]
@@ -129,8 +127,9 @@ class PackedDocuments(TokenSamples):
                 targets[end - 1] = tokens[end]
             following = length - (not self._continues[piece])
             targets[end : end + following] = array[start + 1 : start + 1 + following]
+            document[here], positions[here] = number, np.arange(length)
             end += length
-        return int(end)
+        document[end:], positions[end:] = number + 1, np.arange(self._seq_len - end)
 
     def _place(self, index: int, column: int) -> tuple[str, int]:
         for piece in self._pieces(index):
@@ -201,6 +200,6 @@ def _cut(documents: Documents, index: int, seq_len: int) -> tuple[np.ndarray, np
     )
 
 
-def _extent(documents: Documents) -> list[int]:
-    """The first position of an array that is used, and the one behind the last."""
-    return [int(documents.starts[0]), int(documents.stops[-1])] if len(documents.stops) else []
+def _checksum(documents: Documents) -> str:
+    """Says which documents of an array there are."""
+    return hashlib.sha256(documents.starts.tobytes() + documents.stops.tobytes()).hexdigest()

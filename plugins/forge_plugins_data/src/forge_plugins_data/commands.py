@@ -209,6 +209,11 @@ def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_js
         raise ConfigError(f"--steps {steps}: {checkpoint.path} has been trained for {checkpoint.step} steps")
     job = load_job(checkpoint.path / "job.toml", catalog=invocation.catalog)
     state = checkpoint.state()
+    if state["position"] != checkpoint.step * (job.train.global_batch_size or 0):
+        raise ConfigError(
+            f"{run}: its steps have not all had as many samples ({state['position']:,} in {checkpoint.step:,} steps); "
+            "which ones a step has had cannot be told"
+        )
     left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
     with opened(job, invocation.catalog(job.plugins.disable), left_out) as data:
         if data.source.fingerprint != (made_of := state["data_fingerprint"]):

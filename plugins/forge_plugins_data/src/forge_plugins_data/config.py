@@ -358,7 +358,7 @@ class TokenFilesConfig(_FilesConfig):
     Also what other programs have written: ``.bin`` with ``.idx`` (Megatron), ``.ds`` (nanotron, datatrove), a folder of
     chunks with an ``index.json`` (litgpt), and ``.bin`` that are nothing but ids of a ``dtype``.
 
-    ``validation`` holds out the last windows of every file, or with ``best_fit`` the last documents.
+    ``validation`` holds out the last windows of every file, or with ``best_fit`` documents at equal distances.
     """
 
     tokenizer: Annotated[ComponentRef | None, Slot("tokenizer")] = None

@@ -69,7 +69,8 @@ class JobData:
             found["sources"] = dict(zip(self.source.names, counts, strict=True))
         found["targets"] = int((batch["targets"] != IGNORED).sum())
         if "document" in batch:
-            found["documents"] = int((batch["document"].max(axis=1) + 1).sum())
+            valid = batch["targets"] != IGNORED  # what fills up a sample has none
+            found["documents"] = int((np.where(valid, batch["document"], -1).max(axis=1) + 1).sum())
         return {**found, "batch": batch}
 
     def texts(self, batch: dict[str, np.ndarray], number: int) -> list[str]:

@@ -29,7 +29,8 @@ _SCAN = 2**24
 def open_token_files(
     config: TokenFilesConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object
 ) -> TokenSamples:
-    """Map the files. Samples are windows within a file, or documents put together; held out are the last of each file.
+    """Map the files. Samples are windows within a file, or documents put together. Held out are the last windows of
+    each file, or documents at equal distances.
 
     Raises:
         ConfigError: files missing, damaged, without a description, of different vocabularies or with ids beyond it, or
@@ -55,6 +56,8 @@ def open_token_files(
         "verification": _verification(files, config),
     }
     identity: list[Any] = ["token_files", [file.identity for file in files]]
+    if end is not None and end >= meaning.vocab_size:
+        raise ConfigError(f"end_of_document = {end} is beyond the vocabulary of {meaning.vocab_size} (from 0)")
     if config.packing == "best_fit":
         assert end is not None, "it was refused"
         found = [find_documents(file.tokens, end, str(file.path)) for file in files]
@@ -290,26 +293,23 @@ def _split(files: Sequence[_TokenFile], seq_len: int, validation: float, split: 
 
 
 def _split_documents(files: Sequence[Documents], validation: float, split: Split) -> list[Documents]:
-    """The documents of a split in each file: of all files together, about the share of tokens is held out.
+    """The documents of a split in each file. Held out is the share ``validation`` of them, at equal distances in the
+    whole.
 
     Raises:
         ConfigError: there are fewer than two documents to divide.
     """
     if split == "all" or validation == 0:
         return [*files]
-    total = sum(len(file.stops) for file in files)
+    ends = [0, *itertools.accumulate(len(file.stops) for file in files)]
+    total = ends[-1]
     if total < 2:
         raise ConfigError(
             f"validation = {validation} cannot hold out a document: the data have {total}; use more data, or "
             "validation = 0"
         )
-    borders = [int(np.searchsorted(file.stops, (1 - validation) * len(file.tokens), side="right")) for file in files]
-    held_out = sum(len(file.stops) - border for file, border in zip(files, borders, strict=True))
-    if held_out in (0, total):  # at least one on either side
-        last = max(range(len(files)), key=lambda i: len(files[i].stops) > 0 and i)
-        borders = [len(file.stops) for file in files]
-        borders[last] -= 1
-    return [
-        file.part(0, border) if split == "train" else file.part(border, len(file.stops))
-        for file, border in zip(files, borders, strict=True)
-    ]
+    number = min(max(round(total * validation), 1), total - 1)
+    held_out = np.zeros(total, dtype=bool)
+    held_out[((np.arange(number) + 0.5) * total / number).astype(np.int64)] = True
+    chosen = ~held_out if split == "train" else held_out
+    return [file.those(chosen[first:end]) for file, first, end in zip(files, ends, ends[1:], strict=False)]

@@ -92,5 +92,5 @@ def _refuse_misspelt_options(overrides: tuple[str, ...]) -> None:
 
 
 def _table(step: int, values: dict[str, float]) -> str:
-    width = max(map(len, values))
+    width = max(map(len, values), default=0)
     return "\n".join([f"step {step}", *(f"  {name:<{width}}  {value:,.6g}" for name, value in values.items())])
