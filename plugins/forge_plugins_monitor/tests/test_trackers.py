@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -107,11 +108,18 @@ class TestWandb(TrackerConformance):
     config: ClassVar = {"mode": "offline", "project": "tests", "tags": ["small"]}
 
     def written(self, tmp_path: Path) -> list[list[wandb_internal_pb2.Record]]:
-        """The records of each start."""
-        starts = []
-        for file in sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")):
-            starts.append([wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())])
-        return starts
+        """The records of each start. A process of wandb's writes them, on a busy machine after the tracker is closed."""
+        files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+        deadline = time.monotonic() + 60
+        while True:
+            starts = [
+                [wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())]
+                for file in files
+            ]
+            is_whole = all(any(one.HasField("exit") for one in records) for records in starts)
+            if is_whole or time.monotonic() > deadline:
+                return starts
+            time.sleep(0.1)
 
     def test_the_curves_are_there_with_the_job_and_the_versions(self, tmp_path, picture) -> None:
         tracker = self.start(tmp_path, JOB)
