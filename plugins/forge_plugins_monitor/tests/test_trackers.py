@@ -108,14 +108,12 @@ class TestWandb(TrackerConformance):
     config: ClassVar = {"mode": "offline", "project": "tests", "tags": ["small"]}
 
     def written(self, tmp_path: Path) -> list[list[wandb_internal_pb2.Record]]:
-        """The records of each start. A process of wandb's writes them, on a busy machine after the tracker is closed."""
+        """The records of each start. A process of wandb's writes them, perhaps after the tracker is closed."""
         files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
         deadline = time.monotonic() + 60
         while True:
-            starts = [
-                [wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())]
-                for file in files
-            ]
+            logs = [leveldb_log(file.read_bytes()) for file in files]
+            starts = [[wandb_internal_pb2.Record.FromString(data) for data in log] for log in logs]
             is_whole = all(any(one.HasField("exit") for one in records) for records in starts)
             if is_whole or time.monotonic() > deadline:
                 return starts
