@@ -69,9 +69,9 @@ class BatchLoader:
         self._pin_memory = pin_memory
         self._batch_size = batch_size
         self._grad_accumulation = grad_accumulation
+        self._prefetch = prefetch
         self._cut(dp_rank, dp_size)
         self._next = (position, 0)
-        self._prefetch = prefetch
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="forge-data") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
         self._closed = False
@@ -160,6 +160,8 @@ class BatchLoader:
             self._offsets = offsets.reshape(grad_accumulation, dp_size, batch_size)[:, dp_rank]
         else:
             _refuse_to_deal(streams.n_streams, dp_size, self.samples_per_step)
+            steps = self._prefetch // grad_accumulation + 2  # begun, or asked for, at a time
+            streams.ahead = steps * self.samples_per_step // streams.n_streams
             by_stream = offsets.reshape(-1, streams.n_streams).T
             self._offsets = by_stream.reshape(dp_size, grad_accumulation, batch_size)[dp_rank]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,10 @@ class StreamsByPosition:
     gives the same in any order; it is fast where positions of a stream go up.
     """
 
+    ahead = 0
+    """A stream's samples that are read ahead. So many before the last one read are kept, as they may be asked for by
+    another thread; those further back are read again, from a state."""
+
     def __init__(self, source: StreamedSource) -> None:
         self.vocab_size, self.tokenizer, self.n_streams = source.vocab_size, source.tokenizer, source.n_streams
         self.fingerprint = f"{source.fingerprint}, {source.n_streams} streams"
@@ -40,6 +43,7 @@ class StreamsByPosition:
 
     def restart(self, number: int, states: Sequence[State]) -> None:
         """Take it that ``number`` samples of each stream have been read, after which their states are ``states``."""
+        self._starts: tuple[int, ...] = (number,)  # before the cursors, which a reader takes first
         self._cursors = [_Cursor(self._source, stream, number, state) for stream, state in enumerate(states)]
 
     def entries(self) -> Mapping[str, Entry]:
@@ -53,8 +57,8 @@ class StreamsByPosition:
             ConfigError: a stream has no sample at all.
         """
         numbers, streams = np.divmod(positions, self.n_streams)
-        cursors = self._cursors
-        samples = [cursors[s].read(k) for s, k in zip(streams.tolist(), numbers.tolist(), strict=True)]
+        cursors, starts, ahead = self._cursors, self._starts, self.ahead
+        samples = [cursors[s].read(k, starts, ahead) for s, k in zip(streams.tolist(), numbers.tolist(), strict=True)]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def states(self, number: int) -> dict[int, State]:
@@ -64,9 +68,8 @@ class StreamsByPosition:
 
     def forget_before(self, number: int) -> None:
         """The samples before ``number`` of each stream belong to steps that are over; they are asked for again, if at
-        all, within some steps."""
-        for cursor in self._cursors:
-            cursor.forget_before(number)
+        all, within some steps. It does not wait for threads that read."""
+        self._starts = (*self._starts[1 - _STEPS_KEPT :], number)
 
 
 class _Cursor:
@@ -79,25 +82,38 @@ class _Cursor:
         self._samples: dict[int, Sample] = {}
         self._iterator: Iterator[tuple[Sample, Mapping[str, Any]]] | None = None
         self._next = number
-        self._starts: deque[int] = deque([number], maxlen=_STEPS_KEPT)
+        self._starts: tuple[int, ...] = (number,)
+        self._unchecked = _STATES_CHECKED
         self._lock = threading.Lock()
 
-    def read(self, number: int) -> Sample:
-        with self._lock:
-            if number not in self._samples:
-                self._seek(number)
-                while self._next <= number:
-                    self._advance()
-            return self._samples[number]
+    def read(self, number: int, starts: tuple[int, ...], ahead: int) -> Sample:
+        """Read a sample.
 
-    def forget_before(self, number: int) -> None:
-        if self._iterator is None:
-            return
+        Args:
+            starts: where steps begin whose states are kept; the last one is not over.
+            ahead: how many samples before ``number`` are kept.
+        """
         with self._lock:
-            self._starts.append(number)
-            kept = {0, *self._starts}
-            self._samples = {at: one for at, one in self._samples.items() if at >= number}
-            self.states = {at: one for at, one in self.states.items() if at >= number or at in kept}
+            if starts is not self._starts:
+                self._forget(starts)
+            if number in self._samples:
+                return self._samples[number]
+            oldest = max(starts[-1], number - ahead)
+            self._samples = {at: one for at, one in self._samples.items() if at >= oldest}
+            self._seek(number)
+            try:
+                while self._next < number:
+                    self._advance(oldest)
+                return self._advance(oldest)
+            except BaseException:
+                self._iterator = None  # a generator that has raised would seem to have ended
+                raise
+
+    def _forget(self, starts: tuple[int, ...]) -> None:
+        """Keep the states of steps that are not over, and those at ``starts``."""
+        kept = {0, *starts}
+        self.states = {at: one for at, one in self.states.items() if at >= starts[-1] or at in kept}
+        self._starts = starts
 
     def _seek(self, number: int) -> None:
         """Go to the nearest state from which ``number`` is reached."""
@@ -108,7 +124,8 @@ class _Cursor:
     def _open(self, at: int, state: State) -> None:
         self._iterator, self._next = iter(self._source.open(self._stream, state)), at
 
-    def _advance(self) -> None:
+    def _advance(self, oldest: int) -> Sample:
+        """Read the next sample, and keep it from the number ``oldest`` on."""
         assert self._iterator is not None, "it has been opened"
         found = next(self._iterator, None)
         if found is None:
@@ -118,10 +135,15 @@ class _Cursor:
             n = self._source.n_streams
             raise ConfigError(f"data: stream {self._stream} of {n} (from 0) has no sample; use fewer streams")
         sample, state = found
-        if len(self.states) < _STATES_CHECKED:
+        if self._unchecked:
             _refuse_what_is_not_json(state, self._source)
-        self._samples[self._next], self.states[self._next + 1] = sample, state
+            self._unchecked -= 1
+        if self._next >= oldest:
+            self._samples[self._next] = sample
         self._next += 1
+        if self._next >= self._starts[-1]:
+            self.states[self._next] = state
+        return sample
 
 
 def _refuse_what_is_not_json(state: Mapping[str, Any], source: StreamedSource) -> None:

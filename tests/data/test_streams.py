@@ -1,6 +1,7 @@
 """Streams by position: the same samples on any number of ranks, from any state, in any order of reading."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -153,6 +154,77 @@ def test_a_step_that_is_over_can_be_read_once_more_and_the_next_one_is_not_anoth
     assert [tokens_of([*one.step_at(4 * step)]) for step in (0, 50, 99)] == [steps[0], steps[50], steps[99]]
     assert tokens_of(next(one)) == [200, 201, 1200, 1201]
     assert len(one.stream.streams._cursors[0].states) < 140
+
+
+class Halting(Letters):
+    """It waits before sample ``halt`` of stream 0 until it may ``go``, once, and then raises ``error``, if there is
+    one."""
+
+    def __init__(self, n_streams, halt, error=None):
+        super().__init__(n_streams)
+        self.halt, self.error = halt, error
+        self.waits, self.go = threading.Event(), threading.Event()
+
+    def open(self, stream, state):
+        for sample, after in super().open(stream, state):
+            if (stream, after["read"] - 1) == (0, self.halt) and not self.waits.is_set():
+                self.waits.set()
+                assert self.go.wait(60)
+                if self.error is not None:
+                    raise self.error
+            yield sample, after
+
+
+@pytest.mark.parametrize("error", [OSError("connection reset"), KeyboardInterrupt()])
+def test_a_stream_that_has_failed_for_one_thread_goes_on_for_others_where_it_was(error):
+    source = Halting(2, halt=5, error=error)
+    streams = StreamsByPosition(source)
+    streams.read_at(np.arange(8))
+    with ThreadPoolExecutor(2) as pool:
+        ahead = pool.submit(streams.read_at, np.array([12, 14]))
+        assert source.waits.wait(60)
+        behind = pool.submit(streams.read_at, np.array([8, 10]))
+        source.go.set()
+        with pytest.raises(type(error)):
+            ahead.result()
+        assert behind.result()["tokens"].ravel().tolist() == [4, 5]
+
+    assert streams.read_at(np.array([12, 13]))["tokens"].ravel().tolist() == [6, 1006]
+
+
+def test_the_next_step_does_not_wait_for_a_stream_that_is_read_ahead():
+    source = Halting(2, halt=5)
+    one = loader(StreamsByPosition(source), batch_size=4, workers=1)
+    with ThreadPoolExecutor(1) as training:
+        steps = [training.submit(next, one).result(60)]
+        assert source.waits.wait(60)
+        steps.append(training.submit(next, one))
+        try:
+            steps[1] = steps[1].result(20)
+        finally:
+            source.go.set()
+        steps.append(training.submit(next, one).result(60))
+    one.close()
+
+    assert [tokens_of(step) for step in steps] == [[2 * n, 2 * n + 1, 1000 + 2 * n, 1001 + 2 * n] for n in range(3)]
+
+
+def test_what_stands_between_is_not_kept_and_can_be_read_all_the_same():
+    streams = StreamsByPosition(Letters(2))
+    streams.read_at(np.array([10_000, 10_001, 10_002]))
+    assert [sorted(cursor._samples) for cursor in streams._cursors] == [[5001], [5000]]
+    assert streams.read_at(np.array([9_000, 10_004]))["tokens"].ravel().tolist() == [4500, 5002]
+
+    streams = StreamsByPosition(Letters(2))
+    streams.forget_before(5000)
+    streams.read_at(np.array([10_002]))
+    assert sorted(streams._cursors[0].states) == [0, 5000, 5001, 5002]
+
+    source = Letters(2)
+    one = loader(StreamsByPosition(source), batch_size=4, left_out=[(4, 4000)])
+    assert [tokens_of(next(one)) for _ in range(2)] == [[0, 1, 1000, 1001], [2000, 2001, 3000, 3001]]
+    assert sum(len(cursor._samples) for cursor in one.stream.streams._cursors) < 40
+    assert states_of([one]) == {"number": 2002, "states": [{"read": 2002}] * 2}
 
 
 def test_a_stream_that_ends_begins_anew_and_one_of_nothing_is_refused():

@@ -6,9 +6,15 @@ import re
 import subprocess
 import time
 
+import attrs
 import pytest
 
 import fork_server
+from forge_core.cli import main
+from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_plugins_data.inspection import opened
 
 datasets = pytest.importorskip("datasets")
 
@@ -213,6 +219,45 @@ def test_what_streams_cannot_do_is_refused_and_nothing_is_made(letters, settings
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr)
     assert not letters.path().exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["train.global_batch_size=4"], "data.streams: must divide train.global_batch_size, 4, .* it is 8"),
+        (["train.batch_size=2", "parallel.dp_shard=6"], "must divide train.global_batch_size, 12, .* it is 8"),
+        (
+            ["data={name='synthetic'}", "eval={interval=2, data={name='huggingface_streaming', path='corpus'}}"],
+            "eval.data.streams: have no end, so that they cannot be evaluated",
+        ),
+    ],
+)
+def test_streams_that_do_not_fit_the_job_are_told_by_validate(tiny, capsys, settings, sentence):
+    given = ["data={name='huggingface_streaming', path='corpus'}", *settings]
+    assert main(["validate", str(tiny.config), *given]) == 2
+
+    said = capsys.readouterr()
+    assert re.search(sentence, said.out + said.err), said
+
+
+def test_inspecting_refuses_streams_as_a_run_does_and_keeps_no_more_than_a_step(shared_tiny, streamed, capsys):
+    uneven = stream_of(shared_tiny.folder, streams=3)
+    assert main(["data", "inspect", str(shared_tiny.config), uneven]) == 2
+    assert "data.streams: must divide train.global_batch_size, 4" in capsys.readouterr().err
+    job = load_job(shared_tiny.config, [uneven], catalog=discover())
+    job = attrs.evolve(job, train=attrs.evolve(job.train, global_batch_size=4))
+    with (
+        pytest.raises(ConfigError, match=r"a multiple of the number of streams, 3, .* it is 4"),
+        opened(job, discover()),
+    ):
+        pass
+
+    job = load_job(shared_tiny.config, streamed, catalog=discover(), world_size=1)
+    with opened(job, discover()) as data:
+        found = data.step(200)
+        cursors = data.stream.streams._cursors
+    assert found["numbers"] == [796, 797, 798, 799]
+    assert [(sorted(cursor.states), len(cursor._samples)) for cursor in cursors] == [([0, 199, 200], 1)] * 4
 
 
 def test_more_ranks_than_streams_are_refused(letters):

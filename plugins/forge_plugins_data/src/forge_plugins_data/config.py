@@ -204,12 +204,28 @@ class HuggingFaceStreamingConfig(HubConfig):
     seed. 1 keeps their order."""
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Evaluation must have data of its own."""
-        if job.data.config is self and job.eval.interval > 0 and job.eval.data is None:
+        """Evaluation must have data of its own, which are no streams; each stream has the same part of a step."""
+        if job.eval.data is not None and job.eval.data.config is self:
+            yield "streams", "have no end, so that they cannot be evaluated; name other data under [eval.data]"
+        if job.data.config is not self:
+            return
+        if job.eval.interval > 0 and job.eval.data is None:
             yield (
                 "streams",
                 "hold nothing out, so that eval.interval has nothing to evaluate; name data under [eval.data]",
             )
+        total = _samples_per_step(job)
+        if total is not None and total % self.streams:
+            sentence = f"must divide train.global_batch_size, {total}, as each has the same part of a step"
+            yield "streams", f"{sentence}; it is {self.streams}"
+
+
+def _samples_per_step(job: Job) -> int | None:
+    """Over all ranks; ``None`` where it depends on how many there are."""
+    train, ranks = job.train, job.parallel.dp_replicate * job.parallel.dp_shard
+    if train.global_batch_size is not None or ranks < 0:
+        return train.global_batch_size
+    return train.batch_size * (train.grad_accumulation or 1) * ranks
 
 
 @attrs.frozen(kw_only=True)

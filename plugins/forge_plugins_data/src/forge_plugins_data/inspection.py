@@ -19,6 +19,7 @@ from forge_core.contracts.data_source import PositionedSource, Source
 from forge_core.contracts.loss import IGNORED
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.mesh import join_process_group
+from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, open_source
 
@@ -60,6 +61,8 @@ class JobData:
         """The batch of a step from 1, of all ranks: where its samples are in the whole stream, which ones of the source
         they are, what they are made of, and the samples themselves (``batch``)."""
         positions = (number - 1) * self.samples_per_step + np.arange(self.samples_per_step)
+        if self.stream.streams is not None:  # they are read from their start, and all of that is not to be kept
+            self.stream.streams.forget_before(self.stream.samples_read(int(positions[0])))
         batch = self.stream.read(positions)
         found: dict[str, Any] = {"step": number, "numbers": self.stream.numbers(positions).tolist()}
         if not isinstance(self.source, PositionedSource):
@@ -89,15 +92,30 @@ def opened(job: Job, catalog: Catalog, left_out: Sequence[tuple[int, int]] = ())
         left_out: stretches of the stream that the run goes without.
 
     Raises:
-        ConfigError: they cannot be opened.
+        ConfigError: they cannot be opened, or a run would refuse them.
     """
     join_process_group(torch.device("cpu"))
     try:
         source = open_source(job, job.data, "data", "train", ComponentBuilder(catalog), lambda: None)
         stream = SampleStream(source, data_seed(job), job.data.config.shuffle, left_out)
+        _refuse_uneven_streams(stream, job)
         yield JobData(job=job, source=source, stream=stream)
     finally:
         dist.destroy_process_group()
+
+
+def _refuse_uneven_streams(stream: SampleStream, job: Job) -> None:
+    """
+    Raises:
+        ConfigError: as a run does, if not every stream has the same part of a step.
+    """
+    total = job.train.global_batch_size
+    assert total, "it has been resolved"
+    if stream.streams is not None and total % stream.streams.n_streams:
+        raise ConfigError(
+            f"data: train.global_batch_size must be a multiple of the number of streams, {stream.streams.n_streams}, "
+            f"of which each has the same part of a step; it is {total}"
+        )
 
 
 def in_one_line(text: str) -> str:
