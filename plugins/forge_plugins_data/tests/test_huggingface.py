@@ -319,6 +319,20 @@ def test_a_disk_that_is_full_is_told_and_what_is_finished_is_kept(tmp_path, open
     assert tokens_of(prepared()).tolist() == expected()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ENOLCK])
+@pytest.mark.parametrize("where", ["write_atomically", "alone_in"])
+def test_a_folder_that_cannot_be_written_is_told_in_a_sentence(tmp_path, open_hub, monkeypatch, where, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    saved(tmp_path / "corpus")
+    monkeypatch.setattr(huggingface, where, refuse)
+
+    sentence = rf"^cache = 'prepared': cannot tokenise into the folder prepared/corpus-\S+: {os.strerror(number)}; make"
+    with pytest.raises(ConfigError, match=sentence):
+        open_hub(tmp_path / "corpus")
+
+
 def test_the_plugin_without_a_data_set_does_not_import_the_library():
     code = "import sys, forge_plugins_data.plugin, forge_plugins_data.huggingface; print('datasets' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

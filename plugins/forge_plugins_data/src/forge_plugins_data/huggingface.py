@@ -146,16 +146,22 @@ def _prepare(
         raise ConfigError(f"cache = {config.cache!r}: cannot make the folder {folder}: {error.strerror}") from error
     progress, said = Progress(), -_SAY_AGAIN_AFTER
     while True:
-        with alone_in(folder) as alone:
-            if alone and not _is_whole(folder):
-                progress.say(f"data: {config.words} is tokenised into {folder}, once for all ranks of this node")
-                write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
-                parts = rows.parts(UNIT_SIZE)
-                header = tokenise(Work.begun(folder, tokenizer, rows), parts, config.processes or cores(), progress)
-                if header.tokens == 0:
-                    raise ConfigError(f"{config.words} has no text: all {len(rows.dataset)} rows are empty")
-            if alone:
-                return
+        try:
+            with alone_in(folder) as alone:
+                if alone and not _is_whole(folder):
+                    progress.say(f"data: {config.words} is tokenised into {folder}, once for all ranks of this node")
+                    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+                    parts = rows.parts(UNIT_SIZE)
+                    header = tokenise(Work.begun(folder, tokenizer, rows), parts, config.processes or cores(), progress)
+                    if header.tokens == 0:
+                        raise ConfigError(f"{config.words} has no text: all {len(rows.dataset)} rows are empty")
+                if alone:
+                    return
+        except OSError as error:
+            raise ConfigError(
+                f"cache = {config.cache!r}: cannot tokenise into the folder {folder}: {error.strerror or error}; make "
+                "it a folder that can be written, and on a disk with room"
+            ) from error
         if time.monotonic() - said >= _SAY_AGAIN_AFTER:
             said = time.monotonic()
             progress.say(f"data: waiting for another process, which tokenises {config.words} into {folder}")
