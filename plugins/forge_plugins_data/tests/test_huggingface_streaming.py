@@ -10,6 +10,7 @@ import pytest
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import HuggingFaceStreamingConfig
+from forge_plugins_data.hub_dataset import local_files
 from forge_plugins_data.huggingface_streaming import open_huggingface_streaming
 
 datasets = pytest.importorskip("datasets")
@@ -149,4 +150,50 @@ def test_the_fingerprint_is_that_of_the_data_set(tmp_path, open_streams):
     assert open_streams(tmp_path / "corpus").fingerprint == one
     assert open_streams(tmp_path / "corpus", shuffle_buffer=8).fingerprint != one
     datasets.Dataset.from_dict({"text": TEXTS * 2}).save_to_disk(str(tmp_path / "corpus"))
+    assert open_streams(tmp_path / "corpus").fingerprint != one
+
+
+def test_the_fingerprint_is_that_of_the_files_that_are_read(tmp_path, open_streams, monkeypatch):
+    def lines(file, texts):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    folder = tmp_path / "files"
+    folder.mkdir()
+    lines(folder / "a.jsonl", TEXTS)
+    lines(folder / "b.jsonl", TEXTS * 2)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def fingerprint(path=folder, **keys):
+        return open_streams(path, **keys).fingerprint
+
+    made = [fingerprint(), *(fingerprint(data_files=name) for name in ("a.jsonl", "b.jsonl", "*.jsonl"))]
+    made += [fingerprint("json", data_files=str(folder / name)) for name in ("a.jsonl", "b.jsonl")]
+    both = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
+    made += [fingerprint("json", data_files=tuple(both)), fingerprint("json", data_files=tuple(both[::-1]))]
+    assert len({*made}) == len(made)
+
+    (folder / "README.md").write_text("About these files.")
+    (tmp_path / "elsewhere" / "a.jsonl").write_text("not one of the data set")
+    assert [fingerprint(), fingerprint(data_files="a.jsonl")] == made[:2]
+    assert local_files(HuggingFaceStreamingConfig(path="a/b", data_files="a.jsonl", tokenizer=None)) == []
+    lines(folder / "a.jsonl", TEXTS[1:])
+    changed = [fingerprint(), *(fingerprint(data_files=name) for name in ("a.jsonl", "b.jsonl"))]
+    assert [one == other for one, other in zip(changed, made[:3], strict=True)] == [False, False, True]
+
+
+@pytest.mark.parametrize("split", [None, "train"])
+def test_what_the_library_has_cached_beside_a_saved_data_set_does_not_count(tmp_path, open_streams, split):
+    saved = datasets.Dataset.from_dict({"text": TEXTS})
+    whole = saved if split is None else datasets.DatasetDict({split: saved, "test": saved})
+    whole.save_to_disk(str(tmp_path / "corpus"))
+    one = open_streams(tmp_path / "corpus", split="train").fingerprint
+
+    folder = tmp_path / "corpus" / (split or "")
+    (folder / "cache-0123456789abcdef.arrow").write_bytes(b"of a map")
+    (tmp_path / "corpus" / "README.md").write_text("About it.")
+    assert open_streams(tmp_path / "corpus").fingerprint == one
+    (file,) = folder.glob("data-*.arrow")
+    with file.open("ab") as handle:
+        handle.write(b"\0" * 8)
     assert open_streams(tmp_path / "corpus").fingerprint != one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     Loaded = Dataset | IterableDataset
 
 _DEFAULT_SPLIT = "train"
-_OF_SAVED = ("state.json", "dataset_dict.json")
+_STATE = "state.json"
+_OF_SAVED = (_STATE, "dataset_dict.json")
 """One of which a folder of ``save_to_disk`` has."""
 _TEXT = ("string", "large_string", "string_view")
 
@@ -52,16 +54,41 @@ def load_split(config: HubConfig, *, streams: int | None = None) -> Loaded:
 
 
 def local_files(config: HubConfig) -> list[tuple[str, int]]:
-    """The names and sizes of the files that a configuration names, if they are on this machine."""
-    named = [config.path] if config.data_files is None else config.data_files
-    found: set[Path] = set()
-    for one in [named] if isinstance(named, str) else named:
-        location = Path(one).expanduser()
-        if location.is_dir():
-            found |= {file for file in location.rglob("*") if file.is_file()}
-        else:
-            found |= {Path(file) for file in glob.glob(str(location), recursive=True)}  # noqa: PTH207
-    return sorted((file.name, file.stat().st_size) for file in found)
+    """The names and sizes of the files that ``datasets`` reads, in its order, if they are on this machine. Other files
+    of a folder are not among them."""
+    folder = Path(config.path).expanduser()
+    if any((folder / name).is_file() for name in _OF_SAVED):
+        found = _saved_files(config, folder)
+    elif folder.is_dir():
+        found = _files_of_split(config, folder)
+    else:  # of a format, whose patterns are relative to the working directory; those of a hub's name are not
+        named = () if config.data_files is None or "/" in config.path else config.data_files
+        patterns = [named] if isinstance(named, str) else named
+        globs = (glob.glob(str(Path(one).expanduser()), recursive=True) for one in patterns)  # noqa: PTH207
+        found = [Path(file) for files in globs for file in sorted(files)]
+    return [(file.name, file.stat().st_size) for file in found if file.is_file()]
+
+
+def _saved_files(config: HubConfig, folder: Path) -> list[Path]:
+    """Those of ``save_to_disk``, without what ``datasets`` has cached beside them."""
+    if not (folder / _STATE).is_file():
+        folder /= config.split or _DEFAULT_SPLIT
+    try:
+        return [folder / file["filename"] for file in json.loads((folder / _STATE).read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the saved data set {folder} is damaged: {_STATE}: {_first_line(error)}") from error
+
+
+def _files_of_split(config: HubConfig, folder: Path) -> list[Path]:
+    """Those of a folder that make up the split: by ``data_files`` relative to it, or by their names."""
+    builder = _library().load_dataset_builder(str(folder), name=config.subset, data_files=_data_files(config))
+    by_split = {str(name): files for name, files in (builder.config.data_files or {}).items()}
+    return [Path(file) for file in by_split.get(config.split or _DEFAULT_SPLIT, ())]
+
+
+def _data_files(config: HubConfig) -> str | list[str] | None:
+    files = config.data_files
+    return files if files is None or isinstance(files, str) else [*files]
 
 
 def _library() -> Any:
@@ -102,11 +129,10 @@ def _load(datasets: Any, config: HubConfig, folder: Path, *, streaming: bool) ->
         )
     if _is_local(config.path):
         refuse_missing(config.path)
-    files = config.data_files
     given = {
         "path": str(folder) if folder.is_dir() else config.path,
         "name": config.subset,
-        "data_files": files if files is None or isinstance(files, str) else list(files),
+        "data_files": _data_files(config),
         "revision": config.revision,
         "streaming": streaming,
     }

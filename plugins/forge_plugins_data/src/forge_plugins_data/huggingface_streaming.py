@@ -79,7 +79,7 @@ class HuggingFaceStreams:
         self._config, self._dataset, self._seq_len, self._seed = config, dataset, seq_len, seed
         self._end = tokenizer.end_of_document
         files = local_files(config) or config.path  # wherever they lie
-        keys = (config.subset, config.split, config.revision, config.column, config.document_mask)
+        keys = (config.subset, config.split, config.revision, config.data_files, config.column, config.document_mask)
         order = (config.streams, config.shuffle_buffer, dataset.num_shards)
         content = json.dumps([files, keys, order, seq_len, tokenizer.fingerprint])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
