@@ -213,6 +213,40 @@ def test_of_several_ranks_one_tokenises_and_when_it_is_killed_another_goes_on(tm
     assert tokens_of(prepared()).tolist() == expected()
 
 
+IN_A_THREAD = """
+import signal, sys, threading, time
+from pathlib import Path
+import attrs
+from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.documents import Document
+from forge_plugins_data.progress import Progress
+from forge_plugins_data.tokenising import Work, tokenise
+@attrs.frozen
+class Part:
+    size: int
+def documents(part):
+    time.sleep(0.1)
+    yield Document("some text", "here")
+if __name__ == "__main__":
+    work = Work.begun(Path(), BytesTokenizer(None), documents)
+    given = (work, [Part(9)] * 100, 2, Progress())
+    threading.Thread(target=tokenise, args=given, daemon=True).start()  # as several ranks do, which wait meanwhile
+    while len(list(Path().glob("tokens_*.json"))) < 2:
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_ranks_wait_ends_the_process_before_all_is_tokenised(tmp_path):
+    program = tmp_path / "in_a_thread.py"
+    program.write_text(IN_A_THREAD)
+
+    ended = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    assert "KeyboardInterrupt" in ended.stderr
+    assert 2 <= len([*tmp_path.glob("tokens_*.json")]) < 50
+
+
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [

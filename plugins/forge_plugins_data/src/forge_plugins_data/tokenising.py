@@ -13,9 +13,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,17 +162,21 @@ def _made(work: Work, pending: dict[int, Part], workers: int) -> Iterator[tuple[
         initargs=(work,),
     )
     try:
-        futures: dict[Future[Shard], int] = {
-            executor.submit(_make_in_worker, index, part): index for index, part in pending.items()
-        }
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        waiting, running = iter(pending.items()), dict[Future[Shard], int]()
+        while True:
+            # few at a time: at the end of the process, which a thread of it cannot stop, no more of them begin
+            for index, part in islice(waiting, 2 * workers - len(running)):
+                running[executor.submit(_make_in_worker, index, part)] = index
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
     except BrokenProcessPool as error:
         raise ForgeError(
             "a worker process was killed, perhaps because memory ran out. What is finished is kept: do the same "
             "again, with fewer of them if need be (--workers, or the key processes of a data source)."
         ) from error
-    except BaseException:  # an error or Ctrl-C: do not wait for parts that will be thrown away
+    except BaseException:  # an error, Ctrl-C or the end of the process: do not wait for parts that will be thrown away
         executor.shutdown(wait=False, cancel_futures=True)
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
