@@ -112,6 +112,19 @@ def test_embeddings_and_small_tensors_are_updated_as_by_adamw(given) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("min_elements", [0, 1, 2])
+def test_a_scalar_has_its_moments_in_fp32(min_elements) -> None:
+    ours, theirs = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+    optimizers = eight_bit([ours], min_elements=min_elements), full([theirs])
+
+    for step in range(5):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = torch.tensor(0.5 - step)
+            optimizer.step()
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 @torch.no_grad()
 def test_after_fifty_steps_it_is_near_adamw_in_fp32() -> None:
     ours, _ = trained(eight_bit)

@@ -73,15 +73,18 @@ class Adafactor(torch.optim.Optimizer):
         return gradient.float()
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """With the slots that are needed: a resumed run may have another ``beta1``."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
             if parameter.ndim > 1:
                 state.update({slot: zeros(parameter) for slot, zeros in _ALONG.items()})
             else:
                 state["square"] = torch.zeros_like(parameter, dtype=torch.float32)
-            if self._config.beta1:
-                state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+        if not self._config.beta1:
+            state.pop("momentum", None)
+        elif "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
         return state
 
     def _update(self, held: Sequence[_Held]) -> None:

@@ -47,7 +47,7 @@ class AdamW8bit(ForeachOptimizer):
         self._exact = frozenset(
             one.parameter
             for one in parameters
-            if one.role == "embedding" or one.parameter.numel() < max(1, config.min_elements)
+            if one.role == "embedding" or one.parameter.ndim == 0 or one.parameter.numel() < max(1, config.min_elements)
         )
 
     def empty_state(
@@ -65,12 +65,12 @@ class AdamW8bit(ForeachOptimizer):
                 adamw_step(whole, gradient.float(), own, self.state[parameter]["step"], group, is_taken)
                 if whole is not part:
                     part.copy_(whole)
-            self._keep([(p, own) for p, own in zip(bucket, moments, strict=True) if p not in self._exact])
+            self._keep([(p, own) for p, own in zip(bucket, moments, strict=True) if self._is_coded(p)])
 
     def _moments(self, parameter: torch.Tensor) -> Tensors:
         """This rank's parts of both in fp32: the state itself if it is exact, else a copy."""
         state = self.state[parameter]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
             for slot in _MOMENTS:
                 if parameter in self._exact:
@@ -78,7 +78,7 @@ class AdamW8bit(ForeachOptimizer):
                 else:
                     state[slot] = torch.zeros_like(parameter, dtype=torch.uint8)
                     state[f"{slot}_scale"] = _empty_scales(parameter)
-        if parameter in self._exact:
+        if not self._is_coded(parameter):
             return [local_tensor(state[slot]) for slot in _MOMENTS]
         blocks = _blocks(parameter)
         return [
@@ -87,6 +87,10 @@ class AdamW8bit(ForeachOptimizer):
             )
             for slot in _MOMENTS
         ]
+
+    def _is_coded(self, parameter: torch.Tensor) -> bool:
+        """As its state is: a resumed run may have another ``min_elements``."""
+        return "momentum_scale" in self.state[parameter]
 
     def _keep(self, moments: Sequence[tuple[torch.Tensor, Tensors]]) -> None:
         """Quantise them into the state."""

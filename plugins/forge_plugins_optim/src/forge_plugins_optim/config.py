@@ -118,7 +118,8 @@ class AdamW8bitConfig(ParameterRules):
     eps: float = attrs.field(default=1e-8, validator=gt(0))
     """Added to the root of the second moment."""
     min_elements: int = attrs.field(default=4096, validator=ge(0))
-    """Parameters of fewer elements keep their moments in fp32, as embedding tables always do."""
+    """Parameters of fewer elements keep their moments in fp32, as embedding tables and scalars always do. A resumed run
+    keeps moments as its checkpoint has them."""
 
 
 @attrs.frozen(kw_only=True)

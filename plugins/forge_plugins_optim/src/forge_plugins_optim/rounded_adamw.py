@@ -16,7 +16,8 @@ from forge_plugins_optim.parameter_groups import parameter_groups
 from forge_plugins_optim.state_layout import offset_in
 from forge_plugins_optim.stochastic_rounding import noise, rounded, seed_of
 
-_MOMENTS = ("momentum", "square")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""As torch's AdamW calls them: a resumed run may go on with either."""
 
 
 class RoundedAdamW(ForeachOptimizer):
@@ -39,7 +40,7 @@ class RoundedAdamW(ForeachOptimizer):
         is_taken = torch.ones((), device=held[0].device) if self.left_out is None else 1 - self.left_out
         for parameter, part, gradient in zip(held, *self.parts(held), strict=True):
             state = self.state[parameter]
-            if not state:
+            if "step" not in state:
                 state["step"] = torch.zeros((), device=parameter.device)
                 state.update({slot: torch.zeros_like(parameter) for slot in _MOMENTS})
             kept = [part, *(local_tensor(state[slot]) for slot in _MOMENTS)]

@@ -1,0 +1,37 @@
+"""A run goes on where a key of its optimizer has changed that decides what state it keeps."""
+
+import pytest
+
+from forge_core.checkpoint.safe_reader import saved_tensors
+
+PURE = ('train.precision="bf16_pure"', "optimizer={{name='adamw', lr=1e-2, stochastic_rounding={}}}")
+ADAFACTOR = ("optimizer={{name='adafactor', lr=1e-2, beta1={}}}",)
+EIGHT_BIT = ("optimizer={{name='adamw_8bit', lr=1e-2, min_elements={}}}",)
+MATRIX = "blocks.0.attention.q.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after", "slots"),
+    [
+        (ADAFACTOR, "0.0", "0.9", {"step", "row", "column", "momentum"}),
+        (ADAFACTOR, "0.9", "0.0", {"step", "row", "column"}),
+        (EIGHT_BIT, "4096", "64", {"step", "momentum", "square"}),
+        (EIGHT_BIT, "64", "4096", {"step", "momentum", "momentum_scale", "square", "square_scale"}),
+        (PURE, "true", "false", {"step", "exp_avg", "exp_avg_sq"}),
+        (PURE, "false", "true", {"step", "exp_avg", "exp_avg_sq"}),
+    ],
+)
+def test_a_run_goes_on(shared_tiny, settings, before, after, slots):
+    name = f"{settings[-1].split(chr(39))[1]}-{before}-{after}"
+    given = ["scheduler.decay_steps=8", "scheduler.warmup_steps=1", f"run.name={name}"]
+    changed = [[one.format(value) for one in settings] for value in (before, after)]
+
+    shared_tiny.completed(*given, *changed[0], "train.steps=2")
+    lines = shared_tiny.completed(*given, *changed[1], "train.steps=4")
+
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 4
+    assert losses[3] < losses[0]
+    kept = saved_tensors(shared_tiny.path(name) / "checkpoints/step_00000004")
+    prefix = f"optimizer.{MATRIX}."
+    assert {key.removeprefix(prefix) for key in kept if key.startswith(prefix)} == slots
