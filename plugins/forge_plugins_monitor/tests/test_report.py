@@ -5,12 +5,15 @@ import math
 import random
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from forge_core.cli import main
 from forge_plugins_monitor.report.chart import means, thinned
-from forge_plugins_monitor.report.run_record import Curve, find_runs, read_runs
+from forge_plugins_monitor.report.config import SectionConfig
+from forge_plugins_monitor.report.run_record import Curve, RunRecord, find_runs, read_runs
+from forge_plugins_monitor.report.scaling import Scaling
 
 JOB = '[run]\nname = "x"\n[train]\nsteps = 40\n[model]\nname = "acme:transformer"\n[optimizer]\nlr = 0.01\n'
 VOID = {"meta", "link", "input", "br"}
@@ -341,3 +344,71 @@ def test_there_is_no_scaling_of_runs_of_one_size_or_without_their_costs(report, 
     _, page = report(tmp_path / "runs")
 
     assert "Scaling" not in page.texts["h2"]
+
+
+def section(*ends) -> str:
+    """The scaling section of runs, each given as its environment and its last line."""
+    runs = [
+        RunRecord(index=i, label=f"r{i}", path=Path(f"r{i}"), lines=[line], events=[], job={}, environment=environment)
+        for i, (environment, line) in enumerate(ends)
+    ]
+    return Scaling(SectionConfig()).render(runs)
+
+
+def end(size, loss, tokens=None, changed=None):
+    line = {"step": 10, "tokens": tokens or 20 * size, "loss": loss}
+    environment = {"n_parameters": size, "flops_per_token": 6 * size}
+    for table in (line, environment):
+        table.update({key: value for key, value in (changed or {}).items() if key in table})
+    return environment, line
+
+
+@pytest.mark.parametrize("spread", [1.0, 1.02, 1.9])
+def test_nearly_equal_computes_have_a_picture_and_no_law(spread):
+    sizes = [10**6, 2 * 10**6, 4 * 10**6]
+    tokens = [10**9, 5 * 10**8, int(25 * 10**7 * spread)]
+
+    html = section(*(end(size, 3.0 - i, tokens[i]) for i, size in enumerate(sizes)))
+
+    assert "No law is fitted: the highest compute is" in html
+    assert html.count("<circle") == 3
+    assert "fitted</th>" not in html
+    assert "cursor" not in html
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.0])
+def test_a_loss_that_does_not_fall_has_no_law(slope):
+    html = section(*(end(10 ** (i + 6), 2.0 + slope * i) for i in range(5)))
+
+    assert "the loss does not fall with compute" in html
+    assert html.count("<circle") == 5
+    assert "C^" not in html
+
+
+def test_a_floor_takes_five_sizes_and_not_five_runs():
+    points = [(size, 1.7 + 50 * (120 * size**2) ** -0.09) for size in (10**6, 10**7, 10**8, 10**9, 10**10)]
+
+    assert " + " not in section(*(2 * [end(*point) for point in points[:3]]))
+    assert " + " in section(*(end(*point) for point in points))
+
+
+@pytest.mark.parametrize("value", [None, "12", True, math.inf, 10**400, -5, 0, math.nan, [], 1e-320])
+@pytest.mark.parametrize("key", ["n_parameters", "flops_per_token", "tokens", "loss"])
+def test_a_run_of_odd_numbers_is_left_out_alone(key, value):
+    good = [end(10 ** (i + 6), 3.0 - i / 2) for i in range(3)]
+
+    assert section(*good, end(5, 4.0, changed={key: value})) == section(*good)
+
+
+@pytest.mark.parametrize("step", [0, -3, 10**400])
+def test_a_run_of_odd_steps_is_left_out_alone(step):
+    good = [end(10 ** (i + 6), 3.0 - i / 2) for i in range(3)]
+
+    assert section(*good, end(5, 4.0, changed={"step": step})) == section(*good)
+
+
+def test_losses_that_no_power_spans_have_a_picture_and_no_law():
+    html = section(end(10**12, 1e50), end(10**12 + 10**11, 1.0), end(15 * 10**11, 1e-25))
+
+    assert "the losses are too far from each other" in html
+    assert html.count("<circle") == 3

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 LEAST_FOR_FLOOR = 5
-"""Points below which no irreducible loss is fitted: three numbers fit four points too well to say anything."""
+"""Sizes below which no irreducible loss is fitted: three numbers fit four points too well to say anything."""
 _TRIED = 400
 """Irreducible losses that are tried."""
 
@@ -30,15 +30,17 @@ class PowerLaw:
         return self.floor + self.factor * math.exp(-self.exponent * math.log(compute))
 
 
-def fit(compute: Sequence[float], loss: Sequence[float]) -> PowerLaw:
+def fit(compute: Sequence[float], loss: Sequence[float], n_sizes: int) -> PowerLaw:
     """The power law of least squares in ``log(loss − floor)``.
 
     Args:
-        compute: above 0, at least two different ones. With ``LEAST_FOR_FLOOR`` points or more, ``floor`` is fitted,
-            from 0 to just below the lowest loss: that of the least squares in ``log(loss)``.
+        compute: above 0, the highest clearly above the lowest.
+        loss: above 0.
+        n_sizes: different models among them. With ``LEAST_FOR_FLOOR`` or more, ``floor`` is fitted, from 0 to just
+            below the lowest loss: that of the least squares in ``log(loss)``.
     """
     lowest = min(loss)
-    floors = [lowest * i / _TRIED for i in range(_TRIED)] if len(loss) >= LEAST_FOR_FLOOR else [0.0]
+    floors = [lowest * i / _TRIED for i in range(_TRIED)] if n_sizes >= LEAST_FOR_FLOOR else [0.0]
     laws = [_line(compute, loss, floor) for floor in floors]
 
     def misses(law: PowerLaw) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
@@ -15,7 +15,13 @@ from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import listing
 
-_LEAST_RUNS = 3
+_LEAST_SIZES = 3
+_LEAST_EXPONENT = 1e-9
+"""What rounding makes of a loss that does not change is less."""
+_LEAST_SPAN = 2.0
+"""Of the highest compute to the lowest: over less, noise decides the slope."""
+_LEAST, _LARGEST = 1e-30, 1e60
+"""Numbers beyond these are no sizes, costs or losses of a run."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 360, 64, 16, 14, 48
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
 """Of the axis of losses, in each power of ten."""
@@ -44,9 +50,9 @@ class Scaling(ReportSection):
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         points, name = points_of(runs)
-        if len({point.parameters for point in points}) < _LEAST_RUNS:
+        if len({point.parameters for point in points}) < _LEAST_SIZES:
             return ""
-        law = fit([point.compute for point in points], [point.loss for point in points])
+        law, sentence = _law(points, name)
         rows = [
             (
                 point.run.label,
@@ -55,41 +61,60 @@ class Scaling(ReportSection):
                 f"{point.tokens / point.parameters:.2f}",
                 f"{point.compute:.3g}",
                 f"{point.loss:.4f}",
-                f"{law(point.compute):.4f}",
+                *([f"{law(point.compute):.4f}"] if law else []),
             )
             for point in sorted(points, key=lambda point: point.compute)
         ]
-        head = ("run", "parameters", "tokens", "tokens a parameter", "FLOPs", name, "fitted")
-        words = escape(_words(law, name, len(points)))
-        return f'<p class="note">{words}</p>{_picture(points, law, name)}{listing(head, rows)}'
+        head = ("run", "parameters", "tokens", "tokens a parameter", "FLOPs", name, *(["fitted"] if law else []))
+        return f'<p class="note">{escape(sentence)}</p>{_picture(points, law, name)}{listing(head, rows)}'
 
 
 def points_of(runs: Sequence[RunRecord]) -> tuple[list[Point], str]:
     """The end of each run that says what its model costs, and the loss that all of them have: ``eval/loss``, or else
     ``loss``."""
-    able = [run for run in runs if _number(run.environment, "flops_per_token") and run.curve("tokens").last]
-    name = "eval/loss" if able and all(run.curve("eval/loss").last for run in able) else "loss"
-    points = []
-    for run in able:
-        curve, tokens = run.curve(name), run.curve("tokens")
-        if not curve.last or curve.last <= 0:
-            continue
-        seen = (tokens.last or 0.0) * curve.steps[-1] / tokens.steps[-1]
-        points.append(
-            Point(
-                run=run,
-                parameters=int(_number(run.environment, "n_parameters")),
-                tokens=seen,
-                compute=seen * _number(run.environment, "flops_per_token"),
-                loss=curve.last,
-            )
+    able = [run for run in runs if _end(run, "loss") or _end(run, "eval/loss")]
+    name = "eval/loss" if able and all(_end(run, "eval/loss") for run in able) else "loss"
+    return [point for run in able if (point := _end(run, name))], name
+
+
+def _end(run: RunRecord, name: str) -> Point | None:
+    """Nothing where a number is missing or odd: files may be damaged, or written by something else."""
+    curve, tokens = run.curve(name), run.curve("tokens")
+    parameters, flops = run.environment.get("n_parameters"), run.environment.get("flops_per_token")
+    if not curve.steps or not tokens.steps:
+        return None
+    numbers = [_number(one) for one in (parameters, flops, curve.last, curve.steps[-1], tokens.last, tokens.steps[-1])]
+    if not all(numbers) or numbers[0] < 1:
+        return None
+    size, cost, loss, step, seen, at = numbers
+    seen *= step / at
+    return Point(run=run, parameters=int(size), tokens=seen, compute=seen * cost, loss=loss)
+
+
+def _number(value: object) -> float:
+    """0 for what is no size, cost or loss of a run."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and _LEAST <= value <= _LARGEST else 0.0  # type: ignore[operator, arg-type]  # it is one
+
+
+def _law(points: Sequence[Point], name: str) -> tuple[PowerLaw | None, str]:
+    """The law, and what is said of it; or no law, and why."""
+    computes = [point.compute for point in points]
+    if max(computes) < _LEAST_SPAN * min(computes):
+        return None, (
+            f"No law is fitted: the highest compute is {max(computes) / min(computes):.2f} times the lowest, and it "
+            f"takes {_LEAST_SPAN:g} times to tell a slope from noise."
         )
-    return points, name
-
-
-def _number(table: Mapping[str, object], key: str) -> float:
-    value = table.get(key)
-    return float(value) if isinstance(value, int | float) and value > 0 else 0.0
+    try:
+        law = fit(computes, [point.loss for point in points], len({point.parameters for point in points}))
+        is_drawn = all(_number(law(compute)) for compute in (min(computes) / 1.5, max(computes) * 3))
+    except (OverflowError, ValueError):  # powers beyond floats, or 0
+        is_drawn = False
+    if not is_drawn:
+        return None, "No law is fitted: the losses are too far from each other."
+    if law.exponent <= _LEAST_EXPONENT:
+        return None, f"No law is fitted: the loss does not fall with compute ({name} of {len(points)} runs)."
+    return law, _words(law, name, len(points))
 
 
 def _words(law: PowerLaw, name: str, n: int) -> str:
@@ -101,10 +126,10 @@ def _words(law: PowerLaw, name: str, n: int) -> str:
     )
 
 
-def _picture(points: Sequence[Point], law: PowerLaw, name: str) -> str:
+def _picture(points: Sequence[Point], law: PowerLaw | None, name: str) -> str:
     """Both axes are logarithmic."""
     low, high = min(point.compute for point in points) / 1.5, max(point.compute for point in points) * 3
-    losses = [*(point.loss for point in points), law(low), law(high)]
+    losses = [*(point.loss for point in points), *([law(low), law(high)] if law else [])]
     bottom, top = min(losses) / 1.02, max(losses) * 1.02
 
     def x(compute: float) -> float:
@@ -121,8 +146,9 @@ def _picture(points: Sequence[Point], law: PowerLaw, name: str) -> str:
     for tick in _ticks(bottom, top, _TICKS):
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    steps = [low * (high / low) ** (i / 60) for i in range(61)]
+    steps = [low * (high / low) ** (i / 60) for i in range(61)] if law else []
     for before, after in pairwise(steps):
+        assert law
         ends = f'x1="{x(before):.1f}" y1="{y(law(before)):.1f}" x2="{x(after):.1f}" y2="{y(law(after)):.1f}"'
         parts.append(f'<line class="cursor" {ends}/>')
     for point in points:
