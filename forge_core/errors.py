@@ -24,7 +24,7 @@ class ForgeError(Exception):
 
     exit_code = ExitCode.UNEXPECTED
     is_on_all_ranks = False
-    """All ranks have been told, and raise it: nobody waits to hear of it."""
+    """All ranks raise it; none waits to hear of it."""
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -244,7 +244,7 @@ def restore_tensors(
     """Fill the tensors of callbacks, which have made them, from a checkpoint.
 
     Args:
-        others: the fate of those that it does not have, for a message.
+        others: says in a message what becomes of tensors that it lacks.
 
     Raises:
         ConfigError: one has another shape or dtype there.

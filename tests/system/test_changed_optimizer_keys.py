@@ -7,6 +7,7 @@ from forge_core.checkpoint.safe_reader import saved_tensors
 PURE = ('train.precision="bf16_pure"', "optimizer={{name='adamw', lr=1e-2, stochastic_rounding={}}}")
 ADAFACTOR = ("optimizer={{name='adafactor', lr=1e-2, beta1={}}}",)
 EIGHT_BIT = ("optimizer={{name='adamw_8bit', lr=1e-2, min_elements={}}}",)
+SGD = ("optimizer={{name='sgd', lr=1e-2, momentum={}, nesterov=false}}",)
 MATRIX = "blocks.0.attention.q.weight"
 
 
@@ -17,6 +18,8 @@ MATRIX = "blocks.0.attention.q.weight"
         (ADAFACTOR, "0.9", "0.0", {"step", "row", "column"}),
         (EIGHT_BIT, "4096", "64", {"step", "momentum", "square"}),
         (EIGHT_BIT, "64", "4096", {"step", "momentum", "momentum_scale", "square", "square_scale"}),
+        (SGD, "0.9", "0.0", set()),
+        (SGD, "0.0", "0.9", {"momentum"}),
         (PURE, "true", "false", {"step", "exp_avg", "exp_avg_sq"}),
         (PURE, "false", "true", {"step", "exp_avg", "exp_avg_sq"}),
     ],

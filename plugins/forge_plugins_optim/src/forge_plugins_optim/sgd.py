@@ -27,6 +27,8 @@ class SGD(ForeachOptimizer):
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         slots = ("momentum",) if group["momentum"] else ()
+        for parameter in held if not slots else ():  # of a run that had momentum before it was resumed
+            self.state.get(parameter, {}).pop("momentum", None)
         for parameters, gradients, *state in self.pieces(held, *slots):
             self._update_piece(group, parameters, gradients, *state)
 
