@@ -123,7 +123,7 @@ class OpenModel:
     def _samples_per_step(self) -> int:
         """Those of the run, which has resolved them; a checkpoint that no run has written may not say."""
         train = self.checkpoint.job()["train"]
-        return int(train.get("global_batch_size") or train.get("batch_size") or self.context.job.train.batch_size)
+        return int(train.get("global_batch_size") or train["batch_size"])
 
 
 @contextmanager

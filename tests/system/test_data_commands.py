@@ -52,6 +52,16 @@ def test_a_run_whose_steps_have_grown_is_refused(tiny, capsys):
     assert "its steps have not all had as many samples (36 in 6 steps)" in capsys.readouterr().err
 
 
+def test_other_data_than_the_run_has_had_are_refused(tiny, capsys):
+    tiny.completed("train.steps=3")
+    for file in (tiny.folder / "text").rglob("*.txt"):
+        file.write_text(file.read_text() + "more")
+    capsys.readouterr()
+
+    assert main(["data", "seen", str(tiny.path()), "--steps", "1"]) == 2
+    assert "data: they are not those of the run any more" in capsys.readouterr().err
+
+
 def test_a_stretch_that_a_rollback_has_left_out_is_not_shown(tiny):
     job = load_job(tiny.config, ["train.global_batch_size=4"], catalog=discover(), world_size=1)
     with opened(job, discover()) as data:

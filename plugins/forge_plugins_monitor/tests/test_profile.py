@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
+from torch.autograd import DeviceType
 
 from forge_core.cli import main
-from forge_plugins_monitor.profile import by_kind, kind_of, table
+from forge_plugins_monitor.profile import by_kind, kind_of, self_times, table
 from forge_testing.callback import CallbackConformance
 
 
@@ -50,6 +52,32 @@ NAMES = {
     "aten::silu": "other",
     "aten::mmap_nothing": "other",
 }
+
+
+def event(key, *, cpu=0.0, cuda=0.0, on=DeviceType.CPU, is_annotation=False):
+    """As ``torch.profiler`` has one, in microseconds."""
+    return SimpleNamespace(
+        key=key,
+        self_cpu_time_total=cpu,
+        self_device_time_total=cuda,
+        device_type=on,
+        is_user_annotation=is_annotation,
+    )
+
+
+def test_frames_of_the_record_and_of_python_are_no_work_and_a_kernel_counts_once():
+    events = [
+        event("aten::mm", cpu=30.0, cuda=500.0),
+        event("sm90_gemm", cuda=500.0, on=DeviceType.CUDA),
+        event("ProfilerStep#3", cpu=900.0),
+        event("threading.py(331): wait", cpu=800.0),
+        event("nn.Module: Linear_0", cpu=700.0),
+        event("<built-in method apply>", cpu=600.0),
+        event("mine", cpu=500.0, is_annotation=True),
+    ]
+
+    assert self_times(events, on_gpu=False) == pytest.approx({"aten::mm": 3e-5})
+    assert self_times(events, on_gpu=True) == pytest.approx({"sm90_gemm": 5e-4})
 
 
 def test_times_add_up():

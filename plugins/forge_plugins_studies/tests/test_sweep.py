@@ -142,6 +142,7 @@ def test_side_by_side_each_has_gpus_of_its_own(study, monkeypatch, capsys):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["sweep", str(study), *SWEEP, "--parallel", "8", "--dry-run"]) == 0  # there are two runs
     assert main(["sweep", str(study), *SWEEP, "--parallel", "2", "--nproc", "2"]) == 2
     assert "--parallel 2: that takes 4 GPUs, 2 a run, and there are 2" in capsys.readouterr().err
     assert not (study.parent / "runs").exists()
@@ -162,6 +163,17 @@ def test_no_more_run_side_by_side_than_was_asked_for(tmp_path):
     assert set(places) == {0, 1}
     assert {one.code for one in ended.values()} == {0}
     assert all("0.1" in task.log.read_text() for task in tasks)
+
+
+def test_each_place_has_its_own_environment(tmp_path):
+    tasks = [Task(name=str(i), arguments=["plugins"], log=tmp_path / f"{i}.log") for i in range(2)]
+    disabled = ["forge-plugins-plan", "forge-plugins-mirror"]
+
+    run_tasks(tasks, 2, lambda place: {"FORGE_DISABLE_PLUGINS": disabled[place]}, lambda task, ended: None)
+
+    for i, name in enumerate(disabled):
+        lines = (tmp_path / f"{i}.log").read_text().splitlines()
+        assert [one.partition(" ")[0] for one in lines if "disabled" in one] == [name]
 
 
 def test_codes_are_states():
