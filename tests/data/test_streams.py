@@ -192,6 +192,16 @@ def test_a_stream_that_has_failed_for_one_thread_goes_on_for_others_where_it_was
     assert streams.read_at(np.array([12, 13]))["tokens"].ravel().tolist() == [6, 1006]
 
 
+def test_a_stream_that_has_failed_goes_on_where_it_was_if_it_is_asked_again():
+    source = Halting(1, halt=3, error=OSError("connection reset"))
+    source.go.set()
+    streams = StreamsByPosition(source)
+    with pytest.raises(OSError, match="connection reset"):
+        streams.read_at(np.arange(5))
+
+    assert streams.read_at(np.arange(3, 5))["tokens"].ravel().tolist() == [3, 4]
+
+
 def test_the_next_step_does_not_wait_for_a_stream_that_is_read_ahead():
     source = Halting(2, halt=5)
     one = loader(StreamsByPosition(source), batch_size=4, workers=1)

@@ -21,6 +21,10 @@ def last_line(run):
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+def last_event(run):
+    return json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(study, capfd):
     grid = ["sweep", str(study), *SWEEP, "--sweep", "train.seed=1,2", "--parallel", "2"]
@@ -86,18 +90,19 @@ def test_a_run_that_fails_is_told_and_the_others_are_run(study, capfd):
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone can be asked for that")
 @pytest.mark.slow
 def test_a_run_stops_when_its_sweep_is_killed(study):
-    command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=100000", "eval.interval=0"]
+    command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=5000", "eval.interval=0"]
     run = study.parent / "runs" / "tiny-lr-1e-2"
     sweep = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while not (run / "metrics.jsonl").exists() and sweep.poll() is None:
         time.sleep(0.05)
     sweep.kill()
     sweep.wait()
-    deadline = time.monotonic() + 100
-    while not any((run / "checkpoints").glob("step_*")) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while (ended := last_event(run))["event"] not in ("preempted", "completed") and time.monotonic() < deadline:
         time.sleep(0.05)
 
-    assert any((run / "checkpoints").glob("step_*"))
+    assert (ended["event"], ended["reason"]) == ("preempted", "SIGTERM")
+    assert (run / "checkpoints" / f"step_{ended['step']:08}").exists()
 
 
 @pytest.mark.parametrize(
