@@ -22,6 +22,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.data.stream import SampleStream
 from forge_core.registry.discovery import discover
 from forge_plugins_data.best_fit import PackedDocuments, find_documents
+from forge_plugins_data.token_samples import TokenFacts
 
 SHARES = (0.5, 0.3, 0.15, 0.05)
 
@@ -71,21 +72,11 @@ def packing() -> str:
     files = [file for file in Path(sysconfig.get_path("stdlib")).rglob("*.py") if "-packages" not in str(file)]
     texts = [np.frombuffer(file.read_bytes() + b"\xff", dtype=np.uint8) for file in sorted(files)]
     tokens = np.tile(np.concatenate(texts).astype(np.uint16), 4)
+    facts = TokenFacts(seq_len=2048, vocab_size=256, tokenizer=None, separator=255, identity=[])
     made: list[PackedDocuments] = []
 
     def open_source() -> None:
-        found = find_documents(tokens, 255)
-        made[:] = [
-            PackedDocuments(
-                [found],
-                end_of_document=255,
-                seq_len=2048,
-                vocab_size=256,
-                tokenizer=None,
-                separator=255,
-                identity=[],
-            )
-        ]
+        made[:] = [PackedDocuments([find_documents(tokens, 255)], facts, end_of_document=255)]
 
     seconds = statistics.median(data.timed(open_source) for _ in range(5))
     what = f"{len(tokens) / 1e6:,.0f} M tokens in {4 * len(texts):,} documents"

@@ -11,6 +11,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_data.best_fit import PackedDocuments, best_fit, find_documents
 from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.token_files import open_token_files
+from forge_plugins_data.token_samples import TokenFacts
 
 END = 7
 ROOM = 16
@@ -53,15 +54,11 @@ def documents(seed, n=40, longest=50):
 def packed(texts, *, mask, seq_len=ROOM, last_is_open=False):
     tokens = np.array([token for text in texts for token in text], dtype=np.uint16)
     tokens = tokens[:-1] if last_is_open else tokens
-    return PackedDocuments(
-        [find_documents(tokens, END)],
-        end_of_document=END,
-        seq_len=seq_len,
-        vocab_size=END + 1,
-        tokenizer=None,
-        separator=END if mask else None,
-        identity=[],
-    )
+    return PackedDocuments([find_documents(tokens, END)], facts(seq_len, END if mask else None), end_of_document=END)
+
+
+def facts(seq_len, separator=END):
+    return TokenFacts(seq_len=seq_len, vocab_size=END + 1, tokenizer=None, separator=separator, identity=[])
 
 
 @pytest.mark.parametrize("last_is_open", [False, True])
@@ -134,15 +131,7 @@ def stdlib_documents():
 
 def test_an_id_that_comes_while_it_is_read_is_named_with_its_position():
     tokens = np.array([1, 2, END, 3, 4, 5, END], dtype=np.uint16)
-    source = PackedDocuments(
-        [find_documents(tokens, END, "a.bin")],
-        end_of_document=END,
-        seq_len=8,
-        vocab_size=8,
-        tokenizer=None,
-        separator=END,
-        identity=[],
-    )
+    source = PackedDocuments([find_documents(tokens, END, "a.bin")], facts(8), end_of_document=END)
     tokens[4] = 900
 
     with pytest.raises(ConfigError, match=r"a\.bin: token 4 \(from 0\) has the id 900"):
@@ -151,8 +140,7 @@ def test_an_id_that_comes_while_it_is_read_is_named_with_its_position():
 
 def test_documents_without_an_end_are_apart_too():
     files = [find_documents(np.full(5, i, dtype=np.uint16), END) for i in (1, 2, 3)]
-    common = {"seq_len": 16, "vocab_size": 8, "tokenizer": None, "separator": END, "identity": []}
-    source = PackedDocuments(files, end_of_document=END, **common)
+    source = PackedDocuments(files, facts(16), end_of_document=END)
 
     batch = source.read(np.array([0]))
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
 
 from forge_core.contracts.loss import IGNORED
-from forge_core.contracts.tokenizer import Tokenizer
-from forge_plugins_data.verification import Verification
-from forge_plugins_data.windows import TokenSamples
+from forge_plugins_data.token_samples import TokenFacts, TokenSamples
 
 _SCAN = 2**24
 """Ids looked at together for ends of documents."""
@@ -63,35 +60,15 @@ class PackedDocuments(TokenSamples):
     Samples stand in the order of their first pieces in the data, so that the first of them are no other than the rest.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Documents],
-        *,
-        end_of_document: int,
-        seq_len: int,
-        vocab_size: int,
-        tokenizer: Tokenizer | None,
-        separator: int | None,
-        identity: Sequence[Any],
-        verification: Verification | None = None,
-    ) -> None:
-        """Args:
-        documents: in order.
-        end_of_document: fills up samples. The others are as ``TokenSamples`` has them.
-        """
-        super().__init__(
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            separator=separator,
-            identity=[*identity, "best_fit", end_of_document, [_checksum(one) for one in documents]],
-            verification=verification,
-        )
+    def __init__(self, documents: Sequence[Documents], facts: TokenFacts, *, end_of_document: int) -> None:
+        """Args: ``documents`` are in order; ``end_of_document`` fills up samples."""
+        decided = ["best_fit", end_of_document, *map(_checksum, documents)]
+        super().__init__(attrs.evolve(facts, identity=[*facts.identity, *decided]))
         self._arrays = documents
         self._end_of_document = end_of_document
-        pieces = [_cut(one, index, seq_len) for index, one in enumerate(documents)]
+        pieces = [_cut(one, index, facts.seq_len) for index, one in enumerate(documents)]
         which, starts, lengths, continues = map(np.concatenate, zip(*pieces, strict=True))
-        order, self._bounds = best_fit(lengths, seq_len)
+        order, self._bounds = best_fit(lengths, facts.seq_len)
         self._which, self._starts = which[order], starts[order]
         self._lengths, self._continues = lengths[order], continues[order]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 import attrs
 import numpy as np
@@ -16,7 +15,8 @@ from forge_plugins_data.config import EncodingErrors, Packing
 from forge_plugins_data.documents import Document
 from forge_plugins_data.encoding import encode_document
 from forge_plugins_data.token_format import smallest_dtype
-from forge_plugins_data.windows import Span, TokenSamples, TokenWindows, count_windows, too_small
+from forge_plugins_data.token_samples import TokenFacts, TokenSamples
+from forge_plugins_data.windows import Span, TokenWindows, count_windows, too_small
 
 
 @attrs.frozen(kw_only=True)
@@ -47,16 +47,16 @@ class InMemory:
             part = "the text" if self.split == "all" else f"the {self.split} part of the text"
             raise too_small(f"{part} ({what})", self.seq_len, len(tokens))
         end = self.tokenizer.end_of_document
-        common: dict[str, Any] = {
-            "seq_len": self.seq_len,
-            "vocab_size": self.tokenizer.vocab_size,
-            "tokenizer": self.tokenizer,
-            "separator": end if self.document_mask else None,
-            "identity": [self.source, self.tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
-        }
+        facts = TokenFacts(
+            seq_len=self.seq_len,
+            vocab_size=self.tokenizer.vocab_size,
+            tokenizer=self.tokenizer,
+            separator=end if self.document_mask else None,
+            identity=[self.source, self.tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
+        )
         if self.packing == "best_fit":
-            return PackedDocuments([find_documents(tokens, end)], end_of_document=end, **common)
-        return TokenWindows([Span(tokens, 0, n_windows)], **common)
+            return PackedDocuments([find_documents(tokens, end)], facts, end_of_document=end)
+        return TokenWindows([Span(tokens, 0, n_windows)], facts)
 
     def _tokenise(self, documents: Iterable[Document]) -> np.ndarray:
         dtype = smallest_dtype(self.tokenizer.vocab_size)

@@ -13,8 +13,9 @@ from forge_plugins_data.documents import PARQUET, Document, read_documents, unit
 from forge_plugins_data.file_selection import SelectedFile, refuse_idle_pattern, select_files
 from forge_plugins_data.in_memory import InMemory, unit_hash
 from forge_plugins_data.plain_text import JSON_LINES
+from forge_plugins_data.token_samples import TokenSamples
 from forge_plugins_data.unpacking import COMPRESSED
-from forge_plugins_data.windows import TokenSamples, require_held_out
+from forge_plugins_data.windows import require_held_out
 
 _PATTERNS = {
     "jsonl": tuple(f"**/*{ending}{packed}" for ending in JSON_LINES for packed in ("", *COMPRESSED)),

@@ -13,8 +13,9 @@ from forge_plugins_data.encoding import reads_bytes
 from forge_plugins_data.file_selection import SelectedFile, refuse_idle_pattern, select_files
 from forge_plugins_data.in_memory import InMemory, unit_hash
 from forge_plugins_data.plain_text import refuse_json_lines, refuse_what_is_no_text
+from forge_plugins_data.token_samples import TokenSamples
 from forge_plugins_data.unpacking import open_unpacked
-from forge_plugins_data.windows import TokenSamples, require_held_out
+from forge_plugins_data.windows import require_held_out
 
 DEFAULT_PATTERN = "**/*.txt"
 

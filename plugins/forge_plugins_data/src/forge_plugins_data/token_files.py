@@ -19,8 +19,9 @@ from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.file_selection import select_files
 from forge_plugins_data.other_formats import litdata_chunks, map_datatrove, map_litdata, map_megatron, map_raw
 from forge_plugins_data.token_format import FORMAT, INDEX, SETTINGS, VERSION, Shard, TokenHeader, map_shard, read_header
+from forge_plugins_data.token_samples import TokenFacts, TokenSamples
 from forge_plugins_data.verification import Verification
-from forge_plugins_data.windows import Span, TokenSamples, TokenWindows, count_windows, require_held_out, too_small
+from forge_plugins_data.windows import Span, TokenWindows, count_windows, require_held_out, too_small
 
 _SCAN = 2**24
 """Ids looked at together when a file does not say how large its ids are."""
@@ -48,21 +49,21 @@ def open_token_files(
     if end is None and (config.document_mask or config.packing == "best_fit"):
         key = "document_mask = true" if config.document_mask else 'packing = "best_fit"'
         raise ConfigError(f"{key} needs to know where documents end; set end_of_document or a tokenizer")
-    common: dict[str, Any] = {
-        "seq_len": seq_len,
-        "vocab_size": meaning.vocab_size,
-        "tokenizer": meaning.tokenizer,
-        "separator": end if config.document_mask else None,
-        "verification": _verification(files, config),
-    }
-    identity: list[Any] = ["token_files", [file.identity for file in files]]
     if end is not None and end >= meaning.vocab_size:
         raise ConfigError(f"end_of_document = {end} is beyond the vocabulary of {meaning.vocab_size} (from 0)")
+    facts = TokenFacts(
+        seq_len=seq_len,
+        vocab_size=meaning.vocab_size,
+        tokenizer=meaning.tokenizer,
+        separator=end if config.document_mask else None,
+        identity=["token_files", [file.identity for file in files]],
+        verification=_verification(files, config),
+    )
     if config.packing == "best_fit":
         assert end is not None, "it was refused"
         found = [find_documents(file.tokens, end, str(file.path)) for file in files]
         chosen = _split_documents(found, config.validation, split)
-        packed = PackedDocuments(chosen, end_of_document=end, identity=identity, **common)
+        packed = PackedDocuments(chosen, facts, end_of_document=end)
         if not len(packed):
             raise ConfigError(f"{_part(config, split)} has no document of two tokens; use more data")
         return packed
@@ -70,7 +71,8 @@ def open_token_files(
     if not any(span.stop > span.first for span in spans):
         tokens = max((len(file.tokens) for file in files), default=0)
         raise too_small(f"{_part(config, split)} (the longest of {len(files)} files)", seq_len, tokens)
-    return TokenWindows(spans, identity=[*identity, [[span.first, span.stop] for span in spans]], **common)
+    windows = [[span.first, span.stop] for span in spans]
+    return TokenWindows(spans, attrs.evolve(facts, identity=[*facts.identity, windows]))
 
 
 def _part(config: TokenFilesConfig, split: Split) -> str:
