@@ -137,7 +137,7 @@ def _plain_schedule_free(parameters):
     """The authors' package, from tensor to tensor."""
     from schedulefree import AdamWScheduleFree
 
-    optimizer = AdamWScheduleFree([one.parameter for one in parameters], lr=1e-3, foreach=False)
+    optimizer = AdamWScheduleFree([one.parameter for one in parameters], lr=1e-3, weight_decay=0.1, foreach=False)
     optimizer.train()
     return optimizer.step
 
