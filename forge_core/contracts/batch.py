@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -28,9 +28,10 @@ class Entry:
 
 
 KNOWN: Mapping[str, Entry] = {
-    name: Entry(dims=("sample", "position")) for name in ("tokens", "targets", "positions", "document")
+    **{name: Entry(dims=("sample", "position")) for name in ("tokens", "targets", "positions", "document")},
+    "weights": Entry(dims=("sample", "position"), dtype="float32", wanted_by="engine"),
 }
-"""Entries that need no description."""
+"""Entries that need no description. ``weights`` are those of targets in the training loss: finite, and not negative."""
 
 
 @runtime_checkable
@@ -65,6 +66,19 @@ class BatchLoss(Protocol):
 
     def bind(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:
         """Return what forward is given of ``batch``, and the loss of this batch. Call it once a forward."""
+        ...
+
+
+class LossOfPositions(Protocol):
+    """A loss of one batch that knows something of each of its positions, such as its weight."""
+
+    def of_part(self, cut: Callable[[torch.Tensor], torch.Tensor], /) -> Loss:
+        """Return the loss of a part of the positions. A pass that gives the model a part of each sequence gives it this
+        loss, where the loss has the method.
+
+        Args:
+            cut: ``(B, S)`` to the positions of the part.
+        """
         ...
 
 

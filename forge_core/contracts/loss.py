@@ -19,7 +19,8 @@ class LossSum(NamedTuple):
     """Sums, not means: the engine divides by the number of valid tokens of the whole step, over all ranks."""
 
     total: torch.Tensor
-    """Scalar, fp32, in nats: the sum over valid tokens. Zero, and connected to the graph, where there are none."""
+    """Scalar, fp32, in nats: the sum over valid tokens, each times its weight where there are weights. Zero, and
+    connected to the graph, where there are none."""
     count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count, which is of no use here
     """Scalar, int64: the number of targets that are not −100."""
     each: torch.Tensor | None = None
@@ -53,7 +54,13 @@ class HeadInParts(Protocol):
 
 
 class Loss(Protocol):
-    """A callable without state."""
+    """A callable without state.
+
+    One that has an attribute ``takes_weights = True`` is called with a fourth argument, ``weights`` ``(B, S)`` fp32,
+    where batches have such an entry: the total is the sum of ``weights · loss`` over valid tokens, ``count`` and
+    ``each`` are as without them. The engine divides by the sum of the weights of valid tokens. A loss without the
+    attribute is refused with such data.
+    """
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
         """Sum the loss over all positions that have a target.
@@ -66,6 +73,17 @@ class Loss(Protocol):
             targets: ``(B, S)`` int64, already shifted: ``targets[b, s]`` is what position ``s`` should predict.
         """
         ...
+
+
+def apply_loss(
+    loss: Loss, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None
+) -> LossSum:
+    """Call a loss, with weights if there are any; for losses that stand around another."""
+    if weights is None:
+        return loss(hidden, head, targets)
+    takes_weights: Any = loss
+    summed: LossSum = takes_weights(hidden, head, targets, weights)
+    return summed
 
 
 class LossFactory(Protocol):

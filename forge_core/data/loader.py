@@ -184,6 +184,7 @@ class BatchLoader:
     def _read(self, positions: np.ndarray) -> Batch:
         try:
             batch = _tensors(self.stream.read(positions))
+            _refuse_weights(batch.get("weights"), positions)
         except ForgeError:
             raise
         except Exception as error:
@@ -192,6 +193,25 @@ class BatchLoader:
                 f"{type(error).__name__}: {error}"
             ) from error
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+
+
+def _refuse_weights(weights: torch.Tensor | None, positions: np.ndarray) -> None:
+    """
+    Raises:
+        ConfigError: a weight is negative, infinite or NaN, or they are no fp32.
+    """
+    if weights is None:
+        return
+    if weights.dtype != torch.float32:
+        raise ConfigError(f"data: weights of targets must be float32, and are {weights.dtype}")
+    is_wrong = ~(weights.isfinite() & (weights >= 0))
+    if is_wrong.any():
+        row, column = is_wrong.nonzero()[0].tolist()
+        found = float(weights[row, column])
+        raise ConfigError(
+            f"data: target {column} of the sample at position {positions[row]} has the weight {found}; weights must be "
+            "finite and not negative"
+        )
 
 
 def _refuse_to_deal(n_streams: int, dp_size: int, samples_per_step: int) -> None:

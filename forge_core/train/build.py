@@ -132,6 +132,8 @@ def build_model(
         else:
             materialise(part, device, job.train.seed, on_host=on_host)
     loss = CheckedLoss(build(job.loss), build.words_for(job.loss), context.entries)
+    if "weights" in context.entries:
+        _refuse_weights(model, loss, job.model.qualified_name)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
     own = [name for name, entry in context.entries.items() if entry is not None and entry.wanted_by == "engine"]
     if own and not getattr(executor, "binds_loss", False):
@@ -169,6 +171,19 @@ def _refuse_entries(model: nn.Module, entries: Mapping[str, Entry | None], name:
                 f"data: the model {name} needs the entry {one.name!r} in batches, which have {', '.join(entries)}. "
                 "Choose other data, or another model."
             )
+
+
+def _refuse_weights(model: nn.Module, loss: CheckedLoss, name: str) -> None:
+    """
+    Raises:
+        ConfigError: the loss takes no weights of targets, or the model has targets that they are not for.
+    """
+    loss.refuse_weights()
+    if getattr(model, "n_predictors", 0):
+        raise ConfigError(
+            f"data: batches have weights of targets, which {name} cannot give to its targets of tokens ahead; choose "
+            "data without weights, or a model that predicts the next token alone"
+        )
 
 
 def _refuse_too_large(parts: Sequence[nn.Module], device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_core.contracts.batch import Entry
-from forge_core.contracts.loss import IGNORED, Loss, LossSum
+from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
 from forge_core.contracts.scheduler import Schedule
-from forge_core.errors import PluginError
+from forge_core.errors import ConfigError, PluginError
 
 
 class CheckedLoss:
@@ -39,18 +39,35 @@ class CheckedLoss:
     def bind(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:
         """Same as ``BatchLoss.bind``."""
         inputs = {name: tensor for name, tensor in batch.items() if name not in self._of_engine}
-        if self.sums_of_sources is None or "source" not in batch:
+        sums = self.sums_of_sources if "source" in batch else None
+        if sums is None and "weights" not in batch:
             return inputs, self
-        return inputs, _LossOfSources(self, batch["source"], self.sums_of_sources)
+        return inputs, _LossOfBatch(self, batch.get("weights"), batch.get("source"), sums)
 
-    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+    def __call__(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> LossSum:
         if self.is_watched:
             # before what is kept for backward takes its memory
             self._look_into(hidden, head, targets)
-        return self._sum(hidden, head, targets)
+        return self._sum(hidden, head, targets, weights)
 
-    def _sum(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
-        found = self._loss(hidden, head, targets)
+    def refuse_weights(self) -> None:
+        """For data that have weights of targets.
+
+        Raises:
+            ConfigError: the loss does not take them.
+        """
+        if not getattr(self._loss, "takes_weights", False):
+            raise ConfigError(
+                f"data: batches have weights of targets, which {self.words} does not take (takes_weights); choose "
+                "another loss, or data without weights"
+            )
+
+    def _sum(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> LossSum:
+        found = apply_loss(self._loss, hidden, head, targets, weights)
         if not isinstance(found, LossSum):
             raise PluginError(self._bug(f"returns a {type(found).__name__}, which must be a LossSum"))
         for name, tensor in (("total", found.total), ("count", found.count)):
@@ -107,17 +124,35 @@ class CheckedLoss:
         return f"{self.words} {what}. This is a bug in the loss."
 
 
-class _LossOfSources:
-    """The loss of one microbatch, whose first sum is also added up by source; a model's further ones (of tokens ahead)
-    are not."""
+class _LossOfBatch:
+    """The loss of one microbatch, a ``LossOfPositions``. The weights of its targets count in training, and not in
+    evaluations, whose losses are compared with those of runs without weights. The first sum is also added up by source;
+    a model's further ones (of tokens ahead) are not."""
 
-    def __init__(self, loss: CheckedLoss, source: torch.Tensor, sums: torch.Tensor) -> None:
-        self._loss, self._source, self._sums = loss, source, sums
+    def __init__(
+        self,
+        loss: CheckedLoss,
+        weights: torch.Tensor | None,
+        source: torch.Tensor | None,
+        sums: torch.Tensor | None,
+    ) -> None:
+        self._loss, self._weights, self._source, self._sums = loss, weights, source, sums
         self._is_first = True
 
+    def of_part(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> _LossOfBatch:
+        """Same as ``LossOfPositions.of_part``."""
+        weights = None if self._weights is None else cut(self._weights)
+        return _LossOfBatch(self._loss, weights, self._source, self._sums)
+
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
-        found = self._loss(hidden, head, targets)
-        if self._is_first and found.each is not None:
+        weights = self._weights if torch.is_grad_enabled() else None
+        if weights is not None and weights.shape != targets.shape:
+            raise PluginError(
+                f"a pass has cut targets to {tuple(targets.shape)} and not the weights of the loss, "
+                f"{tuple(weights.shape)}; it must give the model loss.of_part(cut)"
+            )
+        found = self._loss(hidden, head, targets, weights)
+        if self._is_first and self._sums is not None and self._source is not None and found.each is not None:
             of_samples = torch.stack((found.each.sum(1), (targets != IGNORED).sum(1)), dim=1)
             self._sums.index_add_(0, self._source, of_samples.to(self._sums.dtype))
         self._is_first = False

@@ -21,7 +21,7 @@ class Scales:
     """fp32 scalars on the device, the same on all ranks of all replicas."""
 
     targets: torch.Tensor
-    """One over the step's targets."""
+    """One over the step's targets, or over the sum of their weights."""
     tokens: torch.Tensor
     """One over its tokens without padding."""
     own: Mapping[str, torch.Tensor]
@@ -36,7 +36,7 @@ def step_scales(
     Args:
         model: any part of it, as each knows what the whole model counts.
     """
-    counts = [sum(map(count_targets, microbatches)), sum(map(count_tokens, microbatches))]
+    counts: list[float] = [sum(map(weight_of_targets, microbatches)), sum(map(count_tokens, microbatches))]
     names: list[str] = []
     if hasattr(model, "count_targets"):
         of_model: Any = model
@@ -44,12 +44,21 @@ def step_scales(
         names = [*of_batches[0]]
         counts += [sum(one[name] for one in of_batches) for name in names]
     if mesh.dp_size == 1 and replicas.share.count == 1:
-        scales = [torch.full((), 1 / max(count, 1), device=device) for count in counts]
+        scales = [torch.full((), 1 / (count or 1), device=device) for count in counts]
     else:
         each = torch.stack([torch.full((), float(count), device=device) for count in counts])
         mesh.sum_over(each, DATA_AXES)
-        scales = [*replicas.sum(each).clamp_(min=1).reciprocal_().unbind()]
+        summed = replicas.sum(each)
+        scales = [*torch.where(summed > 0, summed, 1).reciprocal_().unbind()]
     return Scales(scales[0], scales[1], dict(zip(names, scales[2:], strict=True)))
+
+
+def weight_of_targets(batch: Batch) -> float:
+    """The sum of the weights of its targets; without weights, how many they are."""
+    weights = batch.get("weights")
+    if weights is None:
+        return count_targets(batch)
+    return float(weights.numpy()[batch["targets"].numpy() != IGNORED].sum(dtype=np.float64))
 
 
 def count_targets(batch: Batch) -> int:

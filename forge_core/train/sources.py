@@ -126,8 +126,17 @@ class EvaluatedData:
 
 
 def entries_of(source: Source) -> dict[str, Entry | None]:
-    """The entries that a source gives, each as it or the contract describes it; ``None`` without a description."""
+    """The entries that a source gives, each as it or the contract describes it; ``None`` without a description.
+
+    Raises:
+        PluginError: it describes an entry otherwise than the engine takes it.
+    """
     described = {**KNOWN, **(source.entries() if isinstance(source, DescribedSource) else {})}
+    if described["weights"] != KNOWN["weights"]:
+        raise PluginError(
+            f"{type(source).__qualname__} describes the entry 'weights' as {described['weights']}, which must be "
+            f"{KNOWN['weights']}, the weights of targets; give it another name"
+        )
     first = np.zeros(1, dtype=np.int64)
     batch = source.read_at(first) if isinstance(source, PositionedSource) else source.read(first)
     return {name: described.get(name) for name in batch}

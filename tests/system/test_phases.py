@@ -188,6 +188,18 @@ def test_the_weights_of_a_mixture_change_with_the_very_step(shared_tiny):
     assert [line["step"] for line in lines if "loss/b" in line] == [1, 2, 3, 4, 5]
 
 
+def test_the_loss_is_the_mean_weighed_by_loss_weights(shared_tiny):
+    """By a and by b alike many targets, of which those of b count three times."""
+    weighed = mixed(shared_tiny).replace('name="b", weight=1', 'name="b", weight=1, loss_weight=3')
+    lines = shared_tiny.completed("run.name=weighed", weighed, "train.steps=4", "eval.interval=0")
+    plain = shared_tiny.completed("run.name=unweighed", mixed(shared_tiny), "train.steps=4", "eval.interval=0")
+
+    for line in lines:
+        assert line["loss"] == pytest.approx((line["loss/a"] + 3 * line["loss/b"]) / 4, rel=1e-5)
+    assert [lines[0][f"loss/{name}"] for name in "ab"] == [plain[0][f"loss/{name}"] for name in "ab"]
+    assert lines[0]["grad_norm"] != plain[0]["grad_norm"]
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [

@@ -14,6 +14,24 @@ def cross_entropy(hidden, head, targets):
     return LossSum(F.cross_entropy(logits, targets.flatten(), reduction="sum"), (targets != -100).sum())
 
 
+def weighing(weigh):
+    """A loss that takes weights, which ``weigh(each, weights)`` applies."""
+
+    def loss(hidden, head, targets, weights=None):
+        logits = head(hidden).flatten(0, 1).float()
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+        used = each if weights is None else weigh(each, weights)
+        return LossSum(used.sum(), (targets != IGNORED).sum(), each.detach())
+
+    loss.takes_weights = True
+    return loss
+
+
+class TestWeighing(LossConformance):
+    def make(self):
+        return weighing(lambda each, weights: each * weights)
+
+
 class TestCrossEntropy(LossConformance):
     def make(self):
         return cross_entropy
@@ -201,6 +219,18 @@ FAULTS = [
         "test_the_loss_of_each_position_is_its_part_of_the_total",
         (),
         "LossSum.each adds up to .*, and the total is",
+    ),
+    (
+        weighing(lambda each, weights: each),
+        "test_with_weights_each_target_counts_by_its_own",
+        (),
+        "multiply the loss of each position by its weight",
+    ),
+    (
+        weighing(lambda each, weights: each * weights / weights.mean()),
+        "test_with_weights_each_target_counts_by_its_own",
+        (),
+        "the total is not 2 times",
     ),
     (in_bf16, "test_is_computed_in_fp32", (), "has only the resolution of bf16"),
     (mean, "test_is_a_sum_over_tokens", (), "return the sum over valid tokens, not their mean"),

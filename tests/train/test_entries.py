@@ -6,7 +6,7 @@ from torch import nn
 
 from forge_core.contracts.batch import KNOWN, Entry, bind
 from forge_core.contracts.loss import LossSum
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, PluginError
 from forge_core.train.build import _refuse_entries
 from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.metrics import ABSENT, losses_of_sources
@@ -69,3 +69,38 @@ def test_forward_is_not_given_what_is_the_engine_s_and_the_first_loss_is_added_u
     assert loss.sums_of_sources.tolist() == [[3, 1], [0, 0], [14, 4]]
     means = losses_of_sources(["a", "b", "c"], [*loss.sums_of_sources.flatten().unbind()])
     assert {name: float(value) for name, value in means.items()} == {"loss/a": 3, "loss/b": ABSENT, "loss/c": 3.5}
+
+
+def weighing(hidden, head, targets, weights=None):
+    each = torch.ones(targets.shape) if weights is None else weights
+    return LossSum(each.sum(), torch.tensor(targets.numel()), torch.ones(targets.shape))
+
+
+weighing.takes_weights = True
+
+
+def test_weights_of_targets_reach_the_loss_in_training_and_not_in_evaluations():
+    loss = CheckedLoss(weighing, "the loss", {**TEXT, "weights": KNOWN["weights"]})
+    targets = torch.ones(2, 4, dtype=torch.int64)
+    inputs, bound = bind(loss, {"tokens": targets, "targets": targets, "weights": torch.arange(8.0).view(2, 4)})
+
+    assert inputs.keys() == {"tokens", "targets"}
+    assert float(bound(None, None, targets).total) == 28
+    assert float(bound.of_part(lambda entry: entry[:, :1])(None, None, targets[:, :1]).total) == 4
+    with torch.no_grad():
+        assert float(bound(None, None, targets).total) == 8
+
+
+def test_a_pass_that_cuts_targets_and_not_their_weights_is_named():
+    loss = CheckedLoss(weighing, "the loss", {**TEXT, "weights": KNOWN["weights"]})
+    targets = torch.ones(2, 4, dtype=torch.int64)
+    _, bound = bind(loss, {"tokens": targets, "targets": targets, "weights": torch.ones(2, 4)})
+
+    with pytest.raises(PluginError, match=r"cut targets to \(2, 2\) and not the weights of the loss, \(2, 4\)"):
+        bound(None, None, targets[:, :2])
+
+
+def test_a_loss_without_weights_is_refused_where_data_have_them():
+    with pytest.raises(ConfigError, match="weights of targets, which the loss 'x' does not take"):
+        CheckedLoss(lambda hidden, head, targets: None, "the loss 'x'").refuse_weights()
+    CheckedLoss(weighing, "the loss").refuse_weights()

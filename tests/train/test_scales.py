@@ -13,9 +13,10 @@ CPU = torch.device("cpu")
 ALONE = SimpleNamespace(dp_size=1)
 
 
-def batch(targets, positions=None):
+def batch(targets, positions=None, weights=None):
     found = {"tokens": torch.zeros(len(targets), dtype=torch.int64), "targets": torch.tensor(targets)}
-    return found if positions is None else {**found, "positions": torch.tensor(positions)}
+    more = {"positions": positions, "weights": weights}
+    return {**found, **{name: torch.tensor(values) for name, values in more.items() if values is not None}}
 
 
 def test_positions_without_a_target_and_padding_do_not_count():
@@ -30,6 +31,27 @@ def test_positions_without_a_target_and_padding_do_not_count():
 
 def test_a_step_without_targets_divides_by_one():
     assert step_scales([batch([IGNORED])], nn.Module(), ALONE, CPU, Replicas()).targets.item() == 1
+
+
+def test_weights_of_targets_are_added_up_in_place_of_their_number():
+    step = [batch([1, IGNORED, 3], weights=[0.25, 7.0, 0.0]), batch([1, 2, 3], weights=[0.125, 0.125, 0.0])]
+
+    scales = step_scales(step, nn.Module(), ALONE, CPU, Replicas())
+
+    assert scales.targets.item() == 2
+    assert round(1 / scales.tokens.item(), 4) == 6
+
+
+def test_a_step_of_weights_0_divides_by_one():
+    assert step_scales([batch([1], weights=[0.0])], nn.Module(), ALONE, CPU, Replicas()).targets.item() == 1
+
+
+def test_over_ranks_sums_below_one_are_kept():
+    ranks = SimpleNamespace(dp_size=2, sum_over=lambda each, axes: each.mul_(2))
+
+    scales = step_scales([batch([1], weights=[0.125])], nn.Module(), ranks, CPU, Replicas())
+
+    assert scales.targets.item() == 4
 
 
 def test_the_model_counts_for_losses_of_its_own():

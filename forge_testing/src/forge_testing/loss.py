@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.contracts.loss import IGNORED, LossSum
+from forge_core.contracts.loss import IGNORED, LossSum, apply_loss
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_testing.component_case import ComponentCase
 
@@ -76,6 +76,29 @@ class LossConformance(ComponentCase):
             f"the total of a batch is {float(whole.total.detach()):.6g}, but the totals of its rows add up to "
             f"{float(of_parts.detach()):.6g}; return the sum over valid tokens, not their mean: the engine divides"
         )
+
+    def test_with_weights_each_target_counts_by_its_own(self) -> None:
+        hidden, head, targets = self._batch()
+        if not getattr(self.make(), "takes_weights", False):
+            return  # it is optional
+        halves = [torch.where(part, targets, IGNORED) for part in self._in_two(targets)]
+        weights = torch.where(self._in_two(targets)[0], 2.0, 0.5)
+
+        total, gradient = self._weighted(hidden, head, targets, weights)
+        parts = [self._weighted(hidden, head, half, None) for half in halves]
+
+        for what, found, (first, second) in zip(
+            ("total", "gradient"), (total, gradient), zip(*parts, strict=True), strict=True
+        ):
+            assert torch.allclose(found, 2 * first + 0.5 * second, rtol=1e-4, atol=1e-5), (
+                f"with the weight 2 for half of the targets and 0.5 for the others, the {what} is not 2 times that of "
+                "the half and 0.5 times that of the others; multiply the loss of each position by its weight"
+            )
+        summed = self.make()(hidden, head, targets, weights)
+        plain = self._apply(hidden, head, targets)
+        assert int(summed.count) == int(plain.count), "weights change LossSum.count, which is the number of targets"
+        if plain.each is not None:
+            assert torch.equal(summed.each, plain.each), "weights change LossSum.each, which is the loss without them"
 
     def test_what_ignored_positions_hold_does_not_matter(self) -> None:
         hidden, head, targets = self._batch()
@@ -191,6 +214,18 @@ class LossConformance(ComponentCase):
         targets[:, 1::3] = IGNORED
         targets[1, : self.seq_len // 2] = IGNORED
         return hidden, head.to(dtype), targets
+
+    def _in_two(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = (torch.arange(targets.numel()) % 2 == 0).view_as(targets)
+        return first, ~first
+
+    def _weighted(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The total, and the gradient of all that is minimised by the hidden states."""
+        LEDGER.start_step(torch.ones(()))
+        total = apply_loss(self.make(), hidden, head, targets, weights).total
+        return total.detach(), torch.autograd.grad(total, hidden)[0]
 
     def _apply(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
         result: LossSum = self.make()(hidden, head, targets)

@@ -22,7 +22,7 @@ def builder():
 def open_mixture(builder, tmp_path):
     """``open_mixture({"a": (2, 300), "b": (1, 70)})``: weight and characters of each source, all of one letter."""
 
-    def open_mixture(sources, split="train", seed=0, keys=None, phases=(), **more):
+    def open_mixture(sources, split="train", seed=0, keys=None, phases=(), loss_weights=None, **more):
         tables = []
         for name, (weight, length) in sources.items():
             folder = tmp_path / name
@@ -30,7 +30,8 @@ def open_mixture(builder, tmp_path):
             for part in range(4):
                 (folder / f"{part}.txt").write_text(name * (length // 4))
             source = {"name": "text_files", "path": str(folder), **(keys or {}).get(name, {})}
-            tables.append({"name": name, "weight": weight, "source": source})
+            of_loss = {"loss_weight": loss_weights[name]} if name in (loss_weights or {}) else {}
+            tables.append({"name": name, "weight": weight, **of_loss, "source": source})
         use = builder.resolve("data_source", {"name": "mixture", "sources": tables, **more})
         phases = [(start, type(use.config).Phase(weights=weights)) for start, weights in phases]
         return builder(use, seq_len=SEQ_LEN, split=split, seed=seed, samples_per_step=8, phases=phases)
@@ -118,6 +119,34 @@ def test_batches_have_each_source_s_samples_and_its_number(open_mixture):
     assert source.names == ("a", "b")
 
 
+def test_targets_have_the_loss_weight_of_their_source(open_mixture):
+    sources = {"a": (3, 400), "b": (1, 400)}
+    plain, weighed = open_mixture(sources), open_mixture(sources, loss_weights={"b": 2.5})
+
+    batch = weighed.read_at(np.arange(40))
+
+    assert "weights" not in plain.read_at(np.arange(40))
+    assert plain.fingerprint == weighed.fingerprint  # the samples are the same, so that a run may go on with others
+    assert batch["weights"].dtype == np.float32
+    assert batch["weights"].shape == batch["targets"].shape
+    np.testing.assert_array_equal(batch["weights"][:, 0], np.where(batch["source"] == 1, 2.5, 1))
+    only_a = weighed.read_at(np.flatnonzero(batch["source"] == 0)[:2])
+    assert (only_a["weights"] == 1).all()
+
+
+def test_weights_within_a_source_are_multiplied_by_its_own(open_mixture, monkeypatch):
+    mixture = open_mixture({"a": (1, 400), "b": (1, 400)}, loss_weights={"a": 2.0})
+    stream = mixture._common.parts[0].stream
+    monkeypatch.setattr(
+        stream, "read", lambda numbers, read=stream.read: {**(b := read(numbers)), "weights": 0.5 + 0.0 * b["tokens"]}
+    )
+
+    batch = mixture.read_at(np.arange(40))
+
+    np.testing.assert_array_equal(batch["weights"][:, 0], np.where(batch["source"] == 0, 1, 1))
+    assert set(np.unique(batch["source"])) == {0, 1}
+
+
 def test_each_source_goes_through_its_own_epochs_each_in_another_order(open_mixture, tmp_path):
     (tmp_path / "letters.txt").write_text("0123456789abcdefghijklmnopqrstuvwxyz")
     source = open_mixture({"a": (1, 40), "b": (1, 4000)}, keys={"a": {"path": str(tmp_path / "letters.txt")}})
@@ -194,6 +223,13 @@ def test_a_source_of_weight_0_is_not_read(open_mixture):
 def test_weights_that_mean_nothing_are_refused(open_mixture, sources, sentence):
     with pytest.raises(ConfigError, match=sentence):
         open_mixture(sources)
+
+
+def test_loss_weights_that_mean_nothing_are_refused(open_mixture):
+    with pytest.raises(ConfigError, match="a loss_weight of 0 for each source with a weight"):
+        open_mixture({"a": (1, 40), "b": (0, 40)}, loss_weights={"a": 0})
+    with pytest.raises(ConfigError, match=r"sources\[0\]\.loss_weight: must be at least 0.0, got -1"):
+        open_mixture({"a": (1, 40)}, loss_weights={"a": -1})
 
 
 def test_what_does_not_go_together_is_refused(builder, open_mixture):

@@ -33,13 +33,19 @@ INNER = {
     "other": plain,
 }
 OUTER = {
+    "nothing": lambda inner: inner,
     "z": lambda inner: ZLoss(inner, Z),
     "smooth": lambda inner: LabelSmoothing(inner, EPSILON),
     "smooth z": lambda inner: LabelSmoothing(ZLoss(inner, Z), EPSILON),
     "z smooth": lambda inner: ZLoss(LabelSmoothing(inner, EPSILON), Z),
 }
 each_inner = pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-each_outer = pytest.mark.parametrize("outer", OUTER)
+each_outer = pytest.mark.parametrize("outer", [name for name in OUTER if name != "nothing"])
+each_inner_that_takes_weights = pytest.mark.parametrize(
+    "inner",
+    [inner for name, inner in INNER.items() if name != "other"],
+    ids=[name for name in INNER if name != "other"],
+)
 
 
 def batch(dtype=torch.float32, ignored=0.3, bias=True):
@@ -53,18 +59,27 @@ def batch(dtype=torch.float32, ignored=0.3, bias=True):
     return hidden, head.to(dtype), targets
 
 
-def expected(outer: str, hidden, head, targets) -> tuple[torch.Tensor, dict[str, float], list[torch.Tensor]]:
+def weights_of_targets() -> torch.Tensor:
+    """Some of them 0."""
+    return torch.rand(B, S, generator=torch.Generator().manual_seed(5)).mul(3).sub(0.5).clamp(min=0)
+
+
+def expected(
+    outer: str, hidden, head, targets, weights=None
+) -> tuple[torch.Tensor, dict[str, float], list[torch.Tensor]]:
     """In float64: cross-entropy, what is added to it by name, and the gradients of it all."""
+    weights = (torch.ones(B, S) if weights is None else weights).double().flatten()
     hidden, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
     bias = None if head.bias is None else head.bias.detach().double().requires_grad_()
     logits, flat = F.linear(hidden, weight, bias).flatten(0, 1), targets.flatten()
-    task = F.cross_entropy(logits, flat, reduction="sum")
+    each = F.cross_entropy(logits, flat, reduction="none")
+    task = (weights * each).sum()
     added = {}
     if "z" in outer:
-        added["z_loss"] = Z * (logits.logsumexp(1).square() * (flat != -100)).sum()
+        added["z_loss"] = Z * (weights * logits.logsumexp(1).square() * (flat != -100)).sum()
     if "smooth" in outer:
-        smoothed = F.cross_entropy(logits, flat, reduction="sum", label_smoothing=EPSILON)
-        added["label_smoothing"] = smoothed - task
+        smoothed = F.cross_entropy(logits, flat, reduction="none", label_smoothing=EPSILON)
+        added["label_smoothing"] = (weights * (smoothed - each)).sum()
     inputs = [one for one in (hidden, weight, bias) if one is not None]
     gradients = torch.autograd.grad(task + sum(added.values()), inputs)
     return task.detach(), {name: value.item() for name, value in added.items()}, list(gradients)
@@ -89,6 +104,38 @@ def test_value_and_gradients_are_those_of_the_formula(inner, outer, bias, dtype,
         assert error < tolerance, f"relative error {error:.1e}"
     reported = {name: value.item() * 7 for name, value in LEDGER.means().items()}
     assert reported == pytest.approx(added, rel=max(tolerance, 1e-4))
+
+
+@each_inner_that_takes_weights
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_with_weights_value_and_gradients_are_those_of_the_weighted_formula(inner, outer, dtype, tolerance) -> None:
+    hidden, head, targets = batch(dtype)
+    weights = weights_of_targets()
+    task, added, wanted = expected(outer, hidden, head, targets, weights)
+    LEDGER.start_step(torch.ones(()))
+    loss = OUTER[outer](inner)
+
+    summed = loss(hidden, head, targets, weights)
+    gradients = torch.autograd.grad(summed.total, [hidden, *head.parameters()])
+
+    assert loss.takes_weights
+    assert summed.total.dtype == torch.float32
+    torch.testing.assert_close(summed.total.double(), task, rtol=tolerance, atol=0)
+    for gradient, of_formula in zip(gradients, wanted, strict=True):
+        error = (gradient.double() - of_formula).norm() / of_formula.norm()
+        assert error < tolerance, f"relative error {error:.1e}"
+    assert {name: value.item() for name, value in LEDGER.means().items()} == pytest.approx(
+        added, rel=max(tolerance, 1e-4)
+    )
+    with torch.no_grad():  # each is for reports, which weigh nothing
+        torch.testing.assert_close(summed.each, inner(hidden, head, targets).each)
+    assert int(summed.count) == int((targets != -100).sum())
+
+
+@each_outer
+def test_a_loss_around_one_without_weights_takes_none_either(outer) -> None:
+    assert not OUTER[outer](plain).takes_weights
 
 
 @each_inner
@@ -135,17 +182,18 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@each_outer
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("weights", [None, weights_of_targets()], ids=["plain", "weighted"])
 @pytest.mark.parametrize("ignored", [0.3, 1.1], ids=["some", "all"])
 @pytest.mark.parametrize("inner", [CrossEntropy(), ChunkedCrossEntropy(4)], ids=["whole", "chunks"])
-def test_by_vocabulary_value_and_gradients_are_the_same(inner, ignored, outer) -> None:
+def test_by_vocabulary_value_and_gradients_are_the_same(inner, ignored, weights, outer) -> None:
     hidden, linear, targets = batch(ignored=ignored)
     head = InOnePart(D, V)
     head.load_state_dict(linear.state_dict())
-    task, added, wanted = expected(outer, hidden, head, targets)
+    task, added, wanted = expected(outer, hidden, head, targets, weights)
     LEDGER.start_step(torch.ones(()))
 
-    total = OUTER[outer](inner)(hidden, head, targets).total
+    total = OUTER[outer](inner)(hidden, head, targets, weights).total
     gradients = torch.autograd.grad(total, [hidden, *head.parameters()])
 
     torch.testing.assert_close(total.double(), task, rtol=1e-5, atol=0)

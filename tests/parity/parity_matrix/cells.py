@@ -48,7 +48,8 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "mixture": [
         (
             'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
-            'validation=0.1}}, {name="short", weight=0.3, source={name="text_files", path="short", validation=0.2}}]}'
+            'validation=0.1}}, {name="short", weight=0.3, loss_weight=2.5, source={name="text_files", path="short", '
+            "validation=0.2}}]}"
         )
     ],
     "phases": [_FROZEN_THEN_THAWED],

@@ -29,10 +29,12 @@ class Rank:
     def __init__(self, process: int) -> None:
         self.process = process
         self._handle = os.pidfd_open(process)
+        self._end = select.poll()  # select.select takes no descriptor beyond 1023
+        self._end.register(self._handle, select.POLLIN)
 
     @property
     def is_running(self) -> bool:
-        return not select.select([self._handle], [], [], 0)[0]
+        return not self.wait(0)
 
     def send(self, number: int) -> None:
         if self.is_running:
@@ -40,7 +42,7 @@ class Rank:
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended within that time."""
-        return bool(select.select([self._handle], [], [], seconds)[0])
+        return bool(self._end.poll(1000 * seconds))
 
     def close(self) -> None:
         os.close(self._handle)

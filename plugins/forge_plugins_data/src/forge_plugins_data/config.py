@@ -272,6 +272,9 @@ class MixtureSource:
     """Its share of the samples, in proportion to the others'; weights need not add up to 1. 0 switches it off."""
     source: Annotated[ComponentRef, Slot("data_source")]
     """The data, any source with its keys, but for ``shuffle``, ``workers`` and ``prefetch``."""
+    loss_weight: float = attrs.field(default=1.0, validator=ge(0.0))
+    """How much a target of this source counts in the training loss, beside those of the others. ``loss/<name>`` and
+    evaluations stay without it."""
 
     @property
     def holds_out(self) -> bool:
@@ -287,6 +290,8 @@ def _sources(_: object, __: object, value: tuple[MixtureSource, ...]) -> None:
         raise ValueError(f"names the source {twice[0]!r} twice; give each a name of its own")
     if not any(one.weight for one in value):
         raise ValueError("has weights that are all 0, so that there is nothing to train on; give one a weight")
+    if not any(one.weight * one.loss_weight for one in value):
+        raise ValueError("has a loss_weight of 0 for each source with a weight, so that there is nothing to learn")
 
 
 @attrs.frozen(kw_only=True)

@@ -63,6 +63,7 @@ class Part:
 
     def __init__(self, described: MixtureSource, source: Source, seed: int) -> None:
         self.name = described.name
+        self.loss_weight = described.loss_weight
         self.source = source
         self.stream = SampleStream(source, seed=seed, shuffle=True)
 
@@ -76,6 +77,8 @@ class _Common:
     vocab_size: int
     tokenizer: Tokenizer | None
     entries: Mapping[str, Entry]
+    loss_weights: np.ndarray | None
+    """``(parts,)`` fp32: of the targets of each part. ``None`` if no target has a weight."""
 
     @classmethod
     def of(cls, parts: Sequence[Part], names: tuple[str, ...]) -> _Common:
@@ -88,6 +91,9 @@ class _Common:
                     "the same; prepare both with one tokenizer"
                 )
         found = {part.name: set(part.stream.read(np.zeros(1, np.int64))) for part in parts}
+        has_weights = any("weights" in names_of_part for names_of_part in found.values())
+        for names_of_part in found.values():
+            names_of_part.discard("weights")  # those of a part without them are 1
         for part in others:
             if differing := sorted(found[part.name] ^ found[first.name]):
                 with_it, without = (part.name, first.name)[:: 1 if differing[0] in found[part.name] else -1]
@@ -95,6 +101,7 @@ class _Common:
                     f"batches of source {with_it!r} have the entry {differing[0]!r}, and those of {without!r} have "
                     "not; set document_mask alike in all of them"
                 )
+        has_weights |= any(part.loss_weight != 1 for part in parts)
         described = dict(
             pair for part in parts if hasattr(part.source, "entries") for pair in part.source.entries().items()
         )
@@ -104,6 +111,7 @@ class _Common:
             vocab_size=max(part.source.vocab_size for part in parts),
             tokenizer=tokenizers[0][1] if tokenizers else None,
             entries={**described, "source": Entry(dims=("sample",), wanted_by="engine")},
+            loss_weights=np.float32([part.loss_weight for part in parts]) if has_weights else None,
         )
 
     def fingerprint(self, *more: Any) -> str:
@@ -117,8 +125,11 @@ class _Common:
             rows = np.flatnonzero(which == number)
             for name, values in read(number, rows).items():
                 if name not in batch:
-                    batch[name] = np.empty((len(which), *values.shape[1:]), values.dtype)
+                    batch[name] = np.ones((len(which), *values.shape[1:]), values.dtype)
                 batch[name][rows] = values
+        if self.loss_weights is not None:
+            own = batch.get("weights", np.ones(batch["targets"].shape, np.float32))
+            batch["weights"] = own * self.loss_weights[which][:, None]
         numbers = np.array([self.names.index(part.name) for part in self.parts])
         return {**batch, "source": numbers[which]}
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.errors import ConfigError
 from forge_plugins_optim.config import ChunkedCrossEntropyConfig
+from forge_plugins_optim.token_weights import weighted
 from forge_plugins_optim.vocabulary_parallel import part_of_head, softmax_parts, subtract_targets
 
 
@@ -35,19 +36,28 @@ class ChunkedCrossEntropy:
     compute dtype, as those of ``cross_entropy`` do.
     """
 
+    takes_weights = True
+
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
 
-    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+    def __call__(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> LossSum:
         """The contract's.
 
         Raises:
             ConfigError: ``head`` does more than multiply by ``weight`` and add ``bias``, which this loss would skip.
         """
-        return self.with_z_loss(hidden, head, targets, 0.0)[0]
+        return self.with_z_loss(hidden, head, targets, 0.0, weights)[0]
 
     def with_z_loss(
-        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, coefficient: float
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        targets: torch.Tensor,
+        coefficient: float,
+        weights: torch.Tensor | None = None,
     ) -> tuple[LossSum, torch.Tensor]:
         """Same as ``ZLossInside``; the gradient of the total has that of the penalty in it.
 
@@ -63,7 +73,7 @@ class ChunkedCrossEntropy:
         inputs = (hidden, head.weight, head.bias) if part is None else (part.hidden, part.weight, part.bias)
         wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
         columns = None if part is None else (part.start, part.group)
-        flat = (inputs[0].flatten(0, 1), *inputs[1:], targets.flatten())
+        flat = (inputs[0].flatten(0, 1), *inputs[1:], targets.flatten(), None if weights is None else weights.flatten())
         options = (self._chunk_size, wanted, columns, coefficient)
         total, each, penalty = _ChunkedCrossEntropy.apply(*flat, *options)  # type: ignore[no-untyped-call]  # torch's
         return LossSum(total, (targets != IGNORED).sum(), each.view(targets.shape)), penalty
@@ -77,6 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
+        weights_T: torch.Tensor | None,
         chunk_size: int,
         wanted: tuple[bool, bool, bool],
         columns: tuple[int, dist.ProcessGroup] | None,
@@ -116,7 +127,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses_T[chunk] = losses_C1.masked_fill(ignored_C1, 0).squeeze(1)
             if coefficient:
                 partitions_C1 = partitions_C1.masked_fill(ignored_C1, 0)
-                penalty += coefficient * partitions_C1.square().sum()
+                penalty += coefficient * weighted(partitions_C1.square().squeeze(1), _part(weights_T, chunk)).sum()
             if not any(wanted):
                 continue
 
@@ -124,6 +135,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if coefficient:
                 probabilities_CV *= 1 + 2 * coefficient * partitions_C1
             grad_logits_CV = subtract_targets(probabilities_CV, targets_C1, first)
+            if weights_T is not None:
+                grad_logits_CV *= weights_T[chunk].unsqueeze(1)
             if grad_bias_V is not None:
                 grad_bias_V += (~ignored_C1).to(accumulate).squeeze(1) @ grad_logits_CV
             grad_logits_CV = grad_logits_CV.to(hidden_TD.dtype)
@@ -135,12 +148,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
         ctx.dtype = hidden_TD.dtype
         ctx.mark_non_differentiable(losses_T, penalty)
-        return losses_T.sum(), losses_T, penalty
+        return weighted(losses_T, weights_T).sum(), losses_T, penalty
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
-        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), *[None] * 5
+        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), *[None] * 6
+
+
+def _part(weights_T: torch.Tensor | None, chunk: slice) -> torch.Tensor | None:
+    return None if weights_T is None else weights_T[chunk]
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.loss import IGNORED, Loss, LossSum, VocabularyPart
+from forge_core.contracts.loss import IGNORED, Loss, LossSum, VocabularyPart, apply_loss
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_plugins_optim.config import LabelSmoothingConfig
+from forge_plugins_optim.token_weights import weighted
 from forge_plugins_optim.vocabulary_parallel import KnownPart, part_of_head
 
 
@@ -38,21 +39,25 @@ class LabelSmoothing:
     def __init__(self, loss: Loss, smoothing: float) -> None:
         self._loss = loss
         self._smoothing = smoothing
+        self.takes_weights = getattr(loss, "takes_weights", False)
 
-    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+    def __call__(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> LossSum:
         """The contract's. With a head that does more than multiply and add, it is applied once more, to all tokens."""
         if not torch.is_grad_enabled():
-            return self._loss(hidden, head, targets)
+            return apply_loss(self._loss, hidden, head, targets, weights)
         part = part_of_head(hidden, head)
         if part is None:
-            summed = self._loss(hidden, head, targets)
+            summed = apply_loss(self._loss, hidden, head, targets, weights)
             differences_T = _of_whole(hidden, head, targets)
         else:
             known: Any = KnownPart(head, part)
-            summed = self._loss(hidden, known, targets)
+            summed = apply_loss(self._loss, hidden, known, targets, weights)
             differences_T = _of_part(part, targets)
         # a rounding error may not reach what is ignored
-        rest = self._smoothing * differences_T.masked_fill(targets.flatten() == IGNORED, 0).sum()
+        differences_T = differences_T.masked_fill(targets.flatten() == IGNORED, 0)
+        rest = self._smoothing * weighted(differences_T, weights).sum()
         total = attach_auxiliary_loss(summed.total, rest, "label_smoothing", place="head", follow=True)
         return summed._replace(total=total)
 

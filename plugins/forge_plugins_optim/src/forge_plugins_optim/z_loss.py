@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.loss import IGNORED, Loss, LossSum
+from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_plugins_optim.config import ZLossConfig
+from forge_plugins_optim.token_weights import weighted
 
 
 def z_loss(config: ZLossConfig, /, *, build: Builder) -> ZLoss:
@@ -23,10 +24,15 @@ class ZLossInside(Protocol):
     """A loss that has the log-partitions at hand, so that they are not computed once more."""
 
     def with_z_loss(
-        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, coefficient: float
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        targets: torch.Tensor,
+        coefficient: float,
+        weights: torch.Tensor | None = None,
     ) -> tuple[LossSum, torch.Tensor]:
-        """The loss, and ``coefficient · Σ logsumexp(logits)²`` over valid tokens, an fp32 scalar. If that has no
-        gradient of its own, the gradient of the total has it in it."""
+        """The loss, and ``coefficient · Σ weight · logsumexp(logits)²`` over valid tokens, an fp32 scalar. If that has
+        no gradient of its own, the gradient of the total has it in it."""
         ...
 
 
@@ -41,16 +47,19 @@ class ZLoss:
     def __init__(self, loss: Loss, coefficient: float) -> None:
         self._loss = loss
         self._coefficient = coefficient
+        self.takes_weights = getattr(loss, "takes_weights", False)
 
-    def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
+    def __call__(
+        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> LossSum:
         """The contract's. Around a loss that is no ``ZLossInside``, the head is applied once more, to all tokens."""
         if not torch.is_grad_enabled():
-            return self._loss(hidden, head, targets)
+            return apply_loss(self._loss, hidden, head, targets, weights)
         if isinstance(self._loss, ZLossInside):
-            summed, penalty = self._loss.with_z_loss(hidden, head, targets, self._coefficient)
+            summed, penalty = self._loss.with_z_loss(hidden, head, targets, self._coefficient, weights)
         else:
-            summed = self._loss(hidden, head, targets)
+            summed = apply_loss(self._loss, hidden, head, targets, weights)
             partitions = head(hidden).float().logsumexp(-1).masked_fill(targets == IGNORED, 0)
-            penalty = self._coefficient * partitions.square().sum()
+            penalty = self._coefficient * weighted(partitions.square().flatten(), weights).sum()
         total = attach_auxiliary_loss(summed.total, penalty, "z_loss", place="head", follow=True)
         return summed._replace(total=total)

@@ -116,6 +116,8 @@ class SequencePart:
             dim = self._dims.get(name, 1)
             if isinstance(value, torch.Tensor) and dim is not None and (name != "tokens" or has_tokens):
                 inputs[name] = self._cut(value, dim)
+        if hasattr(loss := inputs.get("loss"), "of_part"):
+            inputs["loss"] = loss.of_part(self._cut)
         first = inputs.pop("tokens")
         return (first,), {**inputs, **masks}
 
