@@ -5,11 +5,12 @@ package would be hidden by its folder if it were not imported before."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = Path(tempfile.mkdtemp(prefix="forge-tests-"))
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         make_machine(folder, os.environ)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _runs_of_a_file_give_their_sockets_back() -> Iterator[None]:
+    """A run that is over is a cycle of objects with four sockets, and some machines allow a process 1,024."""
+    yield
+    gc.collect()
 
 
 def make_machine(folder: Path, environment: MutableMapping[str, str]) -> None:

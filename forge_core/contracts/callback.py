@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
     from forge_core.contracts.tokenizer import Tokenizer
 
+
+T = TypeVar("T")
 
 TIME_LIMIT = "the time limit"
 PREEMPTIONS = ("SIGUSR1", "SIGTERM", "SIGHUP", TIME_LIMIT)
@@ -33,6 +36,35 @@ class Requests:
     stop: str = ""
     """Not empty: save, and end the run with exit code 3 after this or the next step. The text is the reason: the name
     of a signal, ``TIME_LIMIT``, or a callback's own words."""
+
+
+class RanksByAxis(Protocol):
+    """The ranks of a run, along the axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``."""
+
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        """How many ranks there are along each axis."""
+        ...
+
+    def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Sum ``value`` in place over the axes, and return it. All ranks along them call it; size 1 costs nothing."""
+        ...
+
+    def gather_over(self, axis: str, value: T) -> list[T]:
+        """The values of all ranks along ``axis``, in order, each of which calls it; the host waits."""
+        ...
+
+
+class OneRank:
+    """``RanksByAxis`` of a process alone."""
+
+    degrees: Mapping[str, int] = defaultdict(lambda: 1)
+
+    def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        return value
+
+    def gather_over(self, axis: str, value: T) -> list[T]:
+        return [value]
 
 
 @attrs.frozen
@@ -55,6 +87,8 @@ class RunContext:
     """Prints a line and writes it to ``log.txt``, on rank 0 only."""
     parameters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
     """Those of ``parts`` by their names in the whole model; a tied one once."""
+    mesh: RanksByAxis = attrs.field(factory=OneRank)
+    """For what is summed or gathered over ranks."""
     tokenizer: Tokenizer | None = None
     """The training data's; ``None`` if they have none."""
     report: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None

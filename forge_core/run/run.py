@@ -260,6 +260,7 @@ class _Training:
             requests=requests,
             log=setup.console.line,
             parameters=built.model.parameters,
+            mesh=mesh,
             tokenizer=setup.source.tokenizer,
             report=reports.add,
             track_series=self._trackers.log_series,

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
 from forge_core.contracts.model import canonical_name
@@ -51,9 +50,6 @@ class WatchExperts(Callback):
         self._told: dict[str, set[int]] = {}
         self._last_step = 0
         self._history: LoadHistory | None = None
-        self._is_split = False
-        self._own_first: set[str] = set()
-        """Layers of which this rank tells, if they are on several stages."""
 
     def run_start(self, run: RunContext) -> None:
         self._layers = {
@@ -62,7 +58,9 @@ class WatchExperts(Callback):
             for name, module in part.named_modules()
             if isinstance(module, MoE)
         }
-        self._sizes = self._all_sizes(run)
+        own = {name: layer.config.n_experts for name, layer in self._layers.items()}
+        # asked for once, as ranks of another pipeline stage have other layers
+        self._sizes = {name: size for sizes in run.mesh.gather_over("pp", own) for name, size in sizes.items()}
         self._without = {
             name: self._steps_without(name, torch.zeros(layer.config.n_experts, device=run.device))
             for name, layer in self._layers.items()
@@ -119,18 +117,6 @@ class WatchExperts(Callback):
         steps = self._last_without.get(name, [])
         return like.new_tensor(steps) if len(steps) == len(like) else torch.zeros_like(like)
 
-    def _all_sizes(self, run: RunContext) -> dict[str, int]:
-        """Asked for once, as ranks of another pipeline stage have other layers."""
-        own = {name: layer.config.n_experts for name, layer in self._layers.items()}
-        self._is_split = run.job.parallel.pp > 1
-        if not self._is_split:
-            return own
-        everybody: list[dict[str, int]] = [{}] * run.world_size
-        dist.all_gather_object(everybody, own)
-        first = {name: rank for rank, sizes in reversed([*enumerate(everybody)]) for name in sizes}
-        self._own_first = {name for name, rank in first.items() if rank == run.rank}
-        return {name: size for sizes in everybody for name, size in sizes.items()}
-
     def _look(self, run: RunContext, step: int) -> None:
         """Start to copy to rank 0's host. Ranks with the same layers have the same values."""
         self._last_step = step
@@ -139,9 +125,7 @@ class WatchExperts(Callback):
         if self._config.coactivation:
             pairs = {name: counts.fraction().flatten() for name, counts in self._coactivation.items()}
             parts.append(self._of_layers(pairs, run, power=2))
-        values = torch.cat(parts)
-        if self._is_split:
-            dist.all_reduce(values)
+        values = run.mesh.sum_over(torch.cat(parts), ("pp",))
         if run.rank != 0:
             return
         copied = None
@@ -152,11 +136,10 @@ class WatchExperts(Callback):
         self._looks.append(_Look(step, values, copied))
 
     def _of_layers(self, values: Mapping[str, torch.Tensor], run: RunContext, power: int = 1) -> torch.Tensor:
-        """One vector, in the order of all layers, zero for those of which another rank tells."""
-        own = values.keys() if not self._is_split else values.keys() & self._own_first
+        """One vector, in the order of all layers, zero for those of another pipeline stage."""
         return torch.cat(
             [
-                values[name].float() if name in own else torch.zeros(size**power, device=run.device)
+                values[name].float() if name in values else torch.zeros(size**power, device=run.device)
                 for name, size in self._sizes.items()
             ]
         )

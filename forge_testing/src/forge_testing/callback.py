@@ -16,8 +16,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.contracts.callback import Callback, Requests, RunContext, StepContext
+from forge_core.contracts.callback import Callback, OneRank, Requests, RunContext, StepContext
 from forge_core.contracts.optimizer import HasEvaluationWeights
+from forge_core.distributed.mesh import build_mesh
 from forge_core.distributed.timeouts import set_timeouts
 from forge_core.errors import PluginError
 from forge_core.train.events import EVENTS, Events
@@ -230,6 +231,7 @@ class SmallRun:
             requests=Requests(),
             log=self.lines.append,
             parameters=dict(self.model.named_parameters()),
+            mesh=build_mesh(small_job(steps), torch.device("cpu")) if dist.is_initialized() else OneRank(),
             report=self.reports.append,
         )
 
