@@ -183,7 +183,7 @@ def _build(
     _refuse_leading_outside(job, checkpoint)
     tokenizer = _tokenizer(state.get("tokenizer"), checkpoint, build)
     evaluated = EvaluatedData(job, _TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
-    named = {one.label: one for one in build_evaluations(job.evaluations, build, evaluated)}
+    named = {one.label: one for one in build_evaluations(job, build, evaluated, tokenizer)}
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
     context = attrs.evolve(context, entries=evaluated.entries)
     build_within(checkpoint, job, state["vocab_size"], build)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -50,6 +50,8 @@ class LossTotal:
     """Valid targets."""
     sources: Mapping[str, LossTotal] = attrs.field(factory=dict)
     """The same of each source, of data that are a mixture."""
+    samples: Sequence[LossTotal] = ()
+    """The same of each sample, in order, where they were asked for."""
 
     @property
     def mean(self) -> float:
@@ -74,14 +76,17 @@ class EvaluationContext(Protocol):
     log: Callable[[str], None]
     """Prints a line, on rank 0."""
 
-    def losses(self, source: DataSource, *, samples: int = 0) -> LossTotal:
+    def losses(self, source: DataSource, *, samples: int = 0, by: Literal["source", "sample"] = "source") -> LossTotal:
         """The job's loss over the first ``samples`` of a source, or over all of it with 0.
+
+        Args:
+            by: what it is also told of: each source of data that are a mixture, or each sample.
 
         Returns:
             The same on all ranks. Each sample counts once, on any number of ranks.
 
         Raises:
-            PluginError: the loss counts other targets than there are.
+            PluginError: the loss counts other targets than there are, or does not tell the loss of each position.
         """
         ...
 
@@ -103,6 +108,11 @@ class EvaluationContext(Protocol):
         Returns:
             Logits ``(B, S, V)`` of whole sequences, in the compute dtype; ``None`` on ranks of earlier pipeline stages.
         """
+        ...
+
+    def looks_ahead(self) -> bool:
+        """Return whether what the model gives at a position depends on later ones, as with a router by experts' choice.
+        All ranks call it."""
         ...
 
     def sum_over_ranks(self, values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
@@ -144,11 +154,14 @@ class OpenData(Protocol):
 class EvaluationFactory(Protocol):
     """The signature of the factory that a description names."""
 
-    def __call__(self, config: Any, /, *, open_data: OpenData) -> Evaluation:
-        """Build the evaluation, and open its data, before the model is built.
+    def __call__(self, config: Any, /, *, open_data: OpenData, tokenizer: Tokenizer | None, seq_len: int) -> Evaluation:
+        """Build the evaluation, and open its data, before the model is built. A factory may leave out the keywords
+        ``tokenizer`` and ``seq_len``.
 
         Args:
             config: extends ``EvaluationConfig``.
+            tokenizer: the training data's, if they have one.
+            seq_len: ``train.seq_len``.
 
         Raises:
             ConfigError: what it needs is not there.

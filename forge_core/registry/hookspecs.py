@@ -63,7 +63,14 @@ CORE_KINDS = (
     _kind(
         "checkpoint_mirror", "forge_checkpoint_mirrors", "CheckpointMirror", "a second place for checkpoints", _CONTRACT
     ),
-    _kind("evaluation", "forge_evaluations", "Evaluation", "what is measured of the model", _CONTRACT),
+    _kind(
+        "evaluation",
+        "forge_evaluations",
+        "Evaluation",
+        "what is measured of the model",
+        _CONTRACT,
+        optional=("tokenizer", "seq_len"),
+    ),
     _kind("callback", "forge_callbacks", "Callback", "what else happens during a run", _CONTRACT),
     _kind(
         "cluster_environment",

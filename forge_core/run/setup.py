@@ -154,7 +154,7 @@ def prepare(begun: Begun) -> RunSetup:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
     evaluated = EvaluatedData(job, source, build, peers.beat)
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
-    evaluations = build_evaluations(job.evaluations, build, evaluated)
+    evaluations = build_evaluations(job, build, evaluated, source.tokenizer)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_unfit_replications(callbacks, source)
     return RunSetup(

@@ -35,14 +35,17 @@ class CheckedLoss:
         self.sums_of_sources: torch.Tensor | None = None
         """``(N, 2)`` fp32 or nothing: for each number of a source, the sum of losses and of targets of the microbatches
         since this was set to zeros."""
+        self.parts_of_rows: torch.Tensor | None = None
+        """``(B,)`` int64 or nothing: numbers that take the place of the sources' for the next microbatch."""
 
     def bind(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:
         """Same as ``BatchLoss.bind``."""
         inputs = {name: tensor for name, tensor in batch.items() if name not in self._of_engine}
-        sums = self.sums_of_sources if "source" in batch else None
+        parts = batch.get("source") if self.parts_of_rows is None else self.parts_of_rows
+        sums = None if parts is None else self.sums_of_sources
         if sums is None and "weights" not in batch:
             return inputs, self
-        return inputs, _LossOfBatch(self, batch.get("weights"), batch.get("source"), sums)
+        return inputs, _LossOfBatch(self, batch.get("weights"), parts, sums)
 
     def __call__(
         self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None

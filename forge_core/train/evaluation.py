@@ -10,9 +10,10 @@ import attrs
 import torch
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.contracts.component_ref import ComponentRef
+from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import Evaluation, EvaluationConfig, OpenData, label_of
+from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import PluginError
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import GivenUpError, ModelEvaluator
@@ -50,15 +51,18 @@ class NamedEvaluation:
 
 
 def build_evaluations(
-    uses: Sequence[ComponentRef], build: ComponentBuilder, open_data: OpenData
+    job: Job, build: ComponentBuilder, open_data: OpenData, tokenizer: Tokenizer | None
 ) -> list[NamedEvaluation]:
     """The evaluations that a job names, with their data opened. Messages about data name the entry.
+
+    Args:
+        tokenizer: of the training data.
 
     Raises:
         ConfigError: what one of them needs is not there.
         PluginError: the config of one lacks the keys that every evaluation has.
     """
-    for use in uses:
+    for use in job.evaluations:
         if not isinstance(use.config, EvaluationConfig):
             raise PluginError(
                 f"{build.words_for(use)}: its config {type(use.config).__qualname__} must extend EvaluationConfig. "
@@ -70,12 +74,12 @@ def build_evaluations(
 
     return [
         NamedEvaluation(
-            build(use, open_data=opener(f"evaluations[{index}]")),
+            build(use, open_data=opener(f"evaluations[{index}]"), tokenizer=tokenizer, seq_len=job.train.seq_len),
             use.config.interval,
             label_of(use),
             build.words_for(use),
         )
-        for index, use in enumerate(uses)
+        for index, use in enumerate(job.evaluations)
     ]
 
 

@@ -80,7 +80,7 @@ class Metrics:
     def begin(self, step: int) -> None:
         """Have the loss of ``step`` added up by source, if it is logged and there are several."""
         logs = bool(self._source_names) and self.is_logged(step)
-        self._model.loss.sums_of_sources = zeros_of_sources(self._source_names, self._run.device) if logs else None
+        self._model.loss.sums_of_sources = zeros_of_sources(len(self._source_names), self._run.device) if logs else None
 
     def count(self) -> None:
         """Count one more step."""
@@ -198,9 +198,9 @@ ABSENT = -math.inf
 """In place of a mean over nothing, which is not logged."""
 
 
-def zeros_of_sources(names: Sequence[str], device: torch.device) -> torch.Tensor:
+def zeros_of_sources(number: int, device: torch.device) -> torch.Tensor:
     """``CheckedLoss.sums_of_sources`` before the first microbatch."""
-    return torch.zeros(len(names), 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    return torch.zeros(number, 2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 def losses_of_sources(names: Sequence[str], sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

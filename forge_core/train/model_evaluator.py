@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 
@@ -65,31 +66,40 @@ class ModelEvaluator:
         finally:
             self._set_training(True)
 
-    def losses(self, source: DataSource, *, samples: int = 0) -> LossTotal:
+    def losses(self, source: DataSource, *, samples: int = 0, by: Literal["source", "sample"] = "source") -> LossTotal:
         """Same as ``EvaluationContext.losses``."""
         sums = torch.zeros(2, dtype=self._wide(), device=self.device)
-        n_targets, names, loss = 0, source.names if isinstance(source, NamesSources) else (), self._model.loss
-        loss.sums_of_sources = zeros_of_sources(names, self.device) if names else None
+        n_targets, loss = 0, self._model.loss
+        names: Sequence[str] = source.names if by == "source" and isinstance(source, NamesSources) else ()
+        n_parts = min(samples or len(source), len(source)) if by == "sample" else len(names)
+        loss.sums_of_sources = zeros_of_sources(n_parts, self.device) if n_parts else None
         try:
-            for batch in self._batches(source, samples):
+            for batch, numbers in self._numbered_batches(source, samples):
                 n_targets += count_targets(batch)
                 on_device = to_device(batch, self.device)
+                loss.parts_of_rows = numbers if by == "sample" else None
                 sums += torch.stack(self._model.executor.evaluate(on_device))
                 self._note(on_device)
         finally:
-            of_sources, loss.sums_of_sources = loss.sums_of_sources, None
+            of_parts, loss.sums_of_sources, loss.parts_of_rows = loss.sums_of_sources, None, None
         total, count = self._mesh.sum_over(sums, LOSS_AXES).tolist()
         n_valid = self._mesh.sum_over(torch.full_like(sums, n_targets), DATA_AXES)[0].item()
         if sums.dtype == torch.float64:  # fp32 does not count beyond 2**24
             self._model.loss.refuse_count(count, n_valid)
-        if of_sources is None:
+        if of_parts is None:
             return LossTotal(total, count)
-        totals = self._mesh.sum_over(of_sources, LOSS_AXES).tolist()
-        return LossTotal(total, count, {name: LossTotal(*one) for name, one in zip(names, totals, strict=True)})
+        totals = [LossTotal(*one) for one in self._mesh.sum_over(of_parts, LOSS_AXES).tolist()]
+        if by == "source":
+            return LossTotal(total, count, dict(zip(names, totals, strict=True)))
+        if sum(one.count for one in totals) != count:
+            raise PluginError(
+                f"{loss.words} does not tell the loss of each position (LossSum.each), nor of each sample"
+            )
+        return LossTotal(total, count, samples=totals)
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[Batch]:
         """Same as ``EvaluationContext.batches``."""
-        for batch in self._batches(source, samples):
+        for batch, _ in self._numbered_batches(source, samples):
             on_device = to_device(batch, self.device)
             yield on_device
             self._note(on_device)
@@ -117,9 +127,16 @@ class ModelEvaluator:
         ahead = sum(one.looks_ahead for one in modules if isinstance(one, LooksAhead))
         return bool(self._mesh.sum_over(torch.tensor(float(ahead), device=self.device), ("pp",)).item())
 
-    def _batches(self, source: DataSource, samples: int) -> Iterator[Batch]:
+    def _numbered_batches(self, source: DataSource, samples: int) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """This rank's batches, and which sample each row is ``(B,)``; rows beyond the last are that one."""
         mesh, size = self._mesh, self.job.train.batch_size
-        return evaluation_batches(source, batch_size=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, samples=samples)
+        batches = evaluation_batches(
+            source, batch_size=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, samples=samples
+        )
+        rows = torch.arange(mesh.dp_rank * size, (mesh.dp_rank + 1) * size, device=self.device)
+        last = min(samples or len(source), len(source)) - 1
+        for index, batch in enumerate(batches):
+            yield batch, (rows + index * size * mesh.dp_size).clamp(max=last)
 
     def _note(self, batch: Batch) -> None:
         if self._after_batch(batch):

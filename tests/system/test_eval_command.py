@@ -4,9 +4,14 @@ import json
 import sys
 
 import pytest
+import torch
 
 import fork_server
+from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
+from forge_core.loading import load_model
+from forge_core.registry.discovery import discover
+from forge_plugins_inference.generation import generate
 
 EVALUATED = ("eval.interval=10", "eval.batches=3", 'evaluations=[{name="accuracy"}]')
 SHARDED = ("run.name=sharded", "--nproc", "2", "parallel.tp=2", "train.global_batch_size=4")
@@ -126,3 +131,77 @@ def test_a_job_without_evaluations_asks_for_one(shared_tiny, capsys):
 
     assert main(["eval", str(shared_tiny.path("silent"))]) == 2
     assert "its job evaluates nothing; say with --evaluation what to measure" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def questions(shared_tiny, runs):
+    """A file of five questions, the first four with the answers that the trained model gives, and these."""
+    checkpoint = find_checkpoint(shared_tiny.path("plain"), print)
+    model = load_model(checkpoint, lambda disabled: discover(), torch.device("cpu"), torch.float32)
+    prompts = ["The ", "Two words", "a", "Whatever comes", "No "]
+    ids = [model.tokenizer.encode(prompt).tolist() for prompt in prompts]
+    rows = generate(model.model, ids, max_new_tokens=6, temperature=0, stop=model.tokenizer.end_of_document)
+    answers = [model.tokenizer.decode(row) for row in rows]
+    lines = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    lines[-1]["answer"] += " and not this"
+    file = shared_tiny.folder / "questions.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file, answers
+
+
+def asked(file):
+    return ["--evaluation", "exact_match", f"evaluations.0.path={file}", "evaluations.0.max_new_tokens=6"]
+
+
+def test_questions_are_answered_as_generate_answers_them(evaluate, questions):
+    file, answers = questions
+
+    assert len(set(answers)) > 1
+    found = evaluate("plain", *asked(file), 'evaluations.0.stop=""')
+    assert found == {"step": 10, "eval/exact_match/exact_match": 0.8, "eval/exact_match/questions": 5}
+    assert evaluate("plain", *asked(file), "evaluations.0.samples=4")["eval/exact_match/questions"] == 4
+
+
+@pytest.mark.parametrize("degree", ["dp_shard", "tp", "cp", "pp"])
+def test_questions_are_answered_alike_in_every_layout(shared_tiny, questions, degree):
+    command = [sys.executable, "-m", "forge_core", "eval", str(shared_tiny.path("plain")), "--nproc", "2", "--json"]
+    layout = [f"parallel.{degree}=2", 'evaluations.0.stop=""']
+    done = fork_server.run(
+        [*command, *asked(questions[0]), *layout],
+        env=shared_tiny.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["eval/exact_match/exact_match"] == 0.8
+
+
+def test_an_answer_ends_before_the_stop_text(evaluate, shared_tiny, questions):
+    answer = questions[1][0]
+    stop = answer.strip()[1]
+    file = shared_tiny.folder / "stopped.jsonl"
+    file.write_text(json.dumps({"prompt": "The ", "answer": answer.partition(stop)[0]}) + "\n")
+
+    found = evaluate("plain", *asked(file), f"evaluations.0.stop={json.dumps(stop)}")
+    assert found["eval/exact_match/exact_match"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "has no question; write one a line, as {"),
+        ('{"prompt": "a", "answer": "b"}\n{', "asked.jsonl:2: is no JSON"),
+        ("[1]", "asked.jsonl:1: must be an object"),
+        ('{"prompt": "a"}', "asked.jsonl:1: needs a text as 'answer'"),
+        ('{"prompt": "", "answer": "b"}', "asked.jsonl:1: needs a text as 'prompt'"),
+        (json.dumps({"prompt": "a" * 99, "answer": "b"}), "question 1 has 99 tokens, and 6 new ones (max_new_tokens)"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused_by_line(shared_tiny, runs, capsys, text, sentence):
+    file = shared_tiny.folder / "asked.jsonl"
+    file.write_text(text)
+
+    assert main(["eval", str(shared_tiny.path("plain")), *asked(file)]) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """``[[evaluations]]``: what is measured of a model during its run, alike in every layout."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 
@@ -131,4 +133,4 @@ def test_a_config_without_the_keys_of_evaluations_is_a_bug_of_its_plugin():
     use = ComponentRef(kind="evaluation", name="odd", provider="acme", factory="acme:Odd", config=Config())
 
     with pytest.raises(PluginError, match=r"its config .*Config must extend EvaluationConfig\. This is a bug in acme"):
-        build_evaluations([use], ComponentBuilder(discover()), open_data=None)
+        build_evaluations(SimpleNamespace(evaluations=[use]), ComponentBuilder(discover()), None, None)

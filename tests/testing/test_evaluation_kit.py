@@ -1,7 +1,9 @@
 """The evaluation kit passes evaluations that keep the contract, and has a sentence for each way to break it."""
 
 import itertools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +50,23 @@ class TestPerplexity(EvaluationConformance):
 
 class TestAccuracy(EvaluationConformance):
     component = "forge-plugins-inference:accuracy"
+
+
+class TestExactMatch(EvaluationConformance):
+    component = "forge-plugins-inference:exact_match"
+
+    @pytest.fixture(autouse=True)
+    def _questions(self, tmp_path, monkeypatch):
+        file = tmp_path / "questions.jsonl"
+        file.write_text("".join(f'{{"prompt": "{2 + n}", "answer": "x"}}\n' for n in range(3)))
+        monkeypatch.setattr(self, "config", {"path": str(file), "max_new_tokens": 3}, raising=False)
+
+    def tokenizer(self):
+        return SimpleNamespace(
+            encode=lambda text: np.array([int(letter) for letter in text]),
+            decode=lambda ids: "".join(chr(97 + one) for one in ids),
+            end_of_document=31,
+        )
 
 
 class Alone(Entropy):

@@ -36,8 +36,15 @@ class EvaluationConformance(ComponentCase):
         """The data that ``open_data`` opens."""
         return SmallSource()
 
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the training data."""
+        return None
+
     def build(self) -> Evaluation:
-        evaluation: Evaluation = self.make(open_data=lambda use, key: self.source())
+        given: dict[str, Any] = {"open_data": lambda use, key: self.source()}
+        if self.component:  # whose factory is given what it takes
+            given |= {"tokenizer": self.tokenizer(), "seq_len": SEQ_LEN}
+        evaluation: Evaluation = self.make(**given)
         return evaluation
 
     def test_is_an_evaluation(self) -> None:
@@ -159,14 +166,18 @@ class _Rank:
     def __attrs_post_init__(self) -> None:
         self.world_size = self.world.ranks
 
-    def losses(self, source: DataSource, *, samples: int = 0) -> LossTotal:
-        sums = {"total": 0.0, "count": 0.0}
-        for batch in self.batches(source, samples=samples):
-            summed = self.world.model(batch["tokens"], targets=batch["targets"], loss=cross_entropy)
-            if self._is_last_stage():
-                sums = {"total": sums["total"] + summed.total.item(), "count": sums["count"] + summed.count.item()}
-        totals = self.sum_over_ranks(sums)
-        return LossTotal(totals["total"], totals["count"])
+    def losses(self, source: DataSource, *, samples: int = 0, by: str = "source") -> LossTotal:
+        each: list[dict[str, float]] = []
+        for index in range(min(samples or len(source), len(source))):
+            one = {name: torch.from_numpy(entry) for name, entry in source.read(np.array([index])).items()}
+            summed = self.world.model(one["tokens"], targets=one["targets"], loss=cross_entropy)
+            counts = self._is_last_stage() if self.world.stages else index % self.world.ranks == self.rank
+            each.append({"total": summed.total.item() * counts, "count": summed.count.item() * counts})
+        flat = {f"{index} {name}": value for index, one in enumerate(each) for name, value in one.items()}
+        summed_up = self.sum_over_ranks(flat)
+        totals = [LossTotal(summed_up[f"{index} total"], summed_up[f"{index} count"]) for index in range(len(each))]
+        whole = LossTotal(sum(one.total for one in totals), sum(one.count for one in totals))
+        return attrs.evolve(whole, samples=totals) if by == "sample" else whole
 
     def batches(self, source: DataSource, *, samples: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         rank, size = (0, 1) if self.world.stages else (self.rank, self.world.ranks)
@@ -175,6 +186,9 @@ class _Rank:
     def predict(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         inputs: dict[str, Any] = {name: entry for name, entry in batch.items() if name != "targets"}
         return self.world.model(**inputs) if self._is_last_stage() else None
+
+    def looks_ahead(self) -> bool:
+        return False
 
     def sum_over_ranks(self, values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
         given = self.world.exchange(self.rank, {name: float(value) for name, value in values.items()})

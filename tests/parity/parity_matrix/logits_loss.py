@@ -28,5 +28,19 @@ class LogitsLoss(Evaluation):
                 count += int((targets != -100).sum())
         sums = context.sum_over_ranks({"total": total, "count": count})
         loss = sums["total"] / sums["count"]
+        each = context.losses(self._source, by="sample").samples
+        first = context.losses(self._source, samples=3)  # an odd number, so that ranks have unequally many
+        assert len(each) == len(self._source)
+        assert math.isclose(sum(one.total for one in each[:3]), first.total, rel_tol=1e-5)
+        assert sum(one.count for one in each[:3]) == first.count
+        samples = sum(number * one.total for number, one in enumerate(each, start=1)) / sums["count"]
         values = {"the loss": loss, "nan": math.nan, "a tensor": torch.tensor(loss)}
-        return [loss] if self._gives == "a list" else {"loss": values[self._gives], "targets": sums["count"]}
+        return (
+            [loss]
+            if self._gives == "a list"
+            else {
+                "loss": values[self._gives],
+                "targets": sums["count"],
+                "samples": samples,
+            }
+        )

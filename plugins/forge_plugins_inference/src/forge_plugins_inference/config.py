@@ -26,3 +26,25 @@ class AccuracyConfig(PerplexityConfig):
 
     top: int = attrs.field(default=5, validator=attrs.validators.ge(1))
     """``accuracy_top_<top>`` counts the next token among so many likeliest."""
+
+
+def _not_empty(_: object, __: object, value: str) -> None:
+    if not value:
+        raise ValueError("must be a file, got an empty string")
+
+
+@attrs.frozen(kw_only=True)
+class ExactMatchConfig(EvaluationConfig):
+    """Questions with one right answer, which the model answers token by token. Each token costs a forward of whole
+    sequences."""
+
+    path: str = attrs.field(validator=_not_empty)
+    """A JSON Lines file, each line with ``prompt`` and ``answer``. Relative to the working directory."""
+    max_new_tokens: int = attrs.field(default=32, validator=attrs.validators.ge(1))
+    """The longest answer."""
+    stop: str = "\n"
+    """An answer ends before this text, or with the document. Spaces around it do not count. Empty: no such text."""
+    samples: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """How many questions, from the first; 0 takes all."""
+    shown: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """How many questions are printed with their answers each time."""

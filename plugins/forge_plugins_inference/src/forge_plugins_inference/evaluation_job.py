@@ -13,7 +13,6 @@ import tomli_w
 
 from forge_core.api import PassComponent
 from forge_core.checkpoint.store import Checkpoint
-from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
 from forge_core.job import load_job, settings_of
@@ -50,7 +49,7 @@ def evaluation_job(
     disabled = table["plugins"].pop("disable", ())  # of the machine that it was trained on
     installed = catalog(disabled)
     for name in names:
-        ComponentBuilder(installed).resolve("evaluation", name)
+        installed.lookup("evaluation", name)
     if world_size == 1 or any(map(_is_degree, settings_of("parallel", others)[0])):
         table["parallel"] = _on_one_rank(table["parallel"], installed)
 

@@ -24,6 +24,12 @@ def forge_evaluations() -> Iterable[Component]:
         config="forge_plugins_inference.config:PerplexityConfig",
     )
     yield Component(
+        name="exact_match",
+        summary="how many questions it answers as a file does",
+        factory="forge_plugins_inference.exact_match:ExactMatch",
+        config="forge_plugins_inference.config:ExactMatchConfig",
+    )
+    yield Component(
         name="accuracy",
         summary="how often the next token is the likeliest one",
         factory="forge_plugins_inference.accuracy:Accuracy",
