@@ -187,7 +187,7 @@ def pp2(schedule: str, *microbatches: str) -> list[str]:
     return ["parallel.pp=2", f"parallel.passes.pipeline.schedule={schedule}", *(microbatches or FOUR_MICROBATCHES)]
 
 
-def optimizer_cells(training: str) -> dict[str, Cell]:
+def optimizer_cells(training: str, tolerance: float = EXACT) -> dict[str, Cell]:
     """An optimizer in every kind of layout; its training with experts is called the same and ``moe``."""
     layouts = {
         "accumulation4": Cell(1, FOUR_MICROBATCHES),
@@ -203,7 +203,9 @@ def optimizer_cells(training: str) -> dict[str, Cell]:
         "moe-ep2-fsdp2": Cell(4, [QUARTER, EP2], f"{training} moe"),
     }
     return {
-        f"{training.replace(' ', '-')}-{name}": cell if "moe" in name else attrs.evolve(cell, training=training)
+        f"{training.replace(' ', '-')}-{name}": cell
+        if "moe" in name
+        else attrs.evolve(cell, training=training, tolerance=tolerance)
         for name, cell in layouts.items()
     }
 
@@ -425,13 +427,14 @@ CELLS: Mapping[str, Cell] = {
     "ahead-pp2-cp2-moe-packed": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES)], "ahead moe packed"),
     "ahead-pp2-ep2-moe-packed": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "ahead moe packed"),
     # other optimizers
-    **optimizer_cells("lion"),
+    # what is rounded off decides on a sign now and then, on one kind of CPU and not on another
+    **optimizer_cells("lion", 2e-4),
     **optimizer_cells("muon"),
     **optimizer_cells("schedule free"),
     **optimizer_cells("factored"),
     # what is rounded off decides on a code now and then
-    "eight-bit-fsdp2": Cell(2, [HALF], "eight bit", 1e-4),
-    "eight-bit-tp2-fsdp2": Cell(4, [TP2, HALF], "eight bit", 1e-4),
+    "eight-bit-fsdp2": Cell(2, [HALF], "eight bit", 2e-4),
+    "eight-bit-tp2-fsdp2": Cell(4, [TP2, HALF], "eight bit", 2e-4),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")
