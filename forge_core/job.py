@@ -17,10 +17,11 @@ from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Pr
 from forge_core.config.regular_file import read_regular_file
 from forge_core.config.sections import Job, PhaseSection, PluginsSection, TrainSection, setting_of
 from forge_core.config.shorthands import as_written
-from forge_core.config.toml_file import Document, read_document
+from forge_core.config.toml_file import Document, layered, read_document
 from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
+from forge_core.contracts.parametrization import MODEL_KEYS
 from forge_core.errors import ConfigError, nearest
 from forge_core.passes.order import add_required, conflict_problems, pass_problems, resolve_degrees, sort_passes
 from forge_core.registry.catalog import Catalog
@@ -29,7 +30,16 @@ from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.imports import why_undefined
 from forge_core.registry.plugin_output import output_of
 
-__all__ = ["SECTIONS", "ConfigProblems", "InvalidError", "Problem", "check_device", "components", "deprecations"]
+__all__ = [
+    "SECTIONS",
+    "ConfigProblems",
+    "InvalidError",
+    "Problem",
+    "base_model",
+    "check_device",
+    "components",
+    "deprecations",
+]
 __all__ += ["data_phase", "disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain"]
 __all__ += ["read_document", "read_regular_file", "resolve_degrees", "settings_of", "sort_passes", "structure"]
 __all__ += ["summary"]
@@ -108,6 +118,21 @@ def dump_job(job: Job) -> str:
     import tomli_w  # reading a configuration does not need it
 
     return tomli_w.dumps(job_table(job))
+
+
+def base_model(job: Job, resolve: Callable[[str, Mapping[str, Any]], ComponentRef]) -> ComponentRef:
+    """The model whose rates a job has, by ``parametrization.base``; by default the model itself.
+
+    Args:
+        resolve: ``Builder.resolve``.
+
+    Raises:
+        ConfigProblems: there is no such model.
+    """
+    base = getattr(getattr(job.parametrization, "config", None), "base", None)
+    if base is None:
+        return job.model
+    return resolve("model", layered(Document(plain(job.model), {}), Document(base, {})).table)
 
 
 def components(job: Job) -> Iterator[tuple[KeyPath, ComponentRef]]:
@@ -206,6 +231,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
     on_ranks = job if degrees is None else _with_degrees(job, degrees)
     problems += [*found, *found_in_passes, *_section_problems(on_ranks), *_data_phase_problems(job)]
+    problems += _base_problems(job, catalog)
     for path, use in components(job):
         problems += _component_problems(path, use, on_ranks)
         problems += _factory_problems(path, use, catalog)
@@ -330,6 +356,23 @@ def data_phase(use: ComponentRef, phase: PhaseSection) -> Any:
     if cls is None:
         raise InvalidError.because(f"the data source {use.name} has no phases; leave data out")
     return structure(phase.data, cls, Catalog([]))
+
+
+def _base_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    """The base model of a parametrization cannot be, or a model lacks numbers that parametrizations need."""
+    if job.parametrization is None:
+        return
+    for key in MODEL_KEYS:
+        if not hasattr(job.model.config, key):
+            sentence = f"needs a model with {', '.join(MODEL_KEYS)}, and '{job.model.name}' has no {key}"
+            yield Problem(("parametrization",), sentence)
+            return
+    try:
+        base_model(job, ComponentBuilder(catalog).resolve)
+    except ConfigProblems as error:
+        yield from (
+            Problem(("parametrization", "base", *problem.path[1:]), problem.sentence) for problem in error.problems
+        )
 
 
 def _data_phase_problems(job: Job) -> Iterator[Problem]:

@@ -9,7 +9,15 @@ from typing import Any
 from forge_core.config.diff import Difference, differences
 from forge_core.errors import ConfigError, and_more
 
-_FIXED = ("model", "optimizer.name", "train.seq_len", "train.seed", "train.data_seed", "data.shuffle")
+_FIXED = (
+    "model",
+    "parametrization",
+    "optimizer.name",
+    "train.seq_len",
+    "train.seed",
+    "train.data_seed",
+    "data.shuffle",
+)
 """Sections that give weights, the optimizer's state and the position in the data their meaning. The data themselves
 are compared by their fingerprint, so that they may be moved."""
 _NAMED = 5

@@ -370,6 +370,7 @@ class Job:
     optimizer: Annotated[ComponentRef, Slot("optimizer")]
     scheduler: Annotated[ComponentRef, Slot("scheduler", default="constant")]
     loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
+    parametrization: Annotated[ComponentRef | None, Slot("parametrization")] = None
     anomalies: AnomaliesSection = attrs.field(factory=AnomaliesSection)
     parallel: ParallelSection = attrs.field(factory=ParallelSection)
     checkpoint: CheckpointSection = attrs.field(factory=CheckpointSection)

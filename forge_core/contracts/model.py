@@ -244,6 +244,16 @@ class ModelConfig(Protocol):
     """Routed experts of a sparse block; 0 if no block is sparse, ``None`` if that is not known before the build."""
     vocab_size: int | None
     """Rows of the embedding table and of the head, where the model says so and not the data."""
+    head_size: int
+    """Features of a query that a key is multiplied with."""
+    output_multiplier: float
+    """Factor on the logits. A parametrization sets this and the next three."""
+    residual_multiplier: float
+    """Factor on the output of each layer before it is added to the residual stream."""
+    attention_multiplier: float
+    """Factor on the logits of attention, beside ``1 / √head_size``."""
+    init_layers: int | None
+    """The number of layers that initial values depend on, if they do; by default ``n_layers``."""
 
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
         """Output features, input features and role of the kinds of linear layers, by the keys that decide their sizes.

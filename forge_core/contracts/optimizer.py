@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
@@ -12,6 +12,20 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.builder import Builder
     from forge_core.contracts.model import ParameterRole
+
+UpdateSize = Literal["element", "gradient", "parameter", "orthogonal", "spectral"]
+"""How large an optimizer's updates are with a learning rate of 1. Parametrizations scale rates by it.
+
+==============  ===========================================================  ===============================
+value           an update                                                    examples
+==============  ===========================================================  ===============================
+``element``     has elements of about 1                                      AdamW, Lion
+``gradient``    is as large as the gradient                                  SGD
+``parameter``   is as large as the parameter, by root mean squares           Adafactor, ``scale_parameter``
+``orthogonal``  has equal singular values, and elements of about 1           Muon, ``match_adamw_rms``
+``spectral``    has equal singular values, each ``√max(1, out / in)``        Muon, ``spectral``
+==============  ===========================================================  ===============================
+"""
 
 
 @attrs.frozen
@@ -46,6 +60,8 @@ class OptimizerFactory(Protocol):
       NaN; where it is 0, it is as without. The host then need not wait to learn of an update that is left out.
     * One whose best weights are not the ones it trains, but an average, has ``evaluation_weights``
       (``HasEvaluationWeights``); one with ``members`` passes on what these say.
+    * One that works with parametrizations has ``update_size``, an ``UpdateSize``; with ``members``, each has its own.
+      What it decays by and adds to roots is in its groups as ``weight_decay`` and ``eps``.
     * A step that needs whole matrices, and not this rank's parts of them, has them from
       ``forge_core.ops.whole_matrices.map_whole``.
     """

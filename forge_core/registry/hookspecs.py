@@ -43,6 +43,13 @@ CORE_KINDS = (
         _FUNCTION,
         optional=("tokens_per_step",),
     ),
+    _kind(
+        "parametrization",
+        "forge_parametrizations",
+        "ParametrizationFactory",
+        "initial values and rates, from the size of a model",
+        "forge_core.contracts.parametrization:Parametrization",
+    ),
     _kind("loss", "forge_losses", "Loss", "what is minimised, from hidden states", _FUNCTION),
     _kind(
         "data_source",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -28,6 +29,7 @@ from forge_core.ops.sequence_sum import share_out_positions
 from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.initialisation import initialise
+from forge_core.train.parametrization import SizedParameters, with_multipliers
 from forge_core.train.phases import Phases
 
 
@@ -57,6 +59,8 @@ class BuiltModel:
     executor: Executor
     loss: CheckedLoss
     """The loss that the executor computes."""
+    sized: SizedParameters | None
+    """The parameters of the whole model beside those of its base, with a parametrization."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the model that this rank saves, by key."""
@@ -101,6 +105,7 @@ def build_model(
     _refuse_entries(model, context.entries, job.model.qualified_name)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sized = None if job.parametrization is None else SizedParameters(job, build, roles, model, vocab_size)
     parts: list[nn.Module] = [model]
     known = _all_names(parts)
     split: SplitPass | None = None
@@ -130,7 +135,7 @@ def build_model(
         if fill is not None:
             fill(part, device, job.train.seed)
         else:
-            materialise(part, device, job.train.seed, on_host=on_host)
+            materialise(part, device, job.train.seed, on_host=on_host, scales=sized.initial_scales() if sized else {})
     loss = CheckedLoss(build(job.loss), build.words_for(job.loss), context.entries)
     if "weights" in context.entries:
         _refuse_weights(model, loss, job.model.qualified_name)
@@ -141,7 +146,7 @@ def build_model(
             f"data: batches have {own[0]}, which is not for the model's forward, and {type(executor).__qualname__} "
             "would give it that; the pass that splits the model needs an executor with binds_loss"
         )
-    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss)
+    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss, sized)
 
 
 _GIVEN_BY_ENGINE = ("tokens", "targets", "loss")
@@ -238,7 +243,7 @@ def _refuse_renaming(known: Mapping[str, None], names: Mapping[str, None], *, is
 def build_on_meta(job: Job, vocab_size: int, build: ComponentBuilder) -> nn.Module:
     """The whole model without memory, checked against its declarations."""
     with torch.device("meta"):
-        model: nn.Module = build(job.model, vocab_size=vocab_size)
+        model: nn.Module = build(with_multipliers(job, build), vocab_size=vocab_size)
     if job.train.precision == "bf16_pure":
         cast_parameters(model, torch.bfloat16)
     declared = set(model.parameter_roles())  # type: ignore[operator]  # the contract of a model
@@ -258,14 +263,22 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def materialise(model: nn.Module, device: torch.device, seed: int, *, on_host: bool = False) -> None:
+def materialise(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    *,
+    on_host: bool = False,
+    scales: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     """Give every tensor memory and its initial value, which is that on ``device`` wherever the memory is.
 
     Args:
         on_host: whether parameters are in the host's memory, and only buffers on ``device``.
+        scales: as ``initialise`` takes them.
     """
     allocate(model, device, on_host=on_host)
-    initialise(model, seed, device if on_host else None)
+    initialise(model, seed, device if on_host else None, scales)
 
 
 def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
@@ -298,6 +311,7 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
     """The optimizer over this rank's parameters that can be trained.
 
     Raises:
+        ConfigError: the job's parametrization has no rule for it.
         PluginError: it does not take each of them exactly once.
     """
     trainable = {name: p for name, p in model.parameters.items() if p.requires_grad}
@@ -312,6 +326,8 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
             f"optimizer {job.optimizer.qualified_name} holds {len(taken)} parameters of {len(trainable)}; it must take "
             "each exactly once. This is a bug in the optimizer."
         )
+    if model.sized is not None:
+        model.sized.scale_rates(optimizer, {parameter: name for name, parameter in trainable.items()})
     return optimizer
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -15,12 +16,18 @@ from forge_core.contracts.model import canonical_name
 from forge_core.errors import PluginError
 
 
-def initialise(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
+def initialise(
+    model: nn.Module,
+    seed: int,
+    device: torch.device | None = None,
+    scales: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     """Fill every parameter and buffer of a materialised model by ``model.init_weights``.
 
     Args:
         device: where values are drawn, one tensor at a time, since each device draws others; by default where the
             tensor is.
+        scales: factors on what tensors are filled with, by name; 1 where there is none.
 
     Raises:
         PluginError: a parameter or buffer was left out, or filled under a name that is not its own.
@@ -28,6 +35,9 @@ def initialise(model: nn.Module, seed: int, device: torch.device | None = None) 
     rng = SeededInitializer(seed, device)
     with torch.no_grad():
         model.init_weights(rng)  # type: ignore[operator]  # the contract of a model
+        for name, tensor in named_tensors(model):
+            if (scale := scales.get(canonical_name(name), 1.0)) != 1:
+                tensor.mul_(scale)
     expected = {canonical_name(name): name for name, _ in named_tensors(model)}
     forgotten = sorted(expected.keys() - rng.filled)
     unknown = sorted(rng.filled - expected.keys())

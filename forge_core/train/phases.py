@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,6 +14,7 @@ from forge_core.config.sections import Job, PhaseSection, TrainSection
 from forge_core.config.unstructure import plain
 from forge_core.contracts.model import longest_first
 from forge_core.errors import ConfigError, nearest
+from forge_core.train.parameter_groups import split_groups
 
 
 @attrs.frozen
@@ -56,26 +57,13 @@ class Phases:
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Split the groups of an optimizer until all parameters of one have the same factors in every phase."""
-        members: Sequence[torch.optim.Optimizer] = getattr(optimizer, "members", ())
-        for one in members or [optimizer]:
-            one.param_groups[:] = [part for group in one.param_groups for part in self._split(group)]
-        if members:
-            optimizer.param_groups[:] = [group for one in members for group in one.param_groups]
+        name_of = self._name_of
+        split_groups(optimizer, lambda one: tuple(phase.scales[name_of[id(one)]] for phase in self._phases))
 
     def scale_of(self, group: Mapping[str, Any], step: int) -> float:
         """The factor on the learning rate of a group that has been split."""
         parameters = group["params"]
         return self.at(step).scales[self._name_of[id(parameters[0])]] if parameters else 1.0
-
-    def _split(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        by_factors: dict[tuple[float, ...], list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            name = self._name_of[id(parameter)]
-            by_factors.setdefault(tuple(phase.scales[name] for phase in self._phases), []).append(parameter)
-        if len(by_factors) < 2:
-            yield group
-        else:
-            yield from ({**group, "params": parameters} for parameters in by_factors.values())
 
     def _resolved(self, key: str, phase: PhaseSection, job: Job, names: Collection[str]) -> Phase:
         first_step = phase.first_step(job.train)

@@ -125,6 +125,12 @@ def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
         hf_config(tiny_config(n_kv_heads=None, latent_attention=LatentAttentionConfig()), vocab_size=50)
 
 
+@pytest.mark.parametrize("key", ["output_multiplier", "residual_multiplier", "attention_multiplier"])
+def test_a_model_with_multipliers_is_refused(tiny_config, key):
+    with pytest.raises(ConfigError, match=rf"{key} = 0\.5 has no Hugging Face form"):
+        hf_config(tiny_config(**{key: 0.5}), vocab_size=50)
+
+
 def test_missing_and_unexpected_weights_are_named(tiny_model):
     model = tiny_model()
     state = to_hf_state(dict(model.named_parameters()), model.config)

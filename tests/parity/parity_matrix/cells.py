@@ -28,6 +28,7 @@ _MUON = (  # in fp32: what bf16 rounds would be told from one layout to another
     '{optimizer={name="adamw", lr=3e-3}}]}'
 )
 _SCHEDULE_FREE = "optimizer={name='schedule_free_adamw', lr=3e-3}"
+_COMPLETE_P = ["parametrization={name='complete_p', base={dim=16, n_layers=2}}", "optimizer.weight_decay=0.1"]
 _FACTORED = "optimizer={name='adafactor', lr=3e-3, beta1=0.5}"
 _PACKED = ["data.path=short", "data.document_mask=true"]
 _ONE_BY_ONE = ["train.batch_size=1", "train.grad_accumulation=4"]
@@ -126,6 +127,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
         "optimizer={name='lion', lr=3e-4}",
     ],
+    "complete p": _COMPLETE_P,
+    "complete p moe": [
+        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        *_COMPLETE_P,
+    ],
     "schedule free": [_SCHEDULE_FREE],
     "schedule free moe": [
         f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
@@ -185,6 +191,9 @@ def auto(memory_gib: float) -> list[str]:
 
 def pp2(schedule: str, *microbatches: str) -> list[str]:
     return ["parallel.pp=2", f"parallel.passes.pipeline.schedule={schedule}", *(microbatches or FOUR_MICROBATCHES)]
+
+
+_FEW = ("fsdp2", "tp2-fsdp2", "pp2", "cp2", "moe-ep2")
 
 
 def optimizer_cells(training: str, tolerance: float = EXACT) -> dict[str, Cell]:
@@ -432,6 +441,7 @@ CELLS: Mapping[str, Cell] = {
     **optimizer_cells("muon"),
     **optimizer_cells("schedule free"),
     **optimizer_cells("factored"),
+    **{name: cell for name, cell in optimizer_cells("complete p").items() if name.removeprefix("complete-p-") in _FEW},
     # what is rounded off decides on a code now and then
     "eight-bit-fsdp2": Cell(2, [HALF], "eight bit", 2e-4),
     "eight-bit-tp2-fsdp2": Cell(4, [TP2, HALF], "eight bit", 2e-4),

@@ -185,7 +185,16 @@ class TransformerConfig:
     multi_token: MultiTokenConfig | None = None
     """In training, also predict tokens further ahead; by default the next one only."""
     init_std: float = attrs.field(default=0.02, validator=gt(0))
-    """Standard deviation of initial weights; for projections into the residual stream, divided by √(2 · n_layers)."""
+    """Standard deviation of initial weights; for projections into the residual stream, divided by
+    √(2 · init_layers)."""
+    init_layers: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """By default ``n_layers``. The parametrization ``complete_p`` sets it."""
+    output_multiplier: float = attrs.field(default=1.0, validator=gt(0))
+    """Factor on the logits. A parametrization multiplies it, and the next two."""
+    residual_multiplier: float = attrs.field(default=1.0, validator=gt(0))
+    """Factor on the output of each attention and feed-forward layer before it is added to the residual stream."""
+    attention_multiplier: float = attrs.field(default=1.0, validator=gt(0))
+    """Factor on the logits of attention, beside ``1 / √head_dim``."""
     attention: AttentionBackend = attrs.field(default="auto", validator=_has_a_kernel)
     """The attention kernel in training and evaluation; generation leaves the choice to PyTorch. So does ``auto``, which
     takes FlexAttention for packed documents on CUDA, where ``flash`` cannot keep them apart. ``efficient``, ``cudnn``
@@ -212,10 +221,11 @@ class TransformerConfig:
 
     @property
     def logit_scale(self) -> float:
-        """What the logits of attention are multiplied by, beside ``1 / √head_dim``."""
+        """What the logits of attention are multiplied by, beside ``1 / √head_dim``, by all that asks for it."""
         if self.yarn is None:
-            return 1.0
-        return (0.1 * math.log(self.yarn.factor) + 1) ** 2 if self.yarn.logit_scale is None else self.yarn.logit_scale
+            return self.attention_multiplier
+        sharper = self.yarn.logit_scale or (0.1 * math.log(self.yarn.factor) + 1) ** 2
+        return self.attention_multiplier * sharper
 
     @property
     def n_predictors(self) -> int:
@@ -247,7 +257,9 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Features a head, the default filled in."""
+        """Features a head, the default filled in; in latent attention those of keys."""
+        if self.latent_attention is not None:
+            return self.latent_attention.plain_dim + self.latent_attention.rotary_dim
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     @classmethod

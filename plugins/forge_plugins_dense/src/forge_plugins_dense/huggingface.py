@@ -248,11 +248,24 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
         )
     if config.norm != "rmsnorm":
         raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm}"')
+    refuse_multipliers(config)
     if config.latent_attention is not None:
         raise ConfigError("latent_attention has no Hugging Face form in a dense model")
     if config.qk_norm_over != "head":
         raise ConfigError(f'qk_norm_over = "{config.qk_norm_over}" has no Hugging Face form in a dense model')
     return feed_forward
+
+
+def refuse_multipliers(config: TransformerConfig) -> None:
+    """
+    Raises:
+        ConfigError: the model multiplies what the architectures of Hugging Face here do not.
+    """
+    for key in ("output_multiplier", "residual_multiplier", "attention_multiplier"):
+        if getattr(config, key) != 1:
+            raise ConfigError(
+                f"{key} = {getattr(config, key):g} has no Hugging Face form; multiply weights by it first"
+            )
 
 
 def is_derived(name: str) -> bool:

@@ -5,7 +5,7 @@ Shapes: B = batch, S = sequence, K = further tokens, D = width of the residual s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ def attach_predictions(
     head: nn.Module,
     targets: torch.Tensor,
     config: MultiTokenConfig,
+    scaled: Callable[[torch.Tensor], torch.Tensor],
 ) -> LossSum:
     """``summed`` unchanged; in backward, the losses of all predictors are minimised as well.
 
@@ -109,11 +110,13 @@ def attach_predictions(
         predictors: K, of the base ``Predictor``, wrapped or not.
         surroundings: K; each has its own ``valid``.
         targets: ``(B, S, K)``, from ``further_targets``.
+        scaled: multiplies what the head reads by the model's ``output_multiplier``.
     """
     total, further = summed.total, hidden
     for k, predictor in enumerate(predictors, start=1):
         own_targets = targets[..., k - 1].contiguous()
         further, normed = predictor(further, embedded[..., k - 1, :], surroundings[k - 1])
+        normed = scaled(normed)
         own = loss(normed, head, own_targets)
         total = attach_auxiliary_loss(total, config.weight / config.depths * own.total, loss_name(k), place="head")
         measured = (own.total.detach().float(), own.count.float(), *_accepted(normed, head, own_targets, config))

@@ -77,7 +77,7 @@ class Transformer(nn.Module):
         hidden, embedded = self._enter(tokens, further_tokens, predicts=predicts)
         for layer in self._layers():
             hidden = self.blocks[layer](hidden, surroundings, None if cache is None else cache.layers[layer])
-        normed = hidden if self.norm is None else self.norm(hidden)
+        normed = hidden if self.norm is None else _times(self.config.output_multiplier, self.norm(hidden))
         if self.head is None:
             return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
         if loss is None:
@@ -89,14 +89,18 @@ class Transformer(nn.Module):
             return summed
         each = self._surroundings_ahead(surroundings, further_tokens)
         predictors, config = self._predictors(), self.config.multi_token
-        return attach_predictions(summed, hidden, embedded, predictors, each, loss, self.head, further_targets, config)
+        scaled = functools.partial(_times, self.config.output_multiplier)
+        return attach_predictions(
+            summed, hidden, embedded, predictors, each, loss, self.head, further_targets, config, scaled
+        )
 
     def init_weights(self, rng: Initializer) -> None:
         std = self.config.init_std
+        residual_std = std / math.sqrt(2 * (self.config.init_layers or self.config.n_layers))
         if self.embed is not None:
             rng.fill("embed.weight", self.embed.weight, normal(std))
         for layer, block in self.blocks.items():
-            block.init_weights(rng, f"blocks.{layer}.", std / math.sqrt(2 * self.config.n_layers), std)
+            block.init_weights(rng, f"blocks.{layer}.", residual_std, std)
         if self.norm is not None:
             init_norm(self.norm, rng, "norm.")
         if self._has_own_head():
@@ -314,14 +318,17 @@ class Block(nn.Module):
         self.attention = Attention(config) if latent is None else LatentAttention(config, latent)
         self.feed_forward_norm = make_norm(config.norm, config.dim, config.norm_eps)
         self.feed_forward = build(config.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
+        self.residual_multiplier = config.residual_multiplier
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), surroundings, cache)
+        mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
+        hidden = hidden + _times(self.residual_multiplier, mixed)
         facts = {name: surroundings.facts[name] for name in self.needs}
         layer: Any = self.feed_forward
         work = layer.generate if cache is not None and hasattr(layer, "generate") else layer
-        return hidden + work(self.feed_forward_norm(hidden), surroundings.valid, **facts)
+        changed = work(self.feed_forward_norm(hidden), surroundings.valid, **facts)
+        return hidden + _times(self.residual_multiplier, changed)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -364,6 +371,10 @@ class Block(nn.Module):
     def active_parameters(self) -> int:
         """Weights of matrices that are multiplied for one token."""
         return self.attention.active_parameters() + self.feed_forward.active_parameters()
+
+
+def _times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if factor == 1 else tensor * factor
 
 
 _DEAR = (

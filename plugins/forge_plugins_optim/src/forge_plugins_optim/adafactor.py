@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.config import AdafactorConfig
 from forge_plugins_optim.parameter_groups import parameter_groups
@@ -39,6 +39,7 @@ class Adafactor(torch.optim.Optimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {})
+        self.update_size: UpdateSize = "parameter" if config.scale_parameter else "element"
         self._config = config
 
     def empty_state(

@@ -29,4 +29,6 @@ def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> to
         return RoundedAdamW(config, parameters=parameters)
     fusible = all(p.parameter.device.type in _FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
     groups = parameter_groups(parameters, config)
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)
+    optimizer.update_size = "element"  # type: ignore[attr-defined]  # the contract of parametrizations
+    return optimizer

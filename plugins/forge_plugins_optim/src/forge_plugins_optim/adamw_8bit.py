@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.adamw_step import adamw_step
 from forge_plugins_optim.blocks import Blocks, DynamicMap
@@ -36,6 +36,8 @@ class AdamW8bit(ForeachOptimizer):
     Blocks and state are the same on every mesh. Where ranks hold parts of rows, they agree on scales, by one collective
     for each axis of the mesh and 16 million elements.
     """
+
+    update_size: UpdateSize = "element"
 
     def __init__(self, config: AdamW8bitConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """

@@ -9,6 +9,7 @@ import attrs
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
+from forge_core.contracts.parametrization import ParametrizationConfig
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -256,6 +257,22 @@ class EMAConfig:
     warm_up: bool = False
     """Whether the decay rises, as ``min(decay, (1 + n) / (10 + n))`` after n updates, so that the average forgets
     weights of the beginning sooner."""
+
+
+@attrs.frozen(kw_only=True)
+class StandardConfig:
+    """The model's own initial values and one rate for all parameters: no keys."""
+
+
+@attrs.frozen(kw_only=True)
+class MupConfig(ParametrizationConfig):
+    """µP: rates that were found with a narrow model, for a wide one (Yang et al., 2022,
+    https://arxiv.org/abs/2203.03466)."""
+
+
+@attrs.frozen(kw_only=True)
+class CompletePConfig(ParametrizationConfig):
+    """CompleteP: the same for models that are also deeper (Dey et al., 2025, https://arxiv.org/abs/2505.01618)."""
 
 
 MUON_ALONE = (

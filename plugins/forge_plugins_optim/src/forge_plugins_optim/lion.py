@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_plugins_optim.config import LionConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
@@ -18,6 +18,8 @@ class Lion(ForeachOptimizer):
 
     Each element moves by exactly ``lr``, against the sign of ``β₁ · momentum + (1 − β₁) · gradient``.
     """
+
+    update_size: UpdateSize = "element"
 
     def __init__(self, config: LionConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.errors import ConfigError, and_more
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.ops.whole_matrices import map_whole
@@ -37,6 +37,7 @@ class Muon(ForeachOptimizer):
         """
         _refuse_others(parameters)
         super().__init__(parameter_groups(parameters, config), {})
+        self.update_size: UpdateSize = "spectral" if config.scale == "spectral" else "orthogonal"
         self._config = config
         self._orthogonalise = partial(orthogonalise, iterations=config.iterations)
 

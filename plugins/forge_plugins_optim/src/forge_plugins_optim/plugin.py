@@ -119,6 +119,29 @@ def forge_losses() -> Iterator[Component]:
 
 
 @hookimpl
+def forge_parametrizations() -> Iterator[Component]:
+    """How rates and initial values follow from the size of a model."""
+    yield Component(
+        name="standard",
+        summary="the model's own initial values, and one rate for all parameters",
+        factory="forge_plugins_optim.maximal_update:Standard",
+        config="forge_plugins_optim.config:StandardConfig",
+    )
+    yield Component(
+        name="mup",
+        summary="µP: rates found with a narrow model hold for a wide one",
+        factory="forge_plugins_optim.maximal_update:MaximalUpdate",
+        config="forge_plugins_optim.config:MupConfig",
+    )
+    yield Component(
+        name="complete_p",
+        summary="CompleteP: µP, and rates found with few layers hold for many",
+        factory="forge_plugins_optim.maximal_update:CompleteP",
+        config="forge_plugins_optim.config:CompletePConfig",
+    )
+
+
+@hookimpl
 def forge_callbacks() -> Iterator[Component]:
     """An average of the weights, with any optimizer."""
     yield Component(

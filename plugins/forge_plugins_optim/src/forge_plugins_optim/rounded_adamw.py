@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.adamw_step import adamw_step
 from forge_plugins_optim.config import AdamWConfig
@@ -27,6 +27,8 @@ class RoundedAdamW(ForeachOptimizer):
     parameter's name, the count of its steps and the place of the element in the whole parameter: a resumed run goes on
     bit for bit, and copies on other ranks stay copies. fp32 parameters have fp32 moments, and nothing is rounded.
     """
+
+    update_size: UpdateSize = "element"
 
     def __init__(self, config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """

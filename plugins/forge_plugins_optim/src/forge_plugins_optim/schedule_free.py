@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.config import ScheduleFreeAdamWConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
@@ -46,6 +46,8 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         y ← y + c · (z − y) + lr · (β₁ · (1 − c) − 1) · direction
         z ← z − lr · direction
     """
+
+    update_size: UpdateSize = "element"
 
     def __init__(self, config: ScheduleFreeAdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_core.contracts.optimizer import NamedParameter
+from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_plugins_optim.config import SGDConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
@@ -16,6 +16,8 @@ from forge_plugins_optim.parameter_groups import parameter_groups
 class SGD(ForeachOptimizer):
     """``momentum ← μ · momentum + gradient``, and a step of ``lr`` against it, or against ``gradient + μ · momentum``
     (Nesterov), as ``torch.optim.SGD`` without dampening."""
+
+    update_size: UpdateSize = "gradient"
 
     def __init__(self, config: SGDConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """
