@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ParametrizationConfig:
     """The keys of a parametrization that compares a model with a base. Config classes may extend this one."""
 
-    base: Mapping[str, Any] = attrs.field(validator=attrs.validators.min_len(1))
+    base: Mapping[str, Any]
     """Keys of ``[model]`` with their values in the base model, for which the rates of the job were chosen: ``{ dim = 64
     }``. Keys that are not named are as in the model."""
 

@@ -96,6 +96,7 @@ class Heartbeat:
     def _beat(self) -> None:
         """In a thread of its own, as the store may not answer."""
         while True:
+            is_last = self._ended.is_set()  # asked before the last word, which says why
             try:
                 self._say()
                 self._exchange_verdict()
@@ -108,7 +109,7 @@ class Heartbeat:
                 return
             except RuntimeError:  # it does not answer for now
                 pass
-            if self._ended.is_set() or self.own.has_concluded:
+            if is_last or self.own.has_concluded:
                 return
             self._wake.wait(BEAT)
             self._wake.clear()

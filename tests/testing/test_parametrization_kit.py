@@ -20,7 +20,7 @@ class TestMup(ParametrizationConformance):
 
 class TestCompleteP(ParametrizationConformance):
     component = "forge-plugins-optim:complete_p"
-    config = {"base": {"dim": 64}}
+    config = {"base": {"dim": 64, "n_layers": 2}}
 
 
 class Plain(Parametrization):

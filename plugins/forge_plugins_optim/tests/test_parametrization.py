@@ -189,7 +189,7 @@ def test_a_rate_goes_by_how_large_updates_are(update_size, hidden, outer):
 
 
 def test_gradient_descent_makes_up_for_the_depth_by_which_branches_are_divided():
-    one = CompleteP(CompletePConfig(base={"dim": 64}))
+    one = CompleteP(CompletePConfig(base={"dim": 64, "n_layers": 2}))
 
     assert one.rates(sized(), "gradient").lr == pytest.approx(4)
     assert one.rates(sized(name="head.weight", role="head"), "gradient").lr == pytest.approx(4)  # by its width
@@ -209,7 +209,8 @@ def test_a_role_without_a_rule_is_refused_with_the_nearest():
     ("setting", "sentence"),
     [
         ("parametrization=mup", "parametrization.base: is required"),
-        ("parametrization={name='mup', base={}}", "parametrization.base: must not be empty"),
+        ("parametrization={name='mup', base={}}", "parametrization.base: must have dim, that of the model whose rates"),
+        ("parametrization={name='complete_p', base={dim=64}}", "parametrization.base: must have n_layers"),
         ("parametrization={name='mup', base={dimm=64}}", "parametrization.base.dimm: unknown key; did you mean 'dim'"),
         ("parametrization={name='mup', base={dim=30}}", "parametrization.base.n_heads: must divide dim = 30"),
         ("parametrization={name='mupp', base={dim=64}}", "Did you mean 'mup'"),
@@ -223,4 +224,4 @@ def test_a_base_that_is_no_model_is_refused(folder, setting, sentence):
 
 def test_a_base_with_other_parameters_is_refused(build):
     with pytest.raises(ConfigError, match=r"nothing like blocks\.0\.attention\.q_norm"):
-        build("model.qk_norm=true", "parametrization={name='mup', base={qk_norm=false}}")
+        build("model.qk_norm=true", "parametrization={name='mup', base={dim=64, qk_norm=false}}")

@@ -66,12 +66,12 @@ def sweep(
         for run, point in zip(study.runs, study.points, strict=True):
             click.echo(f"{run.name}: {' '.join(point.overrides)}")
         return ExitCode.COMPLETED
-    tasks = _write(study, nproc)
+    tasks = write_jobs(study, nproc)
 
     disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
 
     def variables(place: int) -> dict[str, str]:
-        return {**disabled, **_threads(parallel * nproc), **gpus_for(place, nproc, gpus)}
+        return {**disabled, **share_of_cores(parallel * nproc), **gpus_for(place, nproc, gpus)}
 
     ended = run_tasks(tasks, parallel, variables, _tell)
     print_results(study, {name: state_of(one.code) for name, one in ended.items()})
@@ -79,7 +79,7 @@ def sweep(
     return _code(tasks, ended)
 
 
-def _write(study: Study, nproc: int) -> list[Task]:
+def write_jobs(study: Study, nproc: int) -> list[Task]:
     """Each run's job, as a file that ``forge run`` takes by itself, too."""
     tasks = []
     try:
@@ -95,7 +95,7 @@ def _write(study: Study, nproc: int) -> list[Task]:
     return tasks
 
 
-def _threads(processes: int) -> dict[str, str]:
+def share_of_cores(processes: int) -> dict[str, str]:
     """The environment in which each of several processes has its share of the cores, unless somebody has said so."""
     if processes == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -122,7 +122,7 @@ def _refuse_other_jobs(study: Study) -> None:
                 )
 
 
-_DECIDE = ("model", "data", "train", "optimizer", "scheduler", "loss", "anomalies", "phases")
+_DECIDE = ("model", "data", "train", "optimizer", "scheduler", "loss", "parametrization", "anomalies", "phases")
 _MAY_CHANGE = ("train.steps", "train.global_batch_size", "train.grad_accumulation")
 """A run may be made longer; the other two follow from each other."""
 

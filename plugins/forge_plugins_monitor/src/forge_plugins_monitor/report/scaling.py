@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
 
 import attrs
 
 from forge_plugins_monitor.report.config import SectionConfig
+from forge_plugins_monitor.report.log_log import LogLog, Mark, Series
 from forge_plugins_monitor.report.power_law import PowerLaw, fit
 from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
@@ -22,9 +21,6 @@ _LEAST_SPAN = 2.0
 """Of the highest compute to the lowest: over less, noise decides the slope."""
 _LEAST, _LARGEST = 1e-30, 1e60
 """Numbers beyond these are no sizes, costs or losses of a run."""
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 360, 64, 16, 14, 48
-_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
-"""Of the axis of losses, in each power of ten."""
 
 
 @attrs.frozen(kw_only=True)
@@ -127,50 +123,20 @@ def _words(law: PowerLaw, name: str, n: int) -> str:
 
 
 def _picture(points: Sequence[Point], law: PowerLaw | None, name: str) -> str:
-    """Both axes are logarithmic."""
     low, high = min(point.compute for point in points) / 1.5, max(point.compute for point in points) * 3
     losses = [*(point.loss for point in points), *([law(low), law(high)] if law else [])]
-    bottom, top = min(losses) / 1.02, max(losses) * 1.02
-
-    def x(compute: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * math.log(compute / low) / math.log(high / low)
-
-    def y(loss: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * math.log(top / loss) / math.log(top / bottom)
-
-    floor = _HEIGHT - _BOTTOM
-    parts = []
-    for tick in _ticks(low, high, (1, 2, 5)):
-        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_TOP}" y2="{floor}"/>')
-        parts.append(f'<text x="{x(tick):.1f}" y="{floor + 16}" text-anchor="middle">{tick:.0e}</text>')
-    for tick in _ticks(bottom, top, _TICKS):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     steps = [low * (high / low) ** (i / 60) for i in range(61)] if law else []
-    for before, after in pairwise(steps):
-        assert law
-        ends = f'x1="{x(before):.1f}" y1="{y(law(before)):.1f}" x2="{x(after):.1f}" y2="{y(law(after)):.1f}"'
-        parts.append(f'<line class="cursor" {ends}/>')
+    series = []
     for point in points:
         costs = f"{point.parameters:,} parameters, {point.compute:.3g} FLOPs"
-        place = f'cx="{x(point.compute):.1f}" cy="{y(point.loss):.1f}" r="5"'
-        words = escape(f"{point.run.label}: {costs}, {name} {point.loss:.4f}")
-        color = f"fill:var(--c{point.run.index % 10})"
-        parts.append(f'<circle {place} style="{color}"><title>{words}</title></circle>')
-    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">FLOPs of training</text>')
-    parts.append(f'<text transform="rotate(-90 14 {floor / 2})" x="14" y="{floor / 2}" text-anchor="middle">')
-    parts.append(f"{escape(name)}, nats a token</text>")
-    label = escape(f"{name} against FLOPs of training")
-    return (
-        f'<figure style="max-width:{_WIDTH}px;margin:0 0 1rem"><svg role="img" aria-label="{label}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(parts)}</svg></figure>'
-    )
-
-
-def _ticks(low: float, high: float, mantissas: Sequence[float]) -> list[float]:
-    """The values between the ends that are a mantissa times a power of ten; of many, those of powers of ten alone."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
-    if len(found) > 12:
-        return [10.0**power for power in powers if low <= 10.0**power <= high]
-    return found or [low, high]
+        words = f"{point.run.label}: {costs}, {name} {point.loss:.4f}"
+        series.append(Series(color=point.run.index, marks=[Mark(point.compute, point.loss, words)]))
+    return LogLog(
+        label=f"{name} against FLOPs of training",
+        x_title="FLOPs of training",
+        y_title=f"{name}, nats a token",
+        x_range=(low, high),
+        y_range=(min(losses) / 1.02, max(losses) * 1.02),
+        series=series,
+        law=[(step, law(step)) for step in steps] if law else (),
+    ).html()
