@@ -35,6 +35,8 @@ class Work:
     """Overrides of ``job.toml``."""
     resumes: str | None = attrs.field(default=None, kw_only=True)
     """Another run, whose checkpoints this one begins with."""
+    resumes_at: int | None = attrs.field(default=None, kw_only=True)
+    """The step of that run at which it begins, by default its last one: a kill after that step would leave no more."""
     dry_run: bool = attrs.field(default=False, kw_only=True)
     refused: bool = attrs.field(default=False, kw_only=True)
     """It must end with exit code 2."""

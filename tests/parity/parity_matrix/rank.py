@@ -32,7 +32,7 @@ def main(job_toml: Path, plan: Path) -> None:
             print(f"== {work['name']}", flush=True)
             os.environ.update(WORLD_SIZE=str(work["ranks"]), MASTER_PORT=str(work["port"]))
             if rank == 0 and work["resumes"] is not None:
-                _copy_checkpoints(work["resumes"], work["name"])
+                _copy_checkpoints(work["resumes"], work["name"], work["resumes_at"])
             with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
                 _take_part(job_toml, work, catalog)
             torch.compiler.reset()
@@ -54,8 +54,9 @@ def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:
         assert not work["refused"], f"{work['name']} was to be refused"
 
 
-def _copy_checkpoints(source: str, target: str) -> None:
-    shutil.copytree(f"runs/{source}/checkpoints", f"runs/{target}/checkpoints", symlinks=True)
+def _copy_checkpoints(source: str, target: str, step: int | None) -> None:
+    only = "" if step is None else f"step_{step:08d}"
+    shutil.copytree(f"runs/{source}/checkpoints/{only}", f"runs/{target}/checkpoints/{only}", symlinks=True)
 
 
 if __name__ == "__main__":
