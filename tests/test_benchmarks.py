@@ -25,6 +25,7 @@ SHORT = {
 }
 LONG = {
     "lost_peers": ["--repeats", "1"],
+    "lr_transfer": ["--widths", "32", "64", "--steps", "2"],
     "mixture": [],
     "moe": ["--rounds", "1"],
     "plan_memory": [],

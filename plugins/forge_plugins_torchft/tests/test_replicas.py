@@ -60,6 +60,29 @@ def test_two_replicas_train_as_one_process_does_and_resume(job):
     assert manager_state(job, 0) == manager_state(job, 1) == {"step": 16, "batches_committed": 32}
 
 
+def test_state_that_is_not_of_its_parameters_shape_is_had_from_another_replica(job):
+    """Each rank of a replica has its part of it."""
+    optimizer = (
+        'optimizer={name="grouped", groups=[{roles=["matrix"], optimizer={name="adafactor", lr=1e-2, beta1=0.5}}, '
+        '{optimizer={name="adamw_8bit", lr=1e-2, min_elements=0}}]}'
+    )
+    sharded = [*BOTH, "--nproc", "2", "train.batch_size=2", "checkpoint.interval=2", optimizer]
+    code, said = job.run("replicas", *sharded, "train.steps=4")
+    assert code == 0, said
+
+    theirs, own = (job.directory(replica) / "checkpoints" for replica in (0, 1))
+    shutil.rmtree(own / "step_00000004")  # it goes on from step 2, and is given step 4
+    shutil.copytree(theirs / "step_00000002", own / "step_00000002")
+    code, said = job.run("replicas", *sharded, "train.steps=7")
+    assert code == 0, said
+
+    assert [event["step"] for event in job.events(1, "taken_over")] == [4]
+    assert training(job.metrics(1))[-3:] == training(job.metrics(0))[-3:]
+    assert have_same_bits(job)  # losses are sums over replicas, and would be equal all the same
+    slots = {key.rpartition(".")[2] for key in job.saved(1)[1] if key.startswith("optimizer.")}
+    assert {"row", "column", "momentum_scale", "square_scale"} <= slots
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", [[], ["--nproc", "2", "train.batch_size=2"]], ids=["whole", "sharded"])
 def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job, layout):
