@@ -12,6 +12,21 @@ from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
+class CurveExtrapolationConfig:
+    """What ``curve_extrapolation`` fits, and when."""
+
+    interval: int = attrs.field(default=100, validator=gt(0))
+    """Steps between predictions: each is in the first logged step from there on."""
+    skip: int = attrs.field(default=100, validator=ge(0))
+    """Steps at the beginning that are not fitted: those of the warm-up, at least."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """There must be something to fit."""
+        if self.skip >= job.train.steps:
+            yield "skip", f"must be below train.steps = {job.train.steps}, got {self.skip}: nothing would be fitted"
+
+
+@attrs.frozen(kw_only=True)
 class HealthConfig:
     """When ``health`` looks, and what it takes for unhealthy."""
 

@@ -11,6 +11,12 @@ FORGE_API = "1.1"
 def forge_callbacks() -> Iterable[Component]:
     """What happens beside training."""
     yield Component(
+        name="curve_extrapolation",
+        summary="the loss at the end of the run, by a power law through the losses so far",
+        factory="forge_plugins_monitor.curve_extrapolation:CurveExtrapolation",
+        config="forge_plugins_monitor.config:CurveExtrapolationConfig",
+    )
+    yield Component(
         name="health",
         summary="looks at GPUs, memory and the network between ranks every so many steps",
         factory="forge_plugins_monitor.health:Health",

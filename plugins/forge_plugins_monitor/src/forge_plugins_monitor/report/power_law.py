@@ -1,4 +1,4 @@
-"""Power laws of loss against compute."""
+"""Power laws of loss: against the compute of runs, or against the steps of one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import math
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
-LEAST_FOR_FLOOR = 5
-"""Sizes below which no irreducible loss is fitted: three numbers fit four points too well to say anything."""
 _TRIED = 400
 """Irreducible losses that are tried."""
 
 
 @attrs.frozen
 class PowerLaw:
-    """``loss = floor + factor · compute^−exponent`` (Kaplan et al. 2020, arXiv:2001.08361; with a floor, Henighan et
-    al. 2020, arXiv:2010.14701)."""
+    """``loss = floor + factor · x^−exponent`` (Kaplan et al. 2020, arXiv:2001.08361; with a floor, Henighan et al.
+    2020, arXiv:2010.14701)."""
 
     floor: float
     """The irreducible loss, in nats a token; 0 if it was not fitted."""
@@ -25,36 +24,43 @@ class PowerLaw:
     r_squared: float
     """The share of the variance of ``log(loss − floor)`` that it explains."""
 
-    def __call__(self, compute: float) -> float:
-        """The loss at ``compute``."""
-        return self.floor + self.factor * math.exp(-self.exponent * math.log(compute))
+    def __call__(self, x: float) -> float:
+        """The loss at ``x``."""
+        return self.floor + self.factor * math.exp(-self.exponent * math.log(x))
 
 
-def fit(compute: Sequence[float], loss: Sequence[float], n_sizes: int) -> PowerLaw:
+def fit(
+    x: Sequence[float], loss: Sequence[float], *, with_floor: bool, weights: Sequence[float] | None = None
+) -> PowerLaw:
     """The power law of least squares in ``log(loss − floor)``.
 
     Args:
-        compute: above 0, the highest clearly above the lowest.
+        x: compute, or steps; above 0, not all the same.
         loss: above 0.
-        n_sizes: different models among them. With ``LEAST_FOR_FLOOR`` or more, ``floor`` is fitted, from 0 to just
-            below the lowest loss: that of the least squares in ``log(loss)``.
+        with_floor: whether ``floor`` is fitted, from 0 to just below the lowest loss: that of the least squares in
+            ``log(loss)``. Three numbers fit four points too well to say anything.
+        weights: of the squares, above 0; by default all the same.
+
+    Raises:
+        OverflowError: numbers are too far from each other.
     """
-    lowest = min(loss)
-    floors = [lowest * i / _TRIED for i in range(_TRIED)] if n_sizes >= LEAST_FOR_FLOOR else [0.0]
-    laws = [_line(compute, loss, floor) for floor in floors]
+    log_x, y = np.log(np.asarray(x, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
+    share = np.ones_like(y) if weights is None else np.asarray(weights, dtype=np.float64)
+    share = share / share.sum()
+    floors = y.min() * np.arange(_TRIED if with_floor else 1) / _TRIED
+    logs = np.log(y - floors[:, None])  # (floors, points)
 
-    def misses(law: PowerLaw) -> float:
-        return sum(math.log(law(c) / y) ** 2 for c, y in zip(compute, loss, strict=True))
+    centre, means = log_x @ share, logs @ share
+    away = log_x - centre
+    variance, covariances = (away**2) @ share, logs @ (away * share)
+    slopes = covariances / variance
+    lines = means[:, None] + slopes[:, None] * away
+    # log(floor + exp(line)), which does not overflow
+    with np.errstate(divide="ignore"):
+        fitted = np.logaddexp(np.log(floors)[:, None], lines)
+    best = int((((fitted - np.log(y)) ** 2) @ share).argmin())
 
-    return min(laws, key=misses)
-
-
-def _line(compute: Sequence[float], loss: Sequence[float], floor: float) -> PowerLaw:
-    """A straight line through the logarithms."""
-    xs, ys = [math.log(c) for c in compute], [math.log(y - floor) for y in loss]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    covariance = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-    variance, spread = sum((x - x_mean) ** 2 for x in xs), sum((y - y_mean) ** 2 for y in ys)
-    slope = covariance / variance
-    explained = covariance**2 / (variance * spread) if spread > 0 else 1.0
-    return PowerLaw(floor, math.exp(y_mean - slope * x_mean), -slope, explained)
+    spread = float(((logs[best] - means[best]) ** 2) @ share)
+    explained = float(covariances[best] ** 2 / (variance * spread)) if spread > 0 else 1.0
+    factor = math.exp(means[best] - slopes[best] * centre)
+    return PowerLaw(float(floors[best]), factor, -float(slopes[best]), explained)

@@ -15,6 +15,8 @@ from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import listing
 
 _LEAST_SIZES = 3
+_LEAST_FOR_FLOOR = 5
+"""Sizes below which no irreducible loss is fitted."""
 _LEAST_EXPONENT = 1e-9
 """What rounding makes of a loss that does not change is less."""
 _LEAST_SPAN = 2.0
@@ -102,7 +104,8 @@ def _law(points: Sequence[Point], name: str) -> tuple[PowerLaw | None, str]:
             f"takes {_LEAST_SPAN:g} times to tell a slope from noise."
         )
     try:
-        law = fit(computes, [point.loss for point in points], len({point.parameters for point in points}))
+        sizes = {point.parameters for point in points}
+        law = fit(computes, [point.loss for point in points], with_floor=len(sizes) >= _LEAST_FOR_FLOOR)
         is_drawn = all(_number(law(compute)) for compute in (min(computes) / 1.5, max(computes) * 3))
     except (OverflowError, ValueError):  # powers beyond floats, or 0
         is_drawn = False

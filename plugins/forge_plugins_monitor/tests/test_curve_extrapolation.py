@@ -1,0 +1,117 @@
+"""``curve_extrapolation`` finds the end of curves that follow a power law."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from forge_core.contracts.callback import OneRank, StepContext
+from forge_plugins_monitor.config import CurveExtrapolationConfig
+from forge_plugins_monitor.curve_extrapolation import LEAST_STRETCHES, CurveExtrapolation
+from forge_testing.callback import CallbackConformance
+
+LAST = 20_000
+
+
+class TestCurveExtrapolation(CallbackConformance):
+    component = "forge-plugins-monitor:curve_extrapolation"
+    config: ClassVar = {"skip": 0, "interval": 1}
+
+    def test_reports_nothing_of_a_short_run(self, tmp_path) -> None:
+        _, run = self.start(tmp_path)
+
+        run.go()
+
+        assert run.reports == []
+
+
+class Curve:
+    """Steps that are logged every ten, one step late, as a run does."""
+
+    def __init__(self, callback, loss, pp=1):
+        self.callback, self.loss = callback, loss
+        self.reported = {}
+        mesh = OneRank()
+        mesh.degrees = {"pp": pp}
+        self.run = SimpleNamespace(
+            rank=0,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            total_steps=LAST,
+            job=SimpleNamespace(metrics=SimpleNamespace(interval=10)),
+            report=self._report,
+        )
+
+    def _report(self, values):
+        ((name, value),) = values.items()
+        assert name == "predicted_final_loss"
+        self.reported[self.step] = value.item()
+
+    def go(self, first, last):
+        for self.step in range(first, last + 1, 10):
+            if self.step > first:
+                self.callback.step_logged(self.step - 10, {"loss": self.loss(self.step - 10)})
+            context = StepContext(self.step, 0, {}, logged=True)
+            self.callback.step_end(self.run, context)
+        self.callback.step_logged(last, {"loss": self.loss(last)})
+        return self
+
+
+def planted(step, noise=0.0):
+    """1.7 + 8 · step^−0.35, on each of whose values the dice fall the same each time."""
+    return 1.7 + 8 * step**-0.35 + noise * random.Random(step).gauss(0, 1)
+
+
+def extrapolation(**config):
+    return CurveExtrapolation(CurveExtrapolationConfig(**config))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_end_of_a_planted_curve_is_found(noise):
+    curve = Curve(extrapolation(interval=500), lambda step: planted(step, noise)).go(10, LAST // 4)
+
+    assert curve.reported[LAST // 4] == pytest.approx(planted(LAST), rel=0.01)
+
+
+def test_nothing_is_reported_before_there_are_enough_stretches_and_then_at_the_interval():
+    curve = Curve(extrapolation(interval=200, skip=200), planted).go(10, 3_000)
+
+    first = min(curve.reported)
+    assert 200 * 1.1 ** (LEAST_STRETCHES - 2) < first < 200 * 1.1 ** (LEAST_STRETCHES + 2)
+    assert [*curve.reported] == [*range(first, 3_001, 200)]
+
+
+def test_a_curve_that_rises_has_no_prediction():
+    assert Curve(extrapolation(), lambda step: 2 + step / LAST).go(10, 5_000).reported == {}
+
+
+def test_losses_that_are_not_finite_are_left_out():
+    broken = Curve(extrapolation(), lambda step: math.nan if step == 2_000 else planted(step)).go(10, 4_000)
+
+    assert broken.reported[4_000] == pytest.approx(planted(LAST), rel=0.01)
+
+
+def test_a_resumed_run_reports_the_same():
+    through = Curve(extrapolation(), lambda step: planted(step, 0.05)).go(10, 4_000)
+    callback = extrapolation()
+    Curve(callback, lambda step: planted(step, 0.05)).go(10, 2_000)
+    saved = json.loads(json.dumps(callback.state()))
+    again = extrapolation()
+    again.load_state(saved, 1)
+
+    resumed = Curve(again, lambda step: planted(step, 0.05)).go(2_010, 4_000)
+
+    assert resumed.reported == {step: value for step, value in through.reported.items() if step > 2_000}
+    assert len(json.dumps(saved)) < 5_000
+
+
+def test_with_a_pipeline_the_name_is_there_from_the_first_logged_step_on():
+    curve = Curve(extrapolation(interval=100), planted, pp=2).go(10, 1_500)
+
+    assert math.isnan(curve.reported[10])
+    assert math.isfinite(curve.reported[1_500])
+    assert math.isnan(curve.reported[1_490])
