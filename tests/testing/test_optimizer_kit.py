@@ -41,6 +41,14 @@ class TestMomentum(OptimizerConformance):
         return Momentum([entry.parameter for entry in parameters])
 
 
+class SaysElement(Momentum):
+    update_size = "element"
+
+
+class SaysElements(Momentum):
+    update_size = "elements"
+
+
 class NotAnOptimizer:
     def __init__(self, params):
         self.param_groups = [{"params": params, "lr": 0.1}]
@@ -378,6 +386,8 @@ FAULTS = [
     (Idle, "test_lowers_a_quadratic", FP32, "20 steps leave embed.weight where it was"),
     (Upcasting, "test_lowers_a_quadratic", FP32, "step changes embed.weight to torch.float64"),
     (OwnRate, "test_reads_the_learning_rate_at_each_step", (), "from the parameter group at each step"),
+    (SaysElement, "test_updates_are_as_large_as_it_says", (), "gradients 100 times as large, .* 100 times as large"),
+    (SaysElements, "test_updates_are_as_large_as_it_says", (), "update_size is 'elements', and must be one of"),
     (DividesByRate, "test_bears_a_learning_rate_of_zero", (), "step raises ZeroDivisionError"),
     (NanWithoutRate, "test_bears_a_learning_rate_of_zero", (), "leaves embed.weight with non-finite values"),
     (Decaying, "test_leaves_parameters_without_a_gradient_alone", (), "which has no gradient"),

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.checkpoint.state_dict import empty_slot
 from forge_core.contracts.model import ParameterRole
-from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter, StateLayout
+from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter, StateLayout, UpdateSize
 from forge_core.run.process import hard_exit
+from forge_core.train.parameter_groups import members_of
 from forge_testing.component_case import ComponentCase
 
 _SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {
@@ -128,6 +129,27 @@ class OptimizerConformance(ComponentCase):
                 f'half of the learning rate changes {name} by {changes[1][name]:.4g} instead of {whole:.4g}; read "lr" '
                 "from the parameter group at each step, where the schedule puts it"
             )
+
+    def test_updates_are_as_large_as_it_says(self) -> None:
+        sizes, plain = self._first_update()
+        _, steep = self._first_update(gradient=100.0)
+        _, large = self._first_update(parameter=4.0)
+
+        for name, size in sizes.items():
+            if size is None:
+                continue
+            assert size in get_args(UpdateSize), (
+                f"update_size is {size!r}, and must be one of {', '.join(map(repr, get_args(UpdateSize)))}"
+            )
+            for what, factor, changed, follows in (
+                ("gradients", 100.0, steep, size == "gradient"),
+                ("parameters", 4.0, large, size == "parameter"),
+            ):
+                grown, expected = changed[name] / max(plain[name], 1e-30), factor if follows else 1.0
+                assert 0.7 * expected < grown < 1.4 * expected, (
+                    f"update_size is {size!r}, and with {what} {factor:g} times as large, the first update of {name} "
+                    f"is {grown:.3g} times as large instead of {expected:g}"
+                )
 
     def test_bears_a_learning_rate_of_zero(self) -> None:
         parameters = self._parameters()
@@ -284,6 +306,36 @@ class OptimizerConformance(ComponentCase):
         assert not failures, f"on two ranks: {failures[0]}"
         ended = len(list(tmp_path.glob("passed_*")))
         assert ended == 2, f"{2 - ended} of two ranks did not finish within two minutes"
+
+    def _first_update(
+        self, *, gradient: float = 1.0, parameter: float = 1.0
+    ) -> tuple[dict[str, str | None], dict[str, float]]:
+        """What the optimizer says of each parameter's updates, and the norm of the first, without decay.
+
+        Args:
+            gradient: times as large gradients.
+            parameter: times as large parameters.
+        """
+        parameters = self._parameters()
+        generator = torch.Generator().manual_seed(0)
+        for entry in parameters:
+            entry.parameter.data.mul_(parameter)
+            entry.parameter.grad = gradient * torch.randn(entry.parameter.shape, generator=generator)
+        before, optimizer = _values(parameters), self.make(parameters=parameters)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        optimizer.step()
+        after = _values(parameters)
+        sizes = {
+            id(one): getattr(member, "update_size", None)
+            for member in members_of(optimizer)
+            for group in member.param_groups
+            for one in group["params"]
+        }
+        return (
+            {entry.name: sizes[id(entry.parameter)] for entry in parameters},
+            {name: float((after[name] - before[name]).norm()) for name in before},
+        )
 
     def _steps(self) -> int:
         return max(24, self.period)
