@@ -8,16 +8,24 @@ import torch
 from forge_core.errors import PluginError
 from forge_core.train.run import Reports
 
-NORMS = ["callbacks=[{name='layer_norms'}]", "train.steps=5", "metrics.interval=2", "train.batch_size=4"]
+NORMS = [
+    *("callbacks=[{name='layer_norms'}, {name='activation_norms', interval=4}]", "train.steps=5"),
+    *("metrics.interval=2", "train.batch_size=4"),
+]
 LAYOUTS = {
     "fsdp": ["--nproc", "2", "train.batch_size=2"],
     "pp": ["--nproc", "2", "parallel.pp=2", "train.batch_size=2", "train.grad_accumulation=2"],
     "tp": ["--nproc", "2", "parallel.tp=2"],
+    "cp": ["--nproc", "2", "parallel.cp=2"],
 }
 
 
 def norms(line):
     return {key: value for key, value in line.items() if key.startswith(("gradient_norm/", "weight_norm/", "update_"))}
+
+
+def activations(line):
+    return {key: value for key, value in line.items() if key.startswith("activation_")}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +44,8 @@ def test_a_logged_step_has_what_is_reported_of_it(alone):
         assert squares == pytest.approx(line["grad_norm"] ** 2, rel=1e-5)
     first, last = norms(alone[0]), norms(alone[-1])
     assert all(first[key] != last[key] for key in first), "each line has its own step's"
+    of_blocks = {f"activation_{what}/blocks.{layer}" for what in ("rms", "max") for layer in (0, 1)}
+    assert [activations(line).keys() for line in alone] == [of_blocks, set(), of_blocks, of_blocks]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -44,6 +54,9 @@ def test_it_is_the_same_in_every_layout(shared_tiny, alone, layout):
 
     for line, expected in zip(lines, alone, strict=True):
         assert norms(line) == pytest.approx(norms(expected), rel=1e-3)
+        measured = {key: value for key, value in activations(line).items() if value is not None}
+        assert measured == pytest.approx(activations(expected), rel=1e-4)
+    assert ("activation_rms/blocks.0" in lines[1]) == (layout == "pp"), "with a pipeline, what is not measured is null"
 
 
 def test_a_layer_that_is_frozen_at_first_has_no_gradient_and_is_reported_all_the_same(shared_tiny):

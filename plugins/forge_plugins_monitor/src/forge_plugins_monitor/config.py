@@ -12,6 +12,14 @@ from forge_core.config.sections import Job
 
 
 @attrs.frozen(kw_only=True)
+class ActivationNormsConfig:
+    """When ``activation_norms`` measures."""
+
+    interval: int = attrs.field(default=100, validator=gt(0))
+    """Steps between measurements: each is of the first logged step from there on."""
+
+
+@attrs.frozen(kw_only=True)
 class CurveExtrapolationConfig:
     """What ``curve_extrapolation`` fits, and when."""
 

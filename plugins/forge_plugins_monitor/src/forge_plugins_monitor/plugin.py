@@ -11,6 +11,12 @@ FORGE_API = "1.1"
 def forge_callbacks() -> Iterable[Component]:
     """What happens beside training."""
     yield Component(
+        name="activation_norms",
+        summary="how large the hidden states are after each block",
+        factory="forge_plugins_monitor.activation_norms:ActivationNorms",
+        config="forge_plugins_monitor.config:ActivationNormsConfig",
+    )
+    yield Component(
         name="curve_extrapolation",
         summary="the loss at the end of the run, by a power law through the losses so far",
         factory="forge_plugins_monitor.curve_extrapolation:CurveExtrapolation",
