@@ -35,7 +35,7 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -
         named = [f"{change.key}: {value_text(change.old)} -> {value_text(change.new)}" for change in refused[:_NAMED]]
         lines = "\n  ".join(named) + and_more(len(refused), _NAMED, "\n  ")
         raise ConfigError(
-            f"{where} cannot be continued with this configuration; these {len(refused)} keys differ:\n  {lines}\n"
+            f"{where} cannot be continued with this configuration; keys that differ: {len(refused)}\n  {lines}\n"
             "Restore them, or choose another run.name to start afresh."
         )
     return changes

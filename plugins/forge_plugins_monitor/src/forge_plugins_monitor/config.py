@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import attrs
-from attrs.validators import ge, gt, lt
+from attrs.validators import deep_iterable, ge, gt, instance_of, lt, min_len
 
 from forge_core.config.sections import Job
 
@@ -56,6 +56,33 @@ class LayerNormsConfig:
 
     updates: bool = True
     """Also how far the update moves each layer, for which this rank's weights are copied in these steps."""
+
+
+@attrs.frozen(kw_only=True)
+class MemorySnapshotConfig:
+    """What ``memory_snapshot`` records."""
+
+    start: int = attrs.field(default=10, validator=gt(0))
+    """The first step of the record."""
+    steps: int = attrs.field(default=3, validator=gt(0))
+    """Steps of the record, after which it is written and ends."""
+    ranks: tuple[int, ...] = attrs.field(
+        default=(0,), validator=[min_len(1), deep_iterable(member_validator=[instance_of(int), ge(0)])]
+    )
+    """The ranks that record, each into files of its own."""
+    on_out_of_memory: bool = False
+    """Record all along, so that there is a history whenever one of ``ranks`` fails for want of memory. Without it there
+    is one in the steps of the record."""
+    entries: int = attrs.field(default=100_000, validator=gt(0))
+    """Allocations and frees that are kept, the newest; each takes some KB of the host's memory."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """There must be CUDA, and the record must lie within the run."""
+        if job.run.device not in ("auto", "cuda"):
+            yield "", f'memory_snapshot records the memory of CUDA, and run.device = "{job.run.device}"; take it out'
+        if self.start + self.steps - 1 > job.train.steps:
+            end = f"the record ends with step {self.start + self.steps - 1}"
+            yield "start", f"{end}, after the last one, train.steps = {job.train.steps}"
 
 
 @attrs.frozen(kw_only=True)

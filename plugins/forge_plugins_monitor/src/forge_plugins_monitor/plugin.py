@@ -35,6 +35,12 @@ def forge_callbacks() -> Iterable[Component]:
         config="forge_plugins_monitor.config:LayerNormsConfig",
     )
     yield Component(
+        name="memory_snapshot",
+        summary="what CUDA's allocator has given out in a few steps, and when memory runs out",
+        factory="forge_plugins_monitor.memory_snapshot:MemorySnapshot",
+        config="forge_plugins_monitor.config:MemorySnapshotConfig",
+    )
+    yield Component(
         name="profile",
         summary="a trace of a few steps, and their time by kinds of work and kernels",
         factory="forge_plugins_monitor.profile:Profile",
