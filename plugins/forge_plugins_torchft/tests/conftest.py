@@ -17,6 +17,7 @@ import torch
 
 import fork_server
 from forge_core.checkpoint.store import CheckpointStore
+from forge_plugins_torchft.config import HOST, LIGHTHOUSE, NAME
 
 TOML = """
 [run]
@@ -79,6 +80,12 @@ class ReplicatedJob:
             )
         self._started.append(process)
         return process
+
+    def start_replica(self, url: str, number: int, *overrides: str, **environment: str) -> subprocess.Popen[bytes]:
+        """One alone, with the lighthouse at ``url`` and a folder as ``forge replicas`` has it."""
+        directory = [f"run.dir={self.folder}/runs/both", f"run.name=replica_{number}"]
+        names = {LIGHTHOUSE: url, HOST: "127.0.0.1", NAME: f"replica_{number}"}
+        return self.start("run", *directory, *overrides, **names, **environment)
 
     def output(self, process: subprocess.Popen[bytes]) -> str:
         """All of it, once the process has ended."""

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 
-from forge_plugins_torchft.config import HOST, LIGHTHOUSE, NAME, TorchftConfig
+from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, TorchftConfig
 from forge_plugins_torchft.lighthouse import lighthouse
 
 BOTH = ["--replicas", "2"]
@@ -61,23 +61,23 @@ def test_two_replicas_train_as_one_process_does_and_resume(job):
 
 
 def test_state_that_is_not_of_its_parameters_shape_is_had_from_another_replica(job):
-    """Each rank of a replica has its part of it."""
+    """While both run, and each rank of a replica has its part of it."""
     optimizer = (
         'optimizer={name="grouped", groups=[{roles=["matrix"], optimizer={name="adafactor", lr=1e-2, beta1=0.5}}, '
         '{optimizer={name="adamw_8bit", lr=1e-2, min_elements=0}}]}'
     )
-    sharded = [*BOTH, "--nproc", "2", "train.batch_size=2", "checkpoint.interval=2", optimizer]
-    code, said = job.run("replicas", *sharded, "train.steps=4")
+    directory = [f"run.dir={job.folder}/runs/both", "run.name=replica_0"]
+    code, said = job.run("run", *directory, optimizer, "callbacks=[]", "train.steps=4")
     assert code == 0, said
 
-    theirs, own = (job.directory(replica) / "checkpoints" for replica in (0, 1))
-    shutil.rmtree(own / "step_00000004")  # it goes on from step 2, and is given step 4
-    shutil.copytree(theirs / "step_00000002", own / "step_00000002")
-    code, said = job.run("replicas", *sharded, "train.steps=7")
-    assert code == 0, said
+    settings = ["--nproc", "2", "train.batch_size=2", optimizer, "train.steps=7"]
+    with lighthouse(None, TorchftConfig(), 1.0) as url:
+        both = [job.start_replica(url, number, *settings, **{EXPECTED: "2"}) for number in (0, 1)]
+        outputs = [job.output(one) for one in both]
 
-    assert [event["step"] for event in job.events(1, "taken_over")] == [4]
-    assert training(job.metrics(1))[-3:] == training(job.metrics(0))[-3:]
+    assert [one.returncode for one in both] == [0, 0], outputs
+    assert [(event["from_step"], event["step"]) for event in job.events(1, "taken_over")] == [(0, 4)], outputs
+    assert training(job.metrics(1)) == training(job.metrics(0))[4:]
     assert have_same_bits(job)  # losses are sums over replicas, and would be equal all the same
     slots = {key.rpartition(".")[2] for key in job.saved(1)[1] if key.startswith("optimizer.")}
     assert {"row", "column", "momentum_scale", "square_scale"} <= slots
@@ -118,16 +118,9 @@ def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job
 
 def test_a_replica_with_another_job_is_refused_and_the_others_go_on(job):
     with lighthouse(None, TorchftConfig(), 1.0) as url:
-
-        def start(number, *overrides):
-            directory = [f"run.dir={job.folder}/runs/both", f"run.name=replica_{number}"]
-            return job.start(
-                "run", *directory, *overrides, **{LIGHTHOUSE: url, HOST: "127.0.0.1", NAME: f"replica_{number}"}
-            )
-
-        first = start(0, "train.steps=100000")
+        first = job.start_replica(url, 0, "train.steps=100000")
         job.wait_until(lambda: len(job.metrics(0)) > 5, first)
-        other = start(1, "train.steps=100000", "optimizer.lr=2e-2")
+        other = job.start_replica(url, 1, "train.steps=100000", "optimizer.lr=2e-2")
         said = job.output(other)
         before = len(job.metrics(0))
         job.wait_until(lambda: len(job.metrics(0)) > before + 20, first)
