@@ -42,10 +42,16 @@ def test_what_is_shown_is_what_the_run_trains_on(tiny, trained, capsys):
     assert [line["numbers"] for line in lines] == [[*range(16, 24)], [*range(24, 32)]]
     assert [line["texts"] for line in lines] == [[bytes(trained[step][0].astype(np.uint8)).decode()] for step in (2, 3)]
 
+    assert main(["data", "seen", str(tiny.path()), "--steps", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["numbers"] == [*range(72, 80)]
+    assert main(["data", "seen", str(tiny.path()), "--steps", "10..11"]) == 2
+    assert "step_00000010 has been trained for 10 steps" in capsys.readouterr().err
 
-def test_a_run_whose_steps_have_grown_is_refused(tiny, capsys):
-    tiny.completed("train.steps=3", "scheduler.decay_steps=4")
-    tiny.completed("train.steps=6", "scheduler.decay_steps=4", "train.batch_size=8")
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)])
+def test_a_run_whose_steps_have_had_other_sizes_is_refused(tiny, capsys, sizes):
+    for steps, size in zip((3, 6), sizes, strict=True):
+        tiny.completed(f"train.steps={steps}", "scheduler.decay_steps=4", f"train.batch_size={size}")
     capsys.readouterr()
 
     assert main(["data", "seen", str(tiny.path()), "--steps", "1"]) == 2

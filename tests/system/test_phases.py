@@ -101,7 +101,10 @@ def test_the_longest_pattern_counts_also_after_the_job_has_been_written(tiny, tm
         assert Phases(one, names, names).at(1).scales == {"blocks.0.q": 0.5, "blocks.1.q": 0.1, "head.w": 2.0}
 
 
-@pytest.mark.parametrize(("fraction", "steps", "first"), [(0.29, 100, 30), (0.7, 10, 8), (0.55, 10, 6)])
+@pytest.mark.parametrize(
+    ("fraction", "steps", "first"),
+    [(0.29, 100, 30), (0.7, 10, 8), (0.55, 10, 6), (0.8, 7, 6), (0.8, 13, 11), (0.8, 12, 10), (0.8, 1, 1)],
+)
 def test_a_fraction_of_the_run_is_not_rounded_away(fraction, steps, first):
     assert PhaseSection(at=fraction).first_step(TrainSection(steps=steps, seq_len=8)) == first
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forge_core.data.loader import BatchLoader
+from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
 from forge_plugins_data.best_fit import PackedDocuments, best_fit, find_documents
 from forge_plugins_data.config import TokenFilesConfig
@@ -165,6 +167,30 @@ def test_about_the_share_of_documents_is_held_out_also_of_files_of_one(tmp_path,
     assert len(firsts["validation"]) == 3
     assert len(firsts["train"]) == 97
     assert not firsts["train"] & firsts["validation"]
+
+
+@pytest.mark.parametrize(("seed", "workers"), [(0, 2), (1, 0)])
+def test_a_sample_is_the_same_in_each_opening_whatever_the_seed_and_the_workers(tmp_path, build, seed, workers):
+    """Many documents are of one length, so that what decides between them must be the same too."""
+    for i in range(3):
+        ids = [token for text in documents(i, n=60, longest=6) for token in text]
+        np.save(tmp_path / f"{i}.npy", np.array(ids, dtype=np.uint16))
+
+    def opened():
+        return open_files(build, tmp_path, end_of_document=END, document_mask=True, validation=0.1)["train"]
+
+    one, other = opened(), opened()
+    n = len(one) // 4 * 4
+    stream = SampleStream(other, seed=seed, shuffle=True)
+    keys = {"batch_size": 4, "grad_accumulation": 1, "dp_rank": 0, "dp_size": 1, "prefetch": 3, "pin_memory": False}
+    loader = BatchLoader(stream, position=0, workers=workers, **keys)
+    steps = [batch for _ in range(n // 4) for batch in next(loader)]
+    loader.close()
+
+    assert one.fingerprint == other.fingerprint
+    expected = one.read(stream.indices(np.arange(n)))
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.concatenate([batch[name].numpy() for batch in steps]), array)
 
 
 def test_another_end_of_document_is_other_data(tmp_path, build):

@@ -101,3 +101,7 @@ def test_times_add_up():
 def test_a_record_that_cannot_be_is_refused(capsys, keys, sentence):
     assert main(["validate", "configs/demo.toml", f"callbacks=[{{name='profile', {keys}}}]"]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_record_may_end_with_the_last_step():
+    assert main(["validate", "configs/demo.toml", "callbacks=[{name='profile', start=398, steps=3}]"]) == 0

@@ -13,7 +13,7 @@ from forge_core.cli import main
 from forge_plugins_monitor.report.chart import means, thinned
 from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.run_record import Curve, RunRecord, find_runs, read_runs
-from forge_plugins_monitor.report.scaling import Scaling
+from forge_plugins_monitor.report.scaling import Scaling, points_of
 
 JOB = '[run]\nname = "x"\n[train]\nsteps = 40\n[model]\nname = "acme:transformer"\n[optimizer]\nlr = 0.01\n'
 VOID = {"meta", "link", "input", "br"}
@@ -383,6 +383,16 @@ def test_a_loss_that_does_not_fall_has_no_law(slope):
     assert "the loss does not fall with compute" in html
     assert html.count("<circle") == 5
     assert "C^" not in html
+
+
+def test_the_cost_of_a_loss_is_that_of_the_step_at_which_it_was_evaluated():
+    lines = [{"step": 8, "eval/loss": 3.0}, {"step": 10, "loss": 2.5, "tokens": 1000}]
+    environment = {"n_parameters": 50, "flops_per_token": 300}
+    run = RunRecord(index=0, label="r", path=Path("r"), lines=lines, events=[], job={}, environment=environment)
+
+    (point,), name = points_of([run])
+
+    assert (name, point.loss, point.tokens, point.compute) == ("eval/loss", 3.0, 800, 240_000)
 
 
 def test_a_floor_takes_five_sizes_and_not_five_runs():
