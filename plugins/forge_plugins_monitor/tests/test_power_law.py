@@ -12,7 +12,7 @@ COMPUTE = [1e17 * 4**i for i in range(8)]
 
 @pytest.mark.parametrize(("floor", "factor", "exponent"), [(0.0, 50.0, 0.09), (1.69, 400.0, 0.15), (0.5, 9.0, 0.05)])
 def test_planted_numbers_are_found_again(floor, factor, exponent):
-    law = fit(COMPUTE, [floor + factor * c**-exponent for c in COMPUTE], len(COMPUTE))
+    law = fit(COMPUTE, [floor + factor * c**-exponent for c in COMPUTE], with_floor=True)
 
     lowest = floor + factor * COMPUTE[-1] ** -exponent
     assert law.floor == pytest.approx(floor, abs=lowest / 800)  # of the 400 that are tried, the nearest one
@@ -24,7 +24,7 @@ def test_planted_numbers_are_found_again(floor, factor, exponent):
 def test_of_three_sizes_it_is_the_line_through_the_logarithms_with_numpy_as_judge():
     compute, loss = [1e17, 3e17, 1e18], [4.0, 3.2, 2.9]
 
-    law = fit(compute, loss, 3)
+    law = fit(compute, loss, with_floor=False)
 
     slope, height = np.polyfit(np.log(compute), np.log(loss), 1)
     assert (law.floor, law.exponent, law.factor) == (0.0, pytest.approx(-slope), pytest.approx(math.exp(height)))
@@ -40,6 +40,6 @@ def test_in_noise_the_floor_is_that_of_the_least_squares_of_logarithms(seed):
         slope, height = np.polyfit(np.log(COMPUTE), np.log(loss - floor), 1)
         return np.square(np.log(floor + np.exp(height + slope * np.log(COMPUTE))) - np.log(loss)).sum()
 
-    law = fit(COMPUTE, loss.tolist(), len(COMPUTE))
+    law = fit(COMPUTE, loss.tolist(), with_floor=True)
 
     assert law.floor == pytest.approx(min(np.arange(400) * loss.min() / 400, key=misses), abs=loss.min() / 400)
