@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.contracts.callback import Requests, RunContext
+from forge_core.contracts.callback import Callback, Requests, RunContext
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
@@ -36,7 +36,7 @@ from forge_core.train.events import Events
 from forge_core.train.metrics import Metrics
 from forge_core.train.phases import Phases
 from forge_core.train.replication import Replicas
-from forge_core.train.run import Run
+from forge_core.train.run import Reports, Run
 from forge_core.train.step_guard import StepGuard
 from forge_core.train.step_modules import StepModules
 from forge_core.train.trainer import Trainer
@@ -182,10 +182,10 @@ class Bench:
         trainer.loader.close()
         return (ended - starts[2]) / (self.steps - 2)
 
-    def trainer(self) -> Trainer:
+    def trainer(self, callbacks: Sequence[tuple[str, Callback]] = ()) -> Trainer:
         model = build_model(self.context, self.source.vocab_size, self.passes, self.build)
         optimizer = build_optimizer(self.job, model, self.build)
-        requests = Requests()
+        requests, reports = Requests(), Reports()
         context = RunContext(
             job=self.job,
             run_dir=Path(),
@@ -197,15 +197,19 @@ class Bench:
             total_steps=self.steps,
             requests=requests,
             log=print,
+            parameters=model.parameters,
+            mesh=self.mesh,
+            report=reports.add,
         )
         run = Run(
             context=context,
             mesh=self.mesh,
             directory=SimpleNamespace(write_event=print),
-            events=Events([]),
+            events=Events(callbacks),
             supervisor=None,
             consensus=Consensus(requests),
             record=lambda values: None,
+            reports=reports,
         )
         loader = self.loader()
         modules = StepModules(model.parts, self.mesh)

@@ -13,6 +13,7 @@ import fork_server
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
+    "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
     "checkpoint": ["--width", "128", "--rounds", "2"],
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],

@@ -12,4 +12,4 @@ def is_due(run: RunContext, step: int, interval: int) -> bool:
     if step in (1, run.total_steps):
         return True
     logged = run.job.metrics.interval
-    return logged > 0 and step % logged == 0 and step % interval < logged
+    return step % logged == 0 and step % interval < logged
