@@ -40,31 +40,40 @@ def straight(shared_tiny, streamed):
     return shared_tiny.completed(*streamed, *ONE, "train.steps=12", "run.name=straight")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)]
+)
 def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_is_not(
-    shared_tiny, streamed, straight, training_values
+    shared_tiny, streamed, training_values, kills
 ):
-    settings = [*streamed, *ONE, "train.steps=12", "run.name=killed", "data.workers=3", "data.prefetch=7"]
-    chosen = random.Random(7)
-    for wanted in sorted(chosen.sample(range(1, 11), 4)):
+    steps = 2 * kills + 16
+    settings = [*streamed, *ONE, f"train.steps={steps}"]
+    straight = shared_tiny.completed(*settings, f"run.name=unkilled-{kills}")
+    name = f"killed-{kills}"
+    settings += [f"run.name={name}", "data.workers=3", "data.prefetch=7"]
+    for seed in range(kills):
+        chosen = random.Random(seed)
         process = fork_server.Popen(
             shared_tiny.command(*settings),
             env=shared_tiny.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        file, deadline = shared_tiny.path("killed") / "metrics.jsonl", time.monotonic() + 200
+        wanted, deadline = chosen.randint(1, 2) + 2 * seed, time.monotonic() + 200
+        file = shared_tiny.path(name) / "metrics.jsonl"
         while not file.exists() or len(file.read_text().splitlines()) < wanted:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        time.sleep(chosen.random() * 0.05)
+        time.sleep(chosen.random() * 0.02)
         process.kill()
         process.communicate()
 
     done = shared_tiny.completed(*settings)
 
     assert training_values(done) == training_values(straight)
+    events = (shared_tiny.path(name) / "events.jsonl").read_text()
+    assert events.count('"event": "resumed"') >= kills - 1  # the first may have left nothing to go on from
 
 
 @pytest.mark.slow
