@@ -170,7 +170,7 @@ def test_about_the_share_of_documents_is_held_out_also_of_files_of_one(tmp_path,
 
 
 @pytest.mark.parametrize(("seed", "workers"), [(0, 2), (1, 0)])
-def test_a_sample_is_the_same_in_each_opening_whatever_the_seed_and_the_workers(tmp_path, build, seed, workers):
+def test_a_sample_is_the_same_in_each_opening_for_any_seed_and_workers(tmp_path, build, seed, workers):
     """Many documents are of one length, so that what decides between them must be the same too."""
     for i in range(3):
         ids = [token for text in documents(i, n=60, longest=6) for token in text]
