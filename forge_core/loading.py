@@ -35,10 +35,11 @@ from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held_out_loss
 from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_core.train.model_evaluator import ModelEvaluator
+from forge_core.train.parametrization import with_multipliers
 from forge_core.train.sources import EvaluatedData
 
 __all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "Weights", "build_on_meta", "build_within", "load_model"]
-__all__ += ["model_problem", "named_tensors", "opened", "with_missing_plugins"]
+__all__ += ["model_problem", "named_tensors", "opened", "with_missing_plugins", "with_multipliers"]
 
 Weights: TypeAlias = Literal["training", "evaluation"]
 """The weights to read of a checkpoint: the trained ones, or averages that are evaluated in their place

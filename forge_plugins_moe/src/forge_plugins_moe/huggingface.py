@@ -6,8 +6,9 @@ What a decoder has beside its sparse layers is translated by ``forge_plugins_den
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -59,7 +60,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Table:
         ConfigError: the architecture is another one, or uses something that we have not.
     """
     architecture = _named(hf)
-    hf = {**architecture.defaults, **hf}
+    hf = ChainMap(cast("dict[str, Any]", hf), dict(architecture.defaults))  # which looks up what is asked for alone
     for key, supported in architecture.supported.items():
         if hf.get(key, supported) != supported:
             raise ConfigError(f"{architecture.name} with {key} = {hf[key]!r} is not supported; only {supported!r} is")

@@ -38,6 +38,10 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
         )
     for key in ("n_kv_heads", "head_dim"):
         table.pop(key, None)
+    width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
+    if hf.get("qk_head_dim", width) != width:
+        raise ConfigError(f"qk_head_dim = {hf['qk_head_dim']} is not qk_nope_head_dim + qk_rope_head_dim = {width}")
+    hf.get("num_nextn_predict_layers")  # of the predictors, which are left out
     table["latent_attention"] = {
         "kv_rank": hf["kv_lora_rank"],
         "plain_dim": hf["qk_nope_head_dim"],

@@ -6,7 +6,8 @@ in one. Both are read, and either is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import attrs
 import torch
@@ -18,6 +19,15 @@ from forge_plugins_moe.huggingface import DEEPSEEK_V3, Architecture, architectur
 from forge_plugins_moe.sparse_config import moe_of, sparse_layers
 
 
+@attrs.frozen
+class Made:
+    """How a tensor is made of those on the other side."""
+
+    reads: tuple[str, ...]
+    make: Callable[..., torch.Tensor]
+    """Given those, in this order."""
+
+
 def from_hf_state(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """Hugging Face weights under our names, of a file or of a model. Experts are copied into stacks; what a run
     keeps of the last step begins as in a new one; DeepSeek's multi-token prediction is left out.
@@ -26,25 +36,7 @@ def from_hf_state(state: Mapping[str, torch.Tensor], config: TransformerConfig) 
         ConfigError: weights are missing or left over, or in float8; or no architecture of Hugging Face is equal to this
             model.
     """
-    architecture = architecture_of(config)
-    packed = any(name.endswith(".experts.gate_up_proj") for name in state)
-    names = _names(config, architecture, packed=packed)
-    layers = list(_layers(config, architecture, packed=packed))
-    spare = {name for name in state if dense.is_derived(name) or name.startswith(_predictors(config, architecture))}
-    if any(name.endswith("weight_scale_inv") for name in state):
-        raise ConfigError(
-            "these weights are in float8 with scales; convert them to bf16 first, as their authors describe"
-        )
-    if config.tie_embeddings:
-        spare.add("lm_head.weight")
-    dense.check_complete(state.keys() - spare, {*names.values(), *(name for layer in layers for name in layer.names())})
-
-    ours = {our_name: state[name] for our_name, name in names.items()}
-    for layer in layers:
-        ours |= layer.read(state)
-    for name, first in _kept(config).items():
-        ours[name] = torch.full((moe_of(config).n_experts,), first)
-    return _turned(ours, config, to_pairs=False)
+    return _made(how_to_read(state, config), state)
 
 
 def to_hf_state(
@@ -59,19 +51,57 @@ def to_hf_state(
     Raises:
         ConfigError: as ``from_hf_state``.
     """
-    architecture = architecture_of(config)
-    names = _names(config, architecture, packed=packed)
-    layers = list(_layers(config, architecture, packed=packed))
+    made, architecture = how_to_write(config, packed=packed), architecture_of(config)
     spare = {name for name in state if name.startswith(_predictors(config, architecture))}
     spare |= {*_kept(config), *(["head.weight"] if config.tie_embeddings else [])}
-    stacks = {f"{layer.ours}.{matrix}" for layer in layers for matrix in ("gate", "up", "down")}
-    dense.check_complete(state.keys() - spare, names.keys() | stacks)
+    dense.check_complete(state.keys() - spare, {name for one in made.values() for name in one.reads})
+    return _made(made, state)
 
-    turned = _turned({our_name: state[our_name] for our_name in names}, config, to_pairs=True)
-    theirs = {name: turned[our_name] for our_name, name in names.items()}
+
+def how_to_read(names: Collection[str], config: TransformerConfig) -> dict[str, Made]:
+    """How each of our tensors is made of theirs.
+
+    Args:
+        names: of those that there are.
+
+    Raises:
+        ConfigError: as ``from_hf_state``.
+    """
+    architecture = architecture_of(config)
+    packed = any(name.endswith(".experts.gate_up_proj") for name in names)
+    plain = _names(config, architecture, packed=packed)
+    layers = list(_layers(config, architecture, packed=packed))
+    spare = {name for name in names if dense.is_derived(name) or name.startswith(_predictors(config, architecture))}
+    if any(name.endswith("weight_scale_inv") for name in names):
+        raise ConfigError(
+            "these weights are in float8 with scales; convert them to bf16 first, as their authors describe"
+        )
+    if config.tie_embeddings:
+        spare.add("lm_head.weight")
+    dense.check_complete(set(names) - spare, {*plain.values(), *(name for layer in layers for name in layer.names())})
+
+    made = {ours: Made((theirs,), _turn(ours, config, to_pairs=False)) for ours, theirs in plain.items()}
     for layer in layers:
-        theirs |= layer.write(state)
-    return theirs
+        made |= layer.read()
+    for name, first in _kept(config).items():
+        made[name] = Made((), functools.partial(torch.full, (moe_of(config).n_experts,), first))
+    return made
+
+
+def how_to_write(config: TransformerConfig, *, packed: bool = False) -> dict[str, Made]:
+    """How each of their tensors is made of ours; as ``to_hf_state``."""
+    architecture = architecture_of(config)
+    made = {
+        theirs: Made((ours,), _turn(ours, config, to_pairs=True))
+        for ours, theirs in _names(config, architecture, packed=packed).items()
+    }
+    for layer in _layers(config, architecture, packed=packed):
+        made |= layer.write()
+    return made
+
+
+def _made(made: Mapping[str, Made], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one.make(*(state[read] for read in one.reads)) for name, one in made.items()}
 
 
 def _names(config: TransformerConfig, architecture: Architecture, *, packed: bool) -> dict[str, str]:
@@ -96,26 +126,36 @@ def _predictors(config: TransformerConfig, architecture: Architecture) -> tuple[
     return (*(f"blocks.{layer}." for layer in layers), *theirs)
 
 
-def _turned(state: dict[str, torch.Tensor], config: TransformerConfig, *, to_pairs: bool) -> dict[str, torch.Tensor]:
+def _turn(name: str, config: TransformerConfig, *, to_pairs: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """With the rotated features of latent attention in the other order: we rotate feature ``i`` together with
     ``i + half``, DeepSeek ``2 i`` with ``2 i + 1``. Queries and keys are turned alike, so their products are the same.
 
     Args:
-        state: under our names.
+        name: ours.
         to_pairs: into their order.
     """
     latent = config.latent_attention
-    if latent is None:
-        return state
-    order = torch.arange(latent.rotary_dim).view(2, -1).T if to_pairs else torch.arange(latent.rotary_dim).view(-1, 2).T
-    for layer in range(config.n_layers):
-        q, k = f"blocks.{layer}.attention.q.weight", f"blocks.{layer}.attention.kv_down.weight"
-        heads = state[q].unflatten(0, (config.n_heads, -1))
-        plain, rotary = heads.split((latent.plain_dim, latent.rotary_dim), dim=1)
-        state[q] = torch.cat([plain, rotary[:, order.flatten()]], dim=1).flatten(0, 1)
-        values, rotary = state[k].split((latent.kv_rank, latent.rotary_dim))
-        state[k] = torch.cat([values, rotary[order.flatten()]])
-    return state
+    if latent is None or not name.endswith(("attention.q.weight", "attention.kv_down.weight")):
+        return _as_it_is
+    turn = latent.rotary_dim, to_pairs
+    if name.endswith("attention.q.weight"):
+        return lambda q: _turned_queries(q, config.n_heads, latent.plain_dim, *turn)
+    return lambda keys: torch.cat([keys[: latent.kv_rank], keys[latent.kv_rank :][_order(*turn)]])
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _turned_queries(q: torch.Tensor, n_heads: int, plain_dim: int, rotary_dim: int, to_pairs: bool) -> torch.Tensor:
+    heads = q.unflatten(0, (n_heads, -1))
+    plain, rotary = heads.split((plain_dim, rotary_dim), dim=1)
+    return torch.cat([plain, rotary[:, _order(rotary_dim, to_pairs)]], dim=1).flatten(0, 1)
+
+
+def _order(rotary_dim: int, to_pairs: bool) -> torch.Tensor:
+    features = torch.arange(rotary_dim)
+    return (features.view(2, -1) if to_pairs else features.view(-1, 2)).T.flatten()
 
 
 def _layers(config: TransformerConfig, architecture: Architecture, *, packed: bool) -> Iterator[_OneByOne | _Packed]:
@@ -143,19 +183,19 @@ class _OneByOne:
         """Theirs."""
         return [self._name(expert, matrix) for matrix in self.matrices for expert in range(self.n_experts)]
 
-    def read(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def read(self) -> dict[str, Made]:
         """Our stacks of their tensors."""
         return {
-            f"{self.ours}.{matrix}": torch.stack(
-                [state[self._name(expert, matrix)] for expert in range(self.n_experts)]
+            f"{self.ours}.{matrix}": Made(
+                tuple(self._name(expert, matrix) for expert in range(self.n_experts)), _stacked
             )
             for matrix in self.matrices
         }
 
-    def write(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def write(self) -> dict[str, Made]:
         """Their tensors of our stacks."""
         return {
-            self._name(expert, matrix): state[f"{self.ours}.{matrix}"][expert].clone()  # a file has no parts of others
+            self._name(expert, matrix): Made((f"{self.ours}.{matrix}",), functools.partial(_one_of, expert))
             for matrix in self.matrices
             for expert in range(self.n_experts)
         }
@@ -174,14 +214,28 @@ class _Packed:
     def names(self) -> list[str]:
         return [f"{self.theirs}.gate_up_proj", f"{self.theirs}.down_proj"]
 
-    def read(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        gate, up = state[f"{self.theirs}.gate_up_proj"].chunk(2, dim=1)
-        stacks = {"gate": gate.contiguous(), "up": up.contiguous(), "down": state[f"{self.theirs}.down_proj"]}
-        return {f"{self.ours}.{matrix}": stack for matrix, stack in stacks.items()}
+    def read(self) -> dict[str, Made]:
+        both = (f"{self.theirs}.gate_up_proj",)
+        return {
+            f"{self.ours}.gate": Made(both, lambda packed: packed.chunk(2, dim=1)[0].contiguous()),
+            f"{self.ours}.up": Made(both, lambda packed: packed.chunk(2, dim=1)[1].contiguous()),
+            f"{self.ours}.down": Made((f"{self.theirs}.down_proj",), _as_it_is),
+        }
 
-    def write(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        gate, up, down = (state[f"{self.ours}.{matrix}"] for matrix in ("gate", "up", "down"))
-        return {f"{self.theirs}.gate_up_proj": torch.cat([gate, up], dim=1), f"{self.theirs}.down_proj": down}
+    def write(self) -> dict[str, Made]:
+        both = (f"{self.ours}.gate", f"{self.ours}.up")
+        return {
+            f"{self.theirs}.gate_up_proj": Made(both, lambda gate, up: torch.cat([gate, up], dim=1)),
+            f"{self.theirs}.down_proj": Made((f"{self.ours}.down",), _as_it_is),
+        }
+
+
+def _stacked(*experts: torch.Tensor) -> torch.Tensor:
+    return torch.stack(experts)
+
+
+def _one_of(expert: int, stack: torch.Tensor) -> torch.Tensor:
+    return stack[expert].clone()  # a file has no parts of others
 
 
 def _prefix(layer: int, architecture: Architecture, *, packed: bool) -> str:

@@ -128,3 +128,14 @@ def forge_commands() -> Iterable[Command]:
         summary="make a sparse model of a dense one (upcycling), draw the load of experts",
         run="forge_plugins_moe.commands:moe",
     )
+
+
+@hookimpl(optionalhook=True)
+def forge_weight_layouts() -> Iterable[Component]:
+    """For ``forge convert``."""
+    yield Component(
+        name="sparse",
+        summary="Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3 as Hugging Face has them",
+        factory="forge_plugins_moe.weight_layouts:SparseLayout",
+        config="forge_plugins_hf.layout_config:LayoutConfig",
+    )

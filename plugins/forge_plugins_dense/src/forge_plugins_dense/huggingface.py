@@ -117,6 +117,8 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         if hf.get(key, supported) != supported:
             raise ConfigError(f"{architecture} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
 
+    _refuse_windows(hf, architecture)
+
     table: dict[str, Any] = {
         "name": "transformer",
         "dim": hf["hidden_size"],
@@ -152,6 +154,16 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             f'{architecture} with rope_type = "{kind}" is not supported; "default", "llama3" and "yarn" are'
         )
     return table
+
+
+def _refuse_windows(hf: Mapping[str, Any], architecture: str) -> None:
+    """``sliding_window`` and ``max_window_layers`` say nothing without ``use_sliding_window``, which is not supported;
+    ``layer_types`` says the same once more."""
+    for kind in hf.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ConfigError(f"{architecture} with layer_types of {kind!r} is not supported; only 'full_attention' is")
+    if "use_sliding_window" in hf:
+        hf.get("sliding_window"), hf.get("max_window_layers")
 
 
 def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,3 +47,14 @@ def forge_predictors() -> Iterator[Component]:
         factory="forge_plugins_dense.predictor:SequentialPredictor",
         config="forge_plugins_dense.multi_token_config:SequentialConfig",
     )
+
+
+@hookimpl(optionalhook=True)
+def forge_weight_layouts() -> Iterator[Component]:
+    """For ``forge convert``."""
+    yield Component(
+        name="llama",
+        summary="Llama and Qwen3 as Hugging Face has them",
+        factory="forge_plugins_dense.weight_layouts:LlamaLayout",
+        config="forge_plugins_hf.layout_config:LayoutConfig",
+    )

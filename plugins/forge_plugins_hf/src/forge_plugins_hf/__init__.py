@@ -1,0 +1,1 @@
+"""Models of Hugging Face, in and out."""

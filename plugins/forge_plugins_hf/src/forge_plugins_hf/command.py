@@ -1,0 +1,62 @@
+"""``forge convert``: models of Hugging Face, in and out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_core.config.describe import printable
+from forge_core.contracts.command import Invocation
+
+if TYPE_CHECKING:
+    from forge_core.loading import Weights
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--to", "direction", required=True, type=click.Choice(["forge", "huggingface"]))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
+@click.option(
+    "--dtype",
+    type=click.Choice([*_DTYPES]),
+    help="By default fp32 for a checkpoint, which training needs, and that of the checkpoint for Hugging Face.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["training", "evaluation"]),
+    help="Of a checkpoint: the trained ones, or averages; by default averages, if there are any.",
+)
+@click.pass_obj
+def convert(
+    obj: Invocation, source: Path, direction: str, out: Path, dtype: str | None, weights: Weights | None
+) -> None:
+    """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face: config.json, safetensors, and
+    tokenizer.json; for --to huggingface a run's directory (its newest checkpoint) or a checkpoint's.
+
+    To forge, it writes OUT/checkpoint, which forge generate and forge eval take, and OUT/train.toml, a run that begins
+    with these weights. No more than a few tensors are in memory at a time. No code of the model is run.
+    """
+    import torch
+
+    from forge_core.checkpoint.store import find_checkpoint
+    from forge_core.errors import ConfigError
+    from forge_core.loading import model_problem
+    from forge_plugins_hf.to_forge import to_forge
+    from forge_plugins_hf.to_huggingface import to_huggingface
+
+    chosen = getattr(torch, _DTYPES[dtype]) if dtype else None
+    if direction == "forge":
+        if weights:
+            raise ConfigError("--weights is about a checkpoint, and has no effect with --to forge")
+        architecture, n_parameters = to_forge(source, out, chosen or torch.float32, obj.catalog)
+        click.echo(f"wrote {out / 'checkpoint'}: {architecture}, {n_parameters:,} parameters")
+        click.echo(f"forge generate {out / 'checkpoint'}; to train it further, choose [data] in {out / 'train.toml'}")
+        return
+    checkpoint = find_checkpoint(source, lambda line: print(printable(line), file=sys.stderr), model_problem)
+    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog)
+    click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")

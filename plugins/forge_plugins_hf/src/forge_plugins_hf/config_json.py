@@ -1,0 +1,90 @@
+"""``config.json`` of a model of Hugging Face. No key of it is ignored that changes what the model computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import ConfigError, and_more
+
+_SAY_NOTHING = frozenset(
+    (
+        *("_name_or_path", "_attn_implementation_autoset", "architectures", "auto_map", "bos_token_id", "chunk_size"),
+        *("decoder_start_token_id", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id", "model_type"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp"),
+        *("problem_type", "return_dict", "router_jitter_noise", "sep_token_id", "tokenizer_class", "torch_dtype"),
+        *("transformers_version", "unsloth_fixed", "use_cache", "_commit_hash", "name_or_path"),
+    )
+)
+"""Keys about files, tokens, training and what calls return."""
+
+
+class ReadKeys(Mapping[str, Any]):
+    """A table that remembers which of its keys have been looked up."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self._table = table
+        self.seen: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``.
+
+    Raises:
+        ConfigError: it is not there, is no table, or asks for code of its own.
+    """
+    path = folder / "config.json"
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the folder of a downloaded model") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} must be a table, and is {type(table).__name__}")
+    if "auto_map" in table:
+        raise ConfigError(f"{path}: auto_map names code that the model brings with it, which is never run")
+    return table
+
+
+def architecture_in(config: Mapping[str, Any], folder: Path) -> str:
+    """
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    found = config.get("architectures")
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], str):
+        raise ConfigError(f"{folder / 'config.json'}: architectures must be an array of one name, got {found!r}")
+    return found[0]
+
+
+def refuse_unread(config: ReadKeys, folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: a key has not been looked up, has a value, and may change what the model computes.
+    """
+    unread = sorted(
+        key for key in config if key not in config.seen and key not in _SAY_NOTHING and _says_something(config, key)
+    )
+    if unread:
+        named = ", ".join(f"{key} = {json.dumps(config[key])}" for key in unread[:5]) + and_more(len(unread), 5)
+        raise ConfigError(f"{folder / 'config.json'}: not supported by our model of this architecture: {named}")
+
+
+def _says_something(config: Mapping[str, Any], key: str) -> bool:
+    return config[key] not in (None, False, 0, 0.0, {}, [])

@@ -1,0 +1,30 @@
+"""What this distribution registers."""
+
+from collections.abc import Iterable
+
+from forge_core.api import Command, Kind, hookimpl
+
+FORGE_API = "1.1"
+
+
+@hookimpl
+def forge_commands() -> Iterable[Command]:
+    """``forge convert``."""
+    yield Command(
+        name="convert",
+        summary="make a checkpoint of a model of Hugging Face, or the reverse",
+        run="forge_plugins_hf.command:convert",
+    )
+
+
+@hookimpl
+def forge_kinds() -> Iterable[Kind]:
+    """How a model's weights are laid out in files of others."""
+    contract = "forge_plugins_hf.weight_layout:WeightLayout"
+    yield Kind(
+        name="weight_layout",
+        hook="forge_weight_layouts",
+        summary="configuration and weights of a published architecture, both ways",
+        contract=contract,
+        returns=contract,
+    )

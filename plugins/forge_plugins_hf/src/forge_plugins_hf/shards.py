@@ -1,0 +1,160 @@
+"""Files of safetensors, read and written a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+
+from forge_core.errors import ConfigError, and_more
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_MOST_BYTES = 5 * 10**9
+"""Of a file that is written, as Hugging Face has it."""
+
+
+class Shards:
+    """The weights in a folder.
+
+    Raises:
+        ConfigError: there are none, a file is missing or cut off, or tensors are not where the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        index = _index(folder)
+        files = sorted({folder / name for name in index.values()}) if index else [folder / SINGLE]
+        for file in files:
+            with _opened(file) as shard:
+                self._files |= dict.fromkeys(shard.keys(), file)
+        wrong = [name for name, file in index.items() if self._files.get(name) != folder / file]
+        wrong += sorted(self._files.keys() - index.keys()) if index else []
+        if wrong:
+            named = ", ".join(wrong[:5]) + and_more(len(wrong), 5)
+            raise ConfigError(f"{folder / INDEX} and its files do not agree about {named}")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor."""
+        with _opened(self._files[name]) as shard:
+            return torch.Size(shard.get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU. The file is opened anew, so that no more of it stays in memory."""
+        with _opened(self._files[name]) as shard:
+            tensor: torch.Tensor = shard.get_tensor(name)
+        return tensor
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is not there; the model's download is not complete") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; it may be cut off, download it again") from error
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """The file of each tensor; empty if there is a single one."""
+    path = folder / INDEX
+    if not path.exists():
+        if not (folder / SINGLE).exists():
+            raise ConfigError(_why_none(folder))
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        index = {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not an index of weights: {error}") from error
+    outside = [file for file in index.values() if Path(file).name != file]
+    if outside or not index:
+        raise ConfigError(f"{path} names {outside[0] if outside else 'no file'}; files must be in the same folder")
+    return index
+
+
+def _why_none(folder: Path) -> str:
+    if any((folder / name).exists() for name in _PICKLED):
+        return (
+            f"{folder} has pickled weights, which can run code when they are read. Make safetensors of them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out)"
+        )
+    return f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a downloaded model"
+
+
+@attrs.frozen
+class Described:
+    """A tensor to be written."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def write_shards(
+    folder: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor], most_bytes: int = _MOST_BYTES
+) -> None:
+    """Write files, and an index if there are several. One tensor is in memory at a time.
+
+    Args:
+        make: gives the tensor of a name, on the CPU.
+        most_bytes: of a file; a larger tensor has one of its own.
+    """
+    shards = [*_dealt(tensors, most_bytes)]
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write(folder / name, shard, make)
+        where |= dict.fromkeys((one.name for one in shard), name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(one.n_bytes for one in tensors)}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _dealt(tensors: Sequence[Described], most_bytes: int) -> Iterator[list[Described]]:
+    shard: list[Described] = []
+    for one in tensors:
+        if shard and sum(before.n_bytes for before in shard) + one.n_bytes > most_bytes:
+            yield shard
+            shard = []
+        shard.append(one)
+    yield shard
+
+
+def _write(path: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor]) -> None:
+    """The format of safetensors, which its library writes only from memory: a length, a header in JSON, and bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for one in tensors:
+        end = start + one.n_bytes
+        header[one.name] = {"dtype": _DTYPES[one.dtype], "shape": [*one.shape], "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for one in tensors:
+            tensor = make(one.name).to(one.dtype).contiguous()
+            assert tensor.shape == one.shape, f"{one.name} is not what was described"
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+def on_meta(shapes: Mapping[str, torch.Size], names: Sequence[str]) -> list[torch.Tensor]:
+    """Tensors without values."""
+    return [torch.empty(shapes[name], device="meta") for name in names]

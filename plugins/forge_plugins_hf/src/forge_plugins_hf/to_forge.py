@@ -1,0 +1,151 @@
+"""A downloaded model as a checkpoint, a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from forge_core.checkpoint.export import model_tensors, module_versions, named_parameters, write_checkpoint
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
+from forge_core.errors import ConfigError, and_more
+from forge_core.job import dump_job, load_job
+from forge_core.loading import build_on_meta
+from forge_core.registry.catalog import Catalog
+from forge_plugins_hf.config_json import ReadKeys, architecture_in, read_config, refuse_unread
+from forge_plugins_hf.layouts import layout_of_architecture
+from forge_plugins_hf.shards import Shards, on_meta
+from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer
+from forge_plugins_hf.weight_layout import Recipe
+
+CHECKPOINT, CONFIG = "checkpoint", "train.toml"
+_SEQ_LEN = 2048
+
+
+def to_forge(
+    folder: Path, out: Path, dtype: torch.dtype, catalog: Callable[[Collection[str]], Catalog]
+) -> tuple[str, int]:
+    """Write ``out/checkpoint/``, which ``forge generate`` and ``forge eval`` take, and ``out/train.toml``, a run that
+    begins with its weights.
+
+    Args:
+        folder: with ``config.json``, safetensors and, if there is one, ``tokenizer.json``.
+        dtype: of the checkpoint.
+
+    Returns:
+        The architecture, and how many parameters the model has.
+
+    Raises:
+        ConfigError: the model is not one that we have, or its files are not whole.
+        SaveError: it cannot be written.
+    """
+    for path in (out / CHECKPOINT, out / CONFIG):
+        if path.exists():
+            raise ConfigError(f"{path} exists already; choose another --out, or remove it")
+    installed = catalog(())
+    config = ReadKeys(read_config(folder))
+    architecture = architecture_in(config, folder)
+    layout = layout_of_architecture(architecture, installed)
+    try:
+        table = layout.model_table(config)
+    except KeyError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {architecture} needs the key {error.args[0]}") from error
+    refuse_unread(config, folder)
+    tokenizer = choose_tokenizer(folder, config)
+    job = _job(table, tokenizer, out, installed)
+    model: Any = build_on_meta(job, config["vocab_size"], ComponentBuilder(installed))
+    shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
+    shards = Shards(folder)
+    recipes = layout.to_forge(job.model.config, shards.names)
+    _refuse_misfits(shards, recipes, shapes)
+
+    def make(key: str) -> torch.Tensor:
+        recipe, like = recipes[key.removeprefix("model.")], shapes[key.removeprefix("model.")]
+        made = recipe.make(*(shards.read(name) for name in recipe.reads))
+        return made.to(dtype if like.is_floating_point() else like.dtype)
+
+    def write_more(unfinished: Path) -> None:
+        (unfinished / "job.toml").write_text(dump_job(job), encoding="utf-8")
+        if tokenizer is not None:
+            keep_tokenizer(folder, unfinished / "tokenizer")
+
+    saved = {"tokenizer": {**tokenizer, "path": FILE}} if tokenizer is not None else {}
+    write_checkpoint(
+        out / CHECKPOINT,
+        {
+            f"model.{name}": torch.empty(
+                one.shape, dtype=dtype if one.is_floating_point() else one.dtype, device="meta"
+            )
+            for name, one in shapes.items()
+        },
+        make,
+        state={
+            "step": 0,
+            "vocab_size": config["vocab_size"],
+            "modules": module_versions([model]),
+            "converted": {"source": str(folder.resolve()), "architecture": architecture},
+            **saved,
+        },
+        step=0,
+        tokens=0,
+        versions={
+            "forge-core": version("forge-core"),
+            "torch": str(torch.__version__),
+            **{plugin.distribution: plugin.version for plugin in installed.plugins if plugin.status == "ok"},
+        },
+        write_more=write_more,
+    )
+    (out / CONFIG).write_text(_train_toml(job, out), encoding="utf-8")
+    return architecture, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, out: Path, catalog: Catalog) -> Job:
+    """A job to go on from, whose data are the user's to choose."""
+    import tomli_w
+
+    data: dict[str, Any] = {"name": "token_files", "path": "tokens"}
+    if tokenizer is not None:
+        own = str((out / CHECKPOINT / "tokenizer" / FILE).absolute())
+        data = {"name": "text_files", "path": "text", "tokenizer": {**tokenizer, "path": own}}
+    job = {
+        "model": dict(table),
+        "data": data,
+        "train": {"steps": 1000, "seq_len": min(_SEQ_LEN, table.get("max_seq_len", _SEQ_LEN))},
+        "optimizer": {"name": "adamw", "lr": 1e-5},
+    }
+    with TemporaryDirectory() as name:
+        file = Path(name) / f"{out.absolute().name}.toml"
+        file.write_text(tomli_w.dumps(job), encoding="utf-8")
+        return load_job(file, catalog=catalog)
+
+
+def _train_toml(job: Job, out: Path) -> str:
+    load = f"[checkpoint.load]\npath = {str((out / CHECKPOINT).absolute())!r}\n"
+    return f"# Weights of a converted model; [data] is to be chosen.\n\n{dump_job(job)}\n{load}"
+
+
+def _refuse_misfits(shards: Shards, recipes: Mapping[str, Recipe], shapes: Mapping[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        ConfigError: tensors have other shapes than the model that ``config.json`` describes.
+    """
+    there = {name: shards.shape(name) for recipe in recipes.values() for name in recipe.reads}
+    wrong = []
+    for name, like in shapes.items():
+        recipe = recipes[name]
+        try:
+            made = recipe.make(*on_meta(there, recipe.reads)).shape
+        except RuntimeError:  # of tensors that cannot be put together
+            made = None
+        if made != like.shape:
+            read = ", ".join(f"{one} {tuple(there[one])}" for one in recipe.reads[:2])
+            wrong.append(f"{read} (ours is {tuple(like.shape)})")
+    if wrong:
+        raise ConfigError(
+            "weights have other shapes than config.json says: " + "; ".join(wrong[:5]) + and_more(len(wrong), 5, "; ")
+        )

@@ -1,0 +1,94 @@
+"""A model's tokenizer, which travels along."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import ConfigError
+
+FILE = "tokenizer.json"
+_COMPONENT = "forge-plugins-data:tokenizer_file"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+"""Files that say how text and answers are made; they are kept beside it."""
+
+
+def choose_tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer of a downloaded model as a component's table with an absolute path; ``None`` if there is none.
+
+    Raises:
+        ConfigError: it has more tokens than the model.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    vocabulary = _vocabulary(path)
+    largest = max(vocabulary.values(), default=-1)
+    if largest >= config["vocab_size"]:
+        raise ConfigError(f"{path} has ids up to {largest}, and the model's vocabulary is {config['vocab_size']}")
+    end = _end(folder, config, vocabulary)
+    table = {"name": _COMPONENT, "path": str(path.resolve())}
+    return table if end is None else {**table, "end_of_document": end}
+
+
+def keep_tokenizer(folder: Path, out: Path) -> None:
+    """Copy the tokenizer's files."""
+    out.mkdir(exist_ok=True)
+    for name in (FILE, *_BESIDE):
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, out / name)
+
+
+def give_tokenizer(saved: Path, out: Path, end: str | None) -> bool:
+    """Copy the tokenizer of a checkpoint into a model's folder, as ``transformers`` reads it. Returns whether it has
+    one in that format.
+
+    Args:
+        saved: the checkpoint's folder of it.
+        end: the token that ends a document.
+    """
+    if not (saved / FILE).exists():
+        return False
+    for name in (FILE, *_BESIDE):
+        if (saved / name).exists():
+            shutil.copyfile(saved / name, out / name)
+    if not (out / "tokenizer_config.json").exists():
+        table = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
+        (out / "tokenizer_config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        added = {token["content"]: token["id"] for token in table.get("added_tokens") or ()}
+        vocabulary = table["model"]["vocab"]
+        if isinstance(vocabulary, list):  # pieces with their scores
+            vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
+        return {**vocabulary, **added}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a file of the tokenizers library: {error}") from error
+
+
+def _end(folder: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]) -> str | None:
+    """The token that ends a document, by the tokenizer's configuration, or by the model's."""
+    named = _table(folder / "tokenizer_config.json").get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    if isinstance(named, str) and named in vocabulary:
+        return named
+    ids = config.get("eos_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    return next((token for token, number in vocabulary.items() if number == first), None)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,78 @@
+"""Weight layouts: a model's configuration and weights as Hugging Face has them, both ways.
+
+A package that has a model yields its layouts in the hook ``forge_weight_layouts``, marked ``optionalhook=True``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, Protocol
+
+import attrs
+import torch
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@attrs.frozen
+class Recipe:
+    """A tensor that is made of others."""
+
+    reads: tuple[str, ...]
+    """Names of tensors on the other side."""
+    make: Callable[..., torch.Tensor] = _same
+    """Given those, in this order; by default there is one, which is the tensor. It works on meta as well."""
+
+
+class WeightLayout(ABC):
+    """Base class. Nothing of it reads files: the command opens them, a tensor at a time."""
+
+    architectures: ClassVar[tuple[str, ...]]
+    """The names that ``architectures`` in ``config.json`` may have."""
+
+    @abstractmethod
+    def model_table(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """The table ``[model]`` that a ``config.json`` stands for.
+
+        Every key that it looks up is one that it knows; the command refuses those that it has not looked up, unless
+        they say nothing of what the model computes.
+
+        Raises:
+            ConfigError: the model uses something that ours has not.
+        """
+
+    @abstractmethod
+    def config_json(self, config: Any, vocab_size: int) -> dict[str, Any]:
+        """The content of ``config.json`` for a model's config.
+
+        Raises:
+            ConfigError: no architecture of this layout is equal to the model.
+        """
+
+    @abstractmethod
+    def to_forge(self, config: Any, names: Collection[str]) -> Mapping[str, Recipe]:
+        """How each tensor of our model is made of theirs.
+
+        Args:
+            names: of the tensors that there are.
+
+        Raises:
+            ConfigError: tensors are missing, or left over.
+        """
+
+    @abstractmethod
+    def to_huggingface(self, config: Any) -> Mapping[str, Recipe]:
+        """How each of their tensors is made of ours."""
+
+
+class WeightLayoutFactory(Protocol):
+    """Makes a layout."""
+
+    def __call__(self, config: Any, /) -> WeightLayout:
+        """Args:
+        config: an instance of the component's config class, with its defaults.
+        """
+        ...

@@ -1,0 +1,207 @@
+"""``forge convert``: models of transformers become checkpoints and back, and compute the same."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from forge_core.checkpoint.store import open_checkpoint
+from forge_core.cli import main
+from forge_core.loading import load_model
+from forge_core.registry.discovery import discover
+from forge_plugins_hf.shards import Described, Shards, write_shards
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_theta=5000.0),
+    "tied": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, **EXPERTS),
+    "olmoe": lambda: transformers.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4},
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+}
+
+
+def made(kind, folder, **saving):
+    """A model with random weights in a folder as downloaded."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms too
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, **saving)
+    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(64)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    beside = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    return model.eval()
+
+
+def logits(model):
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        output = model(tokens)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def loaded(path):
+    return load_model(open_checkpoint(path), discover, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd):
+    model = made(kind, tmp_path / "hf", max_shard_size="20KB")  # several files
+
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    assert "parameters" in capfd.readouterr().out
+    ours = loaded(tmp_path / "ours" / "checkpoint")
+    torch.testing.assert_close(logits(ours.model.eval()), logits(model), atol=1e-5, rtol=1e-5)
+    assert ours.tokenizer.end_of_document == 1
+    assert ours.tokenizer.encode("w5 w7").tolist() == [5, 7]
+
+    source = str(tmp_path / "ours" / "checkpoint")
+    assert main(["convert", source, "--to", "huggingface", "--out", str(tmp_path / "back")]) == 0
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == [5, 7]
+    assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+
+@pytest.mark.slow
+def test_a_converted_model_is_sampled_from_and_trained_further(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = made("qwen3", tmp_path / "hf")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(" ".join(f"w{n * n % 64}" for n in range(4000)))
+    assert main(["convert", "hf", "--to", "forge", "--out", "ours"]) == 0
+
+    assert main(["generate", "ours/checkpoint", "--prompt", "w3 w4", "--max-new-tokens", "4"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("w3 w4")
+    settings = ["data.path=text", "data.pattern=*.txt", "train.steps=2", "train.seq_len=16", "train.precision=fp32"]
+    assert main(["run", "ours/train.toml", *settings, "run.device=cpu", "optimizer.lr=1e-3"]) == 0
+    assert json.loads((tmp_path / "runs/ours/loaded.json").read_text())["fresh"] == []
+    assert main(["convert", "runs/ours", "--to", "huggingface", "--out", "trained", "--dtype", "bf16"]) == 0
+    trained = transformers.AutoModelForCausalLM.from_pretrained("trained")
+    assert trained.dtype == torch.bfloat16
+    moved = trained.state_dict()["model.layers.0.self_attn.q_proj.weight"].float()
+    before = model.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    assert 1e-4 < (moved - before).abs().max() < 1e-2
+
+
+def refused(folder, capfd, *options):
+    out = folder.parent / "out"
+    code = main(["convert", str(folder), "--to", "forge", "--out", str(out), *options])
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert not out.exists()
+    return said
+
+
+def changed(folder, **keys):
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(table | keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"architectures": ["LlamaForCausualLM"]}, "Did you mean LlamaForCausalLM?"),
+        ({"architectures": []}, "architectures must be an array of one name, got []"),
+        ({"attn_logit_softcapping": 50.0}, "not supported by our model of this architecture: attn_logit_softcapping"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"auto_map": {"AutoModel": "modeling.py"}}, "which is never run"),
+        ({"hidden_size": 64}, "weights have other shapes than config.json says: model.embed_tokens.weight (64, 32)"),
+        ({"num_hidden_layers": 3}, "missing: model.layers.2."),
+        ({"num_hidden_layers": 1}, "unexpected: model.layers.1."),
+        ({"vocab_size": 63}, "tokenizer.json has ids up to 63"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_by_key(keys, sentence, tmp_path, capfd):
+    made("llama", tmp_path / "hf")
+    changed(tmp_path / "hf", **keys)
+
+    assert sentence in refused(tmp_path / "hf", capfd)
+
+
+def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):
+    folder = tmp_path / "hf"
+    made("llama", folder, max_shard_size="20KB")
+    files = sorted(folder.glob("model-*.safetensors"))
+    whole = files[0].read_bytes()
+
+    files[0].write_bytes(whole[:-100])
+    assert f"{files[0]} cannot be read" in refused(folder, capfd)
+    files[0].unlink()
+    assert f"{files[0]} is not there; the model's download is not complete" in refused(folder, capfd)
+    shutil.copy(files[1], files[0])
+    assert "do not agree about" in refused(folder, capfd)
+    for file in (*folder.glob("*.safetensors*"),):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "has pickled weights, which can run code" in refused(folder, capfd)
+    shutil.rmtree(folder)
+    assert "cannot read" in refused(folder, capfd)
+
+
+def test_a_model_that_has_no_form_there_is_refused_with_the_reason(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("abc " * 200)
+    (tmp_path / "job.toml").write_text(
+        '[model]\nname = "transformer"\ndim = 16\nn_layers = 1\nn_heads = 2\nnorm = "layernorm"\n'
+        '[data]\nname = "text_files"\npath = "a.txt"\ntokenizer = "bytes"\n'
+        "[train]\nsteps = 1\nseq_len = 16\nprecision = 'fp32'\n"
+        '[optimizer]\nname = "adamw"\nlr = 1e-3\n[run]\nname = "r"\ndevice = "cpu"\n'
+    )
+    assert main(["run", "job.toml"]) == 0
+
+    assert main(["convert", "runs/r", "--to", "huggingface", "--out", "out"]) == 2
+    assert 'only norm = "rmsnorm" has a Hugging Face form' in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["convert", "runs/r", "--to", "huggingface", "--out", "runs"]) == 2
+    assert "runs exists already" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_files_are_as_the_library_writes_them(dtype, tmp_path):
+    tensors = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype), "c": torch.randn(2, 2, 2).to(dtype)}
+    described = [Described(name, one.shape, dtype) for name, one in tensors.items()]
+
+    write_shards(tmp_path, described, tensors.__getitem__, most_bytes=40)
+
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(names) == (3 if dtype == torch.float32 else 2)
+    found = {name: one for file in names for name, one in load_file(tmp_path / file).items()}
+    assert all(torch.equal(found[name], one) for name, one in tensors.items())
+    assert all(torch.equal(Shards(tmp_path).read(name), one) for name, one in tensors.items())
