@@ -13,7 +13,6 @@ import fork_server
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
-    "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
     "checkpoint": ["--width", "128", "--rounds", "2"],
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
@@ -25,6 +24,7 @@ SHORT = {
     "step_overhead": ["--steps", "10", "--rounds", "1"],
 }
 LONG = {
+    "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
     "lost_peers": ["--repeats", "1"],
     "lr_transfer": ["--widths", "32", "64", "--steps", "2"],
     "mixture": [],
