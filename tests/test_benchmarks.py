@@ -29,6 +29,7 @@ LONG = {
     "lr_transfer": ["--widths", "32", "64", "--steps", "2"],
     "mixture": [],
     "moe": ["--rounds", "1"],
+    "muon_ranks": ["--ranks", "2"],
     "plan_memory": [],
     "resume": [],
 }

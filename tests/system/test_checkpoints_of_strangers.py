@@ -155,7 +155,7 @@ def test_a_table_that_is_not_stored_and_would_take_all_memory_is_refused(run):
         def parameter_roles(self):
             return {"embed.weight": "embedding"}
 
-    job = SimpleNamespace(model=None, train=SimpleNamespace(precision="fp32"))
+    job = SimpleNamespace(model=None, parametrization=None, train=SimpleNamespace(precision="fp32"))
 
     with pytest.raises(ConfigError, match=r"by its job\.toml, angles would take 3\.6 TiB, and the whole"):
         build_within(open_checkpoint(newest(run)), job, 257, lambda use, vocab_size: Tabled())

@@ -211,7 +211,10 @@ def test_a_role_without_a_rule_is_refused_with_the_nearest():
         ("parametrization=mup", "parametrization.base: is required"),
         ("parametrization={name='mup', base={}}", "parametrization.base: must have dim, that of the model whose rates"),
         ("parametrization={name='complete_p', base={dim=64}}", "parametrization.base: must have n_layers"),
-        ("parametrization={name='mup', base={dimm=64}}", "parametrization.base.dimm: unknown key; did you mean 'dim'"),
+        (
+            "parametrization={name='mup', base={dim=64, dimm=64}}",
+            "parametrization.base.dimm: unknown key; did you mean 'dim'",
+        ),
         ("parametrization={name='mup', base={dim=30}}", "parametrization.base.n_heads: must divide dim = 30"),
         ("parametrization={name='mupp', base={dim=64}}", "Did you mean 'mup'"),
     ],
