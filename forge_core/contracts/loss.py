@@ -43,6 +43,8 @@ class VocabularyPart(NamedTuple):
     """``(V_part,)``."""
     start: int
     group: dist.ProcessGroup
+    cap: float | None = None
+    """A head that caps its logits: they are ``cap · tanh(product / cap)``. A loss that multiplies by itself does so."""
 
 
 class HeadInParts(Protocol):

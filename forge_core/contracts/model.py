@@ -205,6 +205,9 @@ class ContextParallelModel(Model, Protocol):
         causality and documents, without looking at what it is: true where a query sees a key, ``(B or 1, 1, S, T)``
         bool, or a FlexAttention ``BlockMask`` of that shape on CUDA.
 
+        A model with a method ``attention_windows`` gives the numbers of positions that its layers see, 0 for all. If
+        there are any, it is given a mapping from each to its mask.
+
         A pass may as well leave ``k`` and ``v`` and give no ``mask``. These modules then have to call
         ``torch.nn.functional.scaled_dot_product_attention`` with ``is_causal``, which the pass takes for itself.
         """
@@ -246,6 +249,8 @@ class ModelConfig(Protocol):
     """Rows of the embedding table and of the head, where the model says so and not the data."""
     head_size: int
     """Features of a query that a key is multiplied with."""
+    beyond_causal: str
+    """The key that asks attention for more than causal order, such as a sliding window; empty if none does."""
     output_multiplier: float
     """Factor on the logits. A parametrization sets this and the next three."""
     residual_multiplier: float

@@ -35,6 +35,10 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("ahead-pp2-dualpipe-v", "ahead-pp2-interleaved-zero-bubble-packed", "ahead-pp2-zero-bubble-v-chunked"),
     *("ahead-pp2-fsdp2", "ahead-pp2-cp2-moe-packed", "ahead-pp2-ep2-moe-packed"),
     *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),
+    *(f"windows-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "fsdp2", "hsdp2x2")),
+    *(f"windows-{layout}" for layout in ("tp2-whole-positions", "pp2", "cp2-tp2", "pp2-fsdp2-packed")),
+    *(f"biases-{layout}" for layout in ("accumulation4", "chunked", "ac-full", "ac-selective-compiled", "hsdp2x2")),
+    *(f"biases-{layout}" for layout in ("tp2-chunked", "pp2", "cp2", "cp2-tp2")),
     *(f"muon-{layout}" for layout in ("fsdp4", "cp2", "pp2-fsdp2", "moe-ep2")),
     *(f"factored-{layout}" for layout in ("fsdp4", "hsdp2x2", "cp2", "pp2-fsdp2", "moe-ep2")),
     *(

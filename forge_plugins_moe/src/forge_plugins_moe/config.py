@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import attrs
 from attrs.validators import ge, gt, optional
 
 from forge_core.api import ComponentRef, Slot
-from forge_plugins_dense.config import Activation
+from forge_plugins_dense.config import Activation, MLPConfig
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -123,6 +123,17 @@ class NothingToChoose:
     """No keys."""
 
 
+def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: str | None) -> None:
+    dense = config.dense.config
+    if value is not None or not isinstance(dense, MLPConfig):
+        return
+    if dense.activation not in get_args(Activation) or dense.is_gated != (dense.activation == "silu"):
+        raise ValueError(
+            f'must be given, one of {", ".join(get_args(Activation))}: that of the dense layer, "{dense.activation}"'
+            f"{' with a gate' if dense.is_gated else ' without a gate'}, is none that experts have"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class MoEConfig:
     """A sparse feed-forward layer: each token visits some of many experts (Shazeer et al. 2017, arXiv 1701.06538)."""
@@ -136,7 +147,7 @@ class MoEConfig:
     width_factor: float = attrs.field(default=1.0, validator=[gt(0), _is_the_only_width])
     """Scales the default ``hidden_dim``. With 1/m, m times as many experts and m times as many a token, as much is
     computed, in finer grains (Dai et al. 2024, arXiv 2401.06066)."""
-    activation: Activation | None = None
+    activation: Activation | None = attrs.field(default=None, validator=_is_known_to_experts)
     """As that of ``mlp``; by default that of the ``dense`` layer."""
     shared_experts: int = attrs.field(default=0, validator=ge(0))
     """Experts that every token visits beside those that the router chooses. They are one layer of so many times the

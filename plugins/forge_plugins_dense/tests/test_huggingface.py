@@ -103,8 +103,8 @@ def test_configurations_of_transformers_4_are_read(mlp):
     ("change", "words"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         ({"rope_scaling": YARN | {"truncate": False}}, "truncate = false"),
     ],
@@ -117,8 +117,10 @@ def test_what_the_transformer_has_not_is_refused(change, words):
 def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
     with pytest.raises(ConfigError, match="rmsnorm"):
         hf_config(tiny_config(norm="layernorm"), vocab_size=50)
-    with pytest.raises(ConfigError, match="silu"):
+    with pytest.raises(ConfigError, match="gated mlp"):
         hf_config(tiny_config(feed_forward=mlp(activation="gelu")), vocab_size=50)
+    with pytest.raises(ConfigError, match="window = 8 has no Hugging Face form like Llama's"):
+        hf_config(tiny_config(window=8), vocab_size=50)
     with pytest.raises(ConfigError, match="qk_norm_over"):
         hf_config(tiny_config(qk_norm=True, qk_norm_over="all"), vocab_size=50)
     with pytest.raises(ConfigError, match="latent_attention"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.rope import rotary_tables
 
 LATENT = LatentAttentionConfig(kv_rank=24, q_rank=16, plain_dim=8, rotary_dim=4, value_dim=12)
 
@@ -42,7 +44,7 @@ def test_it_is_attention_with_the_keys_and_values_that_the_latent_gives(model):
         heads.append(scores.softmax(-1) @ kv[:, head, 8:])
     expected = torch.cat(heads, -1) @ weight["o.weight"].T
 
-    surroundings = model._surroundings(torch.zeros(1, 6, dtype=torch.int64), None, None, None, None)
+    surroundings = BlockInputs(*rotary_tables(torch.arange(6)[None], 4, 10_000.0), causal=True)
     # angles and their products are in fp32
     torch.testing.assert_close(attention(hidden, surroundings)[0], expected, atol=1e-6, rtol=1e-5)
 
@@ -81,4 +83,4 @@ def test_what_has_no_meaning_beside_it_is_refused(keys, words, tiny_config):
 
 
 def test_heads_need_not_divide_the_width(tiny_config):
-    assert tiny_config(n_kv_heads=None, n_heads=5, latent_attention=LATENT).rotary_size == 4
+    assert tiny_config(n_kv_heads=None, n_heads=5, latent_attention=LATENT).head_size == 12

@@ -38,12 +38,28 @@ _FROZEN_THEN_THAWED = (  # whole blocks, and with them whole units of FSDP and a
     'phases=[{at=1, train=["blocks.2.*", "blocks.3.*", "head.*"]}, {at=4, lr_scale={"blocks.0.*"=0.5, "embed.*"=2.0}}]'
 )
 
+_GEMMA = [  # windows, capped logits, norms on both sides; a layer without a window, two without rotary positions
+    *("model.norm=zero_centered_rmsnorm", "model.norm_placement=both", "model.embed_multiplier=5.0"),
+    *("model.attention_softcap=2.0", "model.output_softcap=3.0", "model.window=8", "model.rope_factor=2.0"),
+    "model.layers=[{at=1, window=0, rope_theta=500.0, rope_factor=1.0}, {at='2:', rotary_fraction=0.0}]",
+    'model.feed_forward={name="mlp", hidden_dim=48, activation="gelu_tanh", gated=true}',
+]
+_GPT = [  # biases, learned positions, attention and feed-forward layer side by side; another layer at the end
+    *("model.norm=layernorm", "model.attention_bias=all", "model.learned_positions=true", "model.rotary_fraction=0.5"),
+    "model.parallel_residual=true",
+    'model.feed_forward={name="mlp", hidden_dim=48, activation="relu2", bias=true}',
+    'model.layers=[{at=-1, feed_forward={name="mlp", hidden_dim=32, bias=true}}]',
+]
+
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
     "tied": ["model.tie_embeddings=true"],
     "even vocabulary": ["model.vocab_size=264"],  # the 257 bytes and separator are divided by no number of ranks here
     "layernorm": ["model.norm=layernorm"],
+    "windows": _GEMMA,
+    "windows packed": [*_GEMMA, *_PACKED],
+    "biases": _GPT,
     "packed": _PACKED,
     "penalised": ['loss={name="label_smoothing", smoothing=0.2, loss={name="z_loss", coefficient=0.01}}'],
     "mixture": [
@@ -219,6 +235,26 @@ def optimizer_cells(training: str, tolerance: float = EXACT) -> dict[str, Cell]:
     }
 
 
+def decoder_cells(training: str) -> dict[str, Cell]:
+    """Options of a decoder, in every kind of layout."""
+    layouts = {
+        "accumulation4": Cell(1, FOUR_MICROBATCHES),
+        "chunked": Cell(1, CHUNKED),
+        "ac-full": Cell(1, [f"{AC}=true"]),
+        "ac-selective-compiled": Cell(1, [f"{AC}.mode=selective", f"{COMPILE}=true"]),
+        "fsdp2": Cell(2, [HALF]),
+        "hsdp2x2": Cell(4, [QUARTER, COPIES]),
+        "tp2-chunked": Cell(2, [TP2, *CHUNKED]),
+        "tp2-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"]),
+        "tp2-fsdp2": Cell(4, [TP2, HALF]),
+        "pp2": Cell(2, pp2("ZBVZeroBubble")),
+        "pp2-tp2": Cell(4, [*pp2("1F1B"), TP2]),
+        "cp2": Cell(2, [CP2]),
+        "cp2-tp2": Cell(4, [CP2, TP2]),
+    }
+    return {f"{training}-{name}": attrs.evolve(cell, training=training) for name, cell in layouts.items()}
+
+
 CELLS: Mapping[str, Cell] = {
     "microbatches2": Cell(1, TWO_MICROBATCHES),
     "accumulation4": Cell(1, FOUR_MICROBATCHES),
@@ -341,6 +377,11 @@ CELLS: Mapping[str, Cell] = {
     "cp2-ring-pp2-ac-full": Cell(4, [CP2, RING, *pp2("1F1B", *TWO_MICROBATCHES), f"{AC}=true"]),
     "cp2-ring-pp2-zero-bubble-v": Cell(4, [CP2, RING, *pp2("ZBVZeroBubble")]),
     "pp2-cp2-tp2": Cell(8, [CP2, *pp2("ZBVZeroBubble"), TP2]),
+    # options of the decoder
+    **decoder_cells("windows"),
+    **decoder_cells("biases"),
+    "windows-cp2-packed": Cell(2, [CP2], "windows packed"),
+    "windows-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows packed"),
     # latent attention
     "latent-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "latent"),
     "tp2-latent": Cell(2, [TP2], "latent"),

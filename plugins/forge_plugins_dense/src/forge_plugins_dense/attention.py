@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -20,21 +21,22 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import AttentionBackend, TransformerConfig
-from forge_plugins_dense.initial_values import normal
-from forge_plugins_dense.norm import init_norm, norm_roles
+from forge_plugins_dense.initial_values import normal, zeros
+from forge_plugins_dense.mask import causal_mask
+from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotate
 
 
 @attrs.define(eq=False)  # torch.compile cannot trace how a frozen class sets its fields
 class BlockInputs:
-    """What all blocks share in one forward.
+    """What blocks are given in one forward; those with the same window and rotary frequencies share it.
 
     It is an object and not a tuple on purpose: FSDP casts the floating-point tensors that it finds in a block's
     arguments (also inside containers and dataclasses) to the compute dtype, and angles must stay in fp32.
     """
 
     cos: torch.Tensor
-    """``(B or 1, S, 1, head_dim / 2)`` fp32."""
+    """``(B or 1, S, 1, R / 2)`` fp32, for the R features of a head that are rotated; R may be 0."""
     sin: torch.Tensor
     """Same as ``cos``."""
     mask: torch.Tensor | BlockMask | None = None
@@ -48,23 +50,30 @@ class BlockInputs:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245), without biases."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        window: how many positions each sees, for what it costs; ``BlockInputs`` says which. 0: all.
+    """
+
+    def __init__(self, config: TransformerConfig, window: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_size
-        self.q = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
-        self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.core = AttentionCore(config.attention)
+        self.n_heads, self.window = config.n_heads, window
+        has_bias = config.attention_bias != "none"
+        self.q = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=has_bias)
+        self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
+        self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
+        self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=config.attention_bias == "all")
+        self.core = AttentionCore(config.attention, config.attention_softcap)
         self.logit_scale = config.logit_scale
         self.qk_norm_over = config.qk_norm_over
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.qk_norm:
             heads = (config.n_heads, config.kv_heads) if config.qk_norm_over == "all" else (1, 1)
-            self.q_norm, self.k_norm = (nn.RMSNorm(n * self.head_dim, eps=config.norm_eps) for n in heads)
+            name = "rmsnorm" if config.norm == "layernorm" else config.norm
+            self.q_norm, self.k_norm = (make_norm(name, n * self.head_dim, config.norm_eps) for n in heads)
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
@@ -82,16 +91,16 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
         if cache is None:
             mixed = self.core(q, k, v, surroundings.mask, surroundings.causal)
-        else:  # few queries and all kinds of masks: not what the choice of a kernel was made for
-            mixed = attend(q, *cache.append(k, v), surroundings.mask, surroundings.causal, "auto")
+        else:
+            mixed = self.core.generate(q, *cache.append(k, v), surroundings.mask, surroundings.causal)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         """Same as ``FeedForward.init_weights``."""
-        rng.fill(f"{prefix}q.weight", self.q.weight, normal(std))
-        rng.fill(f"{prefix}k.weight", self.k.weight, normal(std))
-        rng.fill(f"{prefix}v.weight", self.v.weight, normal(std))
-        rng.fill(f"{prefix}o.weight", self.o.weight, normal(residual_std))
+        for name, projection in self._projections().items():
+            rng.fill(f"{prefix}{name}.weight", projection.weight, normal(residual_std if name == "o" else std))
+            if projection.bias is not None:
+                rng.fill(f"{prefix}{name}.bias", projection.bias, zeros)
         for name, norm in self._norms().items():
             init_norm(norm, rng, f"{prefix}{name}.")
 
@@ -103,14 +112,29 @@ class Attention(nn.Module):
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``FeedForward.parameter_roles``."""
-        roles: dict[str, ParameterRole] = {f"{name}.weight": "matrix" for name in "qkvo"}
+        roles: dict[str, ParameterRole] = {}
+        for name, projection in self._projections().items():
+            roles |= {
+                f"{name}.{key}": "bias" if key == "bias" else "matrix" for key, _ in projection.named_parameters()
+            }
         for name, norm in self._norms().items():
             roles |= norm_roles(norm, f"{name}.")
         return roles
 
     def active_parameters(self) -> int:
         """Weights of the four projections."""
-        return sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
+        return sum(projection.weight.numel() for projection in self._projections().values())
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Same as ``SequenceMixer.mixing_flops``."""
+        return 12.0 * self.n_heads * self.head_dim * min(seq_len, self.window or seq_len)
+
+    def context_plan(self) -> list[str]:
+        """Same as ``SequenceMixer.context_plan``."""
+        return ["core"]
+
+    def _projections(self) -> dict[str, nn.Linear]:
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}
 
     def _norms(self) -> dict[str, nn.Module]:
         return {name: norm for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)) if norm is not None}
@@ -119,15 +143,22 @@ class Attention(nn.Module):
 class AttentionCore(nn.Module):
     """What happens between positions, as a module without parameters: ``context_plan`` names it."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, softcap: float | None = None) -> None:
         super().__init__()
         self.backend = backend
+        self.softcap = softcap
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None, causal: bool
     ) -> torch.Tensor:
         """Same as ``attend``."""
-        return attend(q, k, v, mask, causal, self.backend)
+        return attend(q, k, v, mask, causal, self.backend, self.softcap)
+
+    def generate(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None, causal: bool
+    ) -> torch.Tensor:
+        """The same with a cache: few queries and all kinds of masks are not what a kernel was chosen for."""
+        return attend(q, k, v, mask, causal, "auto", self.softcap)
 
 
 def attend(
@@ -137,6 +168,7 @@ def attend(
     mask: torch.Tensor | BlockMask | None,
     causal: bool,
     backend: AttentionBackend,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Softmax attention, scaled by ``1 / √head_dim``. Fewer key-value heads than query heads are never copied.
 
@@ -144,6 +176,7 @@ def attend(
         q: ``(B, H, S, head_dim)``.
         k, v: ``(B, H_kv, T, head_dim)``, ``H`` a multiple of ``H_kv``; values may have their own ``head_dim``.
         mask, causal: as in ``BlockInputs``.
+        softcap: logits become ``softcap · tanh(logits / softcap)``; ``None``: they stay as they are.
 
     Returns:
         ``(B, H, S, head_dim of v)``.
@@ -152,10 +185,35 @@ def attend(
     if isinstance(mask, BlockMask):
         # Inside a compiled block the call is compiled with it; outside, only the compiled kernel is worth having.
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+        capped = None if softcap is None else _capping(softcap)
+        return flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped)
+    if softcap is not None:
+        return _attend_explicitly(q, k, v, mask, causal, softcap)
     choice = contextlib.nullcontext() if backend in ("auto", "flex") else sdpa_kernel(_KERNELS[backend])
     with choice:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _attend_explicitly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, softcap: float
+) -> torch.Tensor:
+    """By plain products; the logits ``(B, H_kv, H / H_kv, S, T)`` exist in fp32."""
+    q = q.unflatten(1, (k.shape[1], -1))
+    logits = (q @ k.unsqueeze(2).mT).float() / math.sqrt(q.shape[-1])
+    logits = softcap * torch.tanh(logits / softcap)
+    if causal:
+        mask = causal_mask(logits.shape[-1], 0, logits.device)[None, None]
+    if mask is not None:
+        logits = logits.masked_fill(~mask.unsqueeze(1), -math.inf)
+    return (logits.softmax(-1).to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+@functools.cache  # one function a cap, by which compiled kernels are found again
+def _capping(softcap: float) -> Callable[..., torch.Tensor]:
+    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 _KERNELS = {

@@ -1,7 +1,8 @@
-"""What can be set for the model ``transformer`` and for the feed-forward layer ``mlp``."""
+"""What can be set for the model ``transformer``."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,8 +11,11 @@ import attrs
 from attrs.validators import ge, gt, le, optional
 
 from forge_core.api import ComponentRef, Slot
+from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.layer_config import Layer, LayerConfig
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
+from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
 from forge_plugins_dense.sparse_shorthand import with_feed_forward
 
 if TYPE_CHECKING:
@@ -21,53 +25,12 @@ if TYPE_CHECKING:
 AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math", "flex"]
 CUDA_KERNELS = ("efficient", "cudnn", "flex")
 """Those that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
-NormName = Literal["rmsnorm", "layernorm"]
+NormName = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
+NormPlacement = Literal["input", "output", "both"]
 Activation = Literal["silu", "gelu", "relu"]
+"""Of experts."""
+AttentionBias = Literal["none", "qkv", "all"]
 QKNormOver = Literal["head", "all"]
-
-
-def _above_low_freq_factor(scaling: Llama3Scaling, _: attrs.Attribute[float], value: float) -> None:
-    if value <= scaling.low_freq_factor:
-        raise ValueError(f"must be greater than low_freq_factor = {scaling.low_freq_factor}, got {value}")
-
-
-@attrs.frozen(kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's way to lengthen the context: slow rotations become slower, fast ones stay as they are."""
-
-    factor: float = attrs.field(default=8.0, validator=ge(1))
-    """What the frequency of a slow rotation is divided by."""
-    low_freq_factor: float = attrs.field(default=1.0, validator=gt(0))
-    """Rotations that turn less often than this within ``original_max_seq_len`` are slow."""
-    high_freq_factor: float = attrs.field(default=4.0, validator=[gt(0), _above_low_freq_factor])
-    """Rotations that turn more often than this within ``original_max_seq_len`` are fast; between the two, the frequency
-    is interpolated."""
-    original_max_seq_len: int = attrs.field(default=8192, validator=gt(0))
-    """The sequence length, in tokens, that the model was first trained on."""
-
-
-def _above_beta_slow(scaling: YarnScaling, _: attrs.Attribute[float], value: float) -> None:
-    if value <= scaling.beta_slow:
-        raise ValueError(f"must be greater than beta_slow = {scaling.beta_slow}, got {value}")
-
-
-@attrs.frozen(kw_only=True)
-class YarnScaling:
-    """YaRN's way to lengthen the context (Peng et al. 2023, arXiv 2309.00071): slow rotations become slower, and
-    attention sharper."""
-
-    factor: float = attrs.field(validator=ge(1))
-    """What the frequency of a slow rotation is divided by."""
-    original_max_seq_len: int = attrs.field(validator=gt(0))
-    """The sequence length, in tokens, that the model was first trained on."""
-    beta_slow: float = attrs.field(default=1.0, validator=gt(0))
-    """Rotations that turn less often than this within ``original_max_seq_len`` are slow."""
-    beta_fast: float = attrs.field(default=32.0, validator=[gt(0), _above_beta_slow])
-    """Rotations that turn more often than this within ``original_max_seq_len`` are fast; between the two, the frequency
-    is interpolated."""
-    logit_scale: float | None = attrs.field(default=None, validator=optional(gt(0)))
-    """What the logits of attention are multiplied by; by default ``(0.1 · ln(factor) + 1)²``."""
-
 
 _MOST = 10**14
 """Parameters; the largest models that have been trained have some 10¹²."""
@@ -99,6 +62,50 @@ def _has_a_kernel(config: TransformerConfig, _: attrs.Attribute[str], value: str
 def _is_alone(config: TransformerConfig, _: attrs.Attribute[YarnScaling | None], value: YarnScaling | None) -> None:
     if value is not None and config.rope_scaling is not None:
         raise ValueError("has the same purpose as rope_scaling; give one of the two")
+
+
+def _is_the_only_scaling(config: TransformerConfig, _: attrs.Attribute[float], value: float) -> None:
+    if value != 1 and (config.rope_scaling or config.yarn):
+        other = "rope_scaling" if config.rope_scaling else "yarn"
+        raise ValueError(f"has the same purpose as {other}; give one of the two")
+
+
+def _leaves_pairs(config: TransformerConfig, _: attrs.Attribute[Any], value: Any) -> None:
+    """Of ``rotary_fraction`` and of ``layers``."""
+    for fraction in [layer.rotary_fraction for layer in value] if isinstance(value, tuple) else [value]:
+        if fraction is None:
+            continue
+        if config.latent_attention is not None and fraction != 1:
+            raise ValueError("has no effect on latent_attention, whose rotary_dim says what is rotated")
+        if int(config.head_size * fraction) % 2:
+            raise ValueError(
+                f"rotates {fraction:g} of {config.head_size} features a head, {int(config.head_size * fraction)}; "
+                "rotary positions turn pairs of features"
+            )
+
+
+def _selects_layers(config: TransformerConfig, _: attrs.Attribute[Any], value: tuple[LayerConfig, ...]) -> None:
+    for number, layer in enumerate(value):
+        if not layer.layers(config.n_layers):
+            raise ValueError(f"[{number}].at = {layer.at!r} selects none of the n_layers = {config.n_layers} layers")
+        others = [one.name for one in attrs.fields(LayerConfig) if one.name != "at"]
+        if all(getattr(layer, name) is None for name in others):
+            raise ValueError(f"[{number}] changes nothing; give at least one of {', '.join(others)}")
+
+
+def _has_heads_of_its_own(config: TransformerConfig, attribute: attrs.Attribute[str], value: str) -> None:
+    if value != attribute.default and config.latent_attention is not None:
+        raise ValueError("has no effect on latent_attention, which has no biases; remove one of the two")
+
+
+def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[float | None], value: float | None) -> None:
+    if value is not None and config.attention not in ("auto", "math", "flex"):
+        raise ValueError(f'attention = "{config.attention}" does not cap logits; "auto", "math" and "flex" do')
+
+
+def _looks_up_one_position(config: TransformerConfig, _: attrs.Attribute[bool], value: bool) -> None:
+    if value and config.multi_token is not None:
+        raise ValueError("multi_token reads embeddings of tokens without their positions; remove one of the two")
 
 
 def _takes_the_place_of_heads(
@@ -167,7 +174,11 @@ class TransformerConfig:
     """Further keys of that layer, such as ``router``; with ``n_experts`` among them, it is sparse without
     ``num_experts``, which wins over it. ``forge plugins show feed_forward moe`` lists them."""
     norm: NormName = "rmsnorm"
-    """``layernorm`` has a bias, ``rmsnorm`` has none."""
+    """``layernorm`` has a bias, ``rmsnorm`` has none. ``zero_centered_rmsnorm`` multiplies by 1 plus its weight
+    (Gemma)."""
+    norm_placement: NormPlacement = "input"
+    """Where the norms of a layer are: at its ``input`` (Llama), at its ``output``, before that is added to the residual
+    stream (OLMo 2), or at ``both`` (Gemma 2)."""
     norm_eps: float = attrs.field(default=1e-5, validator=gt(0))
     """Added to the variance in every norm."""
     rope_theta: float = attrs.field(default=10_000.0, validator=gt(1))
@@ -176,6 +187,25 @@ class TransformerConfig:
     """Stretches the rotary frequencies for sequences longer than those first trained on."""
     yarn: YarnScaling | None = attrs.field(default=None, validator=_is_alone)
     """The same, another way."""
+    rope_factor: float = attrs.field(default=1.0, validator=[ge(1), _is_the_only_scaling])
+    """Divides all rotary frequencies (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+    rotary_fraction: float = attrs.field(default=1.0, validator=[ge(0), le(1), _leaves_pairs])
+    """The part of each head's features that is rotated, the first ones (GPT-NeoX: 0.25); 0: no rotary positions."""
+    learned_positions: bool = attrs.field(default=False, validator=_looks_up_one_position)
+    """Add a learned vector for each of the ``max_seq_len`` positions to the embedding (GPT-2)."""
+    window: int = attrs.field(default=0, validator=ge(0))
+    """Positions that attention sees, the query's own and those right before it (sliding window, Mistral); 0: all."""
+    attention_bias: AttentionBias = attrs.field(default="none", validator=_has_heads_of_its_own)
+    """Biases of attention: of queries, keys and values (``qkv``, Qwen2), or of the output projection too (``all``)."""
+    attention_softcap: float | None = attrs.field(default=None, validator=[optional(gt(0)), _has_a_capped_kernel])
+    """Caps the logits of attention smoothly, ``cap · tanh(logits / cap)`` (Gemma 2)."""
+    output_softcap: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Caps the model's logits in the same way."""
+    parallel_residual: bool = False
+    """Attention and feed-forward layer of a block both read what the block is given (GPT-NeoX), and not the latter what
+    the former has added."""
+    mixer: Annotated[ComponentRef | None, Slot("sequence_mixer")] = None
+    """What works between positions in each block; by default attention, as the keys here describe it."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before the rotation (Qwen3)."""
     qk_norm_over: QKNormOver = attrs.field(default="head", validator=_has_qk_norm)
@@ -189,6 +219,8 @@ class TransformerConfig:
     √(2 · init_layers)."""
     init_layers: int | None = attrs.field(default=None, validator=optional(gt(0)))
     """By default ``n_layers``. The parametrization ``complete_p`` sets it."""
+    embed_multiplier: float = attrs.field(default=1.0, validator=gt(0))
+    """Factor on the embedding of tokens (Gemma: √dim)."""
     output_multiplier: float = attrs.field(default=1.0, validator=gt(0))
     """Factor on the logits. A parametrization multiplies it, and the next two."""
     residual_multiplier: float = attrs.field(default=1.0, validator=gt(0))
@@ -202,16 +234,51 @@ class TransformerConfig:
 
     latent_attention: LatentAttentionConfig | None = attrs.field(default=None, validator=_takes_the_place_of_heads)
     """Multi-head latent attention (DeepSeek); by default there is none, and heads have keys and values of their own."""
+    layers: tuple[LayerConfig, ...] = attrs.field(default=(), validator=[_selects_layers, _leaves_pairs])
+    """Layers that differ from the others, each table with ``at`` and the keys that are otherwise there."""
+
+    def layer(self, number: int) -> Layer:
+        """What the layer of this number is. Blocks that predict further tokens, which come after the ``n_layers``, are
+        as the model says."""
+        return self._each_layer[number] if number < self.n_layers else self._usual_layer
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The distinct windows of all layers, 0 for none; empty where no layer has one."""
+        found = {layer.window for layer in self._each_layer}
+        if self.n_predictors:
+            found.add(self.window)
+        return tuple(sorted(found)) if found != {0} else ()
+
+    @property
+    def beyond_causal(self) -> str:
+        """Same as ``ModelConfig.beyond_causal``."""
+        return "window" if self.windows else "attention_softcap" if self.attention_softcap else ""
+
+    @functools.cached_property
+    def _usual_layer(self) -> Layer:
+        return Layer(**{one.name: getattr(self, one.name) for one in attrs.fields(Layer)})
+
+    @functools.cached_property
+    def _each_layer(self) -> tuple[Layer, ...]:
+        layers = [self._usual_layer] * self.n_layers
+        for changes in self.layers:
+            given = {one.name: getattr(changes, one.name) for one in attrs.fields(Layer)}
+            given = {name: value for name, value in given.items() if value is not None}
+            for number in changes.layers(self.n_layers):
+                layers[number] = attrs.evolve(layers[number], **given)
+        return tuple(layers)
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads, the default filled in."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
-    @property
-    def rotary_size(self) -> int:
-        """Features a head that are rotated."""
-        return self.head_size if self.latent_attention is None else self.latent_attention.rotary_dim
+    def rotary_size(self, layer: Layer) -> int:
+        """Features a head that are rotated in a layer."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rotary_dim
+        return int(self.head_size * layer.rotary_fraction)
 
     @property
     def mean_head_size(self) -> float:
@@ -234,25 +301,31 @@ class TransformerConfig:
 
     @property
     def n_experts(self) -> int | None:
-        """Same as ``ModelConfig.n_experts``: the layer's own word, or none in ours."""
-        layer = self.feed_forward.config
-        return 0 if isinstance(layer, MLPConfig) else getattr(layer, "n_experts", None)
+        """Same as ``ModelConfig.n_experts``: the layers' own word, or none in ours."""
+        configs = [layer.feed_forward.config for layer in self._each_layer]
+        counts = [0 if isinstance(one, MLPConfig) else getattr(one, "n_experts", None) for one in configs]
+        return None if None in counts else max(count for count in counts if count is not None)
 
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
         """Same as ``ModelConfig.matrices``, for heads with keys and values of their own and our own feed-forward
         layer."""
-        if self.latent_attention is not None:
+        if self.latent_attention is not None or any(layer.mixer is not None for layer in self._each_layer):
             return {}
-        dim, layer = self.dim, self.feed_forward.config
+        dim = self.dim
         queries, keys = self.n_heads * self.head_size, self.kv_heads * self.head_size
         kinds: dict[str, tuple[int, int, ShardRole]] = {
             "n_heads": (queries, dim, "column"),
             "n_kv_heads": (keys, dim, "column"),
             "head_dim": (dim, queries, "row"),
         }
-        if isinstance(layer, MLPConfig):
-            width = layer.width(dim)
-            kinds |= {"feed_forward.hidden_dim": (width, dim, "column"), "feed_forward": (dim, width, "row")}
+        layers = {"feed_forward": self.feed_forward}
+        layers |= {
+            f"layers[{i}].feed_forward": one.feed_forward for i, one in enumerate(self.layers) if one.feed_forward
+        }
+        for key, layer in layers.items():
+            if isinstance(layer.config, MLPConfig):
+                width = layer.config.width(dim)
+                kinds |= {f"{key}.hidden_dim": (width, dim, "column"), key: (dim, width, "row")}
         return kinds if self.vocab_size is None else {**kinds, "vocab_size": (self.vocab_size, dim, "vocab")}
 
     @property
@@ -296,44 +369,15 @@ class TransformerConfig:
                 "tie_embeddings",
                 f"embedding and head are one tensor, and parallel.pp = {job.parallel.pp} puts them on different ranks",
             )
+        yield from self._idle_keys()
         if self.attention in CUDA_KERNELS and job.run.device in ("cpu", "mps"):
             yield "attention", f'"{self.attention}" needs CUDA, and run.device is "{job.run.device}"'
 
-
-def _has_effect(config: MLPConfig, _: attrs.Attribute[float], value: float) -> None:
-    if config.hidden_dim is not None and value != 1.0:
-        raise ValueError("has no effect beside hidden_dim; give one of the two")
-
-
-@attrs.frozen(kw_only=True)
-class MLPConfig:
-    """A dense feed-forward layer without biases."""
-
-    hidden_dim: int | None = attrs.field(default=None, validator=optional(gt(0)))
-    """Width of the hidden layer; by default ``8/3 · dim · multiplier``, rounded up to a multiple of 256 (Llama)."""
-    multiplier: float = attrs.field(default=1.0, validator=[gt(0), _has_effect])
-    """Scales the default ``hidden_dim``."""
-    activation: Activation = "silu"
-    """``silu`` is SwiGLU, three matrices: ``down(silu(gate(x)) · up(x))``. ``gelu`` (exact) and ``relu`` have two:
-    ``down(gelu(up(x)))``."""
-
-    def width(self, dim: int) -> int:
-        """Width of the hidden layer in a model of width ``dim``."""
-        if self.hidden_dim is not None:
-            return self.hidden_dim
-        return 256 * math.ceil(int(8 / 3 * dim * self.multiplier) / 256)
-
-    def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """What is wrong with this layer in this job, unless it is part of another one, which knows where it stands."""
-        own = getattr(job.model.config, "feed_forward", None)
-        if own is None or own.config is self:
-            yield from self.contradictions_in(job)
-
-    def contradictions_in(self, job: Job) -> Iterator[tuple[str, str]]:
-        """What is wrong with this layer in a block of this job's model."""
-        tp = job.parallel.tp
-        dim: int | None = getattr(job.model.config, "dim", None)
-        width = self.hidden_dim if dim is None else self.width(dim)
-        if width is not None and width % tp:
-            default = "" if self.hidden_dim is not None else " (the default)"
-            yield "hidden_dim", f"{width} features{default} cannot be shared out evenly to parallel.tp = {tp} ranks"
+    def _idle_keys(self) -> Iterator[tuple[str, str]]:
+        """Keys of attention where no layer has any."""
+        if any(layer.mixer is None or layer.mixer.name == "attention" for layer in self._each_layer):
+            return
+        own = ("n_kv_heads", "qk_norm", "window", "attention_bias", "attention_softcap", "latent_attention")
+        for one in attrs.fields(TransformerConfig):
+            if one.name in own and getattr(self, one.name) != one.default:
+                yield one.name, "is about attention, and every layer has another mixer; remove it"

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
-from forge_plugins_dense.config import MLPConfig
-from forge_plugins_dense.initial_values import normal
+from forge_plugins_dense.feed_forward_config import MLPConfig
+from forge_plugins_dense.initial_values import normal, zeros
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202) or a plain two-matrix MLP, without biases."""
+    """A gated layer such as SwiGLU (Shazeer 2020, arXiv 2002.05202), or a plain two-matrix MLP."""
 
     def __init__(self, config: MLPConfig, *, dim: int, **_: object) -> None:
         super().__init__()
         hidden_dim = config.width(dim)
-        self.gate = nn.Linear(dim, hidden_dim, bias=False) if config.activation == "silu" else None
-        self.up = nn.Linear(dim, hidden_dim, bias=False)
-        self.down = nn.Linear(hidden_dim, dim, bias=False)
+        self.gate = nn.Linear(dim, hidden_dim, bias=config.bias) if config.is_gated else None
+        self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
+        self.down = nn.Linear(hidden_dim, dim, bias=config.bias)
         self.activation = config.activation
+        self.activate = _ACTIVATIONS[config.activation]
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``; padding is computed along, which changes nothing elsewhere."""
         if self.gate is not None:
-            return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        activation = F.gelu if self.activation == "gelu" else F.relu
-        return self.down(activation(self.up(hidden)))
+            return self.down(self.activate(self.gate(hidden)) * self.up(hidden))
+        return self.down(self.activate(self.up(hidden)))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        if self.gate is not None:
-            rng.fill(f"{prefix}gate.weight", self.gate.weight, normal(std))
-        rng.fill(f"{prefix}up.weight", self.up.weight, normal(std))
-        rng.fill(f"{prefix}down.weight", self.down.weight, normal(residual_std))
+        for name, matrix in (("gate", self.gate), ("up", self.up), ("down", self.down)):
+            if matrix is None:
+                continue
+            rng.fill(f"{prefix}{name}.weight", matrix.weight, normal(residual_std if name == "down" else std))
+            if matrix.bias is not None:
+                rng.fill(f"{prefix}{name}.bias", matrix.bias, zeros)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
         plan: dict[str, ShardRole] = {"up": "column", "down": "row"}
         return plan if self.gate is None else {"gate": "column", **plan}
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
-        return {name: "matrix" for name, _ in self.named_parameters()}
+        return {name: "bias" if name.endswith("bias") else "matrix" for name, _ in self.named_parameters()}
 
     def active_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.ndim == 2)
+
+
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    """So et al. 2021 (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": _relu2,
+}

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import attrs
+
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
 
@@ -27,6 +29,7 @@ _INSIDE = {
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
+_MLP = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
 _ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 _QK_NORM = {"q_norm": "q_norm", "k_norm": "k_norm"}
 _LATENT = {
@@ -59,13 +62,22 @@ def decoder_names(config: TransformerConfig) -> dict[str, str]:
     else:
         attention = _ATTENTION | (_QK_NORM if config.qk_norm else {})
     inside = _INSIDE | {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in attention.items()}
+    biased = biased_projections(config)
     names = {
-        f"blocks.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+        f"blocks.{layer}.{ours}.{parameter}": f"model.layers.{layer}.{theirs}.{parameter}"
         for layer in range(config.n_layers)
         for ours, theirs in inside.items()
+        for parameter in (("weight", "bias") if ours in biased else ("weight",))
     }
     outside = {ours: theirs for ours, theirs in _OUTSIDE.items() if ours != "head.weight" or not config.tie_embeddings}
     return outside | names
+
+
+def biased_projections(config: TransformerConfig) -> set[str]:
+    """The linear layers of a block that have a bias."""
+    attention = {"none": "", "qkv": "qkv", "all": "qkvo"}[config.attention_bias]
+    has_bias = getattr(config.feed_forward.config, "bias", False)
+    return {f"attention.{name}" for name in attention} | (set(_MLP) if has_bias else set())
 
 
 def from_hf_state(state: Mapping[str, T], config: TransformerConfig) -> dict[str, T]:
@@ -131,14 +143,63 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "qk_norm": architecture == "Qwen3ForCausalLM",
         "tie_embeddings": hf.get("tie_word_embeddings", False),
         "init_std": hf.get("initializer_range", 0.02),
-        "feed_forward": {"name": "mlp", "hidden_dim": hf["intermediate_size"]},
+        "feed_forward": mlp_from_hf(hf, architecture),
     }
+    if hf.get("attention_bias", False):
+        table["attention_bias"] = "all"
     head_dim = hf.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else None)  # Qwen3Config's default
     if head_dim is not None:
         table["head_dim"] = head_dim
+    return table | rope_from_hf(hf, architecture)
+
+
+def mlp_from_hf(hf: Mapping[str, Any], architecture: str, key: str = "hidden_act") -> dict[str, Any]:
+    """The table ``feed_forward`` of a gated layer.
+
+    Args:
+        key: which one names the activation.
+
+    Raises:
+        ConfigError: it is another one than ours.
+    """
+    found = hf.get(key) or "silu"
+    if found not in ACTIVATIONS:
+        raise ConfigError(f"{architecture} with {key} = {found!r} is not supported; {', '.join(ACTIVATIONS)} are")
+    table: dict[str, Any] = {"name": "mlp", "hidden_dim": hf["intermediate_size"]}
+    if ACTIVATIONS[found] != "silu":
+        table |= {"activation": ACTIVATIONS[found], "gated": True}
+    return table | ({"bias": True} if hf.get("mlp_bias", False) else {})
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+    "relu": "relu",
+}
+"""Their names of activations, and ours; of several, the first is written."""
+
+
+def rope_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = False) -> dict[str, Any]:
+    """Keys of the table ``[model]`` about rotary positions.
+
+    Args:
+        partial: whether the architecture may rotate a part of a head's features.
+
+    Raises:
+        ConfigError: they are of a kind that the transformer has not.
+    """
     # transformers 5 writes rope_parameters; earlier ones rope_theta, and rope_scaling where there is any.
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    table["rope_theta"] = float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))
+    table: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))}
+    fraction = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0) if partial else 1.0)
+    if fraction != 1 and not partial:
+        raise ConfigError(f"{architecture} with partial_rotary_factor = {fraction} is not supported; only 1.0 is")
+    if fraction != 1:
+        table["rotary_fraction"] = float(fraction)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         table["rope_scaling"] = {
@@ -149,10 +210,11 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         }
     elif kind == "yarn":
         table["yarn"] = _yarn_from_hf(rope, hf)
+    elif kind == "linear":
+        table["rope_factor"] = float(rope["factor"])
     elif kind != "default":
-        raise ConfigError(
-            f'{architecture} with rope_type = "{kind}" is not supported; "default", "llama3" and "yarn" are'
-        )
+        kinds = '"default", "linear", "llama3" and "yarn"'
+        raise ConfigError(f'{architecture} with rope_type = "{kind}" is not supported; {kinds} are')
     return table
 
 
@@ -196,24 +258,7 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         ConfigError: no Hugging Face architecture is equal to this model.
     """
     feed_forward = _check_representable(config)
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.yarn is not None:
-        rope = {
-            "rope_type": "yarn",
-            "factor": config.yarn.factor,
-            "original_max_position_embeddings": config.yarn.original_max_seq_len,
-            "beta_slow": config.yarn.beta_slow,
-            "beta_fast": config.yarn.beta_fast,
-            "attention_factor": math.sqrt(config.logit_scale),
-        }
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_max_seq_len,
-        }
+    rope = rope_to_hf(config)
     return {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -232,13 +277,43 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
         **_SUPPORTED,
+        "hidden_act": activation_to_hf(feed_forward),
+        "attention_bias": config.attention_bias == "all",
+        "mlp_bias": feed_forward.bias,
     }
 
 
+def activation_to_hf(feed_forward: MLPConfig) -> str:
+    """Their name of an activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == feed_forward.activation)
+
+
+def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    """Their table of how rotary frequencies are stretched, without ``rope_theta``."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_factor != 1:
+        rope = {"rope_type": "linear", "factor": config.rope_factor}
+    if config.yarn is not None:
+        rope = {
+            "rope_type": "yarn",
+            "factor": config.yarn.factor,
+            "original_max_position_embeddings": config.yarn.original_max_seq_len,
+            "beta_slow": config.yarn.beta_slow,
+            "beta_fast": config.yarn.beta_fast,
+            "attention_factor": math.sqrt(config.logit_scale),
+        }
+    if config.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_seq_len,
+        }
+    return rope
+
+
 _SUPPORTED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "use_sliding_window": False,
     "attention_dropout": 0.0,
 }
@@ -254,18 +329,28 @@ def _architecture(hf: Mapping[str, Any]) -> str:
 
 def _check_representable(config: TransformerConfig) -> MLPConfig:
     feed_forward = config.feed_forward.config
-    if not isinstance(feed_forward, MLPConfig) or feed_forward.activation != "silu":
-        raise ConfigError(
-            "only a transformer whose feed_forward is an mlp with activation silu has a Hugging Face form"
-        )
+    if not isinstance(feed_forward, MLPConfig) or not feed_forward.is_gated:
+        raise ConfigError("only a transformer whose feed_forward is a gated mlp has a Hugging Face form like Llama's")
     if config.norm != "rmsnorm":
         raise ConfigError(f'only norm = "rmsnorm" has a Hugging Face form, and this model has "{config.norm}"')
     refuse_multipliers(config)
+    for key in _LIKE_LLAMA:
+        if getattr(config, key) != getattr(attrs.fields(TransformerConfig), key).default:
+            raise ConfigError(f"{key} = {getattr(config, key)} has no Hugging Face form like Llama's")
+    if config.attention_bias == "qkv":
+        raise ConfigError('attention_bias = "qkv" has no Hugging Face form like Llama\'s')
     if config.latent_attention is not None:
         raise ConfigError("latent_attention has no Hugging Face form in a dense model")
     if config.qk_norm_over != "head":
         raise ConfigError(f'qk_norm_over = "{config.qk_norm_over}" has no Hugging Face form in a dense model')
     return feed_forward
+
+
+_LIKE_LLAMA = (
+    *("norm_placement", "window", "attention_softcap", "output_softcap", "rotary_fraction", "learned_positions"),
+    *("parallel_residual", "embed_multiplier", "layers", "mixer"),
+)
+"""Keys that must have their defaults."""
 
 
 def refuse_multipliers(config: TransformerConfig) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
-from forge_plugins_dense.attention import AttentionCore, BlockInputs, attend
+from forge_plugins_dense.attention import AttentionCore, BlockInputs
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.initial_values import normal
@@ -23,8 +23,9 @@ class LatentAttention(nn.Module):
     of queries and keys, of which all heads share the keys. The cache keeps the latent and those shared keys.
     """
 
-    def __init__(self, config: TransformerConfig, latent: LatentAttentionConfig) -> None:
+    def __init__(self, config: TransformerConfig, latent: LatentAttentionConfig, window: int = 0) -> None:
         super().__init__()
+        self.n_heads, self.window = config.n_heads, window
         self.plain_dim, self.rotary_dim, self.value_dim = latent.plain_dim, latent.rotary_dim, latent.value_dim
         self.kv_rank = latent.kv_rank
         self.logit_scale = config.logit_scale
@@ -38,7 +39,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(latent.kv_rank, config.n_heads * (latent.plain_dim + latent.value_dim), bias=False)
         self.o = nn.Linear(config.n_heads * latent.value_dim, config.dim, bias=False)
-        self.core = AttentionCore(config.attention)
+        self.core = AttentionCore(config.attention, config.attention_softcap)
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
@@ -57,7 +58,7 @@ class LatentAttention(nn.Module):
         if cache is None:
             mixed = self.core(q, k, v, surroundings.mask, surroundings.causal)
         else:
-            mixed = attend(q, k, v, surroundings.mask, surroundings.causal, "auto")
+            mixed = self.core.generate(q, k, v, surroundings.mask, surroundings.causal)
         output: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -87,6 +88,15 @@ class LatentAttention(nn.Module):
     def active_parameters(self) -> int:
         """Weights of the projections."""
         return sum(module.weight.numel() for module in self._weighted().values() if isinstance(module, nn.Linear))
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Same as ``SequenceMixer.mixing_flops``; a head has the mean of its features of keys and of values."""
+        size = (self.plain_dim + self.rotary_dim + self.value_dim) / 2
+        return 12.0 * self.n_heads * size * min(seq_len, self.window or seq_len)
+
+    def context_plan(self) -> list[str]:
+        """Same as ``SequenceMixer.context_plan``."""
+        return ["core"]
 
     def _queries(self, hidden: torch.Tensor, surroundings: BlockInputs) -> torch.Tensor:
         """``(B, H, S, plain_dim + rotary_dim)``."""

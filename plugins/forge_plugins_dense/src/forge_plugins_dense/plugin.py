@@ -17,15 +17,31 @@ def forge_kinds() -> Iterator[Kind]:
         summary="a further block of a decoder, which predicts a token beyond the next",
         contract="forge_plugins_dense.predictor:Predictor",
     )
+    yield Kind(
+        name="sequence_mixer",
+        hook="forge_sequence_mixers",
+        summary="the half of a decoder's block that works between positions: attention, or a layer in its place",
+        contract="forge_plugins_dense.mixer:SequenceMixer",
+    )
 
 
 @hookimpl
 def forge_models() -> Iterator[Component]:
     yield Component(
         name="transformer",
-        summary="pre-norm decoder: RoPE, grouped-query attention, a feed-forward layer of your choice",
+        summary="decoder: attention and a feed-forward layer of your choice, of Llama's, Gemma's or GPT's kind",
         factory="forge_plugins_dense.transformer:Transformer",
         config="forge_plugins_dense.config:TransformerConfig",
+    )
+
+
+@hookimpl
+def forge_sequence_mixers() -> Iterator[Component]:
+    yield Component(
+        name="attention",
+        summary="grouped-query or latent attention, as the decoder's own keys describe it",
+        factory="forge_plugins_dense.mixer:attention",
+        config="forge_plugins_dense.layer_config:AttentionMixerConfig",
     )
 
 
@@ -33,9 +49,9 @@ def forge_models() -> Iterator[Component]:
 def forge_feed_forwards() -> Iterator[Component]:
     yield Component(
         name="mlp",
-        summary="SwiGLU (activation silu) or a two-matrix MLP (gelu, relu), without biases",
+        summary="SwiGLU and other gated layers, or a two-matrix MLP, with or without biases",
         factory="forge_plugins_dense.feed_forward:MLP",
-        config="forge_plugins_dense.config:MLPConfig",
+        config="forge_plugins_dense.feed_forward_config:MLPConfig",
     )
 
 
@@ -52,9 +68,22 @@ def forge_predictors() -> Iterator[Component]:
 @hookimpl(optionalhook=True)
 def forge_weight_layouts() -> Iterator[Component]:
     """For ``forge convert``."""
-    yield Component(
-        name="llama",
-        summary="Llama and Qwen3 as Hugging Face has them",
-        factory="forge_plugins_dense.weight_layouts:LlamaLayout",
-        config="forge_plugins_hf.layout_config:LayoutConfig",
-    )
+    for name, summary, factory in (
+        ("llama", "Llama and Qwen3 as Hugging Face has them", "weight_layouts:LlamaLayout"),
+        ("mistral", "Mistral", "weight_layouts:MistralLayout"),
+        ("qwen2", "Qwen2 and Qwen2.5", "weight_layouts:Qwen2Layout"),
+        ("olmo2", "OLMo 2", "weight_layouts:Olmo2Layout"),
+        ("smollm3", "SmolLM3", "weight_layouts:SmolLM3Layout"),
+        ("granite", "Granite 3", "weight_layouts:GraniteLayout"),
+        ("phi3", "Phi-3 and Phi-4", "weight_layouts:Phi3Layout"),
+        ("gemma2", "Gemma 2", "gemma_layouts:Gemma2Layout"),
+        ("gemma3", "Gemma 3, for text", "gemma_layouts:Gemma3Layout"),
+        ("gpt2", "GPT-2", "gpt_layouts:GPT2Layout"),
+        ("gpt_neox", "GPT-NeoX and Pythia", "gpt_layouts:GPTNeoXLayout"),
+    ):
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_dense.{factory}",
+            config="forge_plugins_hf.layout_config:LayoutConfig",
+        )

@@ -98,6 +98,10 @@ class Predictor(nn.Module):
         """Same as ``FeedForward.active_parameters``, without the head."""
         return self.block.active_parameters()
 
+    def mixing_flops(self, seq_len: int) -> float:
+        """Same as ``SequenceMixer.mixing_flops``."""
+        return self.block.mixing_flops(seq_len)
+
     def accumulators(self) -> Mapping[str, torch.Tensor]:
         return {"measured": self.measured}
 

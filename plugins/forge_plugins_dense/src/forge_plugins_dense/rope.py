@@ -6,38 +6,49 @@ import math
 
 import torch
 
-from forge_plugins_dense.config import Llama3Scaling, YarnScaling
+from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
 
 
 def rotary_tables(
-    positions: torch.Tensor, head_dim: int, theta: float, scaling: Llama3Scaling | YarnScaling | None = None
+    positions: torch.Tensor,
+    head_dim: int,
+    theta: float,
+    scaling: Llama3Scaling | YarnScaling | None = None,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the angle ``position · theta^(−2i / head_dim)`` of each pair of features ``i``.
+    """Cosine and sine of the angle ``position · theta^(−2i / head_dim) / factor`` of each pair of features ``i``.
 
     They are computed where they are needed, from constants, rather than kept as buffers: a buffer would have to be
     initialised after a build on meta, and would be rounded when a model is cast to bf16.
 
     Args:
         positions: ``(B, S)`` int64.
+        head_dim: features of a head that are rotated.
 
     Returns:
         Two ``(B, S, 1, head_dim / 2)`` fp32, which broadcast over heads.
     """
     frequencies = _frequencies(head_dim, theta, scaling, positions.device)
+    if factor != 1:
+        frequencies = frequencies / factor
     angles = positions[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs of features ``(i, i + head_dim / 2)``.
+    """Rotate the pairs of features ``(i, i + R / 2)`` of the first R features; the others stay as they are.
 
     Args:
         x: ``(B, S, H, head_dim)`` of any floating dtype; rotated in fp32, because the products of a rounded cosine lose
             the position in long sequences, and cast back.
-        cos, sin: from ``rotary_tables``.
+        cos, sin: from ``rotary_tables``, of ``R / 2`` pairs.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = 2 * cos.shape[-1]
+    if rotated == 0:
+        return x
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
 def _frequencies(

@@ -1,4 +1,4 @@
-"""The dense decoder: embedding, pre-norm blocks, norm, head.
+"""The dense decoder: embedding, blocks, norm, head.
 
 Shapes: B = batch, S = sequence, D = width of the residual stream, V = vocabulary.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,16 +19,33 @@ from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.errors import ConfigError
 from forge_core.ops.sequence_sum import number_sequences
-from forge_plugins_dense.attention import Attention, BlockInputs
+from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.cache import KeyValueCache, LayerCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
+from forge_plugins_dense.head import make_head
 from forge_plugins_dense.initial_values import normal
-from forge_plugins_dense.latent_attention import LatentAttention
-from forge_plugins_dense.mask import cache_mask, document_block_mask, document_mask
+from forge_plugins_dense.mask import cache_mask, causal_mask, document_block_mask, document_mask
+from forge_plugins_dense.mixer import attention
 from forge_plugins_dense.multi_token import LookingAhead, attach_predictions, count_further_targets
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotary_tables
+
+Mask = torch.Tensor | BlockMask | None
+
+
+class LayerKind(NamedTuple):
+    """What layers have in common that are given the same ``BlockInputs``."""
+
+    window: int
+    rotary_size: int
+    rope_theta: float
+    rope_factor: float
+
+
+def _kind(config: TransformerConfig, number: int) -> LayerKind:
+    layer = config.layer(number)
+    return LayerKind(layer.window, config.rotary_size(layer), layer.rope_theta, layer.rope_factor)
 
 
 class Transformer(nn.Module):
@@ -40,12 +57,15 @@ class Transformer(nn.Module):
         self.vocab_size = vocab_size
         self.max_seq_len = config.max_seq_len
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, config.dim)
+        if config.learned_positions:
+            self.embed.positions = nn.Embedding(config.max_seq_len, config.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer, build) for layer in range(config.n_layers)})
         self.n_predictors = config.n_predictors
         if config.multi_token is not None:
             self._add_predictors(config, config.multi_token, build)
+        self.kinds = {layer: _kind(config, int(layer)) for layer in self.blocks}
         self.norm: nn.Module | None = make_norm(config.norm, config.dim, config.norm_eps)
-        self.head: nn.Linear | None = nn.Linear(config.dim, vocab_size, bias=False)
+        self.head: nn.Linear | None = make_head(config.dim, vocab_size, config.output_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -58,12 +78,14 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
-        mask: torch.Tensor | BlockMask | None = None,
+        mask: Mask | Mapping[int, Mask] = None,
         cache: KeyValueCache | None = None,
         further_tokens: torch.Tensor | None = None,
         further_targets: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSum:
         """Same as ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
+
+        ``mask`` is one for each window of ``attention_windows``, by its length, where there are any.
 
         ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``.
 
@@ -71,12 +93,18 @@ class Transformer(nn.Module):
             ConfigError: the sequence is longer than ``max_seq_len``, or the chosen attention kernel cannot do this.
             ValueError: a cache without room, or together with documents or a mask.
         """
-        surroundings = self._surroundings(tokens, positions, document, mask, cache)
-        surroundings.facts = self._facts(tokens, document, token_ids)
+        if cache is not None:
+            if mask is not None:
+                raise ValueError("what sees what in a cache cannot be given from outside")
+            cache.reserve(tokens, positions)
+        positions, valid = self._positions(tokens, positions, cache)
+        facts = self._facts(tokens, document, token_ids)
+        surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, facts)
         predicts = self.training and loss is not None and further_targets is not None
-        hidden, embedded = self._enter(tokens, further_tokens, predicts=predicts)
+        hidden, embedded = self._enter(tokens, positions, further_tokens, predicts=predicts)
         for layer in self._layers():
-            hidden = self.blocks[layer](hidden, surroundings, None if cache is None else cache.layers[layer])
+            kept = None if cache is None else cache.layers[layer]
+            hidden = self.blocks[layer](hidden, surroundings[self.kinds[layer]], kept)
         normed = hidden if self.norm is None else _times(self.config.output_multiplier, self.norm(hidden))
         if self.head is None:
             return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
@@ -87,7 +115,8 @@ class Transformer(nn.Module):
         summed = loss(normed, self.head, targets)
         if embedded is None or not predicts:
             return summed
-        each = self._surroundings_ahead(surroundings, further_tokens)
+        usual = surroundings[self.kinds[str(self.config.n_layers)]]
+        each = self._surroundings_ahead(usual, further_tokens)
         predictors, config = self._predictors(), self.config.multi_token
         scaled = functools.partial(_times, self.config.output_multiplier)
         return attach_predictions(
@@ -99,6 +128,8 @@ class Transformer(nn.Module):
         residual_std = std / math.sqrt(2 * (self.config.init_layers or self.config.n_layers))
         if self.embed is not None:
             rng.fill("embed.weight", self.embed.weight, normal(std))
+            if self.config.learned_positions:
+                rng.fill("embed.positions.weight", self.embed.positions.weight, normal(std))
         for layer, block in self.blocks.items():
             block.init_weights(rng, f"blocks.{layer}.", residual_std, std)
         if self.norm is not None:
@@ -110,6 +141,8 @@ class Transformer(nn.Module):
         plan: dict[str, ShardRole] = {}
         if self.embed is not None:
             plan["embed"] = "embedding"
+            if self.config.learned_positions:
+                plan["embed.positions"] = "embedding"
         for layer, block in self.blocks.items():
             plan |= {f"blocks.{layer}.{name}": role for name, role in block.parallel_plan().items()}
         if self.norm is not None:
@@ -130,6 +163,10 @@ class Transformer(nn.Module):
     def context_plan(self) -> list[str]:
         return [f"blocks.{layer}.{name}" for layer, block in self.blocks.items() for name in block.context_plan()]
 
+    def attention_windows(self) -> tuple[int, ...]:
+        """Same as ``ContextParallelModel.attention_windows``."""
+        return self.config.windows
+
     def recompute_plan(self) -> dict[str, Recompute]:
         plan: dict[str, Recompute] = dict.fromkeys(_DEAR, "keep")
         for block in self.blocks.values():
@@ -139,7 +176,7 @@ class Transformer(nn.Module):
     def parameter_roles(self) -> dict[str, ParameterRole]:
         roles: dict[str, ParameterRole] = {}
         if self.embed is not None:
-            roles["embed.weight"] = "embedding"
+            roles |= {f"embed.{name}": "embedding" for name, _ in self.embed.named_parameters()}
         for layer, block in self.blocks.items():
             roles |= {f"blocks.{layer}.{name}": role for name, role in block.parameter_roles().items()}
         if self.norm is not None:
@@ -150,12 +187,11 @@ class Transformer(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Same as ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features
-        of a head, in latent attention the mean of those of keys and of values."""
+        of a head, in latent attention the mean of those of keys and of values, and ``S`` at most the window."""
         weights = sum(block.active_parameters() for block in self.blocks.values())
         if self.head is not None:
             weights += self.head.weight.numel() * (1 + self.n_predictors)
-        attention = len(self.blocks) * self.config.n_heads * self.config.mean_head_size * seq_len
-        return float(6 * weights + 12 * attention)
+        return 6.0 * weights + sum(block.mixing_flops(seq_len) for block in self.blocks.values())
 
     def make_cache(self, batch_size: int, max_len: int) -> KeyValueCache:
         """Same as ``GenerativeModel.make_cache``.
@@ -164,7 +200,12 @@ class Transformer(nn.Module):
             ConfigError: ``max_len`` is more than ``max_seq_len``.
         """
         self._check_length(max_len)
-        return KeyValueCache(self._layers(), batch_size, max_len)
+        cache = KeyValueCache(self._layers(), batch_size, max_len)
+        for layer in self._layers():
+            mixer = self.blocks[layer].attention
+            if hasattr(mixer, "make_cache"):
+                cache.layers[layer] = mixer.make_cache(batch_size, max_len)
+        return cache
 
     @property
     def stage_width(self) -> int:
@@ -193,20 +234,31 @@ class Transformer(nn.Module):
         return [block for layer, block in self.blocks.items() if int(layer) >= self.config.n_layers]
 
     def _enter(
-        self, tokens: torch.Tensor, further_tokens: torch.Tensor | None, *, predicts: bool
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        further_tokens: torch.Tensor | None,
+        *,
+        predicts: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states ``(B, S, D)``; and the embeddings of further tokens ``(B, S, K, D)``, where predictors, or
         those of a later stage, are to read them."""
+        if self.embed is not None:
+            hidden = self._embedded(tokens)
+            if self.config.learned_positions:
+                hidden = hidden + self.embed.positions(positions.clamp(min=0))
         if self.n_predictors == 0:
-            return tokens if self.embed is None else self.embed(tokens), None
+            return tokens if self.embed is None else hidden, None
         if self.embed is None:
             hidden, along = tokens.split((self.config.dim, tokens.shape[-1] - self.config.dim), dim=-1)
             along = along.unflatten(-1, (self.n_predictors, self.config.dim))
             return hidden, along if self.head is None else self.arrival(along)
-        hidden = self.embed(tokens)
         if self.head is None:
-            return hidden, self.departure(self.embed(further_tokens.clamp(min=0)))
-        return hidden, self.embed(further_tokens.clamp(min=0)) if predicts else None
+            return hidden, self.departure(self._embedded(further_tokens.clamp(min=0)))
+        return hidden, self._embedded(further_tokens.clamp(min=0)) if predicts else None
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return _times(self.config.embed_multiplier, self.embed(tokens))
 
     def _surroundings_ahead(self, surroundings: BlockInputs, further_tokens: torch.Tensor) -> list[BlockInputs]:
         """For each predictor: a position counts if it has the token ahead, which is then what it knows last."""
@@ -219,32 +271,58 @@ class Transformer(nn.Module):
             each.append(BlockInputs(cos, sin, mask, causal, valid=ids >= 0, facts=facts))
         return each
 
+    def _positions(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``(B or 1, S)`` int64; and where there is no padding, ``BlockInputs.valid``."""
+        if positions is not None:
+            return positions, positions >= 0
+        end = tokens.shape[1] if cache is None else cache.length
+        return torch.arange(end - tokens.shape[1], end, device=tokens.device).unsqueeze(0), None
+
     def _surroundings(
         self,
         tokens: torch.Tensor,
-        positions: torch.Tensor | None,
+        positions: torch.Tensor,
+        valid: torch.Tensor | None,
         document: torch.Tensor | None,
-        mask: torch.Tensor | BlockMask | None,
+        mask: Mask | Mapping[int, Mask],
         cache: KeyValueCache | None,
-    ) -> BlockInputs:
-        start = 0
+        facts: Mapping[str, torch.Tensor],
+    ) -> dict[LayerKind, BlockInputs]:
+        """What the blocks of each kind are given."""
         if cache is None:
             self._check_length(tokens.shape[1])
-            mask, causal = self._mask(tokens, document) if mask is None else (self._checked(mask), False)
-        else:
-            if mask is not None:
-                raise ValueError("what sees what in a cache cannot be given from outside")
-            start = cache.length
-            cache.reserve(tokens, positions)
-            mask, causal = self._mask_with_cache(tokens, start, document, cache)
+        kinds = dict.fromkeys(self.kinds[layer] for layer in self.blocks)
+        masks = {
+            window: self._mask_of_window(window, tokens, document, mask, cache)
+            for window in dict.fromkeys(kind.window for kind in kinds)
+        }
+        scaling = self.config.rope_scaling or self.config.yarn
+        return {
+            kind: BlockInputs(
+                *rotary_tables(positions, kind.rotary_size, kind.rope_theta, scaling, factor=kind.rope_factor),
+                *masks[kind.window],
+                valid,
+                facts,
+            )
+            for kind in kinds
+        }
 
-        valid = None if positions is None else positions >= 0
-        if positions is None:
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        cos, sin = rotary_tables(
-            positions, self.config.rotary_size, self.config.rope_theta, self.config.rope_scaling or self.config.yarn
-        )
-        return BlockInputs(cos, sin, mask, causal, valid)
+    def _mask_of_window(
+        self,
+        window: int,
+        tokens: torch.Tensor,
+        document: torch.Tensor | None,
+        mask: Mask | Mapping[int, Mask],
+        cache: KeyValueCache | None,
+    ) -> tuple[Mask, bool]:
+        """``BlockInputs.mask`` and ``BlockInputs.causal`` of layers that see so many positions, 0: all."""
+        if cache is not None:
+            return self._mask_with_cache(tokens, document, cache, window)
+        if mask is None:
+            return self._mask(tokens, document, window)
+        return self._checked(mask[window] if isinstance(mask, Mapping) else mask), False
 
     def _facts(
         self, tokens: torch.Tensor, document: torch.Tensor | None, token_ids: torch.Tensor | None
@@ -260,24 +338,28 @@ class Transformer(nn.Module):
             facts["token_ids"] = tokens if token_ids is None else token_ids
         return facts
 
-    def _mask(
-        self, tokens: torch.Tensor, document: torch.Tensor | None
-    ) -> tuple[torch.Tensor | BlockMask | None, bool]:
-        """``BlockInputs.mask`` and ``BlockInputs.causal``."""
+    def _mask(self, tokens: torch.Tensor, document: torch.Tensor | None, window: int) -> tuple[Mask, bool]:
+        """The same without a cache, and without a mask from outside."""
         kernel = self.config.attention
         if kernel in CUDA_KERNELS and not tokens.is_cuda:
             raise ConfigError(f'model.attention = "{kernel}" needs CUDA, and this model is on {tokens.device}')
-        if kernel == "flex" or (kernel == "auto" and document is not None and tokens.is_cuda):
+        seq_len = tokens.shape[1]
+        window = window if window < seq_len else 0
+        is_more = document is not None or window > 0 or self.config.attention_softcap is not None
+        if kernel == "flex" or (kernel == "auto" and is_more and tokens.is_cuda):
             if document is None:
                 document = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-            return document_block_mask(document), False
-        if document is None:
+            return document_block_mask(document, window), False
+        if document is None and window == 0:
             return None, True
         if kernel == "flash" and tokens.is_cuda:
-            raise ConfigError('model.attention = "flash" cannot keep packed documents apart; use "auto" or "flex"')
-        return document_mask(document), False
+            what = "keep packed documents apart" if document is not None else "see a window alone"
+            raise ConfigError(f'model.attention = "flash" cannot {what}; use "auto" or "flex"')
+        if document is None:
+            return causal_mask(seq_len, window, tokens.device)[None, None], False
+        return document_mask(document, window), False
 
-    def _checked(self, mask: torch.Tensor | BlockMask) -> torch.Tensor | BlockMask:
+    def _checked(self, mask: Mask) -> Mask:
         """A mask from outside, which only FlexAttention takes if it is in tiles."""
         kernel = self.config.attention
         if isinstance(mask, BlockMask) and kernel not in ("auto", "flex"):
@@ -288,16 +370,18 @@ class Transformer(nn.Module):
         return mask
 
     def _mask_with_cache(
-        self, tokens: torch.Tensor, start: int, document: torch.Tensor | None, cache: KeyValueCache
-    ) -> tuple[torch.Tensor | BlockMask | None, bool]:
-        """The same for positions from ``start`` on that have been appended to a cache."""
+        self, tokens: torch.Tensor, document: torch.Tensor | None, cache: KeyValueCache, window: int
+    ) -> tuple[Mask, bool]:
+        """The same for positions that have been appended to a cache."""
         if document is not None:
             raise ValueError("documents cannot be told apart inside a cache; give each a row of its own")
-        if cache.filled is None and start == 0:
-            return None, True
-        if cache.filled is None and tokens.shape[1] == 1:
-            return None, False
-        return cache_mask(start, cache.length, cache.filled, tokens.device), False
+        start = cache.length - tokens.shape[1]
+        if cache.filled is None and (window == 0 or cache.length <= window):
+            if start == 0:
+                return None, True
+            if tokens.shape[1] == 1:
+                return None, False
+        return cache_mask(start, cache.length, cache.filled, tokens.device, window), False
 
     def _has_own_head(self) -> bool:
         """Return whether the head's weight goes by its own name, and not by the embedding's."""
@@ -309,50 +393,81 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each reading from and adding to the residual stream."""
+    """A mixer, such as attention, and a feed-forward layer, each reading from and adding to the residual stream."""
 
     def __init__(self, config: TransformerConfig, layer: int, build: Builder) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config.norm, config.dim, config.norm_eps)
-        latent = config.latent_attention
-        self.attention = Attention(config) if latent is None else LatentAttention(config, latent)
-        self.feed_forward_norm = make_norm(config.norm, config.dim, config.norm_eps)
-        self.feed_forward = build(config.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
+        own = config.layer(layer)
+        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps)
+        reads, gives = config.norm_placement != "output", config.norm_placement != "input"
+        self.attention_norm = norm() if reads else nn.Identity()
+        self.attention = (
+            attention(None, model=config, layer=layer)
+            if own.mixer is None
+            else build(own.mixer, model=config, layer=layer)
+        )
+        self.attention_output_norm = norm() if gives else None
+        self.feed_forward_norm = norm() if reads else nn.Identity()
+        self.feed_forward = build(own.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
+        self.feed_forward_output_norm = norm() if gives else None
         self.residual_multiplier = config.residual_multiplier
+        self.parallel_residual = config.parallel_residual
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
         mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
-        hidden = hidden + _times(self.residual_multiplier, mixed)
-        facts = {name: surroundings.facts[name] for name in self.needs}
+        if self.attention_output_norm is not None:
+            mixed = self.attention_output_norm(mixed)
+        added = hidden + _times(self.residual_multiplier, mixed)
+
+        facts = {name: surroundings.facts[name] for name in self._layer_needs}
         layer: Any = self.feed_forward
         work = layer.generate if cache is not None and hasattr(layer, "generate") else layer
-        changed = work(self.feed_forward_norm(hidden), surroundings.valid, **facts)
-        return hidden + _times(self.residual_multiplier, changed)
+        read = hidden if self.parallel_residual else added
+        changed = work(self.feed_forward_norm(read), surroundings.valid, **facts)
+        if self.feed_forward_output_norm is not None:
+            changed = self.feed_forward_output_norm(changed)
+        return added + _times(self.residual_multiplier, changed)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its feed-forward layer needs to know of tokens."""
+        """What its layers need to know of tokens."""
+        return self._layer_needs | frozenset(getattr(self.attention, "needs", ()))
+
+    @property
+    def _layer_needs(self) -> frozenset[str]:
         return frozenset(getattr(self.feed_forward, "needs", ()))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         """Same as ``FeedForward.init_weights``."""
-        init_norm(self.attention_norm, rng, f"{prefix}attention_norm.")
+        for name, norm in self._norms().items():
+            init_norm(norm, rng, f"{prefix}{name}.")
         self.attention.init_weights(rng, f"{prefix}attention.", residual_std, std)
-        init_norm(self.feed_forward_norm, rng, f"{prefix}feed_forward_norm.")
         self.feed_forward.init_weights(rng, f"{prefix}feed_forward.", residual_std, std)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
         """Same as ``FeedForward.parallel_plan``."""
-        plan: dict[str, ShardRole] = {"attention_norm": "sequence", "feed_forward_norm": "sequence"}
+        plan: dict[str, ShardRole] = {
+            name: "residual" if name.endswith("output_norm") else "sequence" for name in self._norms()
+        }
         plan |= {f"attention.{name}": role for name, role in self.attention.parallel_plan().items()}
         for name, role in self.feed_forward.parallel_plan().items():
             plan[f"feed_forward.{name}" if name else "feed_forward"] = role
         return plan
 
     def context_plan(self) -> list[str]:
-        """Same as ``ContextParallelModel.context_plan``, names relative to this module."""
-        return ["attention.core"]
+        """Same as ``ContextParallelModel.context_plan``, names relative to this module.
+
+        Raises:
+            ConfigError: the mixer does not say how it works on a part of a sequence.
+        """
+        mixer: Any = self.attention
+        if not hasattr(mixer, "context_plan"):
+            raise ConfigError(
+                f"parallel.cp: the mixer {type(mixer).__qualname__} has no context_plan, so that its sequences cannot "
+                "be split over ranks; set parallel.cp = 1"
+            )
+        return [f"attention.{name}" for name in mixer.context_plan()]
 
     def recompute_plan(self) -> Mapping[str, Recompute]:
         """Same as ``Model.recompute_plan``, for operations that other layers do not have."""
@@ -361,9 +476,9 @@ class Block(nn.Module):
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``FeedForward.parameter_roles``."""
-        roles = norm_roles(self.attention_norm, "attention_norm.") | norm_roles(
-            self.feed_forward_norm, "feed_forward_norm."
-        )
+        roles: dict[str, ParameterRole] = {}
+        for name, norm in self._norms().items():
+            roles |= norm_roles(norm, f"{name}.")
         for part in ("attention", "feed_forward"):
             roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
         return roles
@@ -372,6 +487,18 @@ class Block(nn.Module):
         """Weights of matrices that are multiplied for one token."""
         return self.attention.active_parameters() + self.feed_forward.active_parameters()
 
+    def mixing_flops(self, seq_len: int) -> float:
+        """Same as ``SequenceMixer.mixing_flops``."""
+        mixer: Any = self.attention
+        flops: float = mixer.mixing_flops(seq_len)
+        return flops
+
+    def _norms(self) -> dict[str, nn.Module]:
+        """In the order of the block; those of inputs are there in any case, as ``tensor_parallel`` gathers behind
+        them."""
+        names = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
+        return {name: norm for name in names if (norm := getattr(self, name)) is not None}
+
 
 def _times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if factor == 1 else tensor * factor
@@ -379,6 +506,7 @@ def _times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
 
 _DEAR = (
     "aten.mm",
+    "aten.addmm",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",

@@ -1,12 +1,22 @@
-"""The weight layout of Llama and Qwen3, for forge-plugins-hf."""
+"""The weight layouts of Llama and its near relatives, for forge-plugins-hf."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from forge_plugins_dense import huggingface
 from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.decoder_layout import (
+    DecoderLayout,
+    Fused,
+    Table,
+    rows,
+    tables_of_layers,
+    windows_from_hf,
+    windows_to_hf,
+)
+from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf, rope_to_hf
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -14,6 +24,7 @@ class LlamaLayout(WeightLayout):
     """Weights have other names, and are the same."""
 
     architectures = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    order = 0
 
     def __init__(self, config: object, /) -> None: ...
 
@@ -30,3 +41,204 @@ class LlamaLayout(WeightLayout):
     def to_huggingface(self, config: TransformerConfig) -> Mapping[str, Recipe]:
         names = huggingface.weight_names(config)
         return {theirs: Recipe((ours,)) for ours, theirs in names.items()}
+
+
+class RelativeLayout(DecoderLayout):
+    """A decoder with the keys of Llama's configuration, and some more."""
+
+    partial_rotary: ClassVar[bool] = False
+    """Whether it may rotate a part of a head's features."""
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        name = self.architectures[0]
+        table: Table = {
+            "name": "transformer",
+            "dim": hf["hidden_size"],
+            "n_layers": hf["num_hidden_layers"],
+            "n_heads": hf["num_attention_heads"],
+            "n_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            "head_dim": hf.get("head_dim") or None,
+            "vocab_size": hf["vocab_size"],
+            "max_seq_len": hf["max_position_embeddings"],
+            "norm_eps": hf.get("rms_norm_eps", 1e-6),
+            "tie_embeddings": hf.get("tie_word_embeddings", False),
+            "init_std": hf.get("initializer_range", 0.02),
+            "attention_bias": "all" if hf.get("attention_bias", False) else "none",
+            "feed_forward": mlp_from_hf(hf, name),
+        }
+        return table | rope_from_hf(hf, name, partial=self.partial_rotary)
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        mlp = config.feed_forward.config
+        rope = rope_to_hf(config)
+        fraction = {"partial_rotary_factor": config.rotary_fraction} if self.partial_rotary else {}
+        return {
+            "hidden_size": config.dim,
+            "intermediate_size": mlp.width(config.dim),
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size,
+            "max_position_embeddings": config.max_seq_len,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": rope if rope["rope_type"] != "default" else None,
+            "rope_parameters": rope | {"rope_theta": config.rope_theta} | fraction,
+            "tie_word_embeddings": config.tie_embeddings,
+            "initializer_range": config.init_std,
+            "attention_bias": config.attention_bias == "all",
+            "hidden_act": activation_to_hf(mlp),
+            **fraction,
+        }
+
+
+class MistralLayout(RelativeLayout):
+    """Mistral 7B and its successors: Llama, with a sliding window in early ones."""
+
+    architectures = ("MistralForCausalLM",)
+    model_type = "mistral"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        return super().read(hf) | {"window": hf["sliding_window"] or 0}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        return super().write(config, vocab_size) | {"sliding_window": config.window or None}
+
+
+class Qwen2Layout(RelativeLayout):
+    """Qwen 2 and 2.5: biases of queries, keys and values; sliding windows in the layers from ``max_window_layers`` on,
+    if asked for."""
+
+    architectures = ("Qwen2ForCausalLM",)
+    model_type = "qwen2"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "use_sliding_window": False,
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        first, has_windows = hf["max_window_layers"], hf["use_sliding_window"]
+        windows = windows_from_hf(hf, lambda number: has_windows and number >= first)
+        usual, layers = tables_of_layers([{"window": window} for window in windows])
+        return super().read(hf) | {"attention_bias": "qkv", **usual, "layers": layers}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        windows = windows_to_hf(config)
+        kinds = windows["layer_types"]
+        sliding = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
+        table = super().write(config, vocab_size) | windows | {"use_sliding_window": bool(sliding)}
+        return table | {"max_window_layers": sliding[0] if sliding else config.n_layers}
+
+
+class Olmo2Layout(RelativeLayout):
+    """OLMo 2: norms at the output of attention and of the feed-forward layer, and of all heads together."""
+
+    architectures = ("Olmo2ForCausalLM",)
+    model_type = "olmo2"
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+    inside: ClassVar[Mapping[str, str]] = {
+        **DecoderLayout.inside,
+        "attention_output_norm": "post_attention_layernorm",
+        "feed_forward_output_norm": "post_feedforward_layernorm",
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        return super().read(hf) | {"norm_placement": "output", "qk_norm": True, "qk_norm_over": "all"}
+
+
+class SmolLM3Layout(RelativeLayout):
+    """SmolLM 3: every fourth layer has no rotary positions."""
+
+    architectures = ("SmolLM3ForCausalLM",)
+    model_type = "smollm3"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        every = hf["no_rope_layer_interval"]
+        has_rope = hf["no_rope_layers"] or [(number + 1) % every != 0 for number in range(hf["num_hidden_layers"])]
+        uses = hf["use_sliding_window"]
+        windows = windows_from_hf(hf, lambda number: uses and not has_rope[number])
+        each = [
+            {"rotary_fraction": 1.0 if turned else 0.0, "window": window}
+            for turned, window in zip(has_rope, windows, strict=True)
+        ]
+        usual, layers = tables_of_layers(each)
+        return super().read(hf) | {**usual, "layers": layers}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        turned = [int(config.layer(number).rotary_fraction > 0) for number in range(config.n_layers)]
+        windows = windows_to_hf(config)
+        return super().write(config, vocab_size) | {
+            **windows,
+            "use_sliding_window": windows["sliding_window"] is not None,
+            "no_rope_layers": turned,
+            "mlp_bias": config.feed_forward.config.bias,
+        }
+
+
+class GraniteLayout(RelativeLayout):
+    """Granite 3: Llama with multipliers."""
+
+    architectures = ("GraniteForCausalLM",)
+    model_type = "granite"
+    defaults: ClassVar[Mapping[str, Any]] = {"attention_multiplier": 1.0}
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        table = super().read(hf)
+        head_dim = table["head_dim"] or table["dim"] // table["n_heads"]
+        return table | {
+            "embed_multiplier": float(hf.get("embedding_multiplier", 1.0)),
+            "residual_multiplier": float(hf.get("residual_multiplier", 1.0)),
+            "output_multiplier": 1.0 / hf.get("logits_scaling", 1.0),
+            "attention_multiplier": hf["attention_multiplier"] * head_dim**0.5,
+        }
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        return super().write(config, vocab_size) | {
+            "embedding_multiplier": config.embed_multiplier,
+            "residual_multiplier": config.residual_multiplier,
+            "logits_scaling": 1.0 / config.output_multiplier,
+            "attention_multiplier": config.attention_multiplier / config.head_size**0.5,
+            "mlp_bias": config.feed_forward.config.bias,
+        }
+
+
+class Phi3Layout(RelativeLayout):
+    """Phi 3 and 4: queries, keys and values in one matrix, and gate and up in one."""
+
+    architectures = ("Phi3ForCausalLM",)
+    model_type = "phi3"
+    partial_rotary = True
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "original_max_position_embeddings": None,
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        hf["original_max_position_embeddings"]  # says something beside longrope only
+        return super().read(hf) | {"window": hf["sliding_window"] or 0}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        return super().write(config, vocab_size) | {
+            "sliding_window": config.window or None,
+            "original_max_position_embeddings": config.max_seq_len,
+        }
+
+    def fused(self, config: TransformerConfig) -> Mapping[str, Fused]:
+        width = config.feed_forward.config.width(config.dim)
+        queries, keys = config.n_heads * config.head_size, config.kv_heads * config.head_size
+        return {
+            "self_attn.qkv_proj": rows(("attention.q", "attention.k", "attention.v"), (queries, keys, keys)),
+            "mlp.gate_up_proj": rows(("feed_forward.gate", "feed_forward.up"), (width, width)),
+        }

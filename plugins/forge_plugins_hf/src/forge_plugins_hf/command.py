@@ -31,9 +31,19 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     type=click.Choice(["training", "evaluation"]),
     help="Of a checkpoint: the trained ones, or averages; by default averages, if there are any.",
 )
+@click.option(
+    "--architecture",
+    help="For --to huggingface: such as MistralForCausalLM; by default the first that is equal to the model.",
+)
 @click.pass_obj
 def convert(
-    obj: Invocation, source: Path, direction: str, out: Path, dtype: str | None, weights: Weights | None
+    obj: Invocation,
+    source: Path,
+    direction: str,
+    out: Path,
+    dtype: str | None,
+    weights: Weights | None,
+    architecture: str | None,
 ) -> None:
     """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face: config.json, safetensors, and
     tokenizer.json; for --to huggingface a run's directory (its newest checkpoint) or a checkpoint's.
@@ -49,14 +59,19 @@ def convert(
     from forge_plugins_hf.to_forge import to_forge
     from forge_plugins_hf.to_huggingface import to_huggingface
 
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr)
+
     chosen = getattr(torch, _DTYPES[dtype]) if dtype else None
     if direction == "forge":
         if weights:
             raise ConfigError("--weights is about a checkpoint, and has no effect with --to forge")
-        architecture, n_parameters = to_forge(source, out, chosen or torch.float32, obj.catalog)
+        if architecture:
+            raise ConfigError("--architecture has no effect with --to forge: config.json names the architecture")
+        architecture, n_parameters = to_forge(source, out, chosen or torch.float32, obj.catalog, say)
         click.echo(f"wrote {out / 'checkpoint'}: {architecture}, {n_parameters:,} parameters")
         click.echo(f"forge generate {out / 'checkpoint'}; to train it further, choose [data] in {out / 'train.toml'}")
         return
-    checkpoint = find_checkpoint(source, lambda line: print(printable(line), file=sys.stderr), model_problem)
-    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog)
+    checkpoint = find_checkpoint(source, say, model_problem)
+    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, architecture)
     click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")

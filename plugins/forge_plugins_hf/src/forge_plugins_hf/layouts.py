@@ -27,14 +27,25 @@ def layout_of_architecture(name: str, catalog: Catalog) -> WeightLayout:
     raise ConfigError(f"no installed plugin knows the architecture {name}.{hint} Known: {', '.join(known) or 'none'}.")
 
 
-def layout_of_model(config: Any, vocab_size: int, catalog: Catalog) -> tuple[WeightLayout, dict[str, Any]]:
+def layout_of_model(
+    config: Any, vocab_size: int, catalog: Catalog, architecture: str | None = None
+) -> tuple[WeightLayout, dict[str, Any]]:
     """A layout that has an architecture equal to a model, and the ``config.json`` in it.
+
+    Args:
+        architecture: the one to take; ``None``: the first that is equal, by ``WeightLayout.order``.
 
     Raises:
         ConfigError: there is none; the message says why of each.
     """
+    if architecture is not None:
+        chosen = layout_of_architecture(architecture, catalog)
+        table = chosen.config_json(config, vocab_size)
+        if table["architectures"] != [architecture]:
+            raise ConfigError(f"this model has the form of {table['architectures'][0]}, not of {architecture}")
+        return chosen, table
     reasons = []
-    for layout in _installed(catalog):
+    for layout in sorted(_installed(catalog), key=lambda one: one.order):
         try:
             return layout, layout.config_json(config, vocab_size)
         except ConfigError as error:

@@ -28,7 +28,11 @@ _SEQ_LEN = 2048
 
 
 def to_forge(
-    folder: Path, out: Path, dtype: torch.dtype, catalog: Callable[[Collection[str]], Catalog]
+    folder: Path,
+    out: Path,
+    dtype: torch.dtype,
+    catalog: Callable[[Collection[str]], Catalog],
+    say: Callable[[str], None],
 ) -> tuple[str, int]:
     """Write ``out/checkpoint/``, which ``forge generate`` and ``forge eval`` take, and ``out/train.toml``, a run that
     begins with its weights.
@@ -36,6 +40,7 @@ def to_forge(
     Args:
         folder: with ``config.json``, safetensors and, if there is one, ``tokenizer.json``.
         dtype: of the checkpoint.
+        say: is told of keys that are left out.
 
     Returns:
         The architecture, and how many parameters the model has.
@@ -55,6 +60,8 @@ def to_forge(
         table = layout.model_table(config)
     except KeyError as error:
         raise ConfigError(f"{folder / 'config.json'}: {architecture} needs the key {error.args[0]}") from error
+    if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
+        say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
     refuse_unread(config, folder)
     tokenizer = choose_tokenizer(folder, config)
     job = _job(table, tokenizer, out, installed)

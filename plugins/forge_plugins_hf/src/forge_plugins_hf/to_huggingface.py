@@ -18,7 +18,8 @@ from forge_core.loading import Weights, build_within, with_multipliers
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.layouts import layout_of_model
 from forge_plugins_hf.shards import Described, on_meta, write_shards
-from forge_plugins_hf.tokenizer import give_tokenizer
+from forge_plugins_hf.tokenizer import give_tokenizer, special_tokens
+from forge_plugins_hf.weight_layout import WeightLayout
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -29,12 +30,14 @@ def to_huggingface(
     dtype: torch.dtype | None,
     weights: Weights | None,
     catalog: Callable[[Collection[str]], Catalog],
+    architecture: str | None = None,
 ) -> str:
     """Write ``config.json``, safetensors, and the tokenizer's files into a new folder.
 
     Args:
         dtype: of the files; ``None``: that of the checkpoint.
         weights: the trained ones, or averages; ``None``: averages if there are any.
+        architecture: the one to write; ``None``: that of the model that was converted, or the first that is equal.
 
     Returns:
         The architecture.
@@ -51,7 +54,7 @@ def to_huggingface(
     state = checkpoint.state()
     build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
     config = with_multipliers(job, build).config
-    layout, table = layout_of_model(config, state["vocab_size"], installed)
+    layout, table = _layout(config, state, installed, architecture)
     keys = _keys(checkpoint, weights)
     entries = checkpoint.saved_tensors()
     shapes = {name: torch.Size(entries[key].size) for name, key in keys.items()}
@@ -73,8 +76,22 @@ def to_huggingface(
     described = [
         Described(name, recipe.make(*on_meta(shapes, recipe.reads)).shape, kept) for name, recipe in recipes.items()
     ]
-    _write(out, described, make, {**table, "torch_dtype": _NAMES[kept]}, _tokenizer(checkpoint, state))
+    table = {**special_tokens(checkpoint.path / "tokenizer", state), **table, "torch_dtype": _NAMES[kept]}
+    _write(out, described, make, table, _tokenizer(checkpoint, state))
     return str(table["architectures"][0])
+
+
+def _layout(
+    config: Any, state: Mapping[str, Any], catalog: Catalog, architecture: str | None
+) -> tuple[WeightLayout, dict[str, Any]]:
+    """The layout that is asked for; or that of the model that was converted, if ours is still equal to it."""
+    origin = (state.get("converted") or {}).get("architecture")
+    if architecture is None and origin is not None:
+        try:
+            return layout_of_model(config, state["vocab_size"], catalog, origin)
+        except ConfigError:
+            pass  # it was trained further with other keys
+    return layout_of_model(config, state["vocab_size"], catalog, architecture)
 
 
 def _keys(checkpoint: Checkpoint, weights: Weights | None) -> dict[str, str]:

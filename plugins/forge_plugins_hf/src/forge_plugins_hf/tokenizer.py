@@ -61,6 +61,18 @@ def give_tokenizer(saved: Path, out: Path, end: str | None) -> bool:
     return True
 
 
+def special_tokens(saved: Path, state: Mapping[str, Any]) -> dict[str, int | None]:
+    """Ids for ``config.json``, where ``transformers`` would otherwise take those of its own tokenizers.
+
+    Args:
+        saved: the checkpoint's folder of the tokenizer.
+        state: the checkpoint's, which names the token that ends a document.
+    """
+    end = (state.get("tokenizer") or {}).get("end_of_document")
+    known = _vocabulary(saved / FILE) if (saved / FILE).exists() else {}
+    return {"bos_token_id": None, "eos_token_id": known.get(str(end)), "pad_token_id": None}
+
+
 def _vocabulary(path: Path) -> dict[str, int]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))

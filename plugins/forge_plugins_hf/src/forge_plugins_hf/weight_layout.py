@@ -32,6 +32,11 @@ class WeightLayout(ABC):
 
     architectures: ClassVar[tuple[str, ...]]
     """The names that ``architectures`` in ``config.json`` may have."""
+    order: ClassVar[int] = 1
+    """Of several layouts that are equal to a model, the one with the lowest order is written."""
+    training_only: ClassVar[Collection[str]] = ()
+    """Keys of ``config.json`` that say how a model was trained, and that ours has not, such as dropout. The command
+    says which are left out."""
 
     @abstractmethod
     def model_table(self, config_json: Mapping[str, Any]) -> dict[str, Any]:

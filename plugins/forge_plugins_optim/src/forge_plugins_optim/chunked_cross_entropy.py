@@ -47,7 +47,7 @@ class ChunkedCrossEntropy:
         """The contract's.
 
         Raises:
-            ConfigError: ``head`` does more than multiply by ``weight`` and add ``bias``, which this loss would skip.
+            ConfigError: ``head`` does more than multiply by ``weight``, add ``bias`` and cap.
         """
         return self.with_z_loss(hidden, head, targets, 0.0, weights)[0]
 
@@ -65,7 +65,8 @@ class ChunkedCrossEntropy:
             ConfigError: as a call.
         """
         part = part_of_head(hidden, head)
-        if part is None and getattr(type(head), "forward", None) is not nn.Linear.forward:
+        cap = getattr(head, "cap", None)
+        if part is None and cap is None and getattr(type(head), "forward", None) is not nn.Linear.forward:
             raise ConfigError(
                 f"loss 'chunked_cross_entropy' multiplies by the head's weight itself, and would skip what "
                 f"{type(head).__qualname__}.forward does; use loss 'cross_entropy' with this model."
@@ -74,7 +75,7 @@ class ChunkedCrossEntropy:
         wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
         columns = None if part is None else (part.start, part.group)
         flat = (inputs[0].flatten(0, 1), *inputs[1:], targets.flatten(), None if weights is None else weights.flatten())
-        options = (self._chunk_size, wanted, columns, coefficient)
+        options = (self._chunk_size, wanted, columns, coefficient, cap)
         total, each, penalty = _ChunkedCrossEntropy.apply(*flat, *options)  # type: ignore[no-untyped-call]  # torch's
         return LossSum(total, (targets != IGNORED).sum(), each.view(targets.shape)), penalty
 
@@ -92,11 +93,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, bool, bool],
         columns: tuple[int, dist.ProcessGroup] | None,
         coefficient: float,
+        cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Args:
             columns: where this rank's part of a vocabulary that is shared out begins, and over which ranks.
             coefficient: of the squared log-partition, whose gradient is added to that of the total.
+            cap: of the logits.
         """
         for_hidden, for_weight, for_bias = wanted
         first, group = columns or (0, None)
@@ -114,7 +117,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # Zero rows instead of ignored ones keep whatever they hold, NaN too, out of all sums.
             hidden_CD = hidden_TD[chunk].masked_fill(ignored_C1, 0)
 
-            logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+            logits_CV, slopes_CV = _capped(F.linear(hidden_CD, weight_VD, bias_V), cap, accumulate)
             if group is None:
                 log_probabilities_CV = torch.log_softmax(logits_CV, dim=1, dtype=accumulate)
                 partitions_C1 = logits_CV[:, :1].to(accumulate) - log_probabilities_CV[:, :1]
@@ -135,8 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if coefficient:
                 probabilities_CV *= 1 + 2 * coefficient * partitions_C1
             grad_logits_CV = subtract_targets(probabilities_CV, targets_C1, first)
-            if weights_T is not None:
-                grad_logits_CV *= weights_T[chunk].unsqueeze(1)
+            _multiply(grad_logits_CV, _part(weights_T, chunk), slopes_CV)
             if grad_bias_V is not None:
                 grad_bias_V += (~ignored_C1).to(accumulate).squeeze(1) @ grad_logits_CV
             grad_logits_CV = grad_logits_CV.to(hidden_TD.dtype)
@@ -153,7 +155,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
-        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), *[None] * 6
+        return *(_scaled(grad, grad_total, ctx.dtype) for grad in ctx.saved_tensors), *[None] * 7
+
+
+def _capped(
+    logits_CV: torch.Tensor, cap: float | None, accumulate: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits, and where they are capped, how they change with what is capped."""
+    if cap is None:
+        return logits_CV, None
+    tanh_CV = torch.tanh(logits_CV.to(accumulate) / cap)
+    return cap * tanh_CV, 1 - tanh_CV.square()
+
+
+def _multiply(grad_logits_CV: torch.Tensor, weights_C: torch.Tensor | None, slopes_CV: torch.Tensor | None) -> None:
+    if weights_C is not None:
+        grad_logits_CV *= weights_C.unsqueeze(1)
+    if slopes_CV is not None:
+        grad_logits_CV *= slopes_CV
 
 
 def _part(weights_T: torch.Tensor | None, chunk: slice) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 from forge_core.contracts.loss import IGNORED, LossSum, VocabularyPart
 from forge_plugins_optim.config import CrossEntropyConfig
 from forge_plugins_optim.token_weights import weighted
-from forge_plugins_optim.vocabulary_parallel import part_of_head, vocabulary_parallel_cross_entropy
+from forge_plugins_optim.vocabulary_parallel import logits_of_part, part_of_head, vocabulary_parallel_cross_entropy
 
 
 def cross_entropy(config: CrossEntropyConfig, /) -> CrossEntropy:
@@ -59,8 +59,7 @@ class CrossEntropy:
 
 
 def _by_vocabulary(part: VocabularyPart, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = F.linear(part.hidden, part.weight, part.bias).flatten(0, 1).float()
-    return vocabulary_parallel_cross_entropy(logits, targets.flatten(), part.start, part.group)
+    return vocabulary_parallel_cross_entropy(logits_of_part(part), targets.flatten(), part.start, part.group)
 
 
 def _summed(each: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> LossSum:

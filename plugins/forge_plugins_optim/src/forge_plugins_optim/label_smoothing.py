@@ -18,7 +18,7 @@ from forge_core.contracts.loss import IGNORED, Loss, LossSum, VocabularyPart, ap
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_plugins_optim.config import LabelSmoothingConfig
 from forge_plugins_optim.token_weights import weighted
-from forge_plugins_optim.vocabulary_parallel import KnownPart, part_of_head
+from forge_plugins_optim.vocabulary_parallel import KnownPart, logits_of_part, part_of_head
 
 
 def label_smoothing(config: LabelSmoothingConfig, /, *, build: Builder) -> LabelSmoothing:
@@ -81,15 +81,28 @@ def _of_part(part: VocabularyPart, targets: torch.Tensor) -> torch.Tensor:
     targets_T = targets.flatten() - part.start
     elsewhere_T = (targets_T < 0) | (targets_T >= len(part.weight))
     targets_T = targets_T.masked_fill(elsewhere_T, 0)
+    if part.cap is None:
+        chosen_T, sums_T = _linear_in_part(part, targets, targets_T, elsewhere_T)
+    else:
+        logits_TV = logits_of_part(part)
+        chosen_T = logits_TV.gather(1, targets_T.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_T, 0)
+        sums_T = logits_TV.sum(1)
+    sizes_T = torch.full_like(sums_T, len(part.weight))
+    summed: torch.Tensor = _SumOfParts.apply(torch.stack((chosen_T, sums_T, sizes_T)), part.group)  # type: ignore[no-untyped-call]  # torch's
+    return summed[0] - summed[1] / summed[2]
+
+
+def _linear_in_part(
+    part: VocabularyPart, targets: torch.Tensor, targets_T: torch.Tensor, elsewhere_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's logit, 0 where another rank has it, and the sum of this rank's, without the logits."""
     hidden_TD = _wide(part.hidden.flatten(0, 1)).masked_fill((targets.flatten() == IGNORED).unsqueeze(1), 0)
     rows_TD = _wide(torch.nn.functional.embedding(targets_T, part.weight)).masked_fill(elsewhere_T.unsqueeze(1), 0)
     chosen_T, sums_T = (hidden_TD * rows_TD).sum(1), hidden_TD @ _wide(part.weight).sum(0)
     if part.bias is not None:
         chosen_T = chosen_T + _wide(part.bias)[targets_T].masked_fill(elsewhere_T, 0)
         sums_T = sums_T + _wide(part.bias).sum()
-    sizes_T = torch.full_like(sums_T, len(part.weight))
-    summed: torch.Tensor = _SumOfParts.apply(torch.stack((chosen_T, sums_T, sizes_T)), part.group)  # type: ignore[no-untyped-call]  # torch's
-    return summed[0] - summed[1] / summed[2]
+    return chosen_T, sums_T
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

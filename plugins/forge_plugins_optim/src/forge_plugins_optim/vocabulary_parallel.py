@@ -25,6 +25,16 @@ def part_of_head(hidden: torch.Tensor, head: nn.Module) -> VocabularyPart | None
     return part
 
 
+def logits_of_part(part: VocabularyPart) -> torch.Tensor:
+    """This rank's columns of the logits ``(T, V)``, fp32."""
+    return capped(torch.nn.functional.linear(part.hidden, part.weight, part.bias).flatten(0, 1).float(), part.cap)
+
+
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """``cap · tanh(logits / cap)``; without a cap, the logits."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 class KnownPart:
     """A head that is cut by vocabulary, with this rank's part: losses that stand around each other share it, and hidden
     states are gathered once."""

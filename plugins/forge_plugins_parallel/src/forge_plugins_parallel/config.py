@@ -65,6 +65,8 @@ class ContextParallelConfig:
             kernel = getattr(job.model.config, "attention", None)
             if getattr(job.data.config, "document_mask", False):
                 yield "method", RING_WITHOUT_DOCUMENTS
+            if beyond := getattr(job.model.config, "beyond_causal", ""):
+                yield "method", f'"ring" attends in causal order and no other way, and model.{beyond} asks for more'
             if kernel in ("flex", "math"):
                 sentence = (
                     f'"ring" needs a kernel that gives the sums to merge by, and model.attention = "{kernel}" has'

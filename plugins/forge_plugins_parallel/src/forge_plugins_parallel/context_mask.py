@@ -12,23 +12,25 @@ TILE = 128
 """Rows and columns of a tile of FlexAttention's mask."""
 
 
-def dense_mask(place: torch.Tensor, seq_len: int, document: torch.Tensor | None) -> torch.Tensor:
+def dense_mask(place: torch.Tensor, seq_len: int, document: torch.Tensor | None, window: int = 0) -> torch.Tensor:
     """An element for every query and key.
 
     Args:
         place: ``(P,)`` int64, where in the sequence each query is.
         document: ``(B, S)`` int64 of the whole sequence, or ``None`` for one document.
+        window: how many positions a query sees, itself among them; 0: all.
 
     Returns:
         ``(B or 1, 1, P, S)`` bool, true where the query sees the key.
     """
-    mask = (torch.arange(seq_len, device=place.device) <= place[:, None])[None]
+    ahead = place[:, None] - torch.arange(seq_len, device=place.device)
+    mask = ((ahead >= 0) & (ahead < window) if window else ahead >= 0)[None]
     if document is not None:
         mask = mask & (document[:, place, None] == document[:, None, :])
     return mask.unsqueeze(1)
 
 
-def block_mask(place: torch.Tensor, seq_len: int, document: torch.Tensor | None) -> BlockMask:
+def block_mask(place: torch.Tensor, seq_len: int, document: torch.Tensor | None, window: int = 0) -> BlockMask:
     """The same as ``dense_mask`` for FlexAttention, without ever having ``P × S`` elements.
 
     A tile of queries sees nothing of a tile of keys that lies behind it or shares no range of document ids with it, and
@@ -39,10 +41,18 @@ def block_mask(place: torch.Tensor, seq_len: int, document: torch.Tensor | None)
     key_first, key_last = _ranges(torch.arange(seq_len, device=place.device)[None])
     possible = key_first[:, None, :] <= last[:, :, None]
     whole = key_last[:, None, :] <= first[:, :, None]
+    if window:
+        possible = possible & (first[:, :, None] - key_last[:, None, :] < window)
+        whole = whole & (last[:, :, None] - key_first[:, None, :] < window)
+
+    def reaches(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = place[query] >= key
+        return seen & (place[query] - key < window) if window else seen
+
     if document is None:
 
         def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return place[query] >= key
+            return reaches(query, key)
     else:
         of_query = document[:, place]
         low, high = (side[:, :, None] for side in _ranges(of_query))
@@ -51,7 +61,7 @@ def block_mask(place: torch.Tensor, seq_len: int, document: torch.Tensor | None)
         whole = whole & (low == high) & (key_low == key_high) & (low == key_low)
 
         def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return (place[query] >= key) & (of_query[batch, query] == document[batch, key])
+            return reaches(query, key) & (of_query[batch, query] == document[batch, key])
 
     if place.shape[0] % TILE:
         whole[:, -1] = False  # rows beyond the end must be masked by the kernel

@@ -107,7 +107,7 @@ class SequencePart:
             raise ConfigError(
                 f"parallel.cp: a sequence of {seq_len} tokens cannot be cut into {self._n_chunks} chunks of one length"
             )
-        masks = {"mask": self._mask(seq_len, inputs.get("document"), tokens.device)} if self._masks else {}
+        masks = {"mask": self._masks_of(model, seq_len, inputs.get("document"), tokens.device)} if self._masks else {}
         if not self._masks and inputs.get("document") is not None:
             raise ConfigError(f"parallel.passes.context_parallel.method: {RING_WITHOUT_DOCUMENTS}")
         if inputs.get("positions") is None:
@@ -121,9 +121,16 @@ class SequencePart:
         first = inputs.pop("tokens")
         return (first,), {**inputs, **masks}
 
-    def _mask(self, seq_len: int, document: torch.Tensor | None, device: torch.device) -> torch.Tensor | BlockMask:
+    def _masks_of(
+        self, model: Any, seq_len: int, document: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor | BlockMask | dict[int, torch.Tensor | BlockMask]:
+        """The mask; or one for each window, where the model has any."""
         place = self._cut(torch.arange(seq_len, device=device)[None])[0]
-        return (block_mask if device.type == "cuda" else dense_mask)(place, seq_len, document)
+        make = block_mask if device.type == "cuda" else dense_mask
+        windows = model.attention_windows() if hasattr(model, "attention_windows") else ()
+        if windows:
+            return {window: make(place, seq_len, document, window) for window in windows}
+        return make(place, seq_len, document)
 
     def _cut(self, entry: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """``(B, S, …)`` to ``(B, S / C, …)``."""

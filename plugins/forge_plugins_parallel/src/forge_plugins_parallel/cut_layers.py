@@ -154,7 +154,8 @@ class VocabParallelHead(CutLayer):
         """Same as ``forge_core.contracts.loss.HeadInParts``."""
         parts = self.parts_of(self._parameters)
         start = self.ranks.part_of(self.out_features).start
-        return VocabularyPart(self.ranks.read(hidden), parts["weight"], parts["bias"], start, self.ranks.group)
+        cap = getattr(self, "cap", None)
+        return VocabularyPart(self.ranks.read(hidden), parts["weight"], parts["bias"], start, self.ranks.group, cap)
 
     def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}

@@ -158,7 +158,8 @@ def _cut(
             become(module, RowParallel, ranks)
             _distribute(module, {"weight": Shard(1)}, mesh, cut)
         case "vocab":
-            _refuse_unless(name, module, role, nn.Linear)
+            if not hasattr(module, "cap"):  # else a linear layer that caps its logits, as HeadInParts says
+                _refuse_unless(name, module, role, nn.Linear)
             _refuse_small_vocabulary(name, module.out_features, ranks)
             become(module, VocabParallelHead, ranks)
             _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)

@@ -1,0 +1,301 @@
+"""How a decoder of Hugging Face is laid out: what its layouts have in common."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import attrs
+import torch
+
+from forge_core.errors import ConfigError, and_more
+from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.feed_forward_config import MLPConfig
+from forge_plugins_dense.huggingface import biased_projections, check_complete, is_derived
+from forge_plugins_dense.layer_config import LayerConfig
+from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+
+Table = dict[str, Any]
+
+
+def _same(tensor: torch.Tensor, *_: int) -> torch.Tensor:
+    return tensor
+
+
+@attrs.frozen
+class Fused:
+    """A linear layer or a norm of theirs, and the ones of ours that it is made of."""
+
+    ours: tuple[str, ...]
+    join: Callable[..., torch.Tensor] = _same
+    """Ours to theirs, a weight or a bias."""
+    part: Callable[[torch.Tensor, int], torch.Tensor] = _same
+    """Theirs to the one of ours with this index."""
+    transposed: bool = False
+    """Their weight is ``(inputs, outputs)``."""
+
+
+def rows(ours: Sequence[str], sizes: Sequence[int], *, transposed: bool = False) -> Fused:
+    """Output features of ours, one after the other."""
+    return Fused(tuple(ours), _joined, functools.partial(_part_of_rows, sizes=tuple(sizes)), transposed)
+
+
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)
+
+
+def _part_of_rows(whole: torch.Tensor, index: int, *, sizes: tuple[int, ...]) -> torch.Tensor:
+    return whole.split(sizes)[index].contiguous()
+
+
+class DecoderLayout(WeightLayout):
+    """A layout of the model ``transformer``. A subclass says how the configuration is read and written, and what their
+    modules are called."""
+
+    training_only = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")
+    model_type: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of keys that ``config.json`` leaves out."""
+    prefix: ClassVar[str] = "model."
+    """Of their names of tensors, which some files leave out."""
+    layer: ClassVar[str] = "layers.{}."
+    head: ClassVar[str] = "lm_head"
+    outside: ClassVar[Mapping[str, str]] = {"embed": "embed_tokens", "norm": "norm"}
+    inside: ClassVar[Mapping[str, str]] = {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.o": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.up": "mlp.up_proj",
+        "feed_forward.down": "mlp.down_proj",
+    }
+    """Our modules of a block, and theirs; those that a model has not are not looked for."""
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Ends of names of tensors that follow from the configuration."""
+
+    def __init__(self, config: object, /) -> None: ...
+
+    @abstractmethod
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        """The table ``[model]``, as ``model_table``."""
+
+    @abstractmethod
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        """The content of ``config.json``. What it has no word for may be left out: it is read again and compared."""
+
+    def fused(self, config: TransformerConfig) -> Mapping[str, Fused]:
+        """Their modules of a block that are not one of ours."""
+        return {}
+
+    def model_table(self, config_json: Mapping[str, Any]) -> Table:
+        table = self.read(ChainMap(cast("dict[str, Any]", config_json), dict(self.defaults)))
+        return {key: value for key, value in table.items() if value not in (None, [], ())}
+
+    def config_json(self, config: TransformerConfig, vocab_size: int) -> Table:
+        name = self.architectures[0]
+        if not isinstance(config.feed_forward.config, MLPConfig) or config.latent_attention or config.multi_token:
+            raise ConfigError(f"{name} has dense layers and heads with keys and values of their own")
+        table = {
+            **self.write(config, vocab_size),
+            "architectures": [name],
+            "model_type": self.model_type,
+            "vocab_size": vocab_size,
+        }
+        different = sorted(_differences(config, self.model_table(table)))
+        if different:
+            raise ConfigError(f"{name} has another {', '.join(different[:3])}{and_more(len(different), 3)}")
+        return table
+
+    def to_forge(self, config: TransformerConfig, names: Collection[str]) -> Mapping[str, Recipe]:
+        pairs = list(self._pairs(config))
+        if f"{self.prefix}{self.outside['embed']}.weight" not in names:
+            pairs = [(theirs.removeprefix(self.prefix), fused) for theirs, fused in pairs]
+        if f"{self.head}.weight" not in names:  # as transformers 5 calls it in memory, in every model
+            pairs = [("lm_head" if theirs == self.head else theirs, fused) for theirs, fused in pairs]
+        spare = {name for name in names if is_derived(name) or name.endswith(self.derived or ("\0",))}
+        if config.tie_embeddings:
+            spare |= {"lm_head.weight", f"{self.head}.weight"}
+        biased = self._biased(config)
+        recipes: dict[str, Recipe] = {}
+        for theirs, fused in pairs:
+            for parameter in _parameters(fused, biased):
+                for index, ours in enumerate(fused.ours):
+                    make = functools.partial(_taken, fused=fused, index=index, parameter=parameter)
+                    recipes[f"{ours}.{parameter}"] = Recipe((f"{theirs}.{parameter}",), make)
+        check_complete(set(names) - spare, {name for recipe in recipes.values() for name in recipe.reads})
+        return recipes
+
+    def to_huggingface(self, config: TransformerConfig) -> Mapping[str, Recipe]:
+        biased = self._biased(config)
+        return {
+            f"{theirs}.{parameter}": Recipe(
+                tuple(f"{ours}.{parameter}" for ours in fused.ours),
+                functools.partial(_given, fused=fused, parameter=parameter),
+            )
+            for theirs, fused in self._pairs(config)
+            for parameter in _parameters(fused, biased)
+        }
+
+    def _pairs(self, config: TransformerConfig) -> Iterator[tuple[str, Fused]]:
+        """Their names of modules, and ours."""
+        has = {"embed", "norm", *(["embed.positions"] if config.learned_positions else [])}
+        for ours, theirs in self.outside.items():
+            if ours in has:
+                yield f"{self.prefix}{theirs}", Fused((ours,))
+        if not config.tie_embeddings:
+            yield self.head, Fused(("head",))
+        fused = self.fused(config)
+        apart = _modules(config) - {ours for one in fused.values() for ours in one.ours}
+        inside = {self.inside[ours]: Fused((ours,)) for ours in sorted(apart)}
+        for number in range(config.n_layers):
+            for theirs, one in {**inside, **fused}.items():
+                ours = tuple(f"blocks.{number}.{name}" for name in one.ours)
+                yield f"{self.prefix}{self.layer.format(number)}{theirs}", attrs.evolve(one, ours=ours)
+
+    def _biased(self, config: TransformerConfig) -> set[str]:
+        """Our modules with a bias."""
+        has = biased_projections(config)
+        if config.norm == "layernorm":
+            has |= {name for name in _modules(config) if name.endswith("_norm") and "." not in name}
+        biased = {f"blocks.{number}.{name}" for number in range(config.n_layers) for name in has}
+        return biased | ({"norm"} if config.norm == "layernorm" else set())
+
+
+def _modules(config: TransformerConfig) -> set[str]:
+    """What has parameters in a block of ours."""
+    found = {"attention.q", "attention.k", "attention.v", "attention.o", "feed_forward.up", "feed_forward.down"}
+    if config.norm_placement != "output":
+        found |= {"attention_norm", "feed_forward_norm"}
+    if config.norm_placement != "input":
+        found |= {"attention_output_norm", "feed_forward_output_norm"}
+    if config.qk_norm:
+        found |= {"attention.q_norm", "attention.k_norm"}
+    return found | ({"feed_forward.gate"} if config.feed_forward.config.is_gated else set())
+
+
+def _parameters(fused: Fused, biased: Collection[str]) -> Sequence[str]:
+    return ("weight", "bias") if fused.ours[0] in biased else ("weight",)
+
+
+def _taken(tensor: torch.Tensor, *, fused: Fused, index: int, parameter: str) -> torch.Tensor:
+    if fused.transposed and parameter == "weight":
+        tensor = tensor.T.contiguous()
+    return fused.part(tensor, index)
+
+
+def _given(*tensors: torch.Tensor, fused: Fused, parameter: str) -> torch.Tensor:
+    joined = fused.join(*tensors)
+    return joined.T.contiguous() if fused.transposed and parameter == "weight" else joined
+
+
+def tables_of_layers(each: Sequence[Mapping[str, Any]]) -> tuple[Table, list[Table]]:
+    """What most layers have, and the tables ``layers`` of those that have something else.
+
+    Args:
+        each: the keys of every layer, the same ones, with values that are as hashable as numbers.
+    """
+    kinds = list(dict.fromkeys(tuple(one.items()) for one in each))
+    where = {kind: [number for number, one in enumerate(each) if tuple(one.items()) == kind] for kind in kinds}
+    usual = max(kinds, key=lambda kind: len(where[kind]))
+    tables = [
+        {"at": at, **{key: value for key, value in kind if value != dict(usual)[key]}}
+        for kind in kinds
+        if kind != usual
+        for at in _selections(where[kind], len(each))
+    ]
+    return dict(usual), tables
+
+
+def _selections(numbers: list[int], n_layers: int) -> list[int | str]:
+    """``LayerConfig.at`` for layers, in as few tables as slices can say."""
+    if len(numbers) == 1:
+        return [numbers[0]]
+    step = numbers[1] - numbers[0]
+    stop = next((stop for stop in (n_layers, numbers[-1] + 1) if list(range(numbers[0], stop, step)) == numbers), None)
+    if stop is None:
+        return list(numbers)
+    return [f"{numbers[0]}:{'' if stop == n_layers else stop}{f':{step}' if step > 1 else ''}"]
+
+
+def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
+    """Keys in which the model that a table stands for computes something else."""
+    table = dict(table)
+    table.pop("name")
+    layer = {key: value for key, value in table.pop("feed_forward").items() if key != "name"}
+    table["feed_forward"] = attrs.evolve(config.feed_forward, config=MLPConfig(**layer))
+    table["layers"] = tuple(LayerConfig(**one) for one in table.pop("layers", ()))
+    for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling)):
+        if key in table:
+            table[key] = scaling(**table[key])
+    ours, theirs = _computed(config), _computed(TransformerConfig(**table))
+    return (key for key, value in ours.items() if not _alike(value, theirs[key]))
+
+
+def _computed(config: TransformerConfig) -> Table:
+    """All that decides on what a model computes, defaults filled in."""
+    keys = (
+        *("dim", "n_layers", "n_heads", "max_seq_len", "norm", "norm_placement", "norm_eps", "qk_norm"),
+        *("qk_norm_over", "tie_embeddings", "learned_positions", "attention_bias", "attention_softcap"),
+        *("output_softcap", "parallel_residual", "embed_multiplier", "output_multiplier", "residual_multiplier"),
+        "rope_scaling",
+    )
+    found: Table = {key: getattr(config, key) for key in keys}
+    found |= {"n_kv_heads": config.kv_heads, "head_dim": config.head_size, "attention_multiplier": config.logit_scale}
+    found["yarn"] = None if config.yarn is None else attrs.evolve(config.yarn, logit_scale=None)
+    layers = [config.layer(number) for number in range(config.n_layers)]
+    found["window"] = [one.window if one.window < config.max_seq_len else 0 for one in layers]
+    found["rotary_fraction"] = [config.rotary_size(one) for one in layers]
+    turned = [one for one in layers if config.rotary_size(one)]
+    found["rope_theta"], found["rope_factor"] = (
+        [getattr(one, key) for one in turned] for key in ("rope_theta", "rope_factor")
+    )
+    found["mixer"] = [one.mixer and one.mixer.name for one in layers]
+    for number, one in enumerate(layers):
+        mlp = one.feed_forward.config
+        known = isinstance(mlp, MLPConfig)
+        found[f"feed_forward of layer {number}"] = (
+            [mlp.width(config.dim), mlp.activation, mlp.is_gated, mlp.bias] if known else one.feed_forward.name
+        )
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=1e-9)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
+
+
+def windows_from_hf(hf: Mapping[str, Any], slides: Callable[[int], bool]) -> list[int]:
+    """The window of each layer, 0 for none.
+
+    Args:
+        slides: whether a layer has one where ``layer_types`` does not say.
+
+    Raises:
+        ConfigError: a layer is of a kind that is neither full nor sliding attention.
+    """
+    window, n_layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    kinds = hf.get("layer_types") or ["sliding_attention" if slides(n) else "full_attention" for n in range(n_layers)]
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise ConfigError(f"layer_types of {kind!r} is not supported; full_attention and sliding_attention are")
+    return [window or 0 if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def windows_to_hf(config: TransformerConfig) -> Table:
+    """``layer_types`` and ``sliding_window`` of a model whose layers have one window or none."""
+    windows = [config.layer(number).window for number in range(config.n_layers)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"layer_types": kinds, "sliding_window": max(windows) or None}

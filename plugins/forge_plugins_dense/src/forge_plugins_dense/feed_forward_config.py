@@ -1,0 +1,64 @@
+"""What can be set for the feed-forward layer ``mlp``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+from attrs.validators import gt, optional
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
+
+MLPActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+def _has_effect(config: MLPConfig, _: attrs.Attribute[float], value: float) -> None:
+    if config.hidden_dim is not None and value != 1.0:
+        raise ValueError("has no effect beside hidden_dim; give one of the two")
+
+
+@attrs.frozen(kw_only=True)
+class MLPConfig:
+    """A dense feed-forward layer."""
+
+    hidden_dim: int | None = attrs.field(default=None, validator=optional(gt(0)))
+    """Width of the hidden layer; by default ``8/3 · dim · multiplier``, rounded up to a multiple of 256 (Llama)."""
+    multiplier: float = attrs.field(default=1.0, validator=[gt(0), _has_effect])
+    """Scales the default ``hidden_dim``."""
+    activation: MLPActivation = "silu"
+    """``gelu`` is exact, ``gelu_tanh`` its approximation (GPT-2, Gemma); ``relu2`` is ``relu(x)²`` (Primer)."""
+    gated: bool | None = None
+    """Three matrices, ``down(activation(gate(x)) · up(x))``: SwiGLU with ``silu``, GeGLU with ``gelu_tanh``; or two,
+    ``down(activation(up(x)))``. By default, ``silu`` is gated and the others are not."""
+    bias: bool = False
+    """Add a bias in each of the matrices."""
+
+    @property
+    def is_gated(self) -> bool:
+        """``gated``, the default filled in."""
+        return self.activation == "silu" if self.gated is None else self.gated
+
+    def width(self, dim: int) -> int:
+        """Width of the hidden layer in a model of width ``dim``."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        return 256 * math.ceil(int(8 / 3 * dim * self.multiplier) / 256)
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this layer in this job, unless it is part of another one, which knows where it stands."""
+        model = job.model.config
+        stands = [getattr(model, "feed_forward", None), *(one.feed_forward for one in getattr(model, "layers", ()))]
+        if stands[0] is None or any(one is not None and one.config is self for one in stands):
+            yield from self.contradictions_in(job)
+
+    def contradictions_in(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this layer in a block of this job's model."""
+        tp = job.parallel.tp
+        dim: int | None = getattr(job.model.config, "dim", None)
+        width = self.hidden_dim if dim is None else self.width(dim)
+        if width is not None and width % tp:
+            default = "" if self.hidden_dim is not None else " (the default)"
+            yield "hidden_dim", f"{width} features{default} cannot be shared out evenly to parallel.tp = {tp} ranks"

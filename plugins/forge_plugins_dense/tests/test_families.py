@@ -1,0 +1,273 @@
+"""Families of open decoders against transformers: what they compute, generate and learn."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from forge_core.errors import ConfigError
+from forge_plugins_dense import gemma_layouts, gpt_layouts, weight_layouts
+from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.feed_forward_config import MLPConfig
+from forge_plugins_dense.layer_config import LayerConfig
+from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+OLD = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+FAMILIES = {
+    "mistral": (weight_layouts.MistralLayout, transformers.MistralConfig(**SHAPE, sliding_window=5, head_dim=16)),
+    "qwen2": (
+        weight_layouts.Qwen2Layout,
+        transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    ),
+    "olmo2": (weight_layouts.Olmo2Layout, transformers.Olmo2Config(**SHAPE, attention_bias=True)),
+    "smollm3": (
+        weight_layouts.SmolLM3Layout,
+        transformers.SmolLM3Config(
+            **SHAPE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5, mlp_bias=True
+        ),
+    ),
+    "granite": (
+        weight_layouts.GraniteLayout,
+        transformers.GraniteConfig(
+            **SHAPE,
+            embedding_multiplier=3.0,
+            logits_scaling=4.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.2,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "phi3": (
+        weight_layouts.Phi3Layout,
+        transformers.Phi3Config(**SHAPE, sliding_window=5, partial_rotary_factor=0.5),
+    ),
+    "gemma2": (
+        gemma_layouts.Gemma2Layout,
+        transformers.Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    "gemma3": (
+        gemma_layouts.Gemma3Layout,
+        transformers.Gemma3TextConfig(
+            **SHAPE,
+            **GEMMA,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        ),
+    ),
+    "gpt2": (
+        gpt_layouts.GPT2Layout,
+        transformers.GPT2Config(
+            vocab_size=50,
+            n_positions=64,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            initializer_range=0.2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "gpt_neox": (gpt_layouts.GPTNeoXLayout, transformers.GPTNeoXConfig(**OLD, rotary_pct=0.5)),
+    "gpt_neox one after the other": (
+        gpt_layouts.GPTNeoXLayout,
+        transformers.GPTNeoXConfig(**OLD, use_parallel_residual=False, tie_word_embeddings=True),
+    ),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request, tiny_model, mlp):
+    """Their model, ours with its weights, and the layout."""
+    layout_class, config = FAMILIES[request.param]
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():  # zeros and ones would hide a weight that is not used
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name or "bias" in name or "ln_" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    layout = layout_class(None)
+    table = layout.model_table(theirs.config.to_dict() | {"architectures": list(layout_class.architectures)})
+    ours = tiny_model(**{"init_std": 0.2} | attrs.asdict(configured(table, mlp), recurse=False))
+    state = theirs.state_dict()
+    recipes = layout.to_forge(ours.config, state)
+    made = {name: recipe.make(*(state[one] for one in recipe.reads)) for name, recipe in recipes.items()}
+    ours.load_state_dict(made, strict=not ours.config.tie_embeddings)
+    return theirs, ours.eval(), layout
+
+
+def configured(table, mlp):
+    """The table of a layout as a config, without the machinery of a job."""
+    table = dict(table)
+    assert table.pop("name") == "transformer"
+    table["feed_forward"] = mlp(**{key: value for key, value in table["feed_forward"].items() if key != "name"})
+    table["layers"] = tuple(LayerConfig(**one) for one in table.pop("layers", ()))
+    for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling)):
+        if key in table:
+            table[key] = scaling(**table[key])
+    return TransformerConfig(**table)
+
+
+@torch.no_grad()
+def test_logits_are_equal(pair, tokens):
+    theirs, ours, _ = pair
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_logits_are_equal_in_bf16(pair, tokens):
+    theirs, ours, _ = pair
+    expected = theirs(tokens).logits
+    error = (ours.bfloat16()(tokens).float() - expected).norm() / expected.norm()
+    of_theirs = (theirs.bfloat16()(tokens).logits.float() - expected).norm() / expected.norm()
+    assert error < max(2e-2, 1.5 * of_theirs)
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_and_padding_gives_their_tokens(pair, tokens):
+    theirs, ours, _ = pair
+    prompt = tokens[:, :7]
+    expected = theirs.generate(prompt, max_new_tokens=24, do_sample=False, use_cache=False)
+
+    cache = ours.make_cache(2, 40)
+    padding = torch.zeros(2, 3, dtype=torch.int64)
+    padded = torch.cat((padding, prompt), dim=1)
+    positions = torch.cat((padding - 1, torch.arange(7).expand(2, -1)), dim=1)
+    found, last = prompt, ours(padded, positions=positions, cache=cache)[:, -1:].argmax(-1)
+    for step in range(24):
+        found = torch.cat((found, last), dim=1)
+        at = torch.full((2, 1), 7 + step)
+        last = ours(last, positions=at, cache=cache).argmax(-1)
+
+    assert torch.equal(found, expected)
+    whole = ours(found[:, :-1])[:, 6:].argmax(-1)
+    assert torch.equal(whole, found[:, 7:])
+
+
+@torch.no_grad()
+def test_packed_documents_are_each_as_alone(pair, tokens):
+    _, ours, _ = pair
+    document = torch.tensor([[0] * 9 + [1] * 15]).expand(2, -1)
+    positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
+
+    packed = ours(tokens, document=document, positions=positions)
+
+    torch.testing.assert_close(packed[:, :9], ours(tokens[:, :9]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed[:, 9:], ours(tokens[:, 9:]), atol=1e-5, rtol=1e-5)
+
+
+def test_twenty_steps_of_training_are_theirs(pair):
+    theirs, ours, _ = pair
+    runs = []
+    for model in (theirs.train(), ours.train()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        rng = torch.Generator().manual_seed(2)
+        losses, norms = [], []
+        for _ in range(20):
+            batch = torch.randint(50, (2, 17), generator=rng)
+            output = model(batch[:, :-1])
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            losses.append(loss.item())
+        runs.append((losses, norms))
+    torch.testing.assert_close(torch.tensor(runs[1][0]), torch.tensor(runs[0][0]), atol=0, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(runs[1][1]), torch.tensor(runs[0][1]), atol=0, rtol=1e-4)
+
+
+def test_the_configuration_and_the_weights_go_back_as_they_came(pair, mlp):
+    theirs, ours, layout = pair
+    table = layout.config_json(ours.config, 50)
+    again = type(theirs.config).from_dict(table)
+    assert configured(layout.model_table(again.to_dict()), mlp) == configured(layout.model_table(table), mlp)
+
+    state, mine = theirs.state_dict(), dict(ours.named_parameters(remove_duplicate=False))
+    recipes = layout.to_huggingface(ours.config)
+    recipes = {name.replace("embed_out", "lm_head"): recipe for name, recipe in recipes.items()}
+    tied = {"lm_head.weight"} if ours.config.tie_embeddings else set()
+    assert recipes.keys() == state.keys() - tied
+    for name, recipe in recipes.items():
+        assert torch.equal(recipe.make(*(mine[one] for one in recipe.reads)), state[name]), name
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"window": 7},
+        {"attention_softcap": 9.0, "attention": "math"},
+        {"output_softcap": 9.0},
+        {"learned_positions": True},
+        {"parallel_residual": True},
+        {"norm": "layernorm"},
+        {"norm_placement": "output"},
+        {"embed_multiplier": 7.0},
+        {"attention_multiplier": 7.0},
+        {"layers": (LayerConfig(at=1, rotary_fraction=0.5),)},
+        {"feed_forward": "two matrices"},
+    ],
+    ids=str,
+)
+def test_a_model_that_computes_something_else_is_told_the_key(keys, tiny_config, mlp):
+    keys = {
+        name: mlp(hidden_dim=48, activation="relu2") if value == "two matrices" else value
+        for name, value in keys.items()
+    }
+    (key,) = set(keys) - {"attention"}
+    named = {"layers": "rotary_fraction", "feed_forward": "feed_forward of layer 0"}.get(key, key)
+    layout = weight_layouts.Qwen2Layout(None)
+    usual = {"attention_bias": "qkv", "vocab_size": 50}
+    layout.config_json(tiny_config(**usual), 50)
+    if key == "window":  # Qwen2 has windows
+        layout, usual = weight_layouts.GraniteLayout(None), {}
+
+    with pytest.raises(ConfigError, match=f"has another .*{named}|gated mlp"):
+        layout.config_json(tiny_config(**usual, **keys), 50)
+
+
+def test_old_files_of_gpt2_are_read_without_the_prefix_and_with_masks(tiny_model):
+    layout = gpt_layouts.GPT2Layout(None)
+    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=4)
+    names = {name.removeprefix("transformer.") for name in transformers.GPT2LMHeadModel(config).state_dict()}
+    ours = TransformerConfig(
+        dim=32,
+        n_layers=1,
+        n_heads=4,
+        norm="layernorm",
+        attention_bias="all",
+        max_seq_len=16,
+        feed_forward=attrs.evolve(
+            tiny_model().config.feed_forward, config=MLPConfig(hidden_dim=128, activation="gelu_tanh", bias=True)
+        ),
+        learned_positions=True,
+        rotary_fraction=0.0,
+        tie_embeddings=True,
+    )
+    recipes = layout.to_forge(ours, names | {"h.0.attn.bias", "h.0.attn.masked_bias"})
+    assert recipes["blocks.0.attention.k.weight"].reads == ("h.0.attn.c_attn.weight",)
