@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.attention import attend
-from forge_plugins_dense.mask import BLOCK, cache_mask, document_block_mask, document_mask
+from forge_plugins_dense.mask import BLOCK, cache_mask, causal_mask, document_block_mask, document_mask
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 BLOCK_LISTS = [
@@ -107,13 +107,14 @@ def test_every_kernel_on_cuda_agrees_with_the_cpu(tiny_model, tokens, backend):
         assert difference.std() < 0.03 * logits.std()
 
 
+@pytest.mark.parametrize("window", [0, 1, 60, 128, 300])
 @pytest.mark.parametrize("seq_len", [50, 128, 300, 384])
-def test_the_block_mask_is_the_document_mask(seq_len):
+def test_the_block_mask_is_the_document_mask(seq_len, window):
     generator = torch.Generator().manual_seed(seq_len)
     ends = torch.randint(4, (3, seq_len), generator=generator) * torch.rand(3, seq_len, generator=generator) // 2.9
     document = (ends.cumsum(1) * torch.tensor([[1], [-1], [0]])).long()  # ids that rise, fall, and stay
 
-    mask = document_block_mask(document)
+    mask = document_block_mask(document, window)
 
     elements = torch.zeros(3, 1, seq_len, seq_len, dtype=torch.bool)
     index = torch.arange(seq_len)
@@ -126,15 +127,15 @@ def test_the_block_mask_is_the_document_mask(seq_len):
             for column in columns[row, 0, tile, : counts[row, 0, tile]]:
                 where = (row, 0, slice(tile * BLOCK, (tile + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
                 elements[where] = True if whole else seen[where]
-    torch.testing.assert_close(elements, document_mask(document))
+    torch.testing.assert_close(elements, document_mask(document, window))
     transposed = BlockMask.from_kv_blocks(
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK_SIZE=BLOCK
     )
     for name in BLOCK_LISTS:  # the backward pass reads the lists of queries, and reads them as they lie in memory
         assert torch.equal(getattr(mask, name), getattr(transposed, name)), name
         assert getattr(mask, name).is_contiguous(), name
-    if seq_len == 384:
-        assert mask.full_kv_num_blocks[2].sum() == 3  # below the diagonal, one document is seen tile by tile
+    if seq_len == 384:  # below the diagonal, one document is seen tile by tile, as far as the window reaches
+        assert mask.full_kv_num_blocks[2].sum() == {0: 3, 300: 2}.get(window, 0)
 
 
 @needs_cuda
@@ -202,3 +203,60 @@ def test_misuse_of_the_cache_is_told(tiny_model, tokens):
     model(tokens, positions=torch.arange(24).expand(2, 24), cache=cache)
     with pytest.raises(ValueError, match="positions must be given"):
         model(tokens[:, :1], cache=cache)
+
+
+def test_a_window_is_the_query_and_the_positions_right_before_it():
+    expected = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=torch.bool)
+    assert torch.equal(causal_mask(4, 2, torch.device("cpu")), expected)
+    assert torch.equal(document_mask(torch.zeros(1, 4), 2)[0, 0], expected)
+    assert torch.equal(cache_mask(1, 4, None, torch.device("cpu"), 2)[0, 0], expected[1:])
+
+
+@torch.no_grad()
+def test_a_window_as_long_as_the_sequence_changes_nothing(tiny_model, tokens):
+    logits = tiny_model()(tokens)
+    torch.testing.assert_close(tiny_model(window=24)(tokens), logits, rtol=0, atol=0)
+    assert not torch.allclose(tiny_model(window=23)(tokens)[:, -1], logits[:, -1])
+
+
+@torch.no_grad()
+def test_two_layers_with_a_window_see_twice_as_far(tiny_model, tokens):
+    model = tiny_model(window=4)
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 50
+
+    differs = (model(tokens) - model(changed)).abs().amax((0, 2)) > 1e-6
+
+    assert differs.nonzero().flatten().tolist() == list(range(5, 12))
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_capped_attention_is_the_formula_in_float64(window, heads):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 9, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, heads, 9, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = causal_mask(9, window, torch.device("cpu"))
+    given = (None, True) if window == 0 else (mask[None, None], False)
+
+    found = attend(q.float(), k.float(), v.float(), *given, "auto", softcap=0.7)
+
+    repeated = [one.repeat_interleave(4 // heads, dim=1) for one in (k, v)]
+    logits = 0.7 * torch.tanh(q @ repeated[0].mT / 8**0.5 / 0.7)
+    expected = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ repeated[1]
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    weights = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, (q, k, v), weights.float()),
+        torch.autograd.grad(expected, (q, k, v), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@needs_cuda
+@pytest.mark.parametrize("keys", [{"window": 5}, {"attention_softcap": 1.0}, {"window": 5, "attention_softcap": 1.0}])
+def test_windows_and_caps_on_cuda_are_as_on_the_cpu(tiny_model, tokens, keys):
+    expected = tiny_model(**keys)(tokens)
+    torch.testing.assert_close(tiny_model(device="cuda", **keys)(tokens.cuda()).cpu(), expected, atol=2e-3, rtol=2e-3)

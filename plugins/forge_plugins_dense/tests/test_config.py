@@ -6,6 +6,11 @@ import pytest
 
 from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig, YarnScaling
+from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.layer_config import LayerConfig
+from forge_plugins_dense.multi_token_config import MultiTokenConfig
+
+OTHER = ComponentRef(kind="sequence_mixer", name="other", provider="acme", factory="", config=None)
 
 
 @pytest.mark.parametrize(
@@ -106,3 +111,53 @@ def test_a_hidden_width_that_tensor_parallelism_cannot_cut_is_told(tiny_config, 
     found = [sentence for key, sentence in layer.check(here) if key == "hidden_dim"]
 
     assert [sentence.startswith(said) for sentence in found] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"layers": (LayerConfig(at=2, window=8),)}, r"\[0\].at = 2 selects none of the n_layers = 2 layers"),
+        ({"layers": (LayerConfig(at="5:", window=8),)}, "selects none"),
+        ({"layers": (LayerConfig(at=0),)}, "changes nothing; give at least one of window"),
+        ({"layers": (LayerConfig(at=0, rotary_fraction=0.4),)}, "rotates 0.4 of 8 features a head, 3"),
+        ({"rotary_fraction": 0.4}, "turn pairs of features"),
+        ({"attention_softcap": 5.0, "attention": "flash"}, '"flash" does not cap logits'),
+        ({"rope_factor": 2.0, "rope_scaling": Llama3Scaling()}, "same purpose as rope_scaling"),
+        ({"learned_positions": True, "multi_token": MultiTokenConfig(predictor=OTHER)}, "without their positions"),
+        ({"n_kv_heads": None, "latent_attention": LatentAttentionConfig(), "attention_bias": "all"}, "has no biases"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(tiny_config, keys, words):
+    with pytest.raises(ValueError, match=words):
+        tiny_config(**keys)
+
+
+@pytest.mark.parametrize("at", ["1", "1:2:0", "1:2:3:4", "one:", "::-1", ""])
+def test_what_selects_no_layers_is_refused(at):
+    with pytest.raises(ValueError, match="must"):
+        LayerConfig(at=at, window=8)
+
+
+def test_the_last_table_with_a_key_counts(tiny_config):
+    config = tiny_config(
+        n_layers=6,
+        window=4,
+        layers=(LayerConfig(at="1::2", window=0, rope_theta=500.0), LayerConfig(at=-1, window=8)),
+    )
+    assert [config.layer(number).window for number in range(6)] == [4, 0, 4, 0, 4, 8]
+    assert [config.layer(number).rope_theta for number in range(4, 6)] == [10_000.0, 500.0]
+    assert config.windows == (0, 4, 8)
+    assert config.layer(6).window == 4
+
+
+def test_flops_of_attention_end_at_the_window(tiny_model):
+    full, windowed = tiny_model(), tiny_model(window=8, layers=(LayerConfig(at=1, window=0),))
+    assert full.flops_per_token(64) - windowed.flops_per_token(64) == 12 * 32 * (64 - 8)
+
+
+def test_keys_of_attention_have_no_effect_without_attention(tiny_config):
+    mixer = OTHER
+    config = tiny_config(mixer=mixer, window=8)
+    found = dict(config.check(job()))
+    assert sorted(found) == ["n_kv_heads", "window"]
+    assert list(tiny_config(layers=(LayerConfig(at=0, mixer=mixer),), window=8).check(job())) == []

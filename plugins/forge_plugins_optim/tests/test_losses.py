@@ -72,6 +72,35 @@ def test_value_and_gradients_equal_cross_entropy(loss, bias: bool, device: str) 
             assert error < tolerance, f"{dtype}: relative error {error:.1e}"
 
 
+class CappedHead(nn.Linear):
+    """As those of models that cap their logits."""
+
+    cap = 1.5
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.cap * torch.tanh(super().forward(hidden) / self.cap)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_logits_of_a_head_that_caps_them_are_capped(loss, bias: bool) -> None:
+    case = Case(bias=bias)
+    uncapped, _ = case.gradients(reference)
+    case.head.__class__ = CappedHead
+
+    def capped(hidden, head, targets):
+        logits = CappedHead.cap * torch.tanh(F.linear(hidden, head.weight, head.bias).flatten(0, 1) / CappedHead.cap)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum"), None
+
+    expected_total, expected = case.gradients(capped)
+    total, gradients = case.gradients(loss)
+
+    assert abs(expected_total - uncapped) > 1
+    torch.testing.assert_close(total.double(), expected_total, rtol=1e-6, atol=0)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("loss", LOSSES[1:])
 def test_chunked_gradients_in_float64_are_exact(loss) -> None:
     case = Case(bias=True)

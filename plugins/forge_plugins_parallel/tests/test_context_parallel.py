@@ -180,11 +180,12 @@ def documents(kind: str, seq_len: int) -> torch.Tensor | None:
 @pytest.mark.parametrize("kind", ["one", "packed"])
 @pytest.mark.parametrize("seq_len", LENGTHS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_tiles_of_the_block_mask_cover_the_dense_mask_and_no_more(kind, seq_len, rank):
+@pytest.mark.parametrize("window", [0, 1, 100, 300])
+def test_the_tiles_of_the_block_mask_cover_the_dense_mask_and_no_more(kind, seq_len, rank, window):
     document, place = documents(kind, seq_len), place_of(rank, 2, seq_len)
-    dense = dense_mask(place, seq_len, document)[:, 0]
+    dense = dense_mask(place, seq_len, document, window)[:, 0]
 
-    mask = block_mask(place, seq_len, document)
+    mask = block_mask(place, seq_len, document, window)
 
     assert mask.shape[-2:] == (len(place), seq_len)
     for b in range(dense.shape[0]):
