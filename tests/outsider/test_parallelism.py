@@ -19,6 +19,10 @@ TRAININGS = {
     "tied": [*JAY, "model.tied=true"],
     "cubic": [*JAY, "optimizer={name='cubic', lr=0.02}"],
     "row-scaled": [*JAY, "optimizer={name='row_scaled', lr=1e-3}"],
+    "linear": [  # a mixer in place of attention in every second layer of our decoder
+        'model.layers=[{at="::2", mixer={name="acme-mixers:gated_linear", memory=4.0}}]',
+        *("train.batch_size=2", "train.grad_accumulation=4", "data.path=short", "data.document_mask=true"),
+    ],
     "streamed": [
         *JAY,
         'data={name="acme-recipes:tides",vocab_size=257,streams=4}',
@@ -55,6 +59,9 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "tp2-fsdp2-streamed": (4, "streamed", [TP2, HALF]),
     "cp2-tp2": (4, "packed", [CP2, TP2]),
     "tp2-fsdp2-cubic": (4, "cubic", [TP2, HALF]),
+    "tp2-fsdp2-linear": (4, "linear", [TP2, HALF]),
+    "pp2-linear": (2, "linear", [PP2, ZERO_BUBBLE]),
+    "compile-linear": (1, "linear", [COMPILE, FULL]),
     "tp2-fsdp2-row-scaled": (4, "row-scaled", [TP2, HALF]),
 }
 ON = ["train.steps=11", "eval.interval=0"]

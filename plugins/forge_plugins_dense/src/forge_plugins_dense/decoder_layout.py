@@ -97,6 +97,17 @@ class DecoderLayout(WeightLayout):
         """Their modules of a block that are not one of ours."""
         return {}
 
+    def modules(self, config: TransformerConfig) -> set[str]:
+        """What has parameters in a block of ours."""
+        found = {"attention.q", "attention.k", "attention.v", "attention.o", "feed_forward.up", "feed_forward.down"}
+        if config.norm_placement != "output":
+            found |= {"attention_norm", "feed_forward_norm"}
+        if config.norm_placement != "input":
+            found |= {"attention_output_norm", "feed_forward_output_norm"}
+        if config.qk_norm:
+            found |= {"attention.q_norm", "attention.k_norm"}
+        return found | ({"feed_forward.gate"} if config.feed_forward.config.is_gated else set())
+
     def model_table(self, config_json: Mapping[str, Any]) -> Table:
         table = self.read(ChainMap(cast("dict[str, Any]", config_json), dict(self.defaults)))
         return {key: value for key, value in table.items() if value not in (None, [], ())}
@@ -155,7 +166,7 @@ class DecoderLayout(WeightLayout):
         if not config.tie_embeddings:
             yield self.head, Fused(("head",))
         fused = self.fused(config)
-        apart = _modules(config) - {ours for one in fused.values() for ours in one.ours}
+        apart = self.modules(config) - {ours for one in fused.values() for ours in one.ours}
         inside = {self.inside[ours]: Fused((ours,)) for ours in sorted(apart)}
         for number in range(config.n_layers):
             for theirs, one in {**inside, **fused}.items():
@@ -166,21 +177,9 @@ class DecoderLayout(WeightLayout):
         """Our modules with a bias."""
         has = biased_projections(config)
         if config.norm == "layernorm":
-            has |= {name for name in _modules(config) if name.endswith("_norm") and "." not in name}
+            has |= {name for name in self.modules(config) if name.endswith("_norm") and "." not in name}
         biased = {f"blocks.{number}.{name}" for number in range(config.n_layers) for name in has}
         return biased | ({"norm"} if config.norm == "layernorm" else set())
-
-
-def _modules(config: TransformerConfig) -> set[str]:
-    """What has parameters in a block of ours."""
-    found = {"attention.q", "attention.k", "attention.v", "attention.o", "feed_forward.up", "feed_forward.down"}
-    if config.norm_placement != "output":
-        found |= {"attention_norm", "feed_forward_norm"}
-    if config.norm_placement != "input":
-        found |= {"attention_output_norm", "feed_forward_output_norm"}
-    if config.qk_norm:
-        found |= {"attention.q_norm", "attention.k_norm"}
-    return found | ({"feed_forward.gate"} if config.feed_forward.config.is_gated else set())
 
 
 def _parameters(fused: Fused, biased: Collection[str]) -> Sequence[str]:
@@ -234,6 +233,10 @@ def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
     layer = {key: value for key, value in table.pop("feed_forward").items() if key != "name"}
     table["feed_forward"] = attrs.evolve(config.feed_forward, config=MLPConfig(**layer))
     table["layers"] = tuple(LayerConfig(**one) for one in table.pop("layers", ()))
+    if "mixer" in table:
+        table["mixer"] = (
+            attrs.evolve(config.mixer, name=table["mixer"]["name"].split(":")[-1]) if config.mixer else True
+        )
     for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling)):
         if key in table:
             table[key] = scaling(**table[key])
@@ -259,7 +262,7 @@ def _computed(config: TransformerConfig) -> Table:
     found["rope_theta"], found["rope_factor"] = (
         [getattr(one, key) for one in turned] for key in ("rope_theta", "rope_factor")
     )
-    found["mixer"] = [one.mixer and one.mixer.name for one in layers]
+    found["mixer"] = [getattr(one.mixer, "name", one.mixer) for one in layers]
     for number, one in enumerate(layers):
         mlp = one.feed_forward.config
         known = isinstance(mlp, MLPConfig)

@@ -1,0 +1,12 @@
+"""The keys of this package's components. Nothing here may import torch."""
+
+import attrs
+from attrs.validators import gt
+
+
+@attrs.frozen(kw_only=True)
+class GatedLinearConfig:
+    """Keys of the mixer ``gated_linear``."""
+
+    memory: float = attrs.field(default=8.0, validator=gt(0))
+    """Positions after which the state has faded to 1/e, where the gate says nothing else."""
