@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from forge_core.checkpoint.compatibility import plugins_missing, used_plugins
 from forge_core.checkpoint.contents import leads_outside, model_problem
 from forge_core.checkpoint.manifest import as_size
-from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.upgrading import module_changes
@@ -191,7 +190,7 @@ def _build(
     model = build_model(context, state["vocab_size"], sort_passes(job, catalog), build)
     tensors = module_changes(model.parts, state.get("modules", {})).to_read(model.tensors())
     tensors = _with(averages, tensors)
-    refuse_misfits(checkpoint.path, tensors)
+    checkpoint.refuse_misfits(tensors)
     return OpenModel(checkpoint, context, model, tokenizer, named, validation, log), tensors
 
 
@@ -247,7 +246,7 @@ def build_within(checkpoint: Checkpoint, job: Job, vocab_size: int, build: Compo
         ) from error
     finally:
         watch.remove()
-    refuse_misfits(checkpoint.path, _to_read(checkpoint, model))
+    checkpoint.refuse_misfits(_to_read(checkpoint, model))
     _refuse_large_buffers(checkpoint, model)
     return model
 

@@ -27,7 +27,7 @@ from forge_core.checkpoint.manifest import (
 )
 from forge_core.checkpoint.retention import superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
-from forge_core.checkpoint.safe_reader import read_tensors, saved_tensors
+from forge_core.checkpoint.safe_reader import read_tensors, refuse_misfits, saved_tensors
 from forge_core.distributed.collective_errors import run_on_rank0
 from forge_core.errors import ConfigError
 
@@ -81,6 +81,10 @@ class Checkpoint:
             return saved_tensors(self.path)
         except DamagedError as error:
             raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
+
+    def refuse_misfits(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises as ``load`` does, and reads nothing. For ranks that must all know before they read together."""
+        refuse_misfits(self.path, tensors)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read into the given tensors, each rank its own part.

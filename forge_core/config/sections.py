@@ -151,7 +151,8 @@ class LoadSection:
     again."""
 
     path: Path
-    """A checkpoint, or the directory of a run, whose newest one is meant."""
+    """A checkpoint; the directory of a run, whose newest one is meant; or a folder in another format that an installed
+    package reads (kind ``weight_source``)."""
     include: tuple[str, ...] = attrs.field(default=("model.*",), validator=attrs.validators.min_len(1))
     """Patterns of the tensors to load, such as ``"model.blocks.*"``; ``"optimizer.*"`` is the optimizer's state, and
     ``"evaluation.*"`` are averages in place of the trained weights."""

@@ -70,6 +70,7 @@ CORE_KINDS = (
     _kind(
         "checkpoint_mirror", "forge_checkpoint_mirrors", "CheckpointMirror", "a second place for checkpoints", _CONTRACT
     ),
+    _kind("weight_source", "forge_weight_sources", "WeightSource", "weights that are no checkpoint", _CONTRACT),
     _kind(
         "evaluation",
         "forge_evaluations",

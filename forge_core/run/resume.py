@@ -20,7 +20,6 @@ from forge_core.checkpoint.compatibility import (
 )
 from forge_core.checkpoint.component_state import load_states, tensors_of
 from forge_core.checkpoint.contents import resume_problem
-from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import empty_optimizer_state
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from forge_core.checkpoint.upgrading import (
@@ -221,7 +220,7 @@ def restore(
 
     def match() -> None:
         tensors.update(empty_optimizer_state(optimizer, names, saved, state["optimizer"], elsewhere))
-        refuse_misfits(checkpoint.path, tensors)
+        checkpoint.refuse_misfits(tensors)
 
     run_on_all_ranks(match)  # before they read together
     read = {key for stage in mesh.gather_over("pp", [*tensors]) for key in stage}
@@ -254,7 +253,7 @@ def restore_tensors(
     there = {key for key in saved if key.startswith("plugin.")}
     if here & there:
         tensors = {key: tensor for key, tensor in own.items() if key in there}
-        run_on_all_ranks(lambda: refuse_misfits(checkpoint.path, tensors))
+        run_on_all_ranks(lambda: checkpoint.refuse_misfits(tensors))
         checkpoint.load(tensors)
     for keys, what in (
         (here - there, f"does not have, which {others}"),

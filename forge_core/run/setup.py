@@ -142,7 +142,7 @@ def prepare(begun: Begun) -> RunSetup:
     """
     job, catalog, device, mesh, peers = begun.job, begun.catalog, begun.device, begun.mesh, begun.peers
     directory, console, checkpoint = begun.directory, begun.console, begun.checkpoint
-    warm_starts = choose_warm_starts(job, console.line) if checkpoint is None else []
+    warm_starts = choose_warm_starts(job, catalog, console.line) if checkpoint is None else []
     accumulation_asked_for = job.train.grad_accumulation or 1
     job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
     # what a component refuses on one device and not on another is known now that `auto` is

@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from forge_core.checkpoint.contents import model_problem
-from forge_core.checkpoint.safe_reader import refuse_misfits
 from forge_core.checkpoint.state_dict import empty_optimizer_state
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.sections import Job, LoadSection
@@ -20,6 +19,8 @@ from forge_core.contracts.model import longest_first
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, nearest
+from forge_core.registry.catalog import Catalog
+from forge_core.run.foreign_weights import ForeignWeights, find_foreign_weights
 from forge_core.train.build import BuiltModel
 
 _WEIGHTS = ("model.", "evaluation.")
@@ -31,7 +32,7 @@ class WarmStart:
 
     key: str
     """Names the section in messages: ``checkpoint.load``, or an entry of it."""
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | ForeignWeights
     here: Mapping[str, str]
     """Keys of the checkpoint that the patterns match, and the keys that they have in this run."""
     others: frozenset[str]
@@ -52,7 +53,7 @@ class Loaded:
     """Tensors of this run's model that keep their first values."""
 
 
-def choose_warm_starts(job: Job, report: Callable[[str], None]) -> list[WarmStart]:
+def choose_warm_starts(job: Job, catalog: Catalog, report: Callable[[str], None]) -> list[WarmStart]:
     """Resolve ``checkpoint.load``, before anything is built. All ranks call it together.
 
     Raises:
@@ -62,7 +63,9 @@ def choose_warm_starts(job: Job, report: Callable[[str], None]) -> list[WarmStar
     starts: list[WarmStart] = []
     for index, section in enumerate(job.checkpoint.loads):
         at = f"checkpoint.load[{index}]" if isinstance(job.checkpoint.load, tuple) else "checkpoint.load"
-        start = _choose(at, section, report)
+        path = section.path.expanduser()
+        foreign = find_foreign_weights(path, job, catalog, report)
+        start = _choose(at, section, foreign or find_checkpoint(path, report, model_problem))
         _refuse_foreign_optimizer(job, start)
         for before in starts:
             if both := set(before.here.values()) & set(start.here.values()):
@@ -124,7 +127,7 @@ def _load(start: WarmStart, model: BuiltModel, optimizer: torch.optim.Optimizer,
         elsewhere = {there for name, there in names_there.items() if name not in model.parameters}
         tensors.update(empty_optimizer_state(optimizer, names, saved, {**facts, "values": values}, elsewhere))
         try:
-            refuse_misfits(checkpoint.path, tensors)
+            checkpoint.refuse_misfits(tensors)
         except ConfigError as error:
             raise ConfigError(f"{start.key}: {error}\nLeave them out with {start.key}.exclude.") from error
 
@@ -157,8 +160,7 @@ def _tell(accounts: Sequence[Loaded], report: Callable[[str], None]) -> None:
         report(f"not loaded, with their first values: {_some(accounts[0].fresh)}")
 
 
-def _choose(at: str, section: LoadSection, report: Callable[[str], None]) -> WarmStart:
-    checkpoint = find_checkpoint(section.path.expanduser(), report, model_problem)
+def _choose(at: str, section: LoadSection, checkpoint: Checkpoint | ForeignWeights) -> WarmStart:
     keys = {*checkpoint.saved_tensors(), *_optimizer_facts(checkpoint)["values"]}
     for name, patterns in (("include", section.include), ("exclude", section.exclude)):
         _refuse_idle(f"{at}.{name}", patterns, keys, section)
@@ -207,7 +209,7 @@ def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:
     """State of another kind of optimizer, or only a part of what it keeps of a parameter, would fail in the first
     step."""
     state = {key for key in start.here if key.startswith("optimizer.")}
-    if not state:
+    if not state or isinstance(start.checkpoint, ForeignWeights):
         return
     path = start.checkpoint.path
     saved = start.checkpoint.job().get("optimizer", {}).get("name")
@@ -224,7 +226,7 @@ def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:
             )
 
 
-def _optimizer_facts(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _optimizer_facts(checkpoint: Checkpoint | ForeignWeights) -> Mapping[str, Any]:
     return checkpoint.state().get("optimizer") or {"values": {}, "on_host": []}
 
 

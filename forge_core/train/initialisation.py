@@ -89,7 +89,7 @@ class SeededInitializer:
         name = canonical_name(name)
         self.filled.add(name)
         device = self._device or tensor.device
-        (first, *rest), local = _local_slices(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        (first, *rest), local = local_slices(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with torch.no_grad():
             for index in range(first.start, first.stop):
                 full = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=device)
@@ -103,10 +103,10 @@ class SeededInitializer:
 
 def _local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of ``full``, without communication: every rank has computed the same ``full``."""
-    return full[tuple(_local_slices(like))]
+    return full[tuple(local_slices(like))]
 
 
-def _local_slices(like: torch.Tensor) -> list[slice]:
+def local_slices(like: torch.Tensor) -> list[slice]:
     """Where this rank's part is in the whole tensor."""
     if not isinstance(like, DTensor):
         return [slice(0, size) for size in like.shape]

@@ -39,6 +39,11 @@ class Fused:
     transposed: bool = False
     """Their weight is ``(inputs, outputs)``."""
 
+    @property
+    def is_renaming(self) -> bool:
+        """Return whether it is one of ours as it is."""
+        return self.part is _same and not self.transposed
+
 
 def rows(ours: Sequence[str], sizes: Sequence[int], *, transposed: bool = False) -> Fused:
     """Output features of ours, one after the other."""
@@ -141,8 +146,9 @@ class DecoderLayout(WeightLayout):
         for theirs, fused in pairs:
             for parameter in _parameters(fused, biased):
                 for index, ours in enumerate(fused.ours):
+                    reads = (f"{theirs}.{parameter}",)
                     make = functools.partial(_taken, fused=fused, index=index, parameter=parameter)
-                    recipes[f"{ours}.{parameter}"] = Recipe((f"{theirs}.{parameter}",), make)
+                    recipes[f"{ours}.{parameter}"] = Recipe(reads) if fused.is_renaming else Recipe(reads, make)
         check_complete(set(names) - spare, {name for recipe in recipes.values() for name in recipe.reads})
         return recipes
 

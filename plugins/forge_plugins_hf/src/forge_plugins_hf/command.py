@@ -35,6 +35,11 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     "--architecture",
     help="For --to huggingface: such as MistralForCausalLM; by default the first that is equal to the model.",
 )
+@click.option(
+    "--config-only",
+    is_flag=True,
+    help="For --to forge: write OUT/train.toml alone, a run that reads the weights from SOURCE itself.",
+)
 @click.pass_obj
 def convert(
     obj: Invocation,
@@ -44,6 +49,7 @@ def convert(
     dtype: str | None,
     weights: Weights | None,
     architecture: str | None,
+    config_only: bool,
 ) -> None:
     """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face: config.json, safetensors, and
     tokenizer.json; for --to huggingface a run's directory (its newest checkpoint) or a checkpoint's.
@@ -68,10 +74,19 @@ def convert(
             raise ConfigError("--weights is about a checkpoint, and has no effect with --to forge")
         if architecture:
             raise ConfigError("--architecture has no effect with --to forge: config.json names the architecture")
-        architecture, n_parameters = to_forge(source, out, chosen or torch.float32, obj.catalog, say)
+        if config_only and chosen:
+            raise ConfigError("--dtype is about what is written, and has no effect with --config-only")
+        architecture, n_parameters = to_forge(
+            source, out, chosen or torch.float32, obj.catalog, say, config_only=config_only
+        )
+        if config_only:
+            click.echo(f"wrote {out / 'train.toml'}: {architecture}, {n_parameters:,} parameters; choose [data] in it")
+            return
         click.echo(f"wrote {out / 'checkpoint'}: {architecture}, {n_parameters:,} parameters")
         click.echo(f"forge generate {out / 'checkpoint'}; to train it further, choose [data] in {out / 'train.toml'}")
         return
+    if config_only:
+        raise ConfigError("--config-only has no effect with --to huggingface")
     checkpoint = find_checkpoint(source, say, model_problem)
     architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, architecture)
     click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Command, Kind, hookimpl
+from forge_core.api import Command, Component, Kind, hookimpl
 
 FORGE_API = "1.1"
 
@@ -27,4 +27,15 @@ def forge_kinds() -> Iterable[Kind]:
         summary="configuration and weights of a published architecture, both ways",
         contract=contract,
         returns=contract,
+    )
+
+
+@hookimpl
+def forge_weight_sources() -> Iterable[Component]:
+    """For ``[checkpoint.load] path``."""
+    yield Component(
+        name="huggingface",
+        summary="a model as downloaded from Hugging Face: config.json and safetensors",
+        factory="forge_plugins_hf.weight_source:HuggingFaceFolder",
+        config="forge_plugins_hf.layout_config:LayoutConfig",
     )

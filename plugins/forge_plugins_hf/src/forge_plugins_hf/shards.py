@@ -51,10 +51,10 @@ class Shards:
         with _opened(self._files[name]) as shard:
             return torch.Size(shard.get_slice(name).get_shape())
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU. The file is opened anew, so that no more of it stays in memory."""
+    def read(self, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
+        """A tensor, or a part of it, on the CPU. The file is opened anew, so that no more of it stays in memory."""
         with _opened(self._files[name]) as shard:
-            tensor: torch.Tensor = shard.get_tensor(name)
+            tensor: torch.Tensor = shard.get_tensor(name) if not part else shard.get_slice(name)[tuple(part)]
         return tensor
 
 

@@ -21,7 +21,7 @@ from forge_plugins_hf.config_json import ReadKeys, architecture_in, read_config,
 from forge_plugins_hf.layouts import layout_of_architecture
 from forge_plugins_hf.shards import Shards, on_meta
 from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer
-from forge_plugins_hf.weight_layout import Recipe
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 CHECKPOINT, CONFIG = "checkpoint", "train.toml"
 _SEQ_LEN = 2048
@@ -33,6 +33,8 @@ def to_forge(
     dtype: torch.dtype,
     catalog: Callable[[Collection[str]], Catalog],
     say: Callable[[str], None],
+    *,
+    config_only: bool = False,
 ) -> tuple[str, int]:
     """Write ``out/checkpoint/``, which ``forge generate`` and ``forge eval`` take, and ``out/train.toml``, a run that
     begins with its weights.
@@ -41,6 +43,7 @@ def to_forge(
         folder: with ``config.json``, safetensors and, if there is one, ``tokenizer.json``.
         dtype: of the checkpoint.
         say: is told of keys that are left out.
+        config_only: write ``out/train.toml`` alone, for a run that reads the folder itself.
 
     Returns:
         The architecture, and how many parameters the model has.
@@ -56,20 +59,20 @@ def to_forge(
     config = ReadKeys(read_config(folder))
     architecture = architecture_in(config, folder)
     layout = layout_of_architecture(architecture, installed)
-    try:
-        table = layout.model_table(config)
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {architecture} needs the key {error.args[0]}") from error
-    if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
-        say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
-    refuse_unread(config, folder)
+    table = table_of(layout, config, folder, say)
     tokenizer = choose_tokenizer(folder, config)
-    job = _job(table, tokenizer, out, installed)
+    kept = folder if config_only else out / CHECKPOINT / "tokenizer"
+    job = _job(table, tokenizer, kept / FILE, out, installed)
     model: Any = build_on_meta(job, config["vocab_size"], ComponentBuilder(installed))
     shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
     shards = Shards(folder)
     recipes = layout.to_forge(job.model.config, shards.names)
     _refuse_misfits(shards, recipes, shapes)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config_only:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG).write_text(_train_toml(job, folder), encoding="utf-8")
+        return architecture, n_parameters
 
     def make(key: str) -> torch.Tensor:
         recipe, like = recipes[key.removeprefix("model.")], shapes[key.removeprefix("model.")]
@@ -107,18 +110,40 @@ def to_forge(
         },
         write_more=write_more,
     )
-    (out / CONFIG).write_text(_train_toml(job, out), encoding="utf-8")
-    return architecture, sum(parameter.numel() for parameter in model.parameters())
+    (out / CONFIG).write_text(_train_toml(job, out / CHECKPOINT), encoding="utf-8")
+    return architecture, n_parameters
 
 
-def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, out: Path, catalog: Catalog) -> Job:
-    """A job to go on from, whose data are the user's to choose."""
+def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The table ``[model]`` of a folder's ``config.json``.
+
+    Raises:
+        ConfigError: a key is missing, or one says what our model has not.
+    """
+    try:
+        table = layout.model_table(config)
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / 'config.json'}: {layout.architectures[0]} needs the key {error.args[0]}"
+        ) from error
+    if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
+        say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
+    refuse_unread(config, folder)
+    return table
+
+
+def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, kept: Path, out: Path, catalog: Catalog) -> Job:
+    """A job to go on from, whose data are the user's to choose.
+
+    Args:
+        kept: the tokenizer's file, as the run is to read it.
+    """
     import tomli_w
 
     data: dict[str, Any] = {"name": "token_files", "path": "tokens"}
     if tokenizer is not None:
-        own = str((out / CHECKPOINT / "tokenizer" / FILE).absolute())
-        data = {"name": "text_files", "path": "text", "tokenizer": {**tokenizer, "path": own}}
+        own = {**tokenizer, "path": str(kept.absolute())}
+        data = {"name": "text_files", "path": "text", "tokenizer": own}
     job = {
         "model": dict(table),
         "data": data,
@@ -131,8 +156,8 @@ def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, out: Pat
         return load_job(file, catalog=catalog)
 
 
-def _train_toml(job: Job, out: Path) -> str:
-    load = f"[checkpoint.load]\npath = {str((out / CHECKPOINT).absolute())!r}\n"
+def _train_toml(job: Job, weights: Path) -> str:
+    load = f"[checkpoint.load]\npath = {str(weights.absolute())!r}\n"
     return f"# Weights of a converted model; [data] is to be chosen.\n\n{dump_job(job)}\n{load}"
 
 

@@ -26,6 +26,11 @@ class Recipe:
     make: Callable[..., torch.Tensor] = _same
     """Given those, in this order; by default there is one, which is the tensor. It works on meta as well."""
 
+    @property
+    def is_renaming(self) -> bool:
+        """Return whether the tensor is another one as it is, so that a part of it can be read."""
+        return self.make is _same
+
 
 class WeightLayout(ABC):
     """Base class. Nothing of it reads files: the command opens them, a tensor at a time."""

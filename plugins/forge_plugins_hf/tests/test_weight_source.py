@@ -1,0 +1,134 @@
+"""A run begins with a downloaded model's folder itself, in any layout."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from forge_core.checkpoint.store import open_checkpoint
+from forge_core.cli import main
+from parity_matrix.launch import Launcher, Work
+
+SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+MODELS = {
+    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "phi3": transformers.Phi3Config(**SHAPE),  # whose queries, keys and values are one tensor
+}
+SETTINGS = [
+    *("train.steps=2", "train.seq_len=16", "train.precision=fp32", "train.batch_size=2", "run.device=cpu"),
+    *("data.name=text_files", "data.path=a.txt", "data.tokenizer=bytes", "optimizer.lr=1e-3", "eval.interval=0"),
+    *("checkpoint.powers_of_two_until=1", "metrics.interval=1", "model.vocab_size=257"),
+]
+
+
+def downloaded(kind, folder):
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MODELS[kind]).save_pretrained(folder, max_shard_size="40KB")
+
+
+def tensors(checkpoint):
+    entries = checkpoint.saved_tensors()
+    found = {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in entries.items() if "model." in key}
+    checkpoint.load(found)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("".join(f"{n} and {n * n}. " for n in range(600)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_is_what_a_converted_checkpoint_begins_with(kind, folder, capfd):
+    downloaded(kind, folder / "hf")
+    assert main(["convert", "hf", "--to", "forge", "--out", "ours"]) == 0
+    assert main(["convert", "hf", "--to", "forge", "--out", "config", "--config-only"]) == 0
+    assert [path.name for path in (folder / "config").iterdir()] == ["train.toml"]
+    capfd.readouterr()
+
+    assert main(["run", "config/train.toml", *SETTINGS]) == 0
+
+    begun = tensors(open_checkpoint(folder / "runs/config/checkpoints/step_00000000"))
+    expected = tensors(open_checkpoint(folder / "ours/checkpoint"))
+    assert begun.keys() == expected.keys()
+    assert all(torch.equal(begun[key], one) for key, one in expected.items())
+    accounts = json.loads((folder / "runs/config/loaded.json").read_text())
+    assert (accounts["fresh"], accounts["without_a_place"]) == ([], [])
+    assert "differs from [model]" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_layout_begins_with_the_same_weights(tmp_path):
+    (tmp_path / "layouts").mkdir()
+    launcher = Launcher(tmp_path / "layouts")
+    downloaded("phi3", tmp_path / "hf")
+    shape = ["model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.qk_norm=false"]
+    shape += ['model.feed_forward={name="mlp", hidden_dim=48}', "model.norm_eps=1e-5"]
+    load = [f"checkpoint.load.path={tmp_path / 'hf'}", "train.steps=4", "eval.interval=0"]
+    half = "train.batch_size=2"
+    works = [
+        Work("alone", 1, [*shape, *load]),
+        Work("fsdp2", 2, [*shape, *load, half]),
+        Work("tp2-fsdp2", 4, [*shape, *load, half, "parallel.tp=2"]),
+        Work("pp2", 2, [*shape, *load, "train.batch_size=1", "train.grad_accumulation=4", "parallel.pp=2"]),
+    ]
+    launcher.launch(works)
+    expected = launcher.metrics("alone")
+    for work in works[1:]:
+        for line, reference in zip(launcher.metrics(work.name), expected, strict=True):
+            assert line["loss"] == pytest.approx(reference["loss"], rel=1e-6)
+            assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+def changed(path, **keys):
+    table = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(table | keys))
+
+
+def test_what_differs_is_said_and_what_cannot_fit_is_refused(folder, capfd):
+    downloaded("qwen2", folder / "hf")
+    assert main(["convert", "hf", "--to", "forge", "--out", "config", "--config-only"]) == 0
+    run = ["run", "config/train.toml", *SETTINGS]
+
+    assert main([*run, "model.rope_theta=500.0"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "differs from [model]: rope_parameters" in said
+    assert "rope_theta = 10000.0 there, 500.0 here" in said
+    assert main([*run, "run.name=b", "model.dim=64"]) == 2
+    assert "does not fit this model: model." in capfd.readouterr().err
+    assert main([*run, "run.name=c", 'model.feed_forward={name="mlp", hidden_dim=48, activation="relu2"}']) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "differs from [model]: Qwen2ForCausalLM has another feed_forward of layer 0" in said
+    assert "in the checkpoint, but not in this run: 2 tensors (model.blocks.0.feed_forward.gate.weight" in said
+    changed(folder / "hf", rope_scaling={"rope_type": "longrope"}, rope_parameters=None)
+    assert main([*run, "run.name=d"]) == 2
+    assert 'rope_type = "longrope" is not supported' in capfd.readouterr().err
+    changed(folder / "hf", architectures=["Qwen2ForCausualLM"])
+    assert main([*run, "run.name=e"]) == 2
+    assert "Did you mean Qwen2ForCausalLM?" in capfd.readouterr().err
+    assert not (folder / "runs" / "e").exists()
+
+
+def test_a_shard_that_is_missing_is_named(folder, capfd):
+    downloaded("qwen2", folder / "hf")
+    assert main(["convert", "hf", "--to", "forge", "--out", "config", "--config-only"]) == 0
+    shards = sorted((folder / "hf").glob("*.safetensors"))
+    whole = load_file(shards[0])
+    name = next(iter(whole))
+    save_file({key: one for key, one in whole.items() if key != name}, shards[0])
+
+    assert main(["run", "config/train.toml", *SETTINGS]) == 2
+    assert f"do not agree about {name}" in capfd.readouterr().err
