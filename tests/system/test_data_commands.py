@@ -114,3 +114,27 @@ def test_what_cannot_be_shown_is_told(tiny, capsys, words, sentence):
 def test_words_for_numbers_and_text():
     assert spans([48, 49, 50, 60, 62, 63]) == "48 to 50, 60, 62 to 63"
     assert in_one_line("a\nb" + "x" * 100) == "a⏎b" + "x" * 69 + "…"
+
+
+def test_what_is_learned_of_conversations_is_shown(tiny, capsys):
+    template = tiny.folder / "chat.jinja"
+    template.write_text(
+        "{% for one in messages %}<{{ one.role }}>{{ one.content }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    chats = tiny.folder / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"messages": [*chat, *chat * 9]}) + "\n")
+    data = (
+        f'data={{name="chat", path="{chats}", too_long="skip", tokenizer={{name="bytes", chat_template="{template}"}}}}'
+    )
+    arguments = ["data", "inspect", str(tiny.config), data, "train.seq_len=64", "eval.interval=0", "train.batch_size=1"]
+
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "2 lines, of which 0 are cut and 1 skipped" in shown
+    assert "  <user>2 + 2?</><assistant>4</>\n    learned: 4</>\n" in shown
+    assert main([*arguments, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["lines"], facts["skipped"], facts["batch"]["learned"]) == (2, 1, [["4</>"]])
+    assert facts["batch"]["targets"] == len("4</>")

@@ -8,6 +8,7 @@ import pytest
 
 from forge_plugins_data.bpe import train_bpe
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.config import BytesConfig
 from forge_plugins_data.documents import Unit
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
@@ -47,7 +48,7 @@ class TestTokenFiles(DataSourceConformance):
     @pytest.fixture(autouse=True, params=CUTS.values(), ids=CUTS)
     def prepared(self, tmp_path, request):
         text, output = write_text(tmp_path / "text"), tmp_path / "tokens"
-        prepare([str(text)], output, tokenizer=BytesTokenizer(None), unit_size=500, progress=Progress())
+        prepare([str(text)], output, tokenizer=BytesTokenizer(BytesConfig()), unit_size=500, progress=Progress())
         self.config = {"path": str(output), "validation": 0.2, **request.param}
 
 
@@ -59,6 +60,38 @@ class TestJsonl(DataSourceConformance):
         texts = [file.read_text() for file in write_text(tmp_path / "text").iterdir()]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.2, "document_mask": request.param}
+
+
+class TestChat(DataSourceConformance):
+    component = "forge-plugins-data:chat"
+    seq_len = 96
+
+    @pytest.fixture(autouse=True, params=["cut", "skip"])
+    def chats(self, tmp_path, request):
+        texts = [file.read_text() for file in sorted(write_text(tmp_path / "text").iterdir())]
+        chats = [
+            [("user", text[:4]), ("assistant", text[4 : 5 + 9 * n]), ("user", "more"), ("assistant", text)][: 2 + n % 3]
+            for n, text in enumerate(texts)
+        ]
+        lines = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        template = "{% for one in messages %}<{{ one.role }}>{{ one.content }}</>{% endfor %}"
+        (tmp_path / "chat.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
+        tokenizer = {"name": "bytes", "chat_template": str(tmp_path / "chat.jinja")}
+        path = str(tmp_path / "a.jsonl")
+        self.config = {"path": path, "validation": 0.3, "too_long": request.param, "tokenizer": tokenizer}
+
+
+class TestPromptCompletion(DataSourceConformance):
+    component = "forge-plugins-data:prompt_completion"
+    seq_len = 64
+
+    @pytest.fixture(autouse=True, params=["cut", "skip"])
+    def pairs(self, tmp_path, request):
+        texts = [file.read_text() for file in sorted(write_text(tmp_path / "text").iterdir())]
+        lines = [{"prompt": text[:4], "completion": text[4 : 5 + 9 * n]} for n, text in enumerate(texts)]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.3, "too_long": request.param}
 
 
 class TestHuggingFace(DataSourceConformance):

@@ -160,7 +160,7 @@ class Slow(BytesTokenizer):
 if __name__ == "__main__":
     use = ComponentRef(kind="tokenizer", name="bytes", provider="p", factory="m:f", config=BytesConfig())
     config = HuggingFaceConfig(path="corpus", tokenizer=use, processes=1)
-    source = huggingface.open_huggingface(config, seq_len=8, split="train", build=lambda use, base: Slow(None))
+    source = huggingface.open_huggingface(config, seq_len=8, split="train", build=lambda use, base: Slow(use.config))
     print(source.fingerprint)
 """
 
@@ -218,6 +218,7 @@ import signal, sys, threading, time
 from pathlib import Path
 import attrs
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.config import BytesConfig
 from forge_plugins_data.documents import Document
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.tokenising import Work, tokenise
@@ -228,7 +229,7 @@ def documents(part):
     time.sleep(0.1)
     yield Document("some text", "here")
 if __name__ == "__main__":
-    work = Work.begun(Path(), BytesTokenizer(None), documents)
+    work = Work.begun(Path(), BytesTokenizer(BytesConfig()), documents)
     given = (work, [Part(9)] * 100, 2, Progress())
     threading.Thread(target=tokenise, args=given, daemon=True).start()  # as several ranks do, which wait meanwhile
     while len(list(Path().glob("tokens_*.json"))) < 2:

@@ -32,6 +32,8 @@ class Documents:
     """``(D,)`` int64: behind the id that ends the document, if it has one."""
     where: str = "the data"
     """For messages: the file."""
+    learned: np.ndarray | None = None
+    """``(N,)`` bool: the tokens that may be targets. ``None`` is all."""
 
     def those(self, chosen: np.ndarray) -> Documents:
         """The documents where ``chosen`` ``(D,)`` is true."""
@@ -53,9 +55,10 @@ def find_documents(tokens: np.ndarray, end_of_document: int, where: str = "the d
 class PackedDocuments(TokenSamples):
     """Samples of ``S`` tokens, each of one or several pieces; a piece is a document, or a part of one that is longer.
 
-    The target of a token is the one after it in its document. Without ``separator`` the target of a document's last
-    token is the first of the next document in the sample. Behind the last piece, ``end_of_document`` without targets
-    fills up the sample. A piece of a single token has nothing to predict and is left out.
+    The target of a token is the one after it in its document, if that is ``learned``. Without ``separator`` the target
+    of a document's last token is the first of the next document in the sample. Behind the last piece,
+    ``end_of_document`` without targets fills up the sample. A piece of a single token has nothing to predict and is
+    left out.
 
     Samples stand in the order of their first pieces in the data, so that the first of them are no other than the rest.
     """
@@ -104,6 +107,8 @@ class PackedDocuments(TokenSamples):
                 targets[end - 1] = tokens[end]
             following = length - (not self._continues[piece])
             targets[end : end + following] = array[start + 1 : start + 1 + following]
+            if (learned := self._arrays[self._which[piece]].learned) is not None:
+                targets[end : end + following][~learned[start + 1 : start + 1 + following]] = IGNORED
             document[here], positions[here] = number, np.arange(length)
             end += length
         document[end:], positions[end:] = number + 1, np.arange(self._seq_len - end)
@@ -179,4 +184,5 @@ def _cut(documents: Documents, index: int, seq_len: int) -> tuple[np.ndarray, np
 
 def _checksum(documents: Documents) -> str:
     """Says which documents of an array there are."""
-    return hashlib.sha256(documents.starts.tobytes() + documents.stops.tobytes()).hexdigest()
+    learned = b"" if documents.learned is None else np.packbits(documents.learned).tobytes()
+    return hashlib.sha256(documents.starts.tobytes() + documents.stops.tobytes() + learned).hexdigest()

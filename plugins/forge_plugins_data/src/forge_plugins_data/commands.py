@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,10 +162,11 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
     with opened(job, invocation.catalog(job.plugins.disable)) as data:
         facts, found = data.facts(), data.step(step)
         batch = found.pop("batch")
-        texts = data.texts(batch, show)
+        texts, learned = data.texts(batch, show), data.learned(batch, show)
     entries = {name: list(array.shape) for name, array in batch.items()}
     if as_json:
-        click.echo(json.dumps({**facts, "entries": entries, "batch": {**found, "texts": texts}}))
+        found |= {"texts": texts, **({"learned": learned} if learned else {})}
+        click.echo(json.dumps({**facts, "entries": entries, "batch": found}))
         return
     per_step, seq_len = facts["samples_per_step"], facts["seq_len"]
     if "samples" in facts:
@@ -173,11 +175,15 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
     else:
         sizes = f"samples of {seq_len:,} tokens in an order of its own"
         click.echo(f"{facts['source']}: {sizes}; {per_step:,} samples a step")
+    if "lines" in facts:
+        click.echo(f"{facts['lines']:,} lines, of which {facts['cut']:,} are cut and {facts['skipped']:,} skipped")
     click.echo(f"vocabulary {facts['vocab_size']:,}, tokenizer {facts['tokenizer'] or 'unknown'}")
     click.echo("entries " + ", ".join(f"{name} {tuple(shape)}" for name, shape in entries.items()))
     click.echo(f"step {step}: samples {spans(found['numbers'])} of the stream{_made_of(found)}")
-    for text in texts:
+    for text, parts in zip_longest(texts, learned, fillvalue=()):
         click.echo(f"  {in_one_line(text)}")
+        for part in parts:
+            click.echo(f"    learned: {in_one_line(part)}")
 
 
 def _made_of(found: Mapping[str, Any]) -> str:

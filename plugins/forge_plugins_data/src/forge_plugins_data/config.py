@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import date
 from typing import Annotated, Any, ClassVar, Literal
 
 import attrs
@@ -15,11 +16,16 @@ from forge_core.errors import ConfigError, nearest
 
 EncodingErrors = Literal["strict", "replace", "skip"]
 Packing = Literal["windows", "best_fit"]
+TooLong = Literal["refuse", "cut", "skip"]
 
 
 @attrs.frozen(kw_only=True)
 class BytesConfig:
-    """The byte tokenizer has nothing to choose."""
+    """The bytes of UTF-8 are tokens."""
+
+    chat_template: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """A Jinja template of conversations, for the data source ``chat`` and ``forge generate --chat``. Relative to the
+    working directory; ``~`` is the home directory."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,6 +38,10 @@ class TokenizerFileConfig:
     end_of_document: str | None = None
     """The token that ends a document. By default the one known name that the vocabulary has, such as
     ``<|endoftext|>`` or ``</s>``."""
+    chat_template: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """A Jinja template of conversations, for the data source ``chat`` and ``forge generate --chat``. By default the
+    model's own: ``chat_template.jinja`` beside a ``tokenizer.json``, or the ``chat_template`` of its
+    ``tokenizer_config.json``. Relative to what ``path`` is relative to."""
 
 
 def _not_empty(_: object, attribute: attrs.Attribute[Any], value: str | tuple[str, ...]) -> None:
@@ -40,22 +50,22 @@ def _not_empty(_: object, attribute: attrs.Attribute[Any], value: str | tuple[st
         raise ValueError(f"'{attribute.name}' must name at least one file or folder, and no empty one: {value!r}")
 
 
+def _is_date(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    try:
+        date.fromisoformat(value)
+    except ValueError:
+        raise ValueError(f"'{attribute.name}' must be a day such as 2026-01-31, got {value!r}") from None
+
+
 @attrs.frozen(kw_only=True)
-class _FilesConfig(DataSourceConfig):
-    """What sources of files have in common."""
+class _FoundConfig(DataSourceConfig):
+    """What sources of files have in common, however files become samples."""
 
     path: str | tuple[str, ...] = attrs.field(validator=_not_empty)
     """A folder, a file or a glob (``**`` crosses folders), or an array of them. Relative to the working directory;
     ``~`` is the home directory."""
     validation: float = attrs.field(default=0.0, validator=[ge(0.0), lt(1.0)])
     """The part that is held out for evaluation, 0 to 1."""
-    document_mask: bool = False
-    """Keep documents that share a sample apart: attention does not cross from one into the next, positions start again
-    at 0, and the first token of a document is nobody's target. Otherwise a sample is plain text."""
-    packing: Packing = "windows"
-    """How documents become samples. ``windows`` cuts the text into samples wherever that falls. ``best_fit`` keeps
-    documents whole that fit into a sample, and puts together those that leave the least room; what is left of a sample
-    has no targets. It finds the documents when the source is opened, about a microsecond each."""
 
     def missing(self) -> Iterable[str]:
         """Paths that are not there."""
@@ -72,7 +82,20 @@ class _FilesConfig(DataSourceConfig):
         yield from _check_held_out(self, job)
 
 
-def _check_held_out(config: _FilesConfig | HuggingFaceConfig, job: Job) -> Iterable[tuple[str, str]]:
+@attrs.frozen(kw_only=True)
+class _FilesConfig(_FoundConfig):
+    """What sources of files have in common whose documents become samples in several ways."""
+
+    document_mask: bool = False
+    """Keep documents that share a sample apart: attention does not cross from one into the next, positions start again
+    at 0, and the first token of a document is nobody's target. Otherwise a sample is plain text."""
+    packing: Packing = "windows"
+    """How documents become samples. ``windows`` cuts the text into samples wherever that falls. ``best_fit`` keeps
+    documents whole that fit into a sample, and puts together those that leave the least room; what is left of a sample
+    has no targets. It finds the documents when the source is opened, about a microsecond each."""
+
+
+def _check_held_out(config: _FoundConfig | HuggingFaceConfig, job: Job) -> Iterable[tuple[str, str]]:
     evaluated = job.eval.data.config if job.eval.data is not None else None
     if config is evaluated and config.validation > 0:
         yield "validation", "has no effect here: data named under [eval.data] are evaluated whole; remove it"
@@ -129,6 +152,57 @@ class RecordsConfig(_FilesConfig):
     encoding_errors: EncodingErrors = "strict"
     """What to do with lines that are not UTF-8: ``strict`` refuses to start, ``replace`` puts U+FFFD, ``skip`` leaves
     them out."""
+
+
+@attrs.frozen(kw_only=True)
+class _AnswersConfig(_FoundConfig):
+    """What sources have in common of which answers alone are learned, in JSON Lines (also ``.gz`` and ``.zst``),
+    tokenised in memory by every process when it starts.
+
+    Each line is a document, kept apart from the others in its sample: attention does not cross, and positions start
+    again at 0. Documents are packed by best fit, and the rest of a sample has no targets. ``validation`` holds out
+    lines, chosen by a hash of the file's relative path and their number in it.
+    """
+
+    pattern: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """Which files to take from a folder, by default those with the format's endings; ``**`` crosses folders."""
+    exclude: tuple[str, ...] = ()
+    """Files to leave out: globs for their path in the folder."""
+    tokenizer: Annotated[ComponentRef, Slot("tokenizer", default="bytes")]
+    """How text becomes tokens."""
+    too_long: TooLong = "refuse"
+    """What to do with a line of more than ``train.seq_len + 1`` tokens: ``refuse`` to start, ``cut`` its end off, or
+    ``skip`` it. One whose answers are all in what is cut off is skipped. ``forge data inspect`` counts them."""
+
+
+@attrs.frozen(kw_only=True)
+class ChatConfig(_AnswersConfig):
+    """Conversations, written by the model's own chat template, of which the assistant's turns are learned.
+
+    A line is ``{"messages": [{"role": "user", "content": "…"}, …]}``; ``tools`` beside it is given to the template. The
+    template is that of the tokenizer. A turn is what the template adds to the conversation before it, without the
+    generation prompt, and with the token that ends the turn. A template that marks answers by ``{% generation %}`` is
+    taken at its word.
+    """
+
+    messages_field: str = attrs.field(default="messages", validator=min_len(1))
+    """The key of each line that holds the messages."""
+    date: str | None = attrs.field(default=None, validator=optional(_is_date))
+    """The day, as in ``2026-01-31``, for a template that writes down today's: with it, the data are the same tomorrow.
+    Without it, such a template is refused."""
+
+
+@attrs.frozen(kw_only=True)
+class PromptCompletionConfig(_AnswersConfig):
+    """Prompts with their completions, of which the completions and the end of document are learned.
+
+    A line is ``{"prompt": "…", "completion": "…"}``. Nothing is put between the two.
+    """
+
+    prompt_field: str = attrs.field(default="prompt", validator=min_len(1))
+    """The key of each line that holds the prompt."""
+    completion_field: str = attrs.field(default="completion", validator=min_len(1))
+    """The key of each line that holds the completion."""
 
 
 @attrs.frozen(kw_only=True)

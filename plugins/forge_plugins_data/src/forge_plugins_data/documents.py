@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -112,6 +112,22 @@ def read_documents(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[D
         yield from _read_parquet(unit, field)
 
 
+def read_records(file: Path) -> Iterator[tuple[dict[str, Any], object]]:
+    """The objects of a JSON Lines file, and of each, for messages, where it is.
+
+    Raises:
+        ConfigError: a line is not JSON, not UTF-8 or no object.
+    """
+    for line, where in _lines(Unit("jsonl", (str(file),))):
+        try:
+            record = _parsed(line, where)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where} is not UTF-8 ({error}); convert the file to UTF-8") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{where} must be an object, it is {json.dumps(record)[:80]}")
+        yield record, where
+
+
 def _kind(file: Path) -> Literal["text", "jsonl", "parquet"]:
     ending = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
     if ending in PARQUET:
@@ -155,7 +171,13 @@ def _row_groups(file: Path, unit_size: int, field: str) -> list[Unit]:
 
 
 def _read_jsonl(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Document]:
-    """The lines that begin within the unit's bytes, so that each line of a file is in exactly one unit."""
+    for line, where in _lines(unit):
+        yield Document(_text_of(line, field, errors, where), where)
+
+
+def _lines(unit: Unit) -> Iterator[tuple[bytes, _Line]]:
+    """The lines that begin within the unit's bytes, so that each line of a file is in exactly one unit. Empty ones are
+    left out."""
     file = Path(unit.files[0])
     with open_unpacked(file) as handle:
         position = unit.start
@@ -168,8 +190,7 @@ def _read_jsonl(unit: Unit, field: str, errors: EncodingErrors) -> Iterator[Docu
                 return
             begin, position = position, position + len(line)
             if line.strip():
-                where = _Line(file, begin)
-                yield Document(_text_of(line, field, errors, where), where)
+                yield line, _Line(file, begin)
 
 
 @attrs.frozen
@@ -189,7 +210,7 @@ class _Line:
 
 def _text_of(line: bytes, field: str, errors: EncodingErrors, where: _Line) -> str | None:
     try:
-        record = json.loads(line)
+        record = _parsed(line, where)
     except UnicodeDecodeError as error:
         if errors == "skip":
             return None
@@ -198,10 +219,6 @@ def _text_of(line: bytes, field: str, errors: EncodingErrors, where: _Line) -> s
                 f'{where} is not UTF-8 ({error}); encoding_errors "replace" or "skip" allow it'
             ) from error
         return _text_of(line.decode("utf-8", "replace").encode(), field, errors, where)
-    except ValueError as error:
-        said = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-        cut = "" if line.endswith(b"\n") else "; the file ends within this line, so it may be truncated"
-        raise ConfigError(f"{where} is not JSON: {said}{cut}") from error
     if not isinstance(record, dict) or field not in record:
         has = f"its keys are {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
         raise ConfigError(f"{where} has no {field!r}; {has} (choose with {CHOICE})")
@@ -209,6 +226,22 @@ def _text_of(line: bytes, field: str, errors: EncodingErrors, where: _Line) -> s
     if not isinstance(text, str | None):
         raise ConfigError(f"{where}: {field!r} must be text, it is {json.dumps(text)[:80]}")
     return text
+
+
+def _parsed(line: bytes, where: _Line) -> Any:
+    """
+    Raises:
+        ConfigError: the line is not JSON.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        said = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        cut = "" if line.endswith(b"\n") else "; the file ends within this line, so it may be truncated"
+        raise ConfigError(f"{where} is not JSON: {said}{cut}") from error
 
 
 def _read_parquet(unit: Unit, field: str) -> Iterator[Document]:

@@ -22,6 +22,7 @@ from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, open_source
+from forge_plugins_data.answers import PackedAnswers
 
 _SHOWN = 72
 """Characters of a sample's text in a line."""
@@ -55,6 +56,8 @@ class JobData:
             found["samples"] = len(self.source)
             found["tokens"] = len(self.source) * self.job.train.seq_len
             found["epochs"] = self.job.train.steps * self.samples_per_step / len(self.source)
+        if isinstance(self.source, PackedAnswers):
+            found |= self.source.lines
         return found
 
     def step(self, number: int) -> dict[str, Any]:
@@ -76,11 +79,20 @@ class JobData:
             found["documents"] = int((np.where(valid, batch["document"], -1).max(axis=1) + 1).sum())
         return {**found, "batch": batch}
 
+    def learned(self, batch: dict[str, np.ndarray], number: int) -> list[list[str]]:
+        """Of the first samples of a batch whose documents are learned in part, the parts that are, decoded. None if
+        all documents are learned."""
+        if not _is_partly_learned(batch):
+            return []
+        return [[self._decoded(part) for part in _parts(row)] for row in batch["targets"][:number]]
+
     def texts(self, batch: dict[str, np.ndarray], number: int) -> list[str]:
         """The first samples of a batch, decoded; as ids without a tokenizer."""
+        return [self._decoded(row) for row in batch["tokens"][:number]]
+
+    def _decoded(self, ids: np.ndarray) -> str:
         tokenizer = self.source.tokenizer
-        rows = batch["tokens"][:number]
-        return [" ".join(map(str, row)) if tokenizer is None else tokenizer.decode(row.tolist()) for row in rows]
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids.tolist())
 
 
 @contextmanager
@@ -116,6 +128,25 @@ def _refuse_uneven_streams(stream: SampleStream, job: Job) -> None:
             f"data: train.global_batch_size must be a multiple of the number of streams, {stream.streams.n_streams}, "
             f"of which each has the same part of a step; it is {total}"
         )
+
+
+def _is_partly_learned(batch: dict[str, np.ndarray]) -> bool:
+    """Return whether a target within a document that has others is left out."""
+    if "document" not in batch:
+        return False
+    learned = batch["targets"] != IGNORED
+    for document, row in zip(batch["document"], learned, strict=True):
+        inside = np.diff(document, append=-1) == 0  # all but the last tokens of documents
+        has_targets = np.isin(document, document[row])
+        if (has_targets & inside & ~row).any():
+            return True
+    return False
+
+
+def _parts(targets: np.ndarray) -> list[np.ndarray]:
+    """The targets ``(N,)`` of a sample, each unbroken part for itself."""
+    at = np.flatnonzero(targets != IGNORED)
+    return np.split(targets[at], np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []
 
 
 def in_one_line(text: str) -> str:

@@ -11,6 +11,12 @@ FORGE_API = "1.1"
 def forge_data_sources() -> Iterable[Component]:
     """Text that is tokenised on opening, token files that were prepared before, and samples that are made up."""
     yield Component(
+        name="chat",
+        summary="conversations in JSON Lines by the model's chat template; the assistant's turns are learned",
+        factory="forge_plugins_data.chat:open_chat",
+        config="forge_plugins_data.config:ChatConfig",
+    )
+    yield Component(
         name="huggingface",
         summary="a data set of the Hugging Face hub or a saved one, tokenised once a node into token files",
         factory="forge_plugins_data.huggingface:open_huggingface",
@@ -39,6 +45,12 @@ def forge_data_sources() -> Iterable[Component]:
         summary="Parquet, a document a row, tokenised in memory when it is opened",
         factory="forge_plugins_data.records:open_parquet",
         config="forge_plugins_data.config:RecordsConfig",
+    )
+    yield Component(
+        name="prompt_completion",
+        summary="prompts with completions in JSON Lines; the completions are learned",
+        factory="forge_plugins_data.prompt_completion:open_prompt_completion",
+        config="forge_plugins_data.config:PromptCompletionConfig",
     )
     yield Component(
         name="synthetic",

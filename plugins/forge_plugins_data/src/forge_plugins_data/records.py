@@ -17,8 +17,10 @@ from forge_plugins_data.token_samples import TokenSamples
 from forge_plugins_data.unpacking import COMPRESSED
 from forge_plugins_data.windows import require_held_out
 
+JSONL_PATTERN = tuple(f"**/*{ending}{packed}" for ending in JSON_LINES for packed in ("", *COMPRESSED))
+"""What is taken from a folder of JSON Lines unless something else is asked for."""
 _PATTERNS = {
-    "jsonl": tuple(f"**/*{ending}{packed}" for ending in JSON_LINES for packed in ("", *COMPRESSED)),
+    "jsonl": JSONL_PATTERN,
     "parquet": tuple(f"**/*{ending}" for ending in PARQUET),
 }
 

@@ -12,7 +12,9 @@ import numpy as np
 import tokenizers
 
 from forge_core.errors import ConfigError
+from forge_plugins_data.chat_template import ChatTemplate
 from forge_plugins_data.config import TokenizerFileConfig
+from forge_plugins_data.tokenizer_companions import read_companions
 
 FILE_NAME = "tokenizer.json"
 KNOWN_ENDS = (
@@ -45,11 +47,31 @@ class TokenizerFile:
         digest = hashlib.sha256(self._content)
         digest.update(f"\0end_of_document={self.end_of_document}".encode())
         self.fingerprint: str = digest.hexdigest()
+        template = None if config.chat_template is None else base / Path(config.chat_template).expanduser()
+        self._companions = read_companions(path, template)
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of conversations, if the model has one."""
+        return self._companions.chat_template({"eos_token": self._end})
+
+    @property
+    def ends_of_turn(self) -> tuple[int, ...]:
+        """Ids after which an answer is complete."""
+        named = [self._tokenizer.token_to_id(name) for name in self._companions.eos_tokens()]
+        found = [*self._companions.eos_ids(), *(one for one in named if one is not None), self.end_of_document]
+        return tuple(dict.fromkeys(found))
 
     def encode(self, text: str) -> np.ndarray:
         # The fast variant computes no offsets into the text: the same ids in two thirds of the time.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64)
+
+    def encode_with_ends(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids, and where each ends in ``text``, in characters, both ``(N,)`` int64."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
+        return np.array(encoding.ids, dtype=np.int64), np.maximum.accumulate(ends)
 
     def decode(self, ids: Sequence[int]) -> str:
         kept = [i for i in map(int, ids) if i != self.end_of_document]
@@ -57,6 +79,7 @@ class TokenizerFile:
 
     def save(self, directory: Path) -> Mapping[str, Any]:
         (directory / FILE_NAME).write_bytes(self._content)
+        self._companions.save(directory)
         return {"name": "forge-plugins-data:tokenizer_file", "path": FILE_NAME, "end_of_document": self._end}
 
 

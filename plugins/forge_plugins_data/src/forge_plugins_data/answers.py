@@ -1,0 +1,148 @@
+"""Texts of which parts are learned, and samples of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.data_source import Split
+from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.errors import ConfigError
+from forge_plugins_data.best_fit import Documents, PackedDocuments
+from forge_plugins_data.config import ChatConfig, PromptCompletionConfig, TooLong
+from forge_plugins_data.documents import read_records
+from forge_plugins_data.encoding import valid_text
+from forge_plugins_data.file_selection import refuse_idle_pattern, select_files
+from forge_plugins_data.in_memory import unit_hash
+from forge_plugins_data.records import JSONL_PATTERN
+from forge_plugins_data.token_format import smallest_dtype
+from forge_plugins_data.token_samples import TokenFacts
+from forge_plugins_data.windows import require_held_out
+
+
+@attrs.frozen
+class Answered:
+    """A text, such as a conversation, with answers in it."""
+
+    text: str
+    answers: Sequence[tuple[int, int]]
+    """Where the parts that are learned begin and end, in characters."""
+    where: object
+    """For messages: file and line."""
+    is_ended: bool = False
+    """Whether an end of document follows, which is learned."""
+
+
+class PackedAnswers(PackedDocuments):
+    """Samples of whole texts, each a document of its own, whose targets are the answers."""
+
+    def __init__(self, documents: Documents, facts: TokenFacts, *, end_of_document: int, lines: Mapping[str, int]):
+        super().__init__([documents], facts, end_of_document=end_of_document)
+        self.lines = lines
+        """How many lines there are, and how many of them have been cut or skipped."""
+
+
+def pack_answers(
+    source: str,
+    config: ChatConfig | PromptCompletionConfig,
+    texts: Iterable[Answered],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    split: Split,
+) -> PackedAnswers:
+    """Tokenise texts and pack them into samples.
+
+    Args:
+        source: the name of the data source, which is part of the fingerprint.
+
+    Raises:
+        ConfigError: a text is too long, if those are refused; there is none.
+    """
+    if not hasattr(tokenizer, "encode_with_ends"):
+        raise ConfigError(
+            f"the tokenizer {config.tokenizer.name} has no encode_with_ends, by which the tokens of an answer are "
+            "told; choose another one, such as tokenizer_file"
+        )
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    lines = {"lines": 0, "cut": 0, "skipped": 0}
+    for text in texts:
+        lines["lines"] += 1
+        ids, learned = _tokens(text, tokenizer)
+        if is_long := len(ids) > seq_len + 1:
+            _refuse_long(text, len(ids), seq_len, config.too_long)
+            ids, learned = ids[: seq_len + 1], learned[: seq_len + 1]
+        if is_long and (config.too_long == "skip" or not learned[1:].any()):
+            lines["skipped"] += 1
+            continue
+        lines["cut"] += is_long
+        kept.append((ids.astype(dtype), learned))
+    if not kept:
+        part = "" if split == "all" else f"the {split} part of "
+        left = f", as all {lines['skipped']} lines are too long for train.seq_len = {seq_len}" if lines["lines"] else ""
+        raise ConfigError(f"path = {config.path!r}: {part}the data has nothing to learn{left}")
+    stops = np.cumsum([len(ids) for ids, _ in kept], dtype=np.int64)
+    tokens, learned = (np.concatenate(arrays) for arrays in zip(*kept, strict=True))
+    facts = TokenFacts(
+        seq_len=seq_len,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
+        separator=tokenizer.end_of_document,
+        identity=[source, tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
+    )
+    documents = Documents(tokens, np.concatenate([[0], stops[:-1]]), stops, learned=learned)
+    return PackedAnswers(documents, facts, end_of_document=tokenizer.end_of_document, lines=lines)
+
+
+def chosen_records(
+    config: ChatConfig | PromptCompletionConfig, split: Split
+) -> Iterator[tuple[dict[str, Any], object]]:
+    """The lines of a split, in the order of the files' relative names. Which one a line is in depends on its file's
+    name and its number alone.
+
+    Raises:
+        ConfigError: no such files; a line that is no JSON object; nothing is held out.
+    """
+    require_held_out(config.validation, split)
+    refuse_idle_pattern(config.path, config.pattern)
+    for file in select_files(config.path, config.pattern or JSONL_PATTERN, config.exclude):
+        for number, (record, where) in enumerate(read_records(file.path), 1):
+            is_held_out = unit_hash(f"{file.relative}:{number}") < config.validation
+            if split == "all" or is_held_out == (split == "validation"):
+                yield record, where
+
+
+def tokenizer_of(config: ChatConfig | PromptCompletionConfig, build: Builder) -> Tokenizer:
+    """The tokenizer that a configuration names."""
+    tokenizer: Tokenizer = build(config.tokenizer, base=Path())
+    return tokenizer
+
+
+def _tokens(text: Answered, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Ids ``(N,)``, and which of them are learned ``(N,)``. A token across the border of an answer belongs to it."""
+    content = valid_text(text.text, "strict", text.where)
+    ids, ends = tokenizer.encode_with_ends(content)  # type: ignore[attr-defined]  # looked for before
+    learned = np.zeros(len(ids), dtype=bool)
+    for start, stop in text.answers:
+        if start < stop:
+            last = ends[np.searchsorted(ends, stop)]  # several tokens of one character end together
+            learned |= (ends > start) & (ends <= last)
+    if text.is_ended:
+        ids, learned = np.append(ids, tokenizer.end_of_document), np.append(learned, True)
+    if not learned[1:].any():
+        raise ConfigError(f"{text.where} has nothing to learn: its answers are empty")
+    return ids, learned
+
+
+def _refuse_long(text: Answered, tokens: int, seq_len: int, too_long: TooLong) -> None:
+    if too_long == "refuse":
+        raise ConfigError(
+            f"{text.where} has {tokens:,} tokens, and a sample takes train.seq_len + 1 = {seq_len + 1:,}; raise "
+            'train.seq_len, or set too_long to "cut" or "skip"'
+        )
