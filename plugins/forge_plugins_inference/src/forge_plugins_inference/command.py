@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, help="What to continue; repeat for a batch.")
+@click.option("--chat", is_flag=True, help="Talk turn by turn, by the model's own chat template.")
+@click.option("--system", help="With --chat: the message of the system, before all others.")
+@click.option("--prompt", "prompts", multiple=True, help="What to continue; repeat for a batch. With --chat: a turn.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="A file with one prompt a line.")
 @click.option("--max-new-tokens", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option(
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 def generate(
     obj: Any,
     run: Path,
+    chat: bool,
+    system: str | None,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
     max_new_tokens: int,
@@ -59,8 +63,15 @@ def generate(
     dtype: str,
     weights: Weights | None,
 ) -> None:
-    """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's."""
-    texts = [*map(_utf_8, prompts), *_lines(prompt_file)] or [""]
+    """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's.
+
+    With --chat, each line that is typed is a message, until the end of input (Ctrl-D); lines may come from a pipe, too.
+    """
+    texts = [*map(_utf_8, prompts), *_lines(prompt_file)]
+    if chat and ignore_end:
+        raise ConfigError("--ignore-end has no effect with --chat: an answer has an end")
+    if system is not None and not chat:
+        raise ConfigError("--system has no effect without --chat: a text that is continued has no system message")
 
     import torch
 
@@ -69,32 +80,46 @@ def generate(
     from forge_core.loading import load_model, model_problem
     from forge_plugins_inference.generation import generate as sample
 
-    checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
+    checkpoint = find_checkpoint(run, _say, model_problem)
     place = choose_device(device)
     loaded = load_model(checkpoint, obj.catalog, place, getattr(torch, dtype), weights)
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{checkpoint.path} has no tokenizer: its data did not name one, so text means nothing to it")
-    # an empty prompt starts where documents start: after the end of the one before
-    ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
     if not hasattr(loaded.model, "make_cache"):
         raise ConfigError(f"model {loaded.job.model.qualified_name} cannot be sampled from: it has no make_cache")
-    completions = sample(
-        cast("GenerativeModel", loaded.model),
-        ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=None if ignore_end else tokenizer.end_of_document,
-        generator=torch.Generator(place).manual_seed(seed),
-    )
+    model = cast("GenerativeModel", loaded.model)
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "max_new_tokens": max_new_tokens,
+        "generator": torch.Generator(place).manual_seed(seed),
+    }
+    if chat:
+        from forge_plugins_inference.chat import converse
+        from forge_plugins_inference.conversation import Conversation
+
+        try:
+            conversation = Conversation(model, tokenizer, system=system, say=_say, **settings)
+        except ConfigError as error:
+            raise ConfigError(f"{checkpoint.path}: {error}") from error
+        converse(conversation, texts)
+        return
+    texts = texts or [""]
+    # an empty prompt starts where documents start: after the end of the one before
+    ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
+    completions = sample(model, ids, stop=None if ignore_end else tokenizer.end_of_document, **settings)
     for i, (text, completion) in enumerate(zip(texts, completions, strict=True)):
         if len(texts) > 1:
             print(f"--- {i + 1} of {len(texts)}")
         generated = text + tokenizer.decode(completion)
         # a model may have learned to steer a terminal
         print(printable(generated) if sys.stdout.isatty() else generated)
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr)
 
 
 def _utf_8(prompt: str) -> str:

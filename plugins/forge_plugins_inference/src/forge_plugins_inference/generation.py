@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import cast
 
 import torch
@@ -73,7 +73,7 @@ def generate_steps(
     top_p: float = 1.0,
     stop: int | None = None,
     generator: torch.Generator | None = None,
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     """Same as ``generate``, one step at a time: yields ``(B,)`` int64 new tokens, −1 for rows that have ended.
 
     The model is in evaluation mode until the iterator is exhausted or closed, and then as it was before.
@@ -120,7 +120,7 @@ def _steps(
     max_new_tokens: int,
     stop: int | None,
     choose: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     module = cast("nn.Module", model)
     device = next(module.parameters()).device
     tokens, positions = _left_padded(prompts, device)

@@ -1,0 +1,71 @@
+"""A model is trained on conversations, and talks."""
+
+import io
+import json
+
+import pytest
+
+from forge_core.cli import main
+
+TEMPLATE = """\
+{% for one in messages %}<{{ one.role }}>{{ one.content }}<end>{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def trained(shared_tiny):
+    """A model that has one conversation by heart, and answers both of its questions."""
+    (shared_tiny.folder / "chat.jinja").write_text(TEMPLATE)
+    chat = [("user", "a"), ("assistant", "yes"), ("user", "b"), ("assistant", "no!")]
+    line = json.dumps({"messages": [{"role": role, "content": content} for role, content in chat]})
+    (shared_tiny.folder / "chats.jsonl").write_text(f"{line}\n")
+    shared_tiny.completed(
+        f'data={{name="chat", path="{shared_tiny.folder}/chats.jsonl", '
+        f'tokenizer={{name="bytes", chat_template="{shared_tiny.folder}/chat.jinja"}}}}',
+        "train.seq_len=96",
+        "train.batch_size=1",
+        "model.max_seq_len=128",
+        "eval.interval=0",
+        "train.steps=40",
+        "run.name=chat",
+    )
+    (shared_tiny.folder / "chat.jinja").unlink()
+    return str(shared_tiny.path("chat"))
+
+
+ARGUMENTS = ["--chat", "--temperature", "0", "--max-new-tokens", "12"]
+
+
+def test_a_trained_model_answers_and_ends_its_turn(trained, capsys):
+    capsys.readouterr()
+    assert main(["generate", trained, *ARGUMENTS, "--prompt", "a"]) == 0
+    assert capsys.readouterr().out == "yes\n"
+    assert main(["generate", trained, *ARGUMENTS, "--prompt", "a", "--prompt", "b"]) == 0
+    assert capsys.readouterr().out == "yes\nno!\n"
+
+
+def test_lines_of_a_pipe_are_turns(trained, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n"))
+    capsys.readouterr()
+    assert main(["generate", trained, *ARGUMENTS]) == 0
+    assert capsys.readouterr().out == "yes\nno!\n"
+
+
+def test_a_run_without_a_template_does_not_talk(shared_tiny, capsys):
+    shared_tiny.completed("train.steps=3", "run.name=plain")
+    capsys.readouterr()
+
+    assert main(["generate", str(shared_tiny.path("plain")), *ARGUMENTS, "--prompt", "a"]) == 2
+    assert "step_00000003: the tokenizer has no chat template; train on data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--chat", "--ignore-end"], "--ignore-end has no effect with --chat: an answer has an end"),
+        (["--system", "x"], "--system has no effect without --chat"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(capsys, arguments, sentence):
+    assert main(["generate", "runs/none", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
