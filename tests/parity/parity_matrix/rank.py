@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from forge_core.errors import ExitCode, ForgeError
@@ -36,10 +40,16 @@ def main(job_toml: Path, plan: Path) -> None:
             with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
                 _take_part(job_toml, work, catalog)
             torch.compiler.reset()
-            _clear_sharding_prop_cache()  # its meshes name groups that are gone, by names that new ones get
+            _forget_groups()
             with Path(f"done.{rank}").open("a") as done:
                 done.write(f"{number}\n")
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    assert threads < _THREADS, f"{threads} threads are left of works that are done"
     hard_exit()
+
+
+_THREADS = 50
+"""Fewer than a rank has when it keeps the groups of twenty works."""
 
 
 def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:
@@ -52,6 +62,18 @@ def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:
         print(error, flush=True)
     else:
         assert not work["refused"], f"{work['name']} was to be refused"
+
+
+def _forget_groups() -> None:
+    """Clear the caches that hold meshes. These name groups that are gone, by names that new ones get; and while a mesh
+    is held, so are its groups, each with a thread that wakes up a hundred times a second. After a hundred works that
+    was a third of a rank's time."""
+    _clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
 
 
 def _copy_checkpoints(source: str, target: str, step: int | None) -> None:
