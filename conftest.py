@@ -54,6 +54,15 @@ def _runs_of_a_file_give_their_sockets_back() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_of_kits_are_forked() -> None:
+    """Of packages' own tests too: a kit starts two processes for each component."""
+    import fork_server  # it looks at the environment, which is the machine's from now on
+    from forge_testing import several_ranks
+
+    several_ranks.Popen = fork_server.Popen  # type: ignore[misc]
+
+
 def make_machine(folder: Path, environment: MutableMapping[str, str]) -> None:
     """Reduces ``environment`` to the named commands and variables, with a home in ``folder`` that is empty."""
     commands, home = folder / "bin", folder / "home"

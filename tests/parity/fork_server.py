@@ -108,8 +108,11 @@ class _Server:
         connection.settimeout(_SECONDS)
         self._connection = connection
         self._lock = threading.Lock()
-        self.imported = frozenset(_receive(connection)[0])
+        imported, path = _receive(connection)[0]
+        self.imported = frozenset(imported)
         """Names of packages that are imported already."""
+        self.path = frozenset(path)
+        """Where it has found them."""
 
     def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         """Returns the number of a process that is a child of this one from its first line on."""
@@ -141,7 +144,7 @@ def _server_for(given: Mapping[str, Any]) -> _Server | None:
     with _starting:
         which = int(rank) % 2 if rank.isdecimal() and _INHERITED not in _servers else _INHERITED
         server = _servers.get(which) or _started(which)
-    for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+    for entry in {*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))} - server.path:
         names = {path.name.partition(".")[0] for path in Path(entry).iterdir()} if Path(entry).is_dir() else set()
         if names & (server.imported | {"sitecustomize", "usercustomize"}):
             return None
@@ -266,9 +269,9 @@ _DEAR = (
 """Modules that import further libraries, which hardly a test needs, and which may start threads."""
 
 
-def _serve(connection: socket.socket) -> dict[str, Any]:
+def _serve(connection: socket.socket, path: Sequence[str]) -> dict[str, Any]:
     """Returns in each process that it forks, with the order for it, and never in this one."""
-    _send(connection, _imported())
+    _send(connection, (_imported(), path))
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the others of the terminal
     while True:
         try:
@@ -285,7 +288,7 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
                 return order
             connection = own_server
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            _send(connection, _imported())
+            _send(connection, (_imported(), path))
             continue
         os.waitpid(between, 0)
         for file in files:
@@ -400,7 +403,7 @@ def _main() -> None:
     _import_everything()
     gc.disable()
     gc.freeze()
-    order = _serve(connection)
+    order = _serve(connection, path)
     gc.enable()
     _forget()
     _run(order["command"], path)

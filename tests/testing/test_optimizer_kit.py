@@ -431,13 +431,13 @@ def test_a_fault_is_found_and_told(optimizer, check, given, sentence, tmp_path):
         (BlocksCase, r"'largest' of embed.weight has the shape \(2,\) .* empty_state gives \(1,\)"),
     ],
 )
-def test_a_fault_on_two_ranks_is_found_and_told(case, sentence, tmp_path):
+def test_a_fault_on_two_ranks_is_found_and_told(case, sentence):
     with pytest.raises(AssertionError, match=sentence):
-        case().test_updates_shards_like_whole_tensors_on_two_ranks(tmp_path)
+        case().test_updates_shards_like_whole_tensors_on_two_ranks()
 
 
-def test_state_of_another_shape_is_resumed_on_another_layout(tmp_path):
-    RowsCase().test_updates_shards_like_whole_tensors_on_two_ranks(tmp_path)
+def test_state_of_another_shape_is_resumed_on_another_layout():
+    RowsCase().test_updates_shards_like_whole_tensors_on_two_ranks()
 
 
 def test_a_period_is_gone_through_whatever_its_length():

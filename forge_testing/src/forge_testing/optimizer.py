@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import math
-import multiprocessing
-import sys
 import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -22,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from forge_core.checkpoint.state_dict import empty_slot
 from forge_core.contracts.model import ParameterRole
 from forge_core.contracts.optimizer import HasEvaluationWeights, NamedParameter, StateLayout, UpdateSize
-from forge_core.run.process import hard_exit
 from forge_core.train.parameter_groups import members_of
 from forge_testing.component_case import ComponentCase
+from forge_testing.several_ranks import on_ranks
 
 _SHAPES: dict[str, tuple[ParameterRole, tuple[int, ...]]] = {
     "embed.weight": ("embedding", (11, 6)),
@@ -280,32 +276,30 @@ class OptimizerConformance(ComponentCase):
 
     def test_updates_shards_like_whole_tensors(self, tmp_path: Path) -> None:
         """``DTensor`` parameters on a mesh of one rank."""
-        _join(tmp_path, rank=0, world_size=1)
+        meeting = (tmp_path / "meeting").as_uri()
+        dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
         try:
             _compare_sharded_with_whole(self)
         finally:
             dist.destroy_process_group()
 
-    def test_updates_shards_like_whole_tensors_on_two_ranks(self, tmp_path: Path) -> None:
-        cls = type(self)
-        assert "<locals>" not in cls.__qualname__, (
-            f"{cls.__qualname__} is defined inside a function, where two ranks cannot import it from"
-        )
-        context = multiprocessing.get_context("spawn")
-        ranks = [
-            context.Process(target=_rank, args=(rank, tmp_path, inspect.getfile(cls), cls.__qualname__))
-            for rank in range(2)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-            process.kill()
+    def test_updates_shards_like_whole_tensors_on_two_ranks(self) -> None:
+        reports = on_ranks(type(self), "_compare_with_another_rank", 2)
 
-        failures = [path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("failure_*"))]
-        assert not failures, f"on two ranks: {failures[0]}"
-        ended = len(list(tmp_path.glob("passed_*")))
-        assert ended == 2, f"{2 - ended} of two ranks did not finish within two minutes"
+        # A rank that has lost its connection to one that failed a check has less to say than that one.
+        found = [sentence for sentence, _ in reports if sentence] + [other for _, other in reports if other]
+        assert not found, f"on two ranks: {found[0]}"
+
+    def _compare_with_another_rank(self) -> tuple[str, str]:
+        """On one of two ranks: what a check says, or what else went wrong."""
+        torch.set_num_threads(1)
+        try:
+            _compare_sharded_with_whole(self)
+        except AssertionError as error:
+            return str(error), ""
+        except Exception:  # noqa: BLE001 – whatever it is, the test shows it
+            return "", traceback.format_exc()
+        return "", ""
 
     def _first_update(
         self, *, gradient: float = 1.0, parameter: float = 1.0
@@ -342,37 +336,6 @@ class OptimizerConformance(ComponentCase):
 
     def _parameters(self, dtype: torch.dtype = torch.float32) -> list[NamedParameter]:
         return _parameters(self.roles, dtype)
-
-
-def _rank(rank: int, folder: Path, file: str, qualname: str) -> None:
-    """One of two processes: load the test class again and compare; a failure is written to ``folder``."""
-    try:
-        specification = importlib.util.spec_from_file_location("conformance_under_test", file)
-        assert specification is not None
-        assert specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        sys.modules[specification.name] = module
-        specification.loader.exec_module(module)
-        case: Any = module
-        for name in qualname.split("."):
-            case = getattr(case, name)
-
-        torch.set_num_threads(1)
-        _join(folder, rank=rank, world_size=2)
-        _compare_sharded_with_whole(case())
-        outcome, text = "passed", ""
-    except AssertionError as error:
-        outcome, text = "failure", str(error)
-    except BaseException:  # noqa: BLE001 – whatever it is, the test shows it
-        # Sorted behind the sentences: losing the connection to a rank that failed a check is a consequence.
-        outcome, text = "failure_otherwise", traceback.format_exc()
-    (folder / f"{outcome}_{rank}").write_text(text, encoding="utf-8")
-    hard_exit()
-
-
-def _join(folder: Path, *, rank: int, world_size: int) -> None:
-    """Enter a process group whose members meet in ``folder``."""
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=world_size)
 
 
 def _compare_sharded_with_whole(case: OptimizerConformance) -> None:
@@ -480,9 +443,9 @@ def _assert_can_be_saved(
         )
     if isinstance(value, DTensor):
         return
-    on_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(on_ranks, value)
-    assert all(torch.equal(value, other) for other in on_ranks), (
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    assert all(torch.equal(value, other) for other in of_ranks), (
         f"the state {slot!r} of {entry.name} is a plain tensor {tuple(value.shape)} that differs between ranks; make "
         "it with zeros_like(parameter), so that it is sharded as the parameter is"
     )

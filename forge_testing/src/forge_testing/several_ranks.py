@@ -6,11 +6,11 @@ import importlib.util
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import STDOUT, Popen
 from typing import Any
 
 import torch
@@ -61,11 +61,11 @@ def _launch(case: type, method: str, ranks: int, folder: Path) -> list[Any]:
         for rank in range(ranks):
             with (folder / f"{rank}.log").open("wb") as log:
                 processes.append(
-                    subprocess.Popen(
+                    Popen(
                         [sys.executable, "-m", "forge_testing.several_ranks", *what],
                         env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdout=log,
-                        stderr=subprocess.STDOUT,
+                        stderr=STDOUT,
                     )
                 )
         deadline = time.monotonic() + SECONDS
@@ -98,6 +98,7 @@ def _main(file: str, qualname: str, method: str, folder: str) -> None:
     for name in qualname.split("."):
         case = getattr(case, name)
     join_process_group(torch.device("cpu"), SECONDS)
+    dist.barrier()  # one that is done early must not be gone while another still connects
     result = getattr(case(), method)()
     (Path(folder) / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
