@@ -263,8 +263,24 @@ def test_torchrun_starts_the_same_run_and_the_working_folder_is_no_source_of_mod
     )
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_host_waits_for_the_device_only_for_logged_steps(tiny, monkeypatch, accumulation):
+ADAMW, MUON = '{name="adamw", lr=1e-2}', '{name="muon", lr=1e-2}'
+WITHOUT_WAITING = {
+    "adamw": [],
+    "four microbatches": ["train.grad_accumulation=4"],
+    **{name: [f"optimizer={{name='{name}', lr=1e-2}}"] for name in ("lion", "sgd", "adafactor", "schedule_free_adamw")},
+    "adamw_8bit": ["optimizer={name='adamw_8bit', lr=1e-2, min_elements=0}"],
+    "rounded": ["train.precision=bf16_pure", "optimizer.stochastic_rounding=true"],
+    "grouped": [
+        f'optimizer={{name="grouped", groups=[{{roles=["matrix"], optimizer={MUON}}}, {{optimizer={ADAMW}}}]}}'
+    ],
+    "phases": ['phases=[{at=3, train=["head.*"], lr_scale=0.5}, {at=6, lr_scale={"blocks.*"=2}}]'],
+    "reports": ['callbacks=[{name="layer_norms"}, {name="activation_norms"}, {name="ema"}]'],
+    "evaluations": ['evaluations=[{name="perplexity", interval=6}, {name="accuracy", interval=3}]'],
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_WAITING)
+def test_the_host_waits_for_the_device_only_for_logged_steps(tiny, monkeypatch, case):
     """Counted, not timed: reading a tensor's value is an operation that the dispatcher sees."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -289,7 +305,7 @@ def test_the_host_waits_for_the_device_only_for_logged_steps(tiny, monkeypatch, 
         return counts
 
     monkeypatch.setattr(Trainer, "_train_step", counting)
-    tiny.completed(f"train.grad_accumulation={accumulation}", "train.batch_size=1", "metrics.interval=4")
+    tiny.completed(*WITHOUT_WAITING[case], "train.batch_size=1", "metrics.interval=4")
 
     # steps 1, 4, 8 and 10 are logged; their values are fetched in the step after, those of the last after the loop; in
     # the first one, the host waits as it looks into what the loss returns
