@@ -21,7 +21,12 @@ from forge_core.contracts.data_source import DataSource, Source
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
-from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
+from forge_core.distributed.collective_errors import (
+    run_on_all_ranks,
+    run_on_rank0,
+    run_slowly_on_all_ranks,
+    run_slowly_on_rank0,
+)
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
@@ -141,7 +146,7 @@ def prepare(begun: Begun) -> RunSetup:
         ConfigError: as ``begin``.
     """
     job, catalog, device, mesh, peers = begun.job, begun.catalog, begun.device, begun.mesh, begun.peers
-    directory, console, checkpoint = begun.directory, begun.console, begun.checkpoint
+    console, checkpoint = begun.console, begun.checkpoint
     warm_starts = choose_warm_starts(job, catalog, console.line) if checkpoint is None else []
     accumulation_asked_for = job.train.grad_accumulation or 1
     job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
@@ -149,7 +154,7 @@ def prepare(begun: Begun) -> RunSetup:
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
     build = ComponentBuilder(catalog)
     source = open_source(job, job.data, "data", "train", build, peers.beat)
-    directory.refuse_if_unwritable()
+    begun.directory.refuse_if_unwritable()
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, console.line)
     evaluated = EvaluatedData(job, source, build, peers.beat)
@@ -158,15 +163,11 @@ def prepare(begun: Begun) -> RunSetup:
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_unfit_replications(callbacks, source)
     return RunSetup(
-        job=job,
-        catalog=catalog,
+        **{**attrs.asdict(begun, recurse=False), "job": job},
         build=build,
-        device=device,
-        mesh=mesh,
-        peers=peers,
         passes=sort_passes(job, catalog),
         source=source,
-        loader=_loader(job, source, mesh, device, checkpoint),
+        loader=_loader(job, source, begun),
         validation=validation,
         evaluations=evaluations,
         evaluated=evaluated.opened,
@@ -186,13 +187,7 @@ def prepare(begun: Begun) -> RunSetup:
                 *callbacks,
             ]
         ),
-        directory=directory,
-        store=begun.store,
-        mirror=begun.mirror,
-        start=begun.start,
         warm_starts=warm_starts,
-        ended=begun.ended,
-        console=console,
         accumulation_asked_for=accumulation_asked_for,
     )
 
@@ -202,20 +197,23 @@ def _tokens_per_step(job: Job) -> int:
     return job.train.global_batch_size * job.train.seq_len
 
 
-def _loader(job: Job, source: Source, mesh: Mesh, device: torch.device, checkpoint: Checkpoint | None) -> BatchLoader:
+def _loader(job: Job, source: Source, begun: Begun) -> BatchLoader:
     train, config = job.train, job.data.config
-    state = checkpoint.state() if checkpoint else {}
+    state = begun.checkpoint.state() if begun.checkpoint else {}
     stream = SampleStream(source, seed=data_seed(job), shuffle=config.shuffle, left_out=state.get("left_out", ()))
-    if stream.streams is not None and checkpoint is not None:
+    if stream.streams is not None and state:
         stream.streams.restart(**state["streams"])
-    return BatchLoader(
+    loader = BatchLoader(
         stream,
         position=state.get("position", 0),
         batch_size=train.batch_size,
         grad_accumulation=train.grad_accumulation or 1,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=begun.mesh.dp_rank,
+        dp_size=begun.mesh.dp_size,
         workers=config.workers,
         prefetch=config.prefetch,
-        pin_memory=device.type == "cuda",
+        pin_memory=begun.device.type == "cuda",
     )
+    if stream.streams is not None and not state:  # one without a sample is told before anything is made
+        run_slowly_on_all_ranks(lambda: list(loader.step_at(0)), begun.peers.beat)
+    return loader

@@ -127,6 +127,8 @@ CONFIG = """
         '''Samples of each stream that have the letter 0.'''
         without: tuple[int, ...] = ()
         '''Samples that are not there.'''
+        dry: tuple[int, ...] = ()
+        '''Streams without a sample.'''
 
     @attrs.frozen(kw_only=True)
     class SpoilerConfig:
@@ -149,7 +151,7 @@ LETTERS = """
 
         def open(self, stream, state):
             number = state["next"] if state else 0
-            while True:
+            while stream not in self._config.dry:
                 letters = np.random.default_rng([stream, number]).integers(1, 32, size=self._seq_len + 1)
                 letters[0] *= number not in self._config.marked
                 number += 1
@@ -274,6 +276,16 @@ def test_more_ranks_than_streams_are_refused(letters):
 
     assert done.returncode == 2
     assert "there are 2 data-parallel ranks and 1 stream, and each rank reads at least one" in done.stderr
+    assert not letters.path().exists()
+
+
+@pytest.mark.parametrize("dry", [0, 1])
+def test_a_stream_that_runs_dry_is_named_and_nothing_is_made(letters, capfd, dry):
+    assert main(["run", str(letters.config), f"data={{name='letters', dry=[{dry}]}}"]) == 2
+
+    said = capfd.readouterr().err
+    assert f"data: stream {dry} of 2 (from 0) has no sample; use fewer streams" in said
+    assert "Traceback" not in said
     assert not letters.path().exists()
 
 
