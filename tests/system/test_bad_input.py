@@ -219,6 +219,62 @@ def test_fp8_without_torchao_is_refused_before_any_process_is_started(refused, t
     assert "needs 'torchao', which cannot be imported" in said
 
 
+def test_a_tracker_without_its_package_says_what_to_install(refused, tiny, monkeypatch):
+    monkeypatch.setattr("forge_core.registry.catalog.is_importable", lambda name: name != "wandb")
+
+    said = refused(tiny, 'trackers=[{name="wandb"}]')
+
+    assert re.search(r"trackers\[0\].*: tracker 'wandb' of forge-plugins-monitor \S+ needs 'wandb', which cannot", said)
+    assert "pip install 'forge-plugins-monitor[wandb]'" in said
+
+
+PICTURES = {
+    "acme_pictures/plugin.py": """
+        from forge_core.api import Component, hookimpl
+
+        @hookimpl
+        def forge_data_sources():
+            yield Component(
+                name="pictures", summary="for a test", factory="acme_pictures.pictures:Pictures",
+                config="acme_pictures.config:PicturesConfig",
+            )
+    """,
+    "acme_pictures/config.py": """
+        import attrs
+
+        from forge_core.contracts.data_source import DataSourceConfig
+
+        @attrs.frozen(kw_only=True)
+        class PicturesConfig(DataSourceConfig):
+            "No keys."
+    """,
+    "acme_pictures/pictures.py": """
+        import numpy as np
+
+        class Pictures:
+            vocab_size, tokenizer, fingerprint = 32, None, "pictures"
+
+            def __init__(self, config, /, *, seq_len, split, **_):
+                self.seq_len = seq_len
+
+            def __len__(self):
+                return 100
+
+            def read(self, indices):
+                tokens = np.ones((len(indices), self.seq_len), dtype=np.int64)
+                return {"tokens": tokens, "targets": tokens, "image": np.zeros((len(indices), 3, 8, 8))}
+    """,
+}
+
+
+def test_data_that_the_model_does_not_take_are_refused(refused, tiny, make_distribution):
+    make_distribution("acme-pictures", files=PICTURES)
+
+    said = refused(tiny, 'data={name="pictures"}')
+
+    assert "data: batches have the entry 'image', which the model forge-plugins-dense:transformer does not take" in said
+
+
 def test_everything_that_is_wrong_is_said_at_once_with_file_and_line(refused, tiny):
     tiny.config.write_text(
         tiny.config.read_text().replace("steps = 10", 'steps = "ten"').replace("dim = 32", "dmi = 32")
