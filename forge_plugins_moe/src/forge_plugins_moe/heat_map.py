@@ -1,4 +1,4 @@
-"""``experts.html``: the load of experts in colours, in one file without scripts. Nothing here imports torch.
+"""The load of experts in colours, and ``experts.html``, one file without scripts. Nothing here imports torch.
 
 A cell's colour is the expert's load over the layer's mean, in powers of two: the darker, the more; white is nothing.
 """
@@ -37,15 +37,39 @@ def draw(run_dir: Path) -> Path:
     return path
 
 
+def latest(loads: Sequence[Loads]) -> Sequence[Loads]:
+    """The last tenth of the logged steps."""
+    return loads[-max(1, math.ceil(len(loads) * _RECENT)) :]
+
+
+def load_over_mean(loads: Sequence[Loads]) -> dict[str, list[float]]:
+    """By layer: what each expert has had, over the mean of the layer."""
+    return {layer: _over_mean(_summed(loads, layer)) for layer in loads[-1].load}
+
+
+def map_of_layers(means: Mapping[str, Sequence[float]]) -> str:
+    """A picture of ``load_over_mean``: a row for each layer, a column for each expert."""
+    return _map(means, "expert")
+
+
+def legend() -> str:
+    """A picture of what the colours mean."""
+    values = (0, 0.25, 0.5, 0.75, 1, 1.33, 2, 4)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{48 * len(values)}" height="{_CELL}">']
+    for place, value in enumerate(values):
+        parts.append(_cell(48 * place, 0, value, f"{value}"))
+        parts.append(f'<text x="{48 * place + _CELL + 3}" y="{_CELL - 4}">{value}</text>')
+    return "".join(parts) + "</svg>"
+
+
 def _page(name: str, loads: Sequence[Loads]) -> Iterator[str]:
     first, last = loads[0].step, loads[-1].step
-    recent = loads[-max(1, math.ceil(len(loads) * _RECENT)) :]
+    recent = latest(loads)
     title = f"Experts of {html.escape(name)}"
     yield f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>'
-    yield "<p>Load over the mean of the layer: " + _legend()
+    yield "<p>Load over the mean of the layer: " + legend()
     yield f"<h2>Layers and experts, steps {recent[0].step} to {last}</h2>"
-    means = {layer: _over_mean(_summed(recent, layer)) for layer in loads[-1].load}
-    yield _map(means, "expert")
+    yield map_of_layers(load_over_mean(recent))
     yield f"<h2>Over time, steps {first} to {last}</h2>"
     groups = _in_groups(loads)
     span = f"logged steps from left to right, {len(loads)} in {len(groups)} columns, each with its first step"
@@ -68,7 +92,8 @@ def _map(rows: Mapping[str, Sequence[float]], column: str, numbers: Sequence[int
     default from 0."""
     numbers = numbers or range(max(map(len, rows.values())))
     width = _LEFT + _CELL * (len(numbers) + 3)  # the last number is wider than its column
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_TOP + _CELL * len(rows)}">']
+    size = f'width="{width}" height="{_TOP + _CELL * len(rows)}" style="width:{width}px"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']
     for place in range(0, len(numbers), 4):
         parts.append(f'<text x="{_LEFT + _CELL * place + 2}" y="{_TOP - 6}">{numbers[place]}</text>')
     for place, (name, values) in enumerate(rows.items()):
@@ -78,15 +103,6 @@ def _map(rows: Mapping[str, Sequence[float]], column: str, numbers: Sequence[int
         for at, value in enumerate(values):
             said = f"{label}, {column} {numbers[at]}: {value:.2f}"
             parts.append(_cell(_LEFT + _CELL * at, y, value, said))
-    return "".join(parts) + "</svg>"
-
-
-def _legend() -> str:
-    values = (0, 0.25, 0.5, 0.75, 1, 1.33, 2, 4)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{48 * len(values)}" height="{_CELL}">']
-    for place, value in enumerate(values):
-        parts.append(_cell(48 * place, 0, value, f"{value}"))
-        parts.append(f'<text x="{48 * place + _CELL + 3}" y="{_CELL - 4}">{value}</text>')
     return "".join(parts) + "</svg>"
 
 

@@ -131,6 +131,17 @@ def forge_commands() -> Iterable[Command]:
 
 
 @hookimpl(optionalhook=True)
+def forge_report_sections() -> Iterable[Component]:
+    """For ``forge report``."""
+    yield Component(
+        name="experts",
+        summary="the load of every expert of every layer, in colours",
+        factory="forge_plugins_moe.report_section:Experts",
+        config="forge_plugins_moe.config:NothingToChoose",
+    )
+
+
+@hookimpl(optionalhook=True)
 def forge_weight_layouts() -> Iterable[Component]:
     """For ``forge convert``."""
     yield Component(
