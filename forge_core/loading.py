@@ -35,7 +35,7 @@ from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held
 from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.parametrization import with_multipliers
-from forge_core.train.sources import EvaluatedData
+from forge_core.train.sources import EvaluatedData, TrainedOn
 
 __all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "Weights", "build_on_meta", "build_within", "load_model"]
 __all__ += ["model_problem", "named_tensors", "opened", "with_missing_plugins", "with_multipliers"]
@@ -158,12 +158,6 @@ def opened(
         dist.destroy_process_group()
 
 
-@attrs.frozen
-class _TrainedOn:
-    vocab_size: int
-    tokenizer: Tokenizer | None
-
-
 def _refuse_other_than(name: str, checkpoint: Checkpoint) -> None:
     """A run that goes on may save between two looks at its directory."""
     if checkpoint.path.name != name:
@@ -182,7 +176,7 @@ def _build(
     averages = _averages(checkpoint, weights)
     _refuse_leading_outside(job, checkpoint)
     tokenizer = _tokenizer(state.get("tokenizer"), checkpoint, build)
-    evaluated = EvaluatedData(job, _TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
+    evaluated = EvaluatedData(job, TrainedOn(state["vocab_size"], tokenizer), build, lambda: None)
     named = {one.label: one for one in build_evaluations(job, build, evaluated, tokenizer)}
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
     context = attrs.evolve(context, entries=evaluated.entries)

@@ -23,8 +23,16 @@ class Entry:
     """The names of its dimensions, ``"sample"`` first. What is cut into positions has ``"position"`` among them."""
     dtype: str = "int64"
     """Its name in numpy."""
+    sizes: tuple[int | None, ...] = ()
+    """How large each of its dimensions is. ``None`` of ``"sample"`` and ``"position"``, and of one that differs from
+    batch to batch; empty stands for ``None`` of all."""
     wanted_by: Literal["model", "engine"] = "model"
     """``"engine"``: not given to the model's forward, such as ``source``."""
+
+    def shape(self, sample: int, position: int) -> tuple[int | None, ...]:
+        """Its shape in a batch of so many samples of so many positions; ``None`` where that is not known."""
+        sizes = {**dict(zip(self.dims, self.sizes, strict=False)), "sample": sample, "position": position}
+        return tuple(sizes.get(dim) for dim in self.dims)
 
 
 KNOWN: Mapping[str, Entry] = {

@@ -10,6 +10,7 @@ import attrs
 if TYPE_CHECKING:
     import numpy as np
 
+    from forge_core.contracts.batch import Entry
     from forge_core.contracts.builder import Builder
     from forge_core.contracts.tokenizer import Tokenizer
 
@@ -35,6 +36,11 @@ class DataSourceConfig:
     def missing(self) -> Iterable[str]:
         """A sentence for each thing that the data need and this machine does not have; a run may start elsewhere."""
         return ()
+
+    def entries(self) -> Mapping[str, Entry]:
+        """What batches have that needs a description, as far as it is known without data, with sizes at their largest.
+        ``forge plan`` gives it to the model."""
+        return {}
 
 
 class DataSource(Protocol):

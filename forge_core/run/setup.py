@@ -21,12 +21,7 @@ from forge_core.contracts.data_source import DataSource, Source
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
-from forge_core.distributed.collective_errors import (
-    run_on_all_ranks,
-    run_on_rank0,
-    run_slowly_on_all_ranks,
-    run_slowly_on_rank0,
-)
+from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
@@ -214,6 +209,6 @@ def _loader(job: Job, source: Source, begun: Begun) -> BatchLoader:
         prefetch=config.prefetch,
         pin_memory=begun.device.type == "cuda",
     )
-    if stream.streams is not None and not state:  # one without a sample is told before anything is made
-        run_slowly_on_all_ranks(lambda: list(loader.step_at(0)), begun.peers.beat)
+    if stream.streams is not None and not state:
+        list(loader.step_at(0))  # one without a sample is told before anything is made
     return loader

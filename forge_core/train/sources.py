@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import attrs
 import numpy as np
 
 from forge_core.config.builder import ComponentBuilder
@@ -20,14 +21,12 @@ from forge_core.errors import ConfigError, PluginError
 from forge_core.job import data_phase
 
 
-class _TrainedOn(Protocol):
+@attrs.frozen
+class TrainedOn:
     """Facts about the data that a model is trained on."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    vocab_size: int
+    tokenizer: Tokenizer | None
 
 
 def data_seed(job: Job) -> int:
@@ -95,7 +94,9 @@ class EvaluatedData:
         beat: called while ranks wait.
     """
 
-    def __init__(self, job: Job, training: _TrainedOn, build: ComponentBuilder, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, job: Job, training: TrainedOn | Source, build: ComponentBuilder, beat: Callable[[], None]
+    ) -> None:
         self._job = job
         self._training = training
         self._build = build

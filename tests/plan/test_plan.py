@@ -280,3 +280,70 @@ def _gpu(name):
     from forge_plugins_plan.gpus import gpu_named
 
     return gpu_named(name)
+
+
+SHAPE = ("model.dim=64", "model.n_layers=4", "model.n_heads=4", "model.max_seq_len=64")
+PICTURES = {
+    "acme_pictures/plugin.py": """
+        from forge_core.api import Component, hookimpl
+
+        @hookimpl
+        def forge_data_sources():
+            yield Component(
+                name="pictures", summary="for a test", factory="acme_pictures.viewer:never_called",
+                config="acme_pictures.config:PicturesConfig",
+            )
+
+        @hookimpl
+        def forge_models():
+            yield Component(
+                name="viewer", summary="for a test", factory="acme_pictures.viewer:Viewer",
+                config="forge_plugins_dense.config:TransformerConfig",
+            )
+    """,
+    "acme_pictures/config.py": """
+        import attrs
+
+        from forge_core.contracts.batch import Entry
+        from forge_core.contracts.data_source import DataSourceConfig
+
+        @attrs.frozen(kw_only=True)
+        class PicturesConfig(DataSourceConfig):
+            "Keys of ``pictures``."
+
+            height: int = 0
+            "0 differs from batch to batch."
+
+            def entries(self):
+                dims = ("sample", "channel", "height")
+                return {"image": Entry(dims=dims, sizes=(None, 3, self.height or None), dtype="float32")}
+    """,
+    "acme_pictures/viewer.py": """
+        from forge_plugins_dense.transformer import Transformer
+
+        def never_called(config, /, **_):
+            raise AssertionError("a plan opens no data")
+
+        class Viewer(Transformer):
+            def forward(self, tokens, image, targets=None, loss=None, **inputs):
+                return super().forward(tokens, targets, loss, **inputs)
+    """,
+}
+
+
+def test_batches_have_what_the_data_describe(plan, planned, make_distribution):
+    make_distribution("acme-pictures", files=PICTURES)
+    viewer = ("--world-size", "2", "--vocab-size", "257", "model.name=viewer", *SHAPE)
+
+    def peak(height):
+        pictures = f'data={{name="pictures", height={height}}}'
+        return planned(*viewer, pictures)["stages"][0]["peak_bytes"]
+
+    assert peak(1001) - peak(1) == 2 * 3 * 1000 * 4  # of two samples, fp32
+
+    code, _, said = plan(*viewer, 'data={name="pictures"}')
+    assert code == 2
+    assert "how large the dimension 'height' of the entry 'image' is cannot be known without the data" in said
+    code, _, said = plan("--world-size", "2", "--vocab-size", "257", 'data={name="pictures", height=8}')
+    assert code == 2
+    assert "batches have the entry 'image', which the model forge-plugins-dense:transformer does not take" in said

@@ -134,6 +134,19 @@ class Miscounted(Mixed):
         return [position // 2, (position + 1) // 2]
 
 
+def describing(entry):
+    """``Numbers`` with pictures of a height of 8."""
+
+    class Pictured(Numbers):
+        def entries(self):
+            return {"image": entry}
+
+        def read(self, indices):
+            return {**super().read(indices), "image": np.zeros((len(indices), 8), dtype=np.float32)}
+
+    return Pictured
+
+
 class WronglyDescribed(Mixed):
     def entries(self):
         return {"source": Entry(dims=("sample", "position"), wanted_by="engine")}
@@ -302,6 +315,17 @@ FAULTS = [
         r"entries\(\) must describe \['image'\]",
     ),
     (WronglyDescribed, "test_entries_are_as_they_are_described", "source has 1 dimensions, described with"),
+    *(
+        (
+            describing(Entry(dims=("sample", "height"), sizes=sizes, dtype="float32")),
+            "test_entries_are_as_they_are_described",
+            sentence,
+        )
+        for sizes, sentence in [
+            ((None, 7), "image has 8 along 'height', and is described with 7"),
+            ((8,), "has the sizes"),
+        ]
+    ),
     (Miscounted, "test_sources_within_are_counted_as_they_come", r"counts\(\) has \[48, 49\] .* gives \[49, 48\]"),
     *(
         (type("Faulty", (Streams,), {"state": state}), "test_a_stream_goes_on_from_each_of_its_states", sentence)
@@ -355,6 +379,26 @@ def test_a_config_that_accepts_shuffle_for_a_source_with_its_own_order_is_found_
     case.open = lambda: Endless(seq_len=8, split="train")
 
     with pytest.raises(AssertionError, match="has_own_order must be True, as the source has read_at"):
+        case.test_config_has_the_common_keys()
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"image": Entry(dims=("sample",))}, r"names 'image', which batches do not have"),
+        (
+            {"tokens": Entry(dims=("sample", "n"), sizes=(None, 7))},
+            r"gives 'tokens' the shape \(1, 7\); it is \(1, 8\)",
+        ),
+    ],
+)
+def test_a_config_that_knows_of_other_entries_is_found_and_told(entries, sentence):
+    config = type("Config", (DataSourceConfig,), {"entries": lambda self: entries})
+    case = TestConfigured()
+    case.use = lambda: type("Chosen", (), {"config": config()})
+    case.open = lambda: Numbers(seq_len=8, split="train")
+
+    with pytest.raises(AssertionError, match=sentence):
         case.test_config_has_the_common_keys()
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.loss import LossSum
 from forge_testing.model import ModelConformance
 from forge_testing.small_model import SmallModel
@@ -46,6 +47,43 @@ class TestModelWithoutCache(ModelConformance):
 
     def make(self, **given):
         return SmallModel(**given)
+
+
+class PicturedModel(CachedModel):
+    """Adds to each position how bright the sample's picture is, and a number of its own."""
+
+    def forward(self, tokens, image, shade, targets=None, loss=None, **inputs):
+        if self.embed is not None:
+            table = self.embed.weight
+            brightness = image.mean((1, 2, 3))[:, None] + shade
+            self.embed.forward = lambda ids: F.embedding(ids, table) + brightness[..., None] * table.new_ones(1)
+        return super().forward(tokens, targets, loss, **inputs)
+
+
+class TestPicturedModel(ModelConformance):
+    takes_documents = False
+    entries = {
+        "image": Entry(dims=("sample", "channel", "height", "width"), sizes=(None, 3, 4, 4), dtype="float32"),
+        "shade": Entry(dims=("sample", "position"), dtype="int64"),
+    }
+
+    def make(self, **given):
+        return PicturedModel(**given)
+
+    def test_cache_gives_the_logits_of_the_whole(self):
+        """This one computes everything again, and has forgotten what it was told of earlier positions."""
+
+    test_left_padding_in_the_cache_is_not_seen = test_cache_gives_the_logits_of_the_whole
+
+
+def test_an_entry_without_sizes_is_told():
+    class Case(TestPicturedModel):
+        entries = {"image": Entry(dims=("sample", "height"))}
+
+    with pytest.raises(
+        AssertionError, match=r"'image' needs a size for each of its dims \('sample', 'height'\), got \(\)"
+    ):
+        Case().test_logits_have_the_right_shape()
 
 
 def changed(**methods):

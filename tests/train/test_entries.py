@@ -104,3 +104,11 @@ def test_a_loss_without_weights_is_refused_where_data_have_them():
     with pytest.raises(ConfigError, match="weights of targets, which the loss 'x' does not take"):
         CheckedLoss(lambda hidden, head, targets: None, "the loss 'x'").refuse_weights()
     CheckedLoss(weighing, "the loss").refuse_weights()
+
+
+def test_the_shape_of_an_entry_is_that_of_a_batch_as_far_as_it_is_known():
+    image = Entry(dims=("sample", "image", "height"), sizes=(None, None, 8), dtype="float32")
+
+    assert image.shape(2, 32) == (2, None, 8)
+    assert KNOWN["tokens"].shape(2, 32) == (2, 32)
+    assert Entry(dims=("sample", "label")).shape(2, 32) == (2, None)

@@ -57,6 +57,16 @@ class DataSourceConformance(ComponentCase):
             f"{'read_at, or streams' if is_positioned else 'no read_at'}: by it, the key shuffle is refused where it "
             "does nothing"
         )
+        batch = _read(self.open(), np.arange(1))
+        for name, entry in config.entries().items():
+            shape = entry.shape(1, self.seq_len)
+            assert name in batch, f"{type(config).__name__}.entries() names {name!r}, which batches do not have"
+            fits = len(shape) == batch[name].ndim and all(
+                most is None or size <= most for size, most in zip(batch[name].shape, shape, strict=True)
+            )
+            assert fits, (
+                f"{type(config).__name__}.entries() gives {name!r} the shape {shape}; it is {batch[name].shape}"
+            )
 
     def test_states_its_sizes(self) -> None:
         source = self.open()
@@ -181,6 +191,9 @@ class DataSourceConformance(ComponentCase):
                 assert dim != "position" or size == self.seq_len, (
                     f"{name} has {size} positions, and a sample has {self.seq_len}"
                 )
+            assert len(entry.sizes) in (0, len(entry.dims)), f"{name} has the sizes {entry.sizes} for {entry.dims}"
+            for dim, size, stated in zip(entry.dims, values.shape, entry.sizes or values.shape, strict=True):
+                assert stated in (None, size), f"{name} has {size} along {dim!r}, and is described with {stated}"
 
     def test_sources_within_are_counted_as_they_come(self) -> None:
         source = self.open()

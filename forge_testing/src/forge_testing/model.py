@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.contracts.model import ParameterRole, Recompute, ShardRole, fits
 from forge_core.train.build import cast_parameters
@@ -40,6 +43,8 @@ class ModelConformance(ComponentCase):
     """For the 20 AdamW steps that must lower the loss."""
     takes_documents: ClassVar[bool] = True
     """Whether forward takes ``document`` and ``positions``, for packed sequences."""
+    entries: ClassVar[Mapping[str, Entry]] = {}
+    """What else batches have, with sizes. Forward is given it in every check."""
 
     def build_model(self, seed: int = 0) -> Any:
         """Build on meta, materialise and initialise, as the engine does."""
@@ -142,7 +147,7 @@ class ModelConformance(ComponentCase):
     # -- what it computes
 
     def test_logits_have_the_right_shape(self) -> None:
-        logits = self.build_model()(self._tokens())
+        logits = self.build_model()(self._tokens(), **self._inputs())
 
         expected = (2, self.seq_len, self.vocab_size)
         assert tuple(logits.shape) == expected, f"logits must be (B, S, V) = {expected}, got {tuple(logits.shape)}"
@@ -155,7 +160,7 @@ class ModelConformance(ComponentCase):
         place = self.seq_len // 2
         other[:, place] = (other[:, place] + 1) % self.vocab_size
 
-        difference = (model(other) - model(tokens)).abs().amax(dim=(0, 2))
+        difference = (model(other, **self._inputs()) - model(tokens, **self._inputs())).abs().amax(dim=(0, 2))
 
         early = difference[:place].max().item()
         assert early < 1e-5, (
@@ -167,8 +172,8 @@ class ModelConformance(ComponentCase):
         model = self.build_model().eval()
         tokens, targets = self._tokens(), self._targets()
 
-        result = model(tokens, targets=targets, loss=cross_entropy)
-        logits = model(tokens)
+        result = model(tokens, targets=targets, loss=cross_entropy, **self._inputs())
+        logits = model(tokens, **self._inputs())
 
         assert isinstance(result, LossSum), f"with a loss, forward must return its LossSum, got {type(result).__name__}"
         expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -189,8 +194,9 @@ class ModelConformance(ComponentCase):
         document = (torch.arange(self.seq_len) >= cut).long().expand(2, -1)
         positions = torch.cat([torch.arange(cut), torch.arange(self.seq_len - cut)]).expand(2, -1)
 
-        packed = model(tokens, document=document, positions=positions)
-        alone = torch.cat([model(tokens[:, :cut]), model(tokens[:, cut:])], dim=1)
+        packed = model(tokens, document=document, positions=positions, **self._inputs())
+        parts = [model(tokens[:, part], **self._inputs(part)) for part in (slice(cut), slice(cut, None))]
+        alone = torch.cat(parts, dim=1)
 
         difference = (packed - alone).abs().max().item()
         assert difference < 1e-4, (
@@ -207,19 +213,19 @@ class ModelConformance(ComponentCase):
         _drop(last, "embed", *keys[:cut])
         tokens, targets = self._tokens(), self._targets()
 
-        hidden = first(tokens)
-        chained = last(hidden)
+        hidden = first(tokens, **self._inputs())
+        chained = last(hidden, **self._inputs())
 
-        expected = whole(tokens)
+        expected = whole(tokens, **self._inputs())
         assert hidden.shape[:2] == tokens.shape, (
             f"a stage without head must return hidden states (B, S, D), got {tuple(hidden.shape)}"
         )
         difference = (chained - expected).abs().max().item()
         assert difference < 1e-4, f"two stages in a row give other logits than the whole model (by {difference:.3g})"
-        loss = last(hidden, targets=targets, loss=cross_entropy)
+        loss = last(hidden, targets=targets, loss=cross_entropy, **self._inputs())
         torch.testing.assert_close(
             loss.total,
-            whole(tokens, targets=targets, loss=cross_entropy).total,
+            whole(tokens, targets=targets, loss=cross_entropy, **self._inputs()).total,
             msg="the last stage gives another loss than the whole model",
         )
         for stage in (first, last):
@@ -227,10 +233,13 @@ class ModelConformance(ComponentCase):
 
     def test_works_in_bf16(self) -> None:
         tokens, targets = self._tokens(), self._targets()
-        full = self.build_model().eval()(tokens, targets=targets, loss=cross_entropy).total.item()
+        inputs = self._inputs()
+        full = self.build_model().eval()(tokens, targets=targets, loss=cross_entropy, **inputs).total.item()
 
         model = cast_parameters(self.build_model(), torch.bfloat16).eval()
-        logits, half = model(tokens), model(tokens, targets=targets, loss=cross_entropy).total.item()
+        inputs = {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
+        logits = model(tokens, **inputs)
+        half = model(tokens, targets=targets, loss=cross_entropy, **inputs).total.item()
 
         assert logits.dtype == torch.bfloat16, f"with bf16 weights the logits are {logits.dtype}; something is cast up"
         assert abs(half - full) < 0.05 * full, f"the loss is {half:.4f} in bf16 and {full:.4f} in fp32"
@@ -240,12 +249,13 @@ class ModelConformance(ComponentCase):
         if not hasattr(model, "make_cache"):
             pytest.skip("the model has no make_cache")
         tokens = self._tokens()
-        chunks = torch.split(tokens, [self.seq_len // 2, 2, *[1] * (self.seq_len - self.seq_len // 2 - 2)], dim=1)
+        half = self.seq_len // 2
+        parts = [slice(*ends) for ends in pairwise([0, half, *range(half + 2, self.seq_len + 1)])]
 
         with torch.no_grad():
-            expected = model(tokens)
+            expected = model(tokens, **self._inputs())
             cache = model.make_cache(2, self.seq_len)
-            cached = torch.cat([model(chunk, cache=cache) for chunk in chunks], dim=1)
+            cached = torch.cat([model(tokens[:, part], cache=cache, **self._inputs(part)) for part in parts], dim=1)
 
         difference = (cached - expected).abs().max().item()
         assert difference < 1e-4, (
@@ -260,9 +270,9 @@ class ModelConformance(ComponentCase):
         positions = (torch.arange(self.seq_len) - padding).clamp(min=-1).expand(2, -1)
 
         with torch.no_grad():
-            expected = model(tokens[:, padding:])
+            expected = model(tokens[:, padding:], **self._inputs(slice(padding, None)))
             cache = model.make_cache(2, self.seq_len)
-            padded = model(tokens, cache=cache, positions=positions)[:, padding:]
+            padded = model(tokens, cache=cache, positions=positions, **self._inputs())[:, padding:]
 
         difference = (padded - expected).abs().max().item()
         assert difference < 1e-4, (
@@ -275,7 +285,7 @@ class ModelConformance(ComponentCase):
         model = self.build_model().train()
         tokens = torch.arange(2 * self.seq_len).view(2, -1) % self.vocab_size
 
-        model(tokens, targets=self._targets(), loss=cross_entropy).total.backward()
+        model(tokens, targets=self._targets(), loss=cross_entropy, **self._inputs()).total.backward()
 
         assert_gradients_everywhere(model)
 
@@ -283,7 +293,7 @@ class ModelConformance(ComponentCase):
         model = self.build_model().train()
         before = snapshot(model)
 
-        model(self._tokens(), targets=self._targets(), loss=cross_entropy).total.backward()
+        model(self._tokens(), targets=self._targets(), loss=cross_entropy, **self._inputs()).total.backward()
 
         assert_forward_is_pure(before, model)
 
@@ -295,7 +305,7 @@ class ModelConformance(ComponentCase):
 
         losses = []
         for _ in range(20):
-            result = model(tokens, targets=targets, loss=cross_entropy)
+            result = model(tokens, targets=targets, loss=cross_entropy, **self._inputs())
             mean = result.total / result.count
             mean.backward()
             optimizer.step()
@@ -319,6 +329,18 @@ class ModelConformance(ComponentCase):
         targets = torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(1))
         targets[:, -2:] = IGNORED
         return targets
+
+    def _inputs(self, positions: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """What ``entries`` describe, for these positions of the two sequences: numbers from 0 to 2, always the same."""
+        drawn, generator = {}, torch.Generator().manual_seed(2)
+        for name, entry in self.entries.items():
+            shape = entry.shape(2, self.seq_len)
+            assert None not in shape, (
+                f"the entry {name!r} needs a size for each of its dims {entry.dims}, got {entry.sizes}"
+            )
+            whole = (2 * torch.rand([size or 0 for size in shape], generator=generator)).to(getattr(torch, entry.dtype))
+            drawn[name] = whole[tuple(positions if dim == "position" else slice(None) for dim in entry.dims)]
+        return drawn
 
 
 def _assert_roles(model: Any) -> None:

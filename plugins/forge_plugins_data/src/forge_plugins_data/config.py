@@ -11,6 +11,7 @@ from attrs.validators import ge, gt, le, lt, matches_re, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError, nearest
 
@@ -406,6 +407,10 @@ class MixtureConfig(DataSourceConfig):
         """Paths of the sources that are not there."""
         for one in self.sources:
             yield from one.source.config.missing()
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Those of its sources."""
+        return {name: entry for one in self.sources for name, entry in one.source.config.entries().items()}
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         """Mixtures within it; what is held out of what is evaluated whole; an evaluation of nothing; phases."""

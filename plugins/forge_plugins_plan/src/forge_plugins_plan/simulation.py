@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -20,10 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
+from forge_core.contracts.batch import KNOWN, Entry
 from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.distributed.mesh import Mesh, build_mesh
-from forge_core.errors import ForgeError
+from forge_core.errors import ConfigError, ForgeError
 from forge_core.job import sort_passes
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.registry.catalog import Catalog
@@ -31,6 +32,7 @@ from forge_core.train.build import BuiltModel, allocate, build_model, build_opti
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.memory import MemoryLedger, bytes_of
 
+_ALWAYS = ("tokens", "targets")
 _CPU = torch.device("cpu")  # FSDP's streams of a GPU cannot be had without one; sizes are the same
 
 
@@ -93,7 +95,7 @@ def simulate(
         mesh = build_mesh(job, _CPU)
         build = ComponentBuilder(catalog)
         passes = sort_passes(job, catalog, world_size)
-        context = PassContext(mesh, job, _CPU, gpu)
+        context = PassContext(mesh, job, _CPU, gpu, _entries(job))
         built = build_model(context, vocab_size, passes, build, fill=allocate_only)
         size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
         ledger.vocabulary = _vocabulary(built, vocab_size)
@@ -148,15 +150,34 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def _entries(job: Job) -> dict[str, Entry]:
+    """What batches have, as far as the data say without being opened; nothing if they say nothing."""
+    described = job.data.config.entries()
+    return {**{name: KNOWN[name] for name in _ALWAYS}, **described} if described else {}
+
+
 def _microbatches(job: Job) -> list[dict[str, torch.Tensor]]:
-    """Of one step. Without a pipeline, a third microbatch finds what the second found."""
+    """Of one step. Without a pipeline, a third microbatch finds what the second found.
+
+    Raises:
+        ConfigError: the size of an entry is not known.
+    """
     count = job.train.grad_accumulation or 1
-    shape = (job.train.batch_size, job.train.seq_len)
-    names = ("tokens", "targets")
+    entries = _entries(job) or {name: KNOWN[name] for name in _ALWAYS}
     return [
-        {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+        {name: _zeros(name, entry, job) for name, entry in entries.items() if entry.wanted_by == "model"}
         for _ in range(count if job.parallel.pp > 1 else min(count, 2))
     ]
+
+
+def _zeros(name: str, entry: Entry, job: Job) -> torch.Tensor:
+    shape = entry.shape(job.train.batch_size, job.train.seq_len)
+    if None in shape:
+        raise ConfigError(
+            f"data: how large the dimension {entry.dims[shape.index(None)]!r} of the entry {name!r} is cannot be known "
+            f"without the data; {type(job.data.config).__name__}.entries() may say how large at most"
+        )
+    return torch.zeros(cast("tuple[int, ...]", shape), dtype=getattr(torch, entry.dtype))
 
 
 def _vocabulary(built: BuiltModel, vocab_size: int) -> frozenset[int]:
