@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from forge_core.contracts.batch import KNOWN, Entry
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import ContextParallelConfig
 from forge_plugins_parallel.context_mask import TILE, block_mask, dense_mask
-from forge_plugins_parallel.context_parallel import ContextParallel, SequencePart
+from forge_plugins_parallel.context_parallel import ContextParallel, SequencePart, _position_dims
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SmallBlock, SmallModel, small_job
 
@@ -71,6 +72,27 @@ class TestContextParallel(ParallelPassConformance):
 
         with pytest.raises(ConfigError, match="does not say which of its modules compute attention"):
             ContextParallel(ContextParallelConfig()).apply(SmallModel(), context)
+
+    def test_data_that_do_not_describe_an_entry_are_refused(self):
+        job, entries = small_job(), {"tokens": KNOWN["tokens"], "image": None}
+        context = PassContext(build_mesh(job, torch.device("cpu")), job, torch.device("cpu"), entries=entries)
+
+        with pytest.raises(ConfigError, match=r"parallel\.cp: the data do not describe the entry 'image' of their"):
+            ContextParallel(ContextParallelConfig()).apply(ForeignModel(), context)
+
+
+def test_what_has_no_positions_is_not_cut():
+    shade = Entry(dims=("sample", "channel", "position"))
+    entries = {"tokens": KNOWN["tokens"], "image": Entry(dims=("sample", "height")), "shade": shade}
+    model = Recorded()
+    part = SequencePart(1, 2, dims=_position_dims(entries))
+    model.register_forward_pre_hook(part.take, with_kwargs=True)
+    image, shades = torch.arange(16).reshape(2, 8), torch.arange(48).reshape(2, 3, 8)
+
+    taken = model(torch.zeros(2, 8, dtype=torch.int64), image=image, shade=shades)
+
+    assert taken["image"] is image
+    assert torch.equal(taken["shade"], shades[:, :, place_of(1, 2, 8)])
 
 
 def place_of(rank: int, ranks: int, seq_len: int) -> torch.Tensor:
