@@ -28,9 +28,9 @@ from forge_core.config.sections import CheckpointSection, Job
 from forge_core.contracts.checkpoint_mirror import MirrorContext, MirrorStart
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
-from forge_core.registry.component import PHASES
+from forge_core.registry.component import PHASES, Kind
 from forge_core.registry.discovery import discover
-from forge_core.registry.hookspecs import ForgeSpecs
+from forge_core.registry.hookspecs import ForgeSpecs, specifications
 from forge_core.registry.imports import load_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,9 @@ DOCS = ROOT / "docs"
 GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks", "moved-modules", "passes"))
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
-HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in HOOKS]
+HOOKS_OF_PACKAGES = ["forge_report_sections"]
+"""Of kinds that packages of ours add, those that have a page."""
+HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in (*HOOKS, *HOOKS_OF_PACKAGES)]
 AFTERNOONS = [
     DOCS / f"{name}.md" for name in ("write-a-router", "write-an-optimizer", "write-a-mirror", "describe-a-cluster")
 ]
@@ -122,9 +124,10 @@ def refusals(page: Path) -> list[tuple[str, str]]:
 # -- every hook and every key has its words
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [*HOOKS, *HOOKS_OF_PACKAGES])
 def test_every_hook_has_a_page_with_its_signature(hook):
-    signature = str(inspect.signature(getattr(ForgeSpecs, hook))).replace("(self)", "()").replace("'", "")
+    specs = ForgeSpecs if hook in HOOKS else specifications({hook: kinds_of_packages()[hook].descriptor})
+    signature = str(inspect.signature(getattr(specs, hook))).replace("(self)", "()").replace("'", "")
 
     page = (DOCS / "hooks" / f"{hook}.md").read_text(encoding="utf-8")
 
@@ -133,7 +136,12 @@ def test_every_hook_has_a_page_with_its_signature(hook):
 
 
 def test_there_is_no_page_of_a_hook_that_does_not_exist():
-    assert sorted(HOOKS) == sorted(path.stem for path in DOCS.glob("hooks/forge_*.md"))
+    assert sorted([*HOOKS, *HOOKS_OF_PACKAGES]) == sorted(path.stem for path in DOCS.glob("hooks/forge_*.md"))
+
+
+def kinds_of_packages() -> dict[str, Kind]:
+    """By their hooks."""
+    return {kind.hook: kind for plugin in discover().plugins for kind in plugin.kinds}
 
 
 def config_classes() -> dict[str, type]:

@@ -38,7 +38,7 @@ class DataSourceConfig:
         return ()
 
     def entries(self) -> Mapping[str, Entry]:
-        """What batches have that needs a description, as far as it is known without data, with sizes at their largest.
+        """The entries of batches that need a description, as far as known without data, with sizes at their largest.
         ``forge plan`` gives it to the model."""
         return {}
 
