@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,6 @@ def test_a_recipe_trains_by_name_and_resumes_exactly(installed, tmp_path: Path) 
     assert 'name = "acme-recipes:signum"' in resolved
     environment = json.loads((tmp_path / "runs" / "config" / "environment.json").read_text())
     assert "acme-recipes" in json.dumps(environment)
+    installed.forge("report", "runs", "--out", "report.html", cwd=tmp_path)
+    (section,) = re.findall(r'<section id="finals">.*?</section>', (tmp_path / "report.html").read_text(), re.S)
+    assert f"<td>{straight[-1]['loss']}</td>" in section

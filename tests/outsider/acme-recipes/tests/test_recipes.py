@@ -1,4 +1,5 @@
 from forge_testing.data_source import DataSourceConformance
+from forge_testing.evaluation import EvaluationConformance
 from forge_testing.loss import LossConformance
 from forge_testing.optimizer import OptimizerConformance
 from forge_testing.package import PluginConformance
@@ -40,3 +41,7 @@ class TestRamp(DataSourceConformance):
 class TestTides(DataSourceConformance):
     component = "acme-recipes:tides"
     holds_out = False
+
+
+class TestSurprise(EvaluationConformance):
+    component = "acme-recipes:surprise"

@@ -4,6 +4,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from forge_core.contracts.data_source import DataSourceConfig
+from forge_core.contracts.evaluation import EvaluationConfig
 
 
 @attrs.frozen(kw_only=True)
@@ -50,3 +51,16 @@ class TidesConfig(DataSourceConfig):
     """Numbers are below this."""
     streams: int = attrs.field(default=4, validator=gt(0))
     """How many walks there are."""
+
+
+@attrs.frozen(kw_only=True)
+class SurpriseConfig(EvaluationConfig):
+    """Keys of ``surprise``."""
+
+    below: float = attrs.field(default=0.01, validator=gt(0))
+    """A target of less probability is rare."""
+
+
+@attrs.frozen(kw_only=True)
+class FinalsConfig:
+    """No keys."""

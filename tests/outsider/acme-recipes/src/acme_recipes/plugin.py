@@ -59,3 +59,23 @@ def forge_data_sources():
         factory="acme_recipes.tides:open_tides",
         config="acme_recipes.config:TidesConfig",
     )
+
+
+@hookimpl
+def forge_evaluations():
+    yield Component(
+        name="surprise",
+        summary="how many targets the model did not expect",
+        factory="acme_recipes.surprise:Surprise",
+        config="acme_recipes.config:SurpriseConfig",
+    )
+
+
+@hookimpl(optionalhook=True)
+def forge_report_sections():
+    yield Component(
+        name="finals",
+        summary="the last step and loss of each run",
+        factory="acme_recipes.finals:Finals",
+        config="acme_recipes.config:FinalsConfig",
+    )
