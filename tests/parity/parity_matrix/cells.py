@@ -50,6 +50,15 @@ _GPT = [  # biases, learned positions, attention and feed-forward layer side by 
     'model.feed_forward={name="mlp", hidden_dim=48, activation="relu2", bias=true}',
     'model.layers=[{at=-1, feed_forward={name="mlp", hidden_dim=32, bias=true}}]',
 ]
+_MIXTURE = [  # with other weights from the sixth step on
+    (
+        'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
+        'validation=0.1}}, {name="short", weight=0.3, loss_weight=2.5, source={name="text_files", path="short", '
+        "validation=0.2}}]}"
+    ),
+    "phases=[{at=6, data={weights={short=2.0}}}]",
+]
+_MOE = f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}'
 
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
@@ -62,14 +71,10 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "biases": _GPT,
     "packed": _PACKED,
     "penalised": ['loss={name="label_smoothing", smoothing=0.2, loss={name="z_loss", coefficient=0.01}}'],
-    "mixture": [
-        (
-            'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
-            'validation=0.1}}, {name="short", weight=0.3, loss_weight=2.5, source={name="text_files", path="short", '
-            "validation=0.2}}]}"
-        )
-    ],
+    "mixture": _MIXTURE,
+    "mixture moe": [*_MIXTURE, _MOE],
     "phases": [_FROZEN_THEN_THAWED],
+    "phases moe": [_FROZEN_THEN_THAWED, _MOE],
     "phases bf16": [_FROZEN_THEN_THAWED, "train.precision=bf16"],
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
@@ -78,9 +83,9 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         "model.n_kv_heads=8",
         "model.latent_attention={kv_rank=24, q_rank=16, plain_dim=4, rotary_dim=4, value_dim=6}",
     ],
-    "moe": [f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}'],
+    "moe": [_MOE],
     "moe packed": [
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         *_PACKED,
     ],
     # a sample of every fourth position is the same one in parts of a sequence
@@ -88,7 +93,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "ahead packed": ["model.multi_token={depths=2, acceptance_every=4, normalizer='paper'}", *_PACKED],
     "ahead moe packed": [
         "model.multi_token={depths=2, acceptance_every=4}",
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         *_PACKED,
     ],
     "whole": ['model.feed_forward={name="whole_mlp", hidden_dim=48}'],
@@ -129,28 +134,28 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
     "muon": [_MUON],
     "muon moe": [
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         _MUON,
     ],
     "factored": [_FACTORED],
     "factored moe": [
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         _FACTORED,
     ],
     "eight bit": ["optimizer={name='adamw_8bit', lr=6e-3, min_elements=0}"],
     "lion": ["optimizer={name='lion', lr=3e-4}"],
     "lion moe": [
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         "optimizer={name='lion', lr=3e-4}",
     ],
     "complete p": _COMPLETE_P,
     "complete p moe": [
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         *_COMPLETE_P,
     ],
     "schedule free": [_SCHEDULE_FREE],
     "schedule free moe": [
-        f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}',
+        _MOE,
         _SCHEDULE_FREE,
     ],
     # two of four layers; more experts than a microbatch fills; counts of the step before
@@ -296,6 +301,7 @@ CELLS: Mapping[str, Cell] = {
     "hsdp2x2-mixture": Cell(4, [QUARTER, COPIES], "mixture"),
     "phases-accumulation4": Cell(1, FOUR_MICROBATCHES, "phases"),
     "fsdp2-phases": Cell(2, TWO_SMALL_MICROBATCHES, "phases"),
+    "fsdp4-phases": Cell(4, [QUARTER], "phases"),
     "fsdp2-phases-bf16": Cell(2, [HALF], "phases bf16", BF16),
     "hsdp2x2-phases": Cell(4, [QUARTER, COPIES], "phases"),
     "tp2-phases": Cell(2, [TP2], "phases"),
@@ -401,6 +407,8 @@ CELLS: Mapping[str, Cell] = {
     ),
     "moe-cp2-packed": Cell(2, [CP2], "moe packed"),
     "moe-ep2": Cell(2, [HALF, EP2], "moe"),
+    "moe-ep2-phases": Cell(2, [HALF, EP2], "phases moe"),
+    "moe-ep2-mixture": Cell(2, [HALF, EP2], "mixture moe"),
     "moe-ep2-every-second-ac-full": Cell(2, [*TWO_SMALL_MICROBATCHES, EP2, f"{AC}=true"], "moe every second"),
     "moe-ep2-ac-selective-packed": Cell(2, [HALF, EP2, f"{AC}.mode=selective"], "moe packed"),
     "moe-ep2-compiled": Cell(2, [HALF, EP2, f"{COMPILE}=true"], "moe"),
