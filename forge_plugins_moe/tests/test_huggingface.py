@@ -10,10 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -47,6 +51,8 @@ DEEPSEEK = {key: value for key, value in SHAPE.items() if key != "num_key_value_
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+QWEN2 = {**SHAPE, "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+GLM = SHAPE | {"moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 16}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -63,6 +69,13 @@ MODELS = {
     "qwen3, weights as they are": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN)),
     "qwen3, every second layer": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, decoder_sparse_step=2)),
     "qwen3, a dense layer": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, mlp_only_layers=[1])),
+    "qwen3, biases": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, attention_bias=True)),
+    "qwen2": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**QWEN2, decoder_sparse_step=2)),
+    "qwen2, no biases": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**QWEN2, qkv_bias=False, norm_topk_prob=True)),
+    "glm": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**GLM, attention_bias=True, use_qk_norm=True)),
+    "glm, other": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(**GLM, n_group=4, topk_group=2, routed_scaling_factor=1.5, partial_rotary_factor=1.0)
+    ),
     "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)),
     "deepseek, other": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
@@ -87,6 +100,8 @@ def reference(request):
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.3)
+            if name.endswith("proj.bias"):
+                parameter.normal_(0.0, 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
@@ -313,7 +328,7 @@ def test_the_released_configurations_are_read(decoder):
     [
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "LlamaForCausalLM is not supported; DeepseekV3ForCausalLM, MixtralForCausalLM",
+            "LlamaForCausalLM is not supported; DeepseekV3ForCausalLM, Glm4MoeForCausalLM, MixtralForCausalLM",
         ),
         ({"sliding_window": 16}, "sliding_window = 16 is not supported"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
@@ -347,7 +362,10 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
     ("keys", "layer", "words"),
     [
         ({}, {"router": "noisy_topk"}, "router 'noisy_topk' has no Hugging Face form"),
-        ({}, {"shared_experts": 1}, "no shared_experts"),
+        ({"qk_norm": True}, {"shared_experts": 1}, "no shared_experts"),
+        ({}, {"shared_experts": 1}, "Qwen2MoeForCausalLM: there must be a shared_gate"),
+        ({"attention_bias": "qkv"}, {}, "MixtralForCausalLM: attention_bias must be none"),
+        ({"rotary_fraction": 0.5}, {}, "rotary_fraction must be 1"),
         ({}, {"first_dense": 1}, "all layers must be sparse"),
         ({}, {"activation": "relu"}, "activation must be silu"),
         ({}, {"capacity_factor": 1.0}, "no capacity_factor"),
@@ -359,7 +377,7 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
             "OlmoeForCausalLM: all heads together must",
         ),
         ({"norm": "layernorm"}, {}, "rmsnorm"),
-        ({}, {"router": "sigmoid_topk"}, "DeepseekV3ForCausalLM: there must be latent_attention; .* shared_experts"),
+        ({}, {"router": "sigmoid_topk"}, "Glm4MoeForCausalLM: there must be shared_experts"),
         (LATENT, {}, "MixtralForCausalLM: there must be no latent_attention"),
         (LATENT, SIGMOID | {"layers": [0]}, "dense layers must come first"),
         (LATENT, SIGMOID | {"shared_gate": True}, "no shared_gate"),

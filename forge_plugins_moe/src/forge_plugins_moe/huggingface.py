@@ -16,6 +16,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface as dense
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_moe import huggingface_deepseek as deepseek
+from forge_plugins_moe import huggingface_glm4 as glm4
 from forge_plugins_moe.router_config import SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.sparse_config import expert_width, mlp_of, moe_of, sparse_layers
 
@@ -40,6 +41,16 @@ class Architecture:
     """What files of weights call a sparse layer."""
     matrices: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     """What they call an expert's."""
+    shared: str = ""
+    """What files call the shared experts of a layer; empty where there are none."""
+    has_selection_bias: bool = False
+    """Whether the router's bias is in files."""
+    biases: tuple[str, ...] = ("none",)
+    """Values that ``attention_bias`` may have."""
+    predicts_further: bool = False
+    """Whether files may have a layer after the last one, which predicts further tokens."""
+    partial_rotary: bool = False
+    """Whether it may rotate a part of a head's features."""
     read: Callable[[Mapping[str, Any], Table], None]
     """Put what is special into a table ``[model]``, given theirs."""
     write: Callable[[TransformerConfig, Table], None]
@@ -61,10 +72,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> Table:
     """
     architecture = _named(hf)
     hf = ChainMap(cast("dict[str, Any]", hf), dict(architecture.defaults))  # which looks up what is asked for alone
-    for key, supported in architecture.supported.items():
+    for key, supported in {"hidden_act": "silu", **architecture.supported}.items():
         if hf.get(key, supported) != supported:
             raise ConfigError(f"{architecture.name} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
-    table = dense.decoder_from_hf(hf, architecture.name)
+    table = dense.decoder_from_hf(hf, architecture.name, partial=architecture.partial_rotary)
     table["feed_forward"] = {
         "name": "moe",
         "n_experts": next(hf[key] for key in (architecture.n_experts, "num_local_experts") if key in hf),
@@ -103,15 +114,15 @@ def architecture_of(config: TransformerConfig) -> Architecture:
     """
     moe = moe_of(config)
     if isinstance(moe.router.config, SigmoidTopKConfig):
-        architecture = DEEPSEEK_V3
+        architecture = GLM4_MOE if config.latent_attention is None else DEEPSEEK_V3
     elif isinstance(moe.router.config, SoftmaxTopKConfig):
         normed = OLMOE if config.qk_norm_over == "all" else QWEN3_MOE
-        architecture = normed if config.qk_norm else MIXTRAL
+        architecture = normed if config.qk_norm else QWEN2_MOE if moe.shared_experts else MIXTRAL
     else:
         raise ConfigError(
             f"the router {moe.router.name!r} has no Hugging Face form; softmax_topk and sigmoid_topk have"
         )
-    problems = [*architecture.problems(config), *_problems(config)]
+    problems = [*architecture.problems(config), *_problems(config, architecture)]
     if problems:
         raise ConfigError(f"this model has no Hugging Face form like {architecture.name}: {'; '.join(problems)}")
     return architecture
@@ -130,12 +141,16 @@ def _as_dense(config: TransformerConfig) -> TransformerConfig:
     """The model with dense layers only, and what its sparse layers are found with left out."""
     latent = config.latent_attention
     head_dim = config.head_dim if latent is None else latent.rotary_dim
-    dense_layer = moe_of(config).dense
-    return attrs.evolve(config, feed_forward=dense_layer, qk_norm_over="head", latent_attention=None, head_dim=head_dim)
+    apart = {"attention_bias": "none", "rotary_fraction": 1.0, "qk_norm_over": "head", "latent_attention": None}
+    return attrs.evolve(config, feed_forward=moe_of(config).dense, head_dim=head_dim, **apart)
 
 
-def _problems(config: TransformerConfig) -> Iterator[str]:
+def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator[str]:
     moe = moe_of(config)
+    if config.attention_bias not in architecture.biases:
+        yield f"attention_bias must be {' or '.join(architecture.biases)}"
+    if config.rotary_fraction != 1 and not architecture.partial_rotary:
+        yield "rotary_fraction must be 1"
     if (moe.activation or mlp_of(config).activation) != "silu":
         yield "the activation must be silu"
     if moe.capacity_factor is not None:
@@ -153,11 +168,15 @@ def _is_normalized(router: SoftmaxTopKConfig) -> bool:
 
 
 def _softmax_problems(config: TransformerConfig) -> Iterator[str]:
-    moe, router = moe_of(config), _softmax_router(config)
+    if moe_of(config).shared_experts:
+        yield "there must be no shared_experts"
+    yield from _router_problems(config)
+
+
+def _router_problems(config: TransformerConfig) -> Iterator[str]:
+    router = _softmax_router(config)
     if config.latent_attention is not None:
         yield "there must be no latent_attention"
-    if moe.shared_experts:
-        yield "there must be no shared_experts"
     if router.route_scale != 1:
         yield "route_scale must be 1"
     if router.n_groups != 1:
@@ -231,6 +250,10 @@ MIXTRAL = Architecture(
 
 def _read_qwen3(hf: Mapping[str, Any], table: Table) -> None:
     table["qk_norm"] = True
+    _read_sparse_layers(hf, table)
+
+
+def _read_sparse_layers(hf: Mapping[str, Any], table: Table) -> None:
     step, dense_layers = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
     layers = range(hf["num_hidden_layers"])
     sparse = [layer for layer in layers if layer not in dense_layers and (layer + 1) % step == 0]
@@ -244,6 +267,7 @@ def _read_qwen3(hf: Mapping[str, Any], table: Table) -> None:
 def _write_qwen3(config: TransformerConfig, table: Table) -> None:
     _write_softmax_router(config, table)
     table["norm_topk_prob"] = _is_normalized(_softmax_router(config))
+    table["attention_bias"] = config.attention_bias == "all"
     table["decoder_sparse_step"] = 1
     table["mlp_only_layers"] = sorted({*range(config.n_layers)}.difference(sparse_layers(config)))
 
@@ -255,9 +279,46 @@ QWEN3_MOE = Architecture(
     supported={},
     n_experts="num_experts",
     width="moe_intermediate_size",
+    biases=("none", "all"),
     read=_read_qwen3,
     write=_write_qwen3,
     problems=_softmax_problems,
+)
+
+
+def _read_qwen2(hf: Mapping[str, Any], table: Table) -> None:
+    table["attention_bias"] = "qkv" if hf["qkv_bias"] else "none"
+    _read_sparse_layers(hf, table)
+    shared = {"shared_experts": 1, "shared_gate": True, "shared_hidden_dim": hf["shared_expert_intermediate_size"]}
+    table["feed_forward"] |= shared
+
+
+def _write_qwen2(config: TransformerConfig, table: Table) -> None:
+    moe = moe_of(config)
+    _write_qwen3(config, table)
+    table["qkv_bias"] = config.attention_bias == "qkv"
+    width = moe.shared_hidden_dim or expert_width(config)
+    table["shared_expert_intermediate_size"] = moe.shared_experts * width
+
+
+def _qwen2_problems(config: TransformerConfig) -> Iterator[str]:
+    yield from _router_problems(config)
+    if not moe_of(config).shared_gate:
+        yield "there must be a shared_gate"
+
+
+QWEN2_MOE = Architecture(
+    name="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    defaults=QWEN3_MOE.defaults | {"qkv_bias": True},
+    supported={},
+    n_experts="num_experts",
+    width="moe_intermediate_size",
+    shared="shared_expert",
+    biases=("qkv", "none"),
+    read=_read_qwen2,
+    write=_write_qwen2,
+    problems=_qwen2_problems,
 )
 
 
@@ -295,8 +356,27 @@ DEEPSEEK_V3 = Architecture(
     supported=deepseek.SUPPORTED,
     n_experts="n_routed_experts",
     width="moe_intermediate_size",
+    shared="shared_experts",
+    has_selection_bias=True,
+    predicts_further=True,
     read=deepseek.read,
     write=deepseek.write,
     problems=deepseek.problems,
 )
-ARCHITECTURES = (DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_MOE)
+GLM4_MOE = Architecture(
+    name="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    defaults=glm4.DEFAULTS,
+    supported={},
+    n_experts="n_routed_experts",
+    width="moe_intermediate_size",
+    shared="shared_experts",
+    has_selection_bias=True,
+    predicts_further=True,
+    biases=("none", "qkv"),
+    partial_rotary=True,
+    read=glm4.read,
+    write=glm4.write,
+    problems=glm4.problems,
+)
+ARCHITECTURES = (DEEPSEEK_V3, GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)

@@ -52,6 +52,11 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
         table["latent_attention"]["q_rank"] = hf["q_lora_rank"]
     if "yarn" in table:
         table["yarn"]["logit_scale"] = _logit_scale(hf, table["yarn"])
+    read_experts(hf, table)
+
+
+def read_experts(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
+    """The router, shared experts and dense layers, as GLM 4.5 has them too."""
     router = {
         "name": "sigmoid_topk",
         "top_k": hf["num_experts_per_tok"],
@@ -70,8 +75,9 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
 
 def write(config: TransformerConfig, table: dict[str, Any]) -> None:
     """Same as ``Architecture.write``."""
-    moe, router, latent = moe_of(config), _router(config), config.latent_attention
+    latent = config.latent_attention
     assert latent is not None, "the architecture has been checked"
+    write_experts(config, table)
     table |= {
         "num_key_value_heads": config.n_heads,
         "head_dim": latent.rotary_dim,
@@ -80,12 +86,6 @@ def write(config: TransformerConfig, table: dict[str, Any]) -> None:
         "qk_nope_head_dim": latent.plain_dim,
         "qk_rope_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
-        "n_group": router.n_groups,
-        "topk_group": router.groups_per_token or 1,
-        "norm_topk_prob": router.normalize,
-        "routed_scaling_factor": router.route_scale,
-        "n_shared_experts": moe.shared_experts,
-        "first_k_dense_replace": config.n_layers - len(sparse_layers(config)),
         "num_nextn_predict_layers": 0,
     }
     if config.yarn is not None:
@@ -95,13 +95,31 @@ def write(config: TransformerConfig, table: dict[str, Any]) -> None:
             rope |= {"mscale": mscale, "mscale_all_dim": mscale, "attention_factor": 1.0}
 
 
+def write_experts(config: TransformerConfig, table: dict[str, Any]) -> None:
+    """The reverse of ``read_experts``."""
+    moe, router = moe_of(config), _router(config)
+    table |= {
+        "n_group": router.n_groups,
+        "topk_group": router.groups_per_token or 1,
+        "norm_topk_prob": router.normalize,
+        "routed_scaling_factor": router.route_scale,
+        "n_shared_experts": moe.shared_experts,
+        "first_k_dense_replace": config.n_layers - len(sparse_layers(config)),
+    }
+
+
 def problems(config: TransformerConfig) -> Iterator[str]:
     """Same as ``Architecture.problems``."""
-    moe, router = moe_of(config), _router(config)
-    if config.latent_attention is None:
-        yield "there must be latent_attention"
     if config.norm_eps != _LATENT_EPS:
         yield f"norm_eps must be {_LATENT_EPS}"
+    if config.logit_scale < 1:
+        yield "yarn.logit_scale must not be below 1"
+    yield from problems_of_experts(config)
+
+
+def problems_of_experts(config: TransformerConfig) -> Iterator[str]:
+    """What GLM 4.5 does not have either."""
+    moe, router = moe_of(config), _router(config)
     if router.score_function != "sigmoid":
         yield "score_function must be sigmoid"
     if router.n_groups > 1 and router.group_score != "top2_sum":
@@ -115,8 +133,6 @@ def problems(config: TransformerConfig) -> Iterator[str]:
     layers = sparse_layers(config)
     if layers != [*range(config.n_layers - len(layers), config.n_layers)]:
         yield "dense layers must come first"
-    if config.logit_scale < 1:
-        yield "yarn.logit_scale must not be below 1"
 
 
 def _router(config: TransformerConfig) -> SigmoidTopKConfig:

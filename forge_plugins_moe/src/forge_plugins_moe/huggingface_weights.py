@@ -15,7 +15,7 @@ import torch
 from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface as dense
 from forge_plugins_dense.config import TransformerConfig
-from forge_plugins_moe.huggingface import DEEPSEEK_V3, Architecture, architecture_of
+from forge_plugins_moe.huggingface import Architecture, architecture_of
 from forge_plugins_moe.sparse_config import moe_of, sparse_layers
 
 
@@ -112,17 +112,20 @@ def _names(config: TransformerConfig, architecture: Architecture, *, packed: boo
         for matrix in ("gate", "up", "down"):
             del names[f"{ours}.{matrix}.weight"]
         names[f"{ours}.router.gate.weight"] = f"{theirs}.gate.weight"
-        if architecture is DEEPSEEK_V3:
+        if architecture.has_selection_bias:
             names[f"{ours}.router.bias"] = f"{theirs}.gate.e_score_correction_bias"
+        if architecture.shared:
             for matrix, theirs_is in architecture.matrices.items():
-                names[f"{ours}.shared.{matrix}.weight"] = f"{theirs}.shared_experts.{theirs_is}.weight"
+                names[f"{ours}.shared.{matrix}.weight"] = f"{theirs}.{architecture.shared}.{theirs_is}.weight"
+        if moe_of(config).shared_gate:
+            names[f"{ours}.shared.share.weight"] = f"{theirs}.{architecture.shared}_gate.weight"
     return names
 
 
 def _predictors(config: TransformerConfig, architecture: Architecture) -> tuple[str, ...]:
     """Prefixes of what predicts further tokens, which generation does without: ours, and those of DeepSeek's files."""
     layers = range(config.n_layers, config.n_layers + config.n_predictors)
-    theirs = (f"model.layers.{config.n_layers}.",) if architecture is DEEPSEEK_V3 else ()
+    theirs = (f"model.layers.{config.n_layers}.",) if architecture.predicts_further else ()
     return (*(f"blocks.{layer}." for layer in layers), *theirs)
 
 

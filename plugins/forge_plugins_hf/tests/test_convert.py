@@ -87,6 +87,12 @@ MODELS = {
         first_k_dense_replace=1,
         n_shared_experts=1,
     ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SHAPE, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16, use_qk_norm=True
+    ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
     ),

@@ -119,8 +119,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return decoder_from_hf(hf, _architecture(hf))
 
 
-def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def decoder_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = False) -> dict[str, Any]:
     """Same as ``config_from_hf``, of the parts of any architecture that are alike in the decoders of Hugging Face.
+
+    Args:
+        partial: as for ``rope_from_hf``.
 
     Raises:
         ConfigError: it uses something that the transformer has not.
@@ -150,7 +153,7 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     head_dim = hf.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else None)  # Qwen3Config's default
     if head_dim is not None:
         table["head_dim"] = head_dim
-    return table | rope_from_hf(hf, architecture)
+    return table | rope_from_hf(hf, architecture, partial=partial)
 
 
 def mlp_from_hf(hf: Mapping[str, Any], architecture: str, key: str = "hidden_act") -> dict[str, Any]:
