@@ -25,6 +25,8 @@ STACKS_AFTER = 3.0
 by then."""
 KILL_AFTER = 8.0
 """Seconds beyond the limit after which it is killed."""
+WRITTEN_AFTER = 1.0
+"""Seconds without a further line after which stacks are taken to be whole: a rank on a busy machine writes slowly."""
 LAUNCHER_AFTER = 10.0
 """Seconds after the end of a rank that has not reached its own, in which torchrun should have noticed. An agent that
 waits for a host which is no longer there does not."""
@@ -153,12 +155,12 @@ class _Rank:
         )
 
     def _write_stacks(self) -> None:
-        size, deadline = 0, time.monotonic() + KILL_AFTER - STACKS_AFTER - 1
-        while time.monotonic() < deadline:
+        size, grown = 0, time.monotonic()
+        deadline = grown + KILL_AFTER - STACKS_AFTER - 1
+        while time.monotonic() < deadline and not (size and time.monotonic() > grown + WRITTEN_AFTER):
             time.sleep(0.2)
             before, size = size, os.fstat(self.dump).st_size
-            if size == before > 0:
-                break
+            grown = time.monotonic() if size > before else grown
         text = os.pread(self.dump, size, 0).decode(errors="replace")
         text = text or "It did not react to the signal that asks for stacks.\n"
         try:

@@ -178,6 +178,7 @@ SLOWLY = """
 import sys, time
 from pathlib import Path
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
+from forge_plugins_data.config import BytesConfig
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
 class Slow(BytesTokenizer):
@@ -188,7 +189,8 @@ class Slow(BytesTokenizer):
         return super().encode_bytes(content)
 if __name__ == "__main__":
     source, output, workers = sys.argv[1:]
-    prepare([source], Path(output), tokenizer=Slow(None), unit_size=2000, workers=int(workers), progress=Progress())
+    tokenizer = Slow(BytesConfig())
+    prepare([source], Path(output), tokenizer=tokenizer, unit_size=2000, workers=int(workers), progress=Progress())
 """
 
 

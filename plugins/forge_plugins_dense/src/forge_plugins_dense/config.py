@@ -73,9 +73,9 @@ def _is_the_only_scaling(config: TransformerConfig, _: attrs.Attribute[float], v
 def _leaves_pairs(config: TransformerConfig, _: attrs.Attribute[Any], value: Any) -> None:
     """Of ``rotary_fraction`` and of ``layers``."""
     for fraction in [layer.rotary_fraction for layer in value] if isinstance(value, tuple) else [value]:
-        if fraction is None:
+        if fraction in (None, 1):  # whole heads are n_heads' and head_dim's to check
             continue
-        if config.latent_attention is not None and fraction != 1:
+        if config.latent_attention is not None:
             raise ValueError("has no effect on latent_attention, whose rotary_dim says what is rotated")
         if int(config.head_size * fraction) % 2:
             raise ValueError(
