@@ -21,6 +21,13 @@ def last_line(run):
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+def wait_for_a_step(run, sweep):
+    """From then on, the run hears signals."""
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and sweep.poll() is None:
+        time.sleep(0.05)
+
+
 def last_event(run):
     return json.loads((run / "events.jsonl").read_text().splitlines()[-1])
 
@@ -57,8 +64,7 @@ def test_a_signal_saves_the_run_that_is_on_and_the_same_command_goes_on(study):
     runs = study.parent / "runs"
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     metrics = runs / "tiny-lr-1e-2" / "metrics.jsonl"
-    while not metrics.exists() and sweep.poll() is None:
-        time.sleep(0.05)
+    wait_for_a_step(metrics.parent, sweep)
     sweep.send_signal(signal.SIGINT)
     said, _ = sweep.communicate(timeout=120)
 
@@ -93,8 +99,7 @@ def test_a_run_stops_when_its_sweep_is_killed(study):
     command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=5000", "eval.interval=0"]
     run = study.parent / "runs" / "tiny-lr-1e-2"
     sweep = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while not (run / "metrics.jsonl").exists() and sweep.poll() is None:
-        time.sleep(0.05)
+    wait_for_a_step(run, sweep)
     sweep.kill()
     sweep.wait()
     deadline = time.monotonic() + 120
