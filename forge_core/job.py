@@ -23,7 +23,14 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.contracts.parametrization import MODEL_KEYS
 from forge_core.errors import ConfigError, nearest
-from forge_core.passes.order import add_required, conflict_problems, pass_problems, resolve_degrees, sort_passes
+from forge_core.passes.order import (
+    add_required,
+    adding_passes,
+    conflict_problems,
+    pass_problems,
+    resolve_degrees,
+    sort_passes,
+)
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import PassComponent, kind_words
 from forge_core.registry.entry_points import canonical_distribution
@@ -35,6 +42,7 @@ __all__ = [
     "ConfigProblems",
     "InvalidError",
     "Problem",
+    "adding_passes",
     "base_model",
     "check_device",
     "components",

@@ -22,13 +22,13 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.config.unstructure import plain
 from forge_core.contracts.data_source import DataSource
-from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.parallel_pass import Folded, PassContext
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import load_job, sort_passes
+from forge_core.job import adding_passes, load_job, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_parameters, materialise
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held_out_loss
@@ -37,8 +37,16 @@ from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.parametrization import with_multipliers
 from forge_core.train.sources import EvaluatedData, TrainedOn
 
-__all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "Weights", "build_on_meta", "build_within", "load_model"]
-__all__ += ["model_problem", "named_tensors", "opened", "with_missing_plugins", "with_multipliers"]
+__all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "Weights", "build_on_meta", "build_within"]
+__all__ += [
+    "folded_weights",
+    "load_model",
+    "model_problem",
+    "named_tensors",
+    "opened",
+    "with_missing_plugins",
+    "with_multipliers",
+]
 
 Weights: TypeAlias = Literal["training", "evaluation"]
 """The weights to read of a checkpoint: the trained ones, or averages that are evaluated in their place
@@ -50,7 +58,8 @@ _BUFFER_BYTES = 2**30
 
 @attrs.frozen
 class LoadedModel:
-    """A whole model from a checkpoint, on one device, without passes."""
+    """A whole model from a checkpoint, on one device, without passes. Parameters that a pass has added are folded into
+    its weights."""
 
     job: Job
     model: nn.Module
@@ -82,9 +91,28 @@ def load_model(
     model = build_within(checkpoint, job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
     checkpoint.load(_with(averages, _to_read(checkpoint, model)))
+    _fold(model, checkpoint, averages, folded_weights(job, checkpoint, build, catalog(job.plugins.disable)))
     if dtype is not None:
         cast_parameters(model, dtype)
     return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint, build))
+
+
+def folded_weights(job: Job, checkpoint: Checkpoint, build: ComponentBuilder, catalog: Catalog) -> Mapping[str, Folded]:
+    """The weights of a checkpoint that passes have added parameters to, by name: how they are without these passes."""
+    names = {key.removeprefix("model.") for key in checkpoint.saved_tensors() if key.startswith("model.")}
+    found: dict[str, Folded] = {}
+    for use in adding_passes(job, catalog).values():
+        found |= build(use).folded(names)
+    return found
+
+
+def _fold(model: nn.Module, checkpoint: Checkpoint, averages: Collection[str], weights: Mapping[str, Folded]) -> None:
+    def read(name: str) -> torch.Tensor:
+        key = f"evaluation.{name}"
+        return checkpoint.read(key if key in averages else f"model.{name}")
+
+    for name, folded in weights.items():
+        model.get_parameter(name).data.copy_(folded.make(*map(read, folded.reads)))
 
 
 @attrs.frozen

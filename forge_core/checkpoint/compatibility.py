@@ -23,14 +23,19 @@ are compared by their fingerprint, so that they may be moved."""
 _NAMED = 5
 
 
-def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[Difference]:
+def changed_keys(
+    saved: Mapping[str, Any], now: Mapping[str, Any], where: str, fixed: Collection[str] = ()
+) -> list[Difference]:
     """The differences between a checkpoint's job and this one, all of which can be honoured.
+
+    Args:
+        fixed: further sections that may not change.
 
     Raises:
         ConfigError: some cannot, each named with both values.
     """
     changes = differences(dict(saved), dict(now))
-    refused = [change for change in changes if any(_is_within(change.key, fixed) for fixed in _FIXED)]
+    refused = [change for change in changes if any(_is_within(change.key, section) for section in (*_FIXED, *fixed))]
     if refused:
         named = [f"{change.key}: {value_text(change.old)} -> {value_text(change.new)}" for change in refused[:_NAMED]]
         lines = "\n  ".join(named) + and_more(len(refused), _NAMED, "\n  ")

@@ -98,6 +98,17 @@ class Checkpoint:
         except DamagedError as error:
             raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 
+    def read(self, key: str) -> torch.Tensor:
+        """One tensor, whole, on the CPU.
+
+        Raises:
+            ConfigError: as ``load`` and ``saved_tensors``.
+        """
+        entry = self.saved_tensors()[key]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        self.load({key: tensor})
+        return tensor
+
 
 class CheckpointStore:
     """The folder ``checkpoints/`` of a run. Which one is the newest is found by looking, never noted down.

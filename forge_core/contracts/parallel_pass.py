@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -54,6 +54,43 @@ class ParallelPass(Protocol):
 
         Raises:
             ConfigError: what the job asks for cannot be done to this model.
+        """
+        ...
+
+
+@attrs.frozen
+class Folded:
+    """A weight of the model as it is without a pass."""
+
+    reads: tuple[str, ...]
+    """Names of weights of the model with the pass."""
+    make: Callable[..., torch.Tensor]
+    """Given those, whole and in this order, on any device."""
+    scale: float | None = None
+    """Where it is ``reads[0] + scale · reads[1] · reads[2]``, a low-rank adapter, which others have a format for."""
+
+
+class AddingPass(ParallelPass, Protocol):
+    """A pass that adds parameters. Its ``PassComponent`` says ``adds_parameters = True``."""
+
+    def add(self, model: nn.Module) -> None:
+        """Add them to the whole model, on meta, before any pass is applied. From then on the model's ``init_weights``,
+        ``parameter_roles`` and ``flops_per_token`` count them. ``apply`` is called at the pass's own place, on each
+        part.
+
+        Raises:
+            ConfigError: what the job asks for cannot be done to this model.
+        """
+        ...
+
+    def folded(self, names: Collection[str]) -> Mapping[str, Folded]:
+        """Tell how a checkpoint is used without the pass: by ``forge generate``, and by a conversion.
+
+        Args:
+            names: of the weights in the checkpoint.
+
+        Returns:
+            The weights that the pass changes, by name; others stay as they are.
         """
         ...
 

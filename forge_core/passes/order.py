@@ -157,6 +157,16 @@ def conflict_problems(job: Job, catalog: Catalog, world_size: int | None = None)
     return conflicts_in(_in_phases(job, catalog), job, _all_degrees(job.parallel, world_size))
 
 
+def adding_passes(job: Job, catalog: Catalog) -> dict[str, ComponentRef]:
+    """The passes of the job that add parameters, by their keys in ``[parallel.passes]``."""
+    chosen = {key: use for key, use in job.parallel.passes.items() if use is not None}
+    return {
+        key: use
+        for key, use in chosen.items()
+        if _declared(catalog.lookup("parallel_pass", use.qualified_name)).adds_parameters
+    }
+
+
 def _sorted(job: Job, catalog: Catalog, world_size: int | None) -> tuple[list[ComponentRef], list[Problem]]:
     declared = _in_phases(job, catalog)
     problems = [

@@ -167,6 +167,8 @@ class PassComponent(Component):
     )
     """Settings of its keys whose memory ``forge plan`` compares with the job's: ``({"mode": "full"},)``. Of the phase
     ``checkpointing`` only; each stands in place of all that the job has of it."""
+    adds_parameters: bool = False
+    """It is an ``AddingPass``: the model's weights mean something else with it. A resume may not change its keys."""
     serves: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Mesh axes that this pass makes use of (``dp_shard``, ``tp``, …), and ``"precision"`` if it computes in
     ``train.precision``. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""

@@ -142,16 +142,25 @@ def _refuse_if_nothing(resume: str) -> None:
 
 
 def refuse_if_incompatible(
-    job: Job, source: Source, checkpoint: Checkpoint, build: Builder, report: Callable[[str], None]
+    job: Job,
+    source: Source,
+    checkpoint: Checkpoint,
+    build: Builder,
+    adding: Collection[str],
+    report: Callable[[str], None],
 ) -> None:
     """Report what differs from the job that wrote ``checkpoint``.
+
+    Args:
+        adding: the keys of passes that add parameters.
 
     Raises:
         ConfigError: something does that cannot, each with both values.
     """
     saved_job = checkpoint.job()
     saved_job["model"] = _with_new_keys(saved_job["model"], build)
-    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path))
+    fixed = [f"parallel.passes.{key}" for key in adding]
+    changes = changed_keys(saved_job, job_table(job), str(checkpoint.path), fixed)
     if checkpoint.state()["data_fingerprint"] != source.fingerprint:
         keys = [change.key for change in changes if change.key.startswith("data.")]
         why = f"these keys differ: {', '.join(keys)}" if keys else "its files have changed"

@@ -25,7 +25,7 @@ from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_ra
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
-from forge_core.job import check_device, sort_passes
+from forge_core.job import adding_passes, check_device, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.run.console import Console
 from forge_core.run.directory import RunDirectory
@@ -151,7 +151,7 @@ def prepare(begun: Begun) -> RunSetup:
     source = open_source(job, job.data, "data", "train", build, peers.beat)
     begun.directory.refuse_if_unwritable()
     if checkpoint is not None:
-        refuse_if_incompatible(job, source, checkpoint, build, console.line)
+        refuse_if_incompatible(job, source, checkpoint, build, adding_passes(job, catalog), console.line)
     evaluated = EvaluatedData(job, source, build, peers.beat)
     validation = evaluated(job.eval.data, "eval.data") if job.eval.interval else None
     evaluations = build_evaluations(job, build, evaluated, source.tokenizer)

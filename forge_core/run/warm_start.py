@@ -19,6 +19,7 @@ from forge_core.contracts.model import longest_first
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, nearest
+from forge_core.job import adding_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.run.foreign_weights import ForeignWeights, find_foreign_weights
 from forge_core.train.build import BuiltModel
@@ -66,6 +67,7 @@ def choose_warm_starts(job: Job, catalog: Catalog, report: Callable[[str], None]
         path = section.path.expanduser()
         foreign = find_foreign_weights(path, job, catalog, report)
         start = _choose(at, section, foreign or find_checkpoint(path, report, model_problem))
+        _refuse_added(job, start, catalog)
         _refuse_foreign_optimizer(job, start)
         for before in starts:
             if both := set(before.here.values()) & set(start.here.values()):
@@ -203,6 +205,22 @@ def _name(key: str) -> str:
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _refuse_added(job: Job, start: WarmStart, catalog: Catalog) -> None:
+    """The weights alone, without what a pass has added to them, would be another model's."""
+    if isinstance(start.checkpoint, ForeignWeights):
+        return
+    passes = start.checkpoint.job().get("parallel", {}).get("passes", {})
+    here = {use.qualified_name for use in adding_passes(job, catalog).values()}
+    for key, table in passes.items():
+        name = table.get("name", key) if isinstance(table, Mapping) else key
+        adds = any(getattr(one.component, "adds_parameters", False) for one in catalog.providers("parallel_pass", name))
+        if table is not False and adds and name not in here:
+            raise ConfigError(
+                f"{start.key}: {start.checkpoint.path} was trained with the pass {key}, whose parameters this job has "
+                f"not; name it in parallel.passes too, or fold them into the weights with forge convert, and load that"
+            )
 
 
 def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:

@@ -102,6 +102,7 @@ def build_model(
     LEDGER.start_run()
     share_out_positions(None)
     model: Any = build_on_meta(job, vocab_size, build)
+    built = _with_added(model, passes, build)
     _refuse_entries(model, context.entries, job.model.qualified_name)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -111,8 +112,7 @@ def build_model(
     split: SplitPass | None = None
     on_host = False
     applied = []
-    for use in passes:
-        one = build(use)
+    for use, one in built:
         on_host |= getattr(one, "parameters_on_host", False)
         if hasattr(one, "split"):
             if split is not None:
@@ -147,6 +147,17 @@ def build_model(
             "would give it that; the pass that splits the model needs an executor with binds_loss"
         )
     return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss, sized)
+
+
+def _with_added(
+    model: nn.Module, passes: Sequence[ComponentRef], build: ComponentBuilder
+) -> list[tuple[ComponentRef, Any]]:
+    """The passes, built. Parameters that some of them add are in the model from here on."""
+    built = [(use, build(use)) for use in passes]
+    for _, one in built:
+        if hasattr(one, "add"):
+            one.add(model)
+    return built
 
 
 _GIVEN_BY_ENGINE = ("tokens", "targets", "loss")

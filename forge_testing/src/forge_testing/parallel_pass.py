@@ -55,7 +55,10 @@ class ParallelPassConformance(ComponentCase):
         """Build on meta, apply the pass, materialise and initialise, as the engine does."""
         device, job = torch.device("cpu"), self.job()
         model = build_on_meta(self.make_model)
-        model, touched = self.make().apply(model, PassContext(build_mesh(job, device), job, device))
+        under_test = self.make()
+        if hasattr(under_test, "add"):
+            under_test.add(model)
+        model, touched = under_test.apply(model, PassContext(build_mesh(job, device), job, device))
         materialise(model, device, seed)
         return model, touched
 

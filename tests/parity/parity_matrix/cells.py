@@ -50,6 +50,7 @@ _GPT = [  # biases, learned positions, attention and feed-forward layer side by 
     'model.feed_forward={name="mlp", hidden_dim=48, activation="relu2", bias=true}',
     'model.layers=[{at=-1, feed_forward={name="mlp", hidden_dim=32, bias=true}}]',
 ]
+_LORA = ["parallel.passes.lora={rank=4, alpha=16.0, exclude=['blocks.1.feed_forward.*']}"]
 _MIXTURE = [  # with other weights from the sixth step on
     (
         'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
@@ -69,6 +70,9 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "windows": _GEMMA,
     "windows packed": [*_GEMMA, *_PACKED],
     "biases": _GPT,
+    "lora": _LORA,
+    "lora bf16": [*_LORA, "train.precision=bf16"],
+    "lora moe": ["parallel.passes.lora.rank=4", _MOE],
     "packed": _PACKED,
     "penalised": ['loss={name="label_smoothing", smoothing=0.2, loss={name="z_loss", coefficient=0.01}}'],
     "mixture": _MIXTURE,
@@ -386,6 +390,9 @@ CELLS: Mapping[str, Cell] = {
     # options of the decoder
     **decoder_cells("windows"),
     **decoder_cells("biases"),
+    **decoder_cells("lora"),
+    "lora-fsdp2-bf16": Cell(2, [HALF], "lora bf16", BF16),
+    "lora-moe-ep2": Cell(2, [EP2, HALF], "lora moe"),
     "windows-cp2-packed": Cell(2, [CP2], "windows packed"),
     "windows-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows packed"),
     # latent attention

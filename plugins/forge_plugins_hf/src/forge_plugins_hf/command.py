@@ -19,12 +19,12 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--to", "direction", required=True, type=click.Choice(["forge", "huggingface"]))
+@click.option("--to", "direction", required=True, type=click.Choice(["forge", "huggingface", "peft"]))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
 @click.option(
     "--dtype",
     type=click.Choice([*_DTYPES]),
-    help="By default fp32 for a checkpoint, which training needs, and that of the checkpoint for Hugging Face.",
+    help="By default fp32 for a checkpoint, which training needs, and that of the checkpoint otherwise.",
 )
 @click.option(
     "--weights",
@@ -52,7 +52,8 @@ def convert(
     config_only: bool,
 ) -> None:
     """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face: config.json, safetensors, and
-    tokenizer.json; for --to huggingface a run's directory (its newest checkpoint) or a checkpoint's.
+    tokenizer.json; otherwise a run's directory (its newest checkpoint) or a checkpoint's. --to huggingface folds
+    adapters into the weights; --to peft writes the adapters alone.
 
     To forge, it writes OUT/checkpoint, which forge generate and forge eval take, and OUT/train.toml, a run that begins
     with these weights. No more than a few tensors are in memory at a time. No code of the model is run.
@@ -64,6 +65,7 @@ def convert(
     from forge_core.loading import model_problem
     from forge_plugins_hf.to_forge import to_forge
     from forge_plugins_hf.to_huggingface import to_huggingface
+    from forge_plugins_hf.to_peft import to_peft
 
     def say(line: str) -> None:
         print(printable(line), file=sys.stderr)
@@ -86,7 +88,13 @@ def convert(
         click.echo(f"forge generate {out / 'checkpoint'}; to train it further, choose [data] in {out / 'train.toml'}")
         return
     if config_only:
-        raise ConfigError("--config-only has no effect with --to huggingface")
+        raise ConfigError(f"--config-only has no effect with --to {direction}")
     checkpoint = find_checkpoint(source, say, model_problem)
+    if direction == "peft":
+        if chosen:
+            raise ConfigError("--dtype has no effect with --to peft: adapters are written as they are")
+        n_layers = to_peft(checkpoint, out, weights, obj.catalog, architecture)
+        click.echo(f"wrote {out}: adapters of {n_layers} layers, from {checkpoint.path}")
+        return
     architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, architecture)
     click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")

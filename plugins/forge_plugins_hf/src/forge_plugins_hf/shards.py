@@ -120,7 +120,7 @@ def write_shards(
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write(folder / name, shard, make)
+        write_safetensors(folder / name, shard, make)
         where |= dict.fromkeys((one.name for one in shard), name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(one.n_bytes for one in tensors)}, "weight_map": where}
@@ -137,7 +137,7 @@ def _dealt(tensors: Sequence[Described], most_bytes: int) -> Iterator[list[Descr
     yield shard
 
 
-def _write(path: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor]) -> None:
+def write_safetensors(path: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor]) -> None:
     """The format of safetensors, which its library writes only from memory: a length, a header in JSON, and bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

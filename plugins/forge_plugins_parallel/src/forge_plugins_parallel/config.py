@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, le, optional
+from attrs.validators import and_, ge, gt, le, min_len, optional
 
 from forge_core.config.sections import Job
 
@@ -294,6 +294,26 @@ class Float8Config:
     def takes(self, features: Sequence[int]) -> bool:
         """Return whether a linear layer with so many features on a rank is converted, its name permitting."""
         return all(size >= self.min_dim and size % FLOAT8_MULTIPLE == 0 for size in features)
+
+
+@attrs.frozen(kw_only=True)
+class LoraConfig:
+    """``[parallel.passes.lora]``."""
+
+    rank: int = attrs.field(default=16, validator=ge(1))
+    """Rows of the first matrix and columns of the second, of each adapted layer."""
+    alpha: float = attrs.field(default=32.0, validator=gt(0))
+    """What adapters add is multiplied by ``alpha / rank``."""
+    include: tuple[str, ...] = attrs.field(default=("*",), validator=min_len(1))
+    """Linear layers of blocks to adapt, as patterns of their names: ``"*.attention.*"``, ``"blocks.1?.*"``. The head,
+    the embedding, routers and stacks of experts are never adapted."""
+    exclude: tuple[str, ...] = ()
+    """Layers among these to leave alone."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Adapters have no size at the base width of a parametrization."""
+        if job.parametrization is not None:
+            yield "", "adapters have no place in a parametrization; take [parametrization] out, or the pass"
 
 
 @attrs.frozen(kw_only=True)

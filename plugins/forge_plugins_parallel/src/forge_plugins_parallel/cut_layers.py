@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from forge_core.contracts.loss import VocabularyPart
 from forge_core.ops.accumulate import unchanged
@@ -195,6 +195,12 @@ def become(module: nn.Module, layer: type[CutLayer], ranks: Ranks) -> None:
 @functools.cache  # one class for all layers of a kind, so that blocks still share one compiled graph
 def _mixed(layer: type[CutLayer], own: type[nn.Module]) -> type[nn.Module]:
     return type(f"{layer.__name__}{own.__name__}", (layer, own), {"__module__": __name__})
+
+
+def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """The parameter, cut over a mesh of one axis."""
+    part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def local(parameter: Any) -> Any:

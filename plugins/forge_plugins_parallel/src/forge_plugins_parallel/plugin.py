@@ -107,6 +107,15 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         ),
     )
     yield PassComponent(
+        name="lora",
+        summary="low-rank adapters (LoRA): trains two narrow matrices beside each linear layer, and nothing else",
+        factory="forge_plugins_parallel.lora:Lora",
+        config="forge_plugins_parallel.config:LoraConfig",
+        phase="swap",
+        after=("fp8",),
+        adds_parameters=True,
+    )
+    yield PassComponent(
         name="pipeline",
         summary="pipeline parallelism: stages of blocks, six schedules",
         factory="forge_plugins_parallel.pipeline:Pipeline",

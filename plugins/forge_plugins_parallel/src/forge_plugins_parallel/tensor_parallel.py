@@ -17,7 +17,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Shard
 
 from forge_core.contracts.model import ShardRole, fits
 from forge_core.contracts.parallel_pass import PassContext
@@ -34,6 +34,7 @@ from forge_plugins_parallel.cut_layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     become,
+    distributed,
     gather_copies,
     own_share,
 )
@@ -228,8 +229,7 @@ def _distribute(
         if whole is None:
             continue
         if id(whole) not in cut:
-            part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
-            cut[id(whole)] = cut_one = nn.Parameter(part, requires_grad=whole.requires_grad)
+            cut[id(whole)] = cut_one = distributed(whole, mesh, placement)
             cut[id(cut_one)] = cut_one
         setattr(module, name, cut[id(whole)])
 

@@ -1,0 +1,169 @@
+"""The model in a checkpoint, as a conversion reads it, and the folder that is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from forge_core.checkpoint.store import Checkpoint
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
+from forge_core.contracts.parallel_pass import Folded
+from forge_core.errors import ConfigError, SaveError
+from forge_core.job import load_job
+from forge_core.loading import Weights, build_within, folded_weights, with_multipliers
+from forge_core.registry.catalog import Catalog
+from forge_plugins_hf.layouts import layout_of_model
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+
+
+@attrs.frozen
+class TrainedModel:
+    """The tensors of a checkpoint by the names that they have in the model, and the layout to write them in."""
+
+    checkpoint: Checkpoint
+    job: Job
+    state: Mapping[str, Any]
+    table: Mapping[str, Any]
+    """The content of ``config.json``."""
+    recipes: Mapping[str, Recipe]
+    """How each of their tensors is made of ours."""
+    folded: Mapping[str, Folded]
+    """The weights that passes have added parameters to."""
+    _keys: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        weights: Weights | None,
+        catalog: Callable[[Collection[str]], Catalog],
+        architecture: str | None,
+    ) -> TrainedModel:
+        """Read no tensor.
+
+        Args:
+            weights: the trained ones, or averages; ``None``: averages if there are any.
+            architecture: the one to write; ``None``: that of the model that was downloaded, or the first that is equal.
+
+        Raises:
+            ConfigError: the model has no form in Hugging Face's format, or the checkpoint has no such weights.
+        """
+        job = load_job(checkpoint.path / "job.toml", ["callbacks=[]", "trackers=[]"], catalog=catalog)
+        installed = catalog(job.plugins.disable)
+        build = ComponentBuilder(installed)
+        state = checkpoint.state()
+        build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
+        config = with_multipliers(job, build).config
+        layout, table = _layout(config, state["vocab_size"], _origin(job, state), installed, architecture)
+        keys, recipes = _keys(checkpoint, weights), layout.to_huggingface(config)
+        if missing := sorted({name for recipe in recipes.values() for name in recipe.reads} - keys.keys()):
+            raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")
+        return cls(checkpoint, job, state, table, recipes, folded_weights(job, checkpoint, build, installed), keys)
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Of all tensors, by name."""
+        entries = self.checkpoint.saved_tensors()
+        return {name: torch.Size(entries[key].size) for name, key in self._keys.items()}
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """All that there are."""
+        entries = self.checkpoint.saved_tensors()
+        return {entries[key].properties.dtype for key in self._keys.values()}
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor, whole, on the CPU."""
+        return self.checkpoint.read(self._keys[name])
+
+    def read(self, name: str) -> torch.Tensor:
+        """Same as ``stored``, with what passes have added to it."""
+        if (folded := self.folded.get(name)) is None:
+            return self.stored(name)
+        return folded.make(*map(self.stored, folded.reads))
+
+
+@contextmanager
+def written_whole(out: Path, n_bytes: int) -> Iterator[Path]:
+    """A folder to write to, which becomes ``out`` at the end, or is removed.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    unfinished = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        free = shutil.disk_usage(unfinished).free
+        if n_bytes > free:
+            raise SaveError(f"{out} needs {n_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} are free there")
+        yield unfinished
+        unfinished.rename(out)
+    except OSError as error:
+        raise SaveError(f"cannot write {error.filename or out}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """
+    Raises:
+        ConfigError: there is something at ``out``.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another --out, or remove it")
+
+
+def _origin(job: Job, state: Mapping[str, Any]) -> str | None:
+    """The architecture of the downloaded model that it was, as far as that can be found out: a folder that a run began
+    with may be gone."""
+    tables: list[tuple[Any, Callable[[Any], Any]]] = [(state, _of_checkpoint)]
+    for load in job.checkpoint.loads:
+        folder = load.path.expanduser()
+        tables += [(folder / "config.json", _of_config), (folder / "state.json", _of_checkpoint)]
+    for table, architecture_in in tables:
+        try:
+            found = architecture_in(json.loads(table.read_text("utf-8")) if isinstance(table, Path) else table)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        return str(found)
+    return None
+
+
+def _of_config(table: Any) -> Any:
+    return table["architectures"][0]
+
+
+def _of_checkpoint(table: Any) -> Any:
+    return table["converted"]["architecture"]
+
+
+def _layout(
+    config: Any, vocab_size: int, origin: str | None, catalog: Catalog, architecture: str | None
+) -> tuple[WeightLayout, dict[str, Any]]:
+    """The layout that is asked for; or that of the model that was downloaded, if ours is still equal to it."""
+    if architecture is None and origin is not None:
+        try:
+            return layout_of_model(config, vocab_size, catalog, origin)
+        except ConfigError:
+            pass  # it was trained further with other keys
+    return layout_of_model(config, vocab_size, catalog, architecture)
+
+
+def _keys(checkpoint: Checkpoint, weights: Weights | None) -> dict[str, str]:
+    """The key of each tensor of the model, by its name."""
+    keys = {key.removeprefix("model."): key for key in checkpoint.saved_tensors() if key.startswith("model.")}
+    averages = {
+        key.removeprefix("evaluation."): key for key in checkpoint.saved_tensors() if key.startswith("evaluation.")
+    }
+    if weights == "evaluation" and not averages:
+        raise ConfigError(f"--weights evaluation: {checkpoint.path} has the trained ones alone; leave it out")
+    return keys if weights == "training" else keys | averages
