@@ -37,6 +37,9 @@ role           sharded                       reads                        gives
                                              the residual stream
 =============  ============================  ===========================  ==================================
 
+A ``column`` module is an ``nn.Linear``; or it has ``out_features`` and, in place of ``weight``, one ``bias`` of so many
+numbers, and its forward sees those of this rank.
+
 The gradients of what is whole on each rank:
 
 - ``router`` and ``replicate``: the sum over ranks, as each sees the gradient of its own features alone.

@@ -5,7 +5,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.errors import ConfigError
+from forge_plugins_dense import attention
 from forge_plugins_dense.attention import attend
+from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.mask import BLOCK, cache_mask, causal_mask, document_block_mask, document_mask
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -256,7 +258,88 @@ def test_capped_attention_is_the_formula_in_float64(window, heads):
 
 @torch.no_grad()
 @needs_cuda
-@pytest.mark.parametrize("keys", [{"window": 5}, {"attention_softcap": 1.0}, {"window": 5, "attention_softcap": 1.0}])
-def test_windows_and_caps_on_cuda_are_as_on_the_cpu(tiny_model, tokens, keys):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"window": 5},
+        {"attention_softcap": 1.0},
+        {"window": 5, "attention_softcap": 1.0},
+        {"attention_sinks": True},
+        {"window": 5, "attention_sinks": True},
+    ],
+)
+def test_windows_caps_and_sinks_on_cuda_are_as_on_the_cpu(tiny_model, tokens, keys):
     expected = tiny_model(**keys)(tokens)
     torch.testing.assert_close(tiny_model(device="cuda", **keys)(tokens.cuda()).cpu(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_attention_beside_sinks_is_the_formula_in_float64(softcap, window, heads):
+    q, k, v, sinks = drawn(heads)
+    mask = causal_mask(9, window, torch.device("cpu"))
+    given = (None, True) if window == 0 else (mask[None, None], False)
+
+    found = attend(q.float(), k.float(), v.float(), *given, "auto", softcap=softcap, sinks=sinks.float())
+
+    expected = with_sinks(q, k, v, mask, sinks, softcap)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    weights = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, (q, k, v, sinks), weights.float()),
+        torch.autograd.grad(expected, (q, k, v, sinks), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()  # on the CPU it has no backward
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_flex_attention_beside_sinks_is_the_formula_too(softcap, monkeypatch):
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
+    q, k, v, sinks = drawn(2, size=16)
+    document = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+
+    found = attend(q.float(), k.float(), v.float(), document_block_mask(document, 3), False, "flex", softcap, sinks)
+
+    expected = with_sinks(q, k, v, document_mask(document, 3), sinks, softcap)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def drawn(kv_heads, size=8):
+    """Queries, keys, values and sinks of two rows of nine positions, four heads."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 9, size), (2, kv_heads, 9, size), (2, kv_heads, 9, size), (4,)
+    return [torch.randn(shape, generator=rng, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def with_sinks(q, k, v, mask, sinks, softcap):
+    """As gpt-oss has it: one more logit in the softmax, which is then left out."""
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    more = sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits.masked_fill(~mask, -torch.inf), more), dim=-1).softmax(-1)[..., :-1] @ v
+
+
+@torch.no_grad()
+def test_sinks_are_in_the_layers_that_are_asked_for_and_change_them(tiny_model, tokens):
+    model = tiny_model(layers=(LayerConfig(at=1, attention_sinks=True),))
+    without, plain = model(tokens), tiny_model()
+
+    assert [name for name, _ in model.named_parameters() if "sinks" in name] == ["blocks.1.attention.sinks.bias"]
+    model.blocks["1"].attention.sinks.bias.fill_(-1e4)  # nothing is left for them
+    torch.testing.assert_close(model(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(without, plain(tokens), atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_the_chosen_kernel_gives_the_same_logits_beside_sinks(tiny_model, tokens, backend):
+    chosen = tiny_model(attention=backend, attention_sinks=True)
+    for inputs in ({}, {"document": DOCUMENTS}):
+        expected = tiny_model(attention_sinks=True)(tokens, **inputs)
+        torch.testing.assert_close(chosen(tokens, **inputs), expected, atol=1e-5, rtol=1e-5)

@@ -125,6 +125,10 @@ def test_a_hidden_width_that_tensor_parallelism_cannot_cut_is_told(tiny_config, 
         ({"rope_factor": 2.0, "rope_scaling": Llama3Scaling()}, "same purpose as rope_scaling"),
         ({"learned_positions": True, "multi_token": MultiTokenConfig(predictor=OTHER)}, "without their positions"),
         ({"n_kv_heads": None, "latent_attention": LatentAttentionConfig(), "attention_bias": "all"}, "has no biases"),
+        (
+            {"n_kv_heads": None, "latent_attention": LatentAttentionConfig(), "attention_sinks": True},
+            "attention_sinks, which latent_attention does not have",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(tiny_config, keys, words):
@@ -153,6 +157,12 @@ def test_the_last_table_with_a_key_counts(tiny_config):
 def test_flops_of_attention_end_at_the_window(tiny_model):
     full, windowed = tiny_model(), tiny_model(window=8, layers=(LayerConfig(at=1, window=0),))
     assert full.flops_per_token(64) - windowed.flops_per_token(64) == 12 * 32 * (64 - 8)
+
+
+def test_what_asks_for_more_than_causal_order_is_named(tiny_config):
+    assert tiny_config().beyond_causal == ""
+    assert tiny_config(layers=(LayerConfig(at=1, attention_sinks=True),)).beyond_causal == "attention_sinks"
+    assert tiny_config(window=8, attention_sinks=True).beyond_causal == "window"
 
 
 def test_keys_of_attention_have_no_effect_without_attention(tiny_config):

@@ -37,6 +37,11 @@ class TestLatentAttentionWithNarrowQueries(ModelConformance):
     config = SHAPE | {"latent_attention": LATENT | {"q_rank": 16}}
 
 
+class TestWindowsAndSinks(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = SHAPE | {"n_kv_heads": 2, "window": 4, "attention_sinks": True, "layers": [{"at": 1, "window": 0}]}
+
+
 class TestNormOverAllHeads(ModelConformance):
     component = "forge-plugins-dense:transformer"
     config = SHAPE | {"qk_norm": True, "qk_norm_over": "all"}

@@ -222,6 +222,7 @@ def test_the_configuration_and_the_weights_go_back_as_they_came(pair, mlp):
     [
         {"window": 7},
         {"attention_softcap": 9.0, "attention": "math"},
+        {"attention_sinks": True},
         {"output_softcap": 9.0},
         {"learned_positions": True},
         {"parallel_residual": True},

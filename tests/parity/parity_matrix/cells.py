@@ -51,6 +51,10 @@ _GPT = [  # biases, learned positions, attention and feed-forward layer side by 
     'model.layers=[{at=-1, feed_forward={name="mlp", hidden_dim=32, bias=true}}]',
 ]
 _LORA = ["parallel.passes.lora={rank=4, alpha=16.0, exclude=['blocks.1.feed_forward.*']}"]
+_GPT_OSS = [  # every second layer with a window, sinks in all but one, biases
+    *("model.qk_norm=false", "model.attention_bias=all", "model.window=8", "model.attention_sinks=true"),
+    "model.layers=[{at='1::2', window=0}, {at=2, attention_sinks=false}]",
+]
 _MIXTURE = [  # with other weights from the sixth step on
     (
         'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
@@ -69,6 +73,8 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "layernorm": ["model.norm=layernorm"],
     "windows": _GEMMA,
     "windows packed": [*_GEMMA, *_PACKED],
+    "windows and sinks": _GPT_OSS,
+    "windows and sinks packed": [*_GPT_OSS, *_PACKED],
     "biases": _GPT,
     "lora": _LORA,
     "lora bf16": [*_LORA, "train.precision=bf16"],
@@ -261,7 +267,9 @@ def decoder_cells(training: str) -> dict[str, Cell]:
         "cp2": Cell(2, [CP2]),
         "cp2-tp2": Cell(4, [CP2, TP2]),
     }
-    return {f"{training}-{name}": attrs.evolve(cell, training=training) for name, cell in layouts.items()}
+    return {
+        f"{training.replace(' ', '-')}-{name}": attrs.evolve(cell, training=training) for name, cell in layouts.items()
+    }
 
 
 CELLS: Mapping[str, Cell] = {
@@ -393,6 +401,9 @@ CELLS: Mapping[str, Cell] = {
     **decoder_cells("lora"),
     "lora-fsdp2-bf16": Cell(2, [HALF], "lora bf16", BF16),
     "lora-moe-ep2": Cell(2, [EP2, HALF], "lora moe"),
+    **decoder_cells("windows and sinks"),
+    "windows-and-sinks-cp2-packed": Cell(2, [CP2], "windows and sinks packed"),
+    "windows-and-sinks-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows and sinks packed"),
     "windows-cp2-packed": Cell(2, [CP2], "windows packed"),
     "windows-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows packed"),
     # latent attention

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_plugins_dense.cache import LayerCache
@@ -25,6 +25,7 @@ from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.mask import causal_mask
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotate
+from forge_plugins_dense.sinks import Sinks, beside_sinks, rescale
 
 
 @attrs.define(eq=False)  # torch.compile cannot trace how a frozen class sets its fields
@@ -54,9 +55,10 @@ class Attention(nn.Module):
 
     Args:
         window: how many positions each sees, for what it costs; ``BlockInputs`` says which. 0: all.
+        sinks: whether heads have sinks.
     """
 
-    def __init__(self, config: TransformerConfig, window: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, window: int = 0, *, sinks: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_size
         self.n_heads, self.window = config.n_heads, window
@@ -66,6 +68,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
         self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=config.attention_bias == "all")
         self.core = AttentionCore(config.attention, config.attention_softcap)
+        self.sinks = Sinks(config.n_heads) if sinks else None
         self.logit_scale = config.logit_scale
         self.qk_norm_over = config.qk_norm_over
         self.q_norm: nn.Module | None = None
@@ -89,10 +92,11 @@ class Attention(nn.Module):
             q = q * self.logit_scale
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
+        sinks = None if self.sinks is None else self.sinks()
         if cache is None:
-            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal)
+            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal, sinks)
         else:
-            mixed = self.core.generate(q, *cache.append(k, v), surroundings.mask, surroundings.causal)
+            mixed = self.core.generate(q, *cache.append(k, v), surroundings.mask, surroundings.causal, sinks)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
@@ -103,11 +107,15 @@ class Attention(nn.Module):
                 rng.fill(f"{prefix}{name}.bias", projection.bias, zeros)
         for name, norm in self._norms().items():
             init_norm(norm, rng, f"{prefix}{name}.")
+        if self.sinks is not None:
+            rng.fill(f"{prefix}sinks.bias", self.sinks.bias, zeros)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
         """Whole heads on each rank. The norms of heads work on whichever heads a rank has, with the same weights; norms
         over all heads are refused by the config."""
         plan: dict[str, ShardRole] = {"q": "column", "k": "column", "v": "column", "o": "row"}
+        if self.sinks is not None:
+            plan["sinks"] = "column"
         return plan | dict.fromkeys(self._norms(), "replicate")
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
@@ -119,7 +127,7 @@ class Attention(nn.Module):
             }
         for name, norm in self._norms().items():
             roles |= norm_roles(norm, f"{name}.")
-        return roles
+        return roles if self.sinks is None else {**roles, "sinks.bias": "bias"}
 
     def active_parameters(self) -> int:
         """Weights of the four projections."""
@@ -149,16 +157,28 @@ class AttentionCore(nn.Module):
         self.softcap = softcap
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None, causal: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | BlockMask | None,
+        causal: bool,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Same as ``attend``."""
-        return attend(q, k, v, mask, causal, self.backend, self.softcap)
+        return attend(q, k, v, mask, causal, self.backend, self.softcap, sinks)
 
     def generate(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None, causal: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | BlockMask | None,
+        causal: bool,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same with a cache: few queries and all kinds of masks are not what a kernel was chosen for."""
-        return attend(q, k, v, mask, causal, "auto", self.softcap)
+        return attend(q, k, v, mask, causal, "auto", self.softcap, sinks)
 
 
 def attend(
@@ -169,6 +189,7 @@ def attend(
     causal: bool,
     backend: AttentionBackend,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention, scaled by ``1 / √head_dim``. Fewer key-value heads than query heads are never copied.
 
@@ -177,6 +198,7 @@ def attend(
         k, v: ``(B, H_kv, T, head_dim)``, ``H`` a multiple of ``H_kv``; values may have their own ``head_dim``.
         mask, causal: as in ``BlockInputs``.
         softcap: logits become ``softcap · tanh(logits / softcap)``; ``None``: they stay as they are.
+        sinks: ``(H,)``, a logit more of each head, not capped and without a value; ``None``: there is none.
 
     Returns:
         ``(B, H, S, head_dim of v)``.
@@ -186,16 +208,33 @@ def attend(
         # Inside a compiled block the call is compiled with it; outside, only the compiled kernel is worth having.
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         capped = None if softcap is None else _capping(softcap)
-        return flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped)
+        if sinks is None:
+            return flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped)
+        with_sums = AuxRequest(lse=True)
+        mixed, sums = flex(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=grouped, return_aux=with_sums)
+        return rescale(mixed, sums.lse, sinks)
     if softcap is not None:
-        return _attend_explicitly(q, k, v, mask, causal, softcap)
+        return _attend_explicitly(q, k, v, mask, causal, softcap, sinks)
     choice = contextlib.nullcontext() if backend in ("auto", "flex") else sdpa_kernel(_KERNELS[backend])
     with choice:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        if sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        scale, first, features = 1 / math.sqrt(q.shape[-1]), int(causal), v.shape[-1]
+        q, k, v, mask = beside_sinks(q, k, v, mask, causal, sinks)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        return mixed[:, :, first:, :features]
 
 
 def _attend_explicitly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """By plain products; the logits ``(B, H_kv, H / H_kv, S, T)`` exist in fp32."""
     q = q.unflatten(1, (k.shape[1], -1))
@@ -205,7 +244,11 @@ def _attend_explicitly(
         mask = causal_mask(logits.shape[-1], 0, logits.device)[None, None]
     if mask is not None:
         logits = logits.masked_fill(~mask.unsqueeze(1), -math.inf)
-    return (logits.softmax(-1).to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
+    if sinks is not None:
+        of_sinks = sinks.float().view(k.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat((of_sinks, logits), dim=-1)
+    weights = logits.softmax(-1) if sinks is None else logits.softmax(-1)[..., 1:]
+    return (weights.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
 
 @functools.cache  # one function a cap, by which compiled kernels are found again

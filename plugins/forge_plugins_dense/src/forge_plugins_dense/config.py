@@ -98,6 +98,13 @@ def _has_heads_of_its_own(config: TransformerConfig, attribute: attrs.Attribute[
         raise ValueError("has no effect on latent_attention, which has no biases; remove one of the two")
 
 
+def _has_heads_with_softmax(config: TransformerConfig, _: attrs.Attribute[Any], value: Any) -> None:
+    """Of ``attention_sinks`` and of ``layers``."""
+    asked = any(layer.attention_sinks for layer in value) if isinstance(value, tuple) else value
+    if asked and config.latent_attention is not None:
+        raise ValueError("asks for attention_sinks, which latent_attention does not have; remove one of the two")
+
+
 def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[float | None], value: float | None) -> None:
     if value is not None and config.attention not in ("auto", "math", "flex"):
         raise ValueError(f'attention = "{config.attention}" does not cap logits; "auto", "math" and "flex" do')
@@ -197,6 +204,9 @@ class TransformerConfig:
     """Positions that attention sees, the query's own and those right before it (sliding window, Mistral); 0: all."""
     attention_bias: AttentionBias = attrs.field(default="none", validator=_has_heads_of_its_own)
     """Biases of attention: of queries, keys and values (``qkv``, Qwen2), or of the output projection too (``all``)."""
+    attention_sinks: bool = attrs.field(default=False, validator=_has_heads_with_softmax)
+    """Each head has a learned logit that takes part in its softmax and has no value, so that it need not attend to
+    anything (gpt-oss)."""
     attention_softcap: float | None = attrs.field(default=None, validator=[optional(gt(0)), _has_a_capped_kernel])
     """Caps the logits of attention smoothly, ``cap · tanh(logits / cap)`` (Gemma 2)."""
     output_softcap: float | None = attrs.field(default=None, validator=optional(gt(0)))
@@ -234,7 +244,9 @@ class TransformerConfig:
 
     latent_attention: LatentAttentionConfig | None = attrs.field(default=None, validator=_takes_the_place_of_heads)
     """Multi-head latent attention (DeepSeek); by default there is none, and heads have keys and values of their own."""
-    layers: tuple[LayerConfig, ...] = attrs.field(default=(), validator=[_selects_layers, _leaves_pairs])
+    layers: tuple[LayerConfig, ...] = attrs.field(
+        default=(), validator=[_selects_layers, _leaves_pairs, _has_heads_with_softmax]
+    )
     """Layers that differ from the others, each table with ``at`` and the keys that are otherwise there."""
 
     def layer(self, number: int) -> Layer:
@@ -253,7 +265,9 @@ class TransformerConfig:
     @property
     def beyond_causal(self) -> str:
         """Same as ``ModelConfig.beyond_causal``."""
-        return "window" if self.windows else "attention_softcap" if self.attention_softcap else ""
+        has_sinks = any(self.layer(number).attention_sinks for number in range(self.n_layers + self.n_predictors))
+        asked = {"window": self.windows, "attention_softcap": self.attention_softcap, "attention_sinks": has_sinks}
+        return next((key for key, value in asked.items() if value), "")
 
     @functools.cached_property
     def _usual_layer(self) -> Layer:
@@ -377,7 +391,10 @@ class TransformerConfig:
         """Keys of attention where no layer has any."""
         if any(layer.mixer is None or layer.mixer.name == "attention" for layer in self._each_layer):
             return
-        own = ("n_kv_heads", "qk_norm", "window", "attention_bias", "attention_softcap", "latent_attention")
+        own = (
+            *("n_kv_heads", "qk_norm", "window", "attention_bias", "attention_sinks", "attention_softcap"),
+            "latent_attention",
+        )
         for one in attrs.fields(TransformerConfig):
             if one.name in own and getattr(self, one.name) != one.default:
                 yield one.name, "is about attention, and every layer has another mixer; remove it"

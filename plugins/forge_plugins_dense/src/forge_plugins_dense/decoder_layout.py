@@ -263,6 +263,7 @@ def _computed(config: TransformerConfig) -> Table:
     found["yarn"] = None if config.yarn is None else attrs.evolve(config.yarn, logit_scale=None)
     layers = [config.layer(number) for number in range(config.n_layers)]
     found["window"] = [one.window if one.window < config.max_seq_len else 0 for one in layers]
+    found["attention_sinks"] = [one.attention_sinks for one in layers]
     found["rotary_fraction"] = [config.rotary_size(one) for one in layers]
     turned = [one for one in layers if config.rotary_size(one)]
     found["rope_theta"], found["rope_factor"] = (

@@ -350,7 +350,15 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
 
 
 _LIKE_LLAMA = (
-    *("norm_placement", "window", "attention_softcap", "output_softcap", "rotary_fraction", "learned_positions"),
+    *(
+        "norm_placement",
+        "window",
+        "attention_sinks",
+        "attention_softcap",
+        "output_softcap",
+        "rotary_fraction",
+        "learned_positions",
+    ),
     *("parallel_residual", "embed_multiplier", "layers", "mixer"),
 )
 """Keys that must have their defaults."""

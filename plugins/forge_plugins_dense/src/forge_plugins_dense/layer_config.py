@@ -30,6 +30,8 @@ class LayerConfig:
     layer, ``"-2:"`` the last two."""
     window: int | None = attrs.field(default=None, validator=optional(ge(0)))
     """Same as ``model.window``; 0: none."""
+    attention_sinks: bool | None = None
+    """Same as ``model.attention_sinks``."""
     rope_theta: float | None = attrs.field(default=None, validator=optional(gt(1)))
     """Same as ``model.rope_theta``."""
     rope_factor: float | None = attrs.field(default=None, validator=optional(ge(1)))
@@ -59,6 +61,7 @@ class Layer:
     """What one layer is, everything filled in."""
 
     window: int
+    attention_sinks: bool
     rope_theta: float
     rope_factor: float
     rotary_fraction: float

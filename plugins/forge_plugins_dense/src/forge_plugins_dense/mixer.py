@@ -78,6 +78,7 @@ class SequenceMixerFactory(Protocol):
 
 def attention(_: object, /, *, model: TransformerConfig, layer: int) -> Attention | LatentAttention:
     """The mixer ``attention``: as the decoder's own keys describe it."""
-    window = model.layer(layer).window
-    latent = model.latent_attention
-    return Attention(model, window) if latent is None else LatentAttention(model, latent, window)
+    own, latent = model.layer(layer), model.latent_attention
+    if latent is not None:
+        return LatentAttention(model, latent, own.window)
+    return Attention(model, own.window, sinks=own.attention_sinks)

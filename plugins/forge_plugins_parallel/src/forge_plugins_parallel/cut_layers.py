@@ -108,6 +108,13 @@ class ColumnParallel(CutLayer):
         return {"weight": local(parameters["weight"]), "bias": part_of_bias(parameters["bias"], self.ranks)}
 
 
+class FeatureParallel(CutLayer):
+    """A module with nothing but a ``bias``, a number for each output feature or head, of which each rank has some."""
+
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"bias": part_of_bias(parameters["bias"], self.ranks)}
+
+
 class RowParallel(CutLayer):
     """A linear layer of which each rank has some input features: those that its part of the layer before gives."""
 

@@ -27,6 +27,7 @@ from forge_plugins_parallel.config import TensorParallelConfig, rank_without_row
 from forge_plugins_parallel.cut_layers import (
     POSITION,
     ColumnParallel,
+    FeatureParallel,
     Ranks,
     Replicated,
     RowParallel,
@@ -148,6 +149,10 @@ def _cut(
 ) -> None:
     """``shards``: ranks over which the parts may be cut once more."""
     match role:
+        case "column" if not hasattr(module, "weight"):  # a number a feature, which is whole like a bias
+            _refuse_uneven(name, module.out_features, "output", ranks)
+            become(module, FeatureParallel, ranks)
+            _distribute(module, _bias(module, mesh, shards), mesh, cut)
         case "column":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.out_features, "output", ranks)
@@ -215,7 +220,7 @@ def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
         become(module, Replicated, ranks)
 
 
-def _bias(module: nn.Linear, mesh: DeviceMesh, shards: int) -> dict[str, Placement]:
+def _bias(module: Any, mesh: DeviceMesh, shards: int) -> dict[str, Placement]:
     """A bias that cannot be shared out evenly stays whole on every rank: unlike a matrix, it has no other dimension
     along which its parts could be sharded."""
     return {"bias": Shard(0)} if module.out_features % (mesh.size() * shards) == 0 else {}
