@@ -92,7 +92,8 @@ class StackedExperts(Protocol):
 
     def feature_dims(self) -> Mapping[str, int]:
         """The dimension of each parameter along which it has the experts' hidden features. Given equal parts of all of
-        them, the module gives a part of its sum."""
+        them, the module gives a part of its sum. What it does not name is whole on each rank, and counts there for that
+        part: the gradient is the sum over ranks."""
         ...
 
 

@@ -48,6 +48,17 @@ class TestTwoMatrices(FeedForwardConformance):
     config = {"n_experts": 4, "hidden_dim": 24, "activation": "gelu", "check_routing": True}
 
 
+class TestClampedWithBiases(FeedForwardConformance):
+    component = "forge-plugins-moe:moe"
+    config = {
+        "n_experts": 4,
+        "hidden_dim": 24,
+        "activation": "clamped_swiglu",
+        "bias": True,
+        "router": {"name": "softmax_topk", "gate_bias": True},
+    }
+
+
 class TestUnaligned(FeedForwardConformance):
     """Rows that ``grouped_mm`` does not take."""
 
@@ -122,6 +133,105 @@ def test_gradients_are_those_of_the_formula_also_where_tokens_go_to_none(static,
 
     for one, other in zip(found, expected, strict=True):
         assert ((one - other).norm() / other.norm()).item() < 1e-5
+
+
+CLAMPED = {"activation": "clamped_swiglu", "activation_limit": 0.6, "activation_slope": 1.3}
+
+
+def biased_expert_by_expert(layer, states, routing):
+    """float64, as gpt-oss has it (or SwiGLU, or of two matrices), one assignment after the other."""
+    experts, tokens = layer.experts, states.flatten(0, 1).double()
+    output = torch.zeros_like(tokens)
+    for token, expert, weight in zip(routing.token, routing.expert, routing.weight.double(), strict=True):
+        if expert == layer.config.n_experts:
+            continue
+
+        def linear(name, x, expert=expert):
+            return getattr(experts, name)[expert].double() @ x + getattr(experts, f"{name}_bias")[expert].double()
+
+        up = linear("up", tokens[token])
+        if layer.config.activation == "gelu":
+            inner = F.gelu(up)
+        elif layer.config.activation is None:
+            inner = F.silu(linear("gate", tokens[token])) * up
+        else:
+            gate, up = linear("gate", tokens[token]).clamp(max=0.6), up.clamp(-0.6, 0.6)
+            inner = (up + 1) * gate * torch.sigmoid(1.3 * gate)
+        output = output.index_add(0, token[None], (weight * linear("down", inner))[None])
+    return output.view(states.shape)
+
+
+@pytest.mark.parametrize("keys", [CLAMPED, {}, {"activation": "gelu"}], ids=["clamped", "silu", "gelu"])
+@pytest.mark.parametrize("hidden_dim", [24, 23], ids=["grouped", "loop"])
+def test_experts_with_biases_are_the_formula_also_where_tokens_go_to_none(keys, hidden_dim):
+    layer = moe(hidden_dim=hidden_dim, bias=True, **keys)
+    biases = [one for name, one in layer.experts.named_parameters() if name.endswith("_bias")]
+    generator = torch.Generator().manual_seed(2)
+    for bias in biases:
+        bias.data.normal_(generator=generator)
+    states = hidden().requires_grad_()
+    routing = layer.router(states.flatten(0, 1).detach())
+    to_none = torch.rand(len(routing.expert), generator=generator) < 0.3
+    expert = torch.where(to_none, 4, routing.expert)
+    weight = torch.where(to_none, 0, routing.weight).detach().requires_grad_()
+    given = Routing(routing.token, expert, weight, {}, {}, 2)
+    parameters = [states, weight, layer.experts.up, layer.experts.down, *biases]
+
+    output = layer.experts(states, Assignments(given.token, expert, weight, given.top_k, some_to_none=True))
+    formula = biased_expert_by_expert(layer, states, given)
+
+    assert ((output - formula).norm() / formula.norm()).item() < 1e-6
+    found = torch.autograd.grad(output.square().sum(), parameters)
+    expected = torch.autograd.grad(formula.square().sum(), parameters)
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-5
+
+
+def test_parts_of_experts_with_biases_add_up_to_the_whole():
+    layer = moe(bias=True, **CLAMPED)
+    whole, states = layer.experts, hidden()
+    for name, parameter in whole.named_parameters():
+        if name.endswith("_bias"):
+            parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)))
+    routing = layer.router(states.flatten(0, 1))
+    total = torch.zeros_like(states)
+    for part in range(2):
+        own = moe(bias=True, **CLAMPED).experts
+        for name, parameter in whole.named_parameters():
+            dim = whole.feature_dims().get(name)
+            own._parameters[name] = parameter if dim is None else torch.nn.Parameter(parameter.chunk(2, dim)[part])
+        total = total + own(states, given(routing))
+
+    torch.testing.assert_close(total, whole(states, given(routing)), atol=1e-5, rtol=1e-5)
+    assert whole.parameter_roles() == dict.fromkeys(("gate", "up", "down"), "expert") | dict.fromkeys(
+        ("gate_bias", "up_bias", "down_bias"), "bias"
+    )
+
+
+def test_biases_are_scaled_with_the_weights_of_their_expert():
+    layer, plain = (moe(bias=True, scale_gradients=scaled) for scaled in (True, False))
+    layer.before_optimizer_step({"load": torch.tensor([2.0, 4.0, 0.0, 10.0]), "dropped": torch.zeros(4)}, 0.5)
+
+    found, expected = (
+        torch.autograd.grad(one(hidden()).square().sum(), one.experts.up_bias)[0] for one in (layer, plain)
+    )
+
+    torch.testing.assert_close(found, expected * torch.tensor([2.0, 1.0, 4.0, 0.4])[:, None])
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"activation_limit": 3.0}, 'has no effect without activation = "clamped_swiglu"'),
+        ({"activation": "silu", "activation_slope": 1.0}, 'has no effect without activation = "clamped_swiglu"'),
+        ({**CLAMPED, "shared_experts": 1}, "is that of routed experts alone; shared_experts have silu, gelu, relu"),
+        ({**CLAMPED, "activation_limit": 0.0}, "activation_limit"),
+        ({"activation": "clamped_swiglo"}, "did you mean 'clamped_swiglu'"),
+    ],
+)
+def test_settings_of_experts_that_contradict_each_other_are_refused(keys, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        moe(**keys)
 
 
 def test_one_expert_is_the_dense_layer():

@@ -369,6 +369,9 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ({}, {"first_dense": 1}, "all layers must be sparse"),
         ({}, {"activation": "relu"}, "activation must be silu"),
         ({}, {"capacity_factor": 1.0}, "no capacity_factor"),
+        ({}, {"bias": True}, "MixtralForCausalLM: there must be no bias"),
+        ({}, {"router": {"name": "softmax_topk", "gate_bias": True}}, "there must be no gate_bias"),
+        ({"attention_sinks": True}, {}, "attention_sinks = True has no Hugging Face form"),
         ({}, {"router": {"name": "softmax_topk", "order": "softmax_topk"}}, "weights of a token must sum to 1"),
         ({"qk_norm": True}, {"router": {"name": "softmax_topk", "bias_rate": 0.1}}, "no bias_rate"),
         (

@@ -42,6 +42,11 @@ class TestSoftmaxTopK(RouterConformance):
     component = "forge-plugins-moe:softmax_topk"
 
 
+class TestGptOss(RouterConformance):
+    component = "forge-plugins-moe:softmax_topk"
+    config = {"gate_bias": True}
+
+
 class TestSwitch(RouterConformance):
     component = "forge-plugins-moe:softmax_topk"
     config: ClassVar = {"top_k": 1, "order": "softmax_topk", "balance_scope": "microbatch", "z_loss": 0.001}

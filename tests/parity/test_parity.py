@@ -28,6 +28,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("moe-ep4-hierarchical-chunks2-ac-full-packed", "moe-pp2-ep2-zero-bubble-v-overlap"),
     *("moe-tp2-expert-choice-ac-full", "moe-tp2-noisy-ac-full", "moe-pp2-sinkhorn"),
     *("moe-ep2-tp2-fp8", "moe-pp2-fp8"),
+    *("moe-ac-selective-compiled-biased", "moe-tp2-fsdp2-whole-positions-biased", "moe-pp2-ep2-biased"),
     *("moe-ep2-copies2", "moe-pp2-ep2-capacity-ac-full", "moe-pp2-ep2-dualpipe-v-packed"),
     *("ahead-ac-auto", "ahead-ac-full", "ahead-chunked", "ahead-microbatches2-moe-packed"),
     *("ahead-compiled-ac-selective", "ahead-compiled-whole-model"),

@@ -17,8 +17,6 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from forge_plugins_dense.config import Activation
-
 _BLOCK = 32
 """Of which an expert's rows are a multiple: AMX sums over 32 features of bf16 at once, and for the gradient of weights
 it sums over rows."""
@@ -46,7 +44,7 @@ def batched_experts(
     gate: torch.Tensor | None,
     up: torch.Tensor,
     down: torch.Tensor,
-    activation: Activation,
+    activation: str,
 ) -> torch.Tensor:
     """Each row through its expert, ``(R, D)`` bf16: ``down · (act(gate · x) ∘ up · x)``, each product rounded to bf16.
 

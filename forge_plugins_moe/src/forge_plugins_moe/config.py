@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 DropPolicy = Literal["weight", "position"]
+ExpertActivation = Literal[Activation, "clamped_swiglu"]
 
 FLOAT8_MULTIPLE = 16
 """What an expert's features must be multiples of for products in float8: rows then begin at 16 bytes."""
@@ -125,13 +126,20 @@ class NothingToChoose:
 
 def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: str | None) -> None:
     dense = config.dense.config
+    if value == "clamped_swiglu" and config.shared_experts:
+        raise ValueError(f"is that of routed experts alone; shared_experts have {', '.join(get_args(Activation))}")
     if value is not None or not isinstance(dense, MLPConfig):
         return
     if dense.activation not in get_args(Activation) or dense.is_gated != (dense.activation == "silu"):
         raise ValueError(
-            f'must be given, one of {", ".join(get_args(Activation))}: that of the dense layer, "{dense.activation}"'
-            f"{' with a gate' if dense.is_gated else ' without a gate'}, is none that experts have"
+            f"must be given, one of {', '.join(get_args(ExpertActivation))}: that of the dense layer, "
+            f'"{dense.activation}" {"with" if dense.is_gated else "without"} a gate, is none that experts have'
         )
+
+
+def _with_clamp(config: MoEConfig, attribute: attrs.Attribute[float], value: float) -> None:
+    if value != attribute.default and config.activation != "clamped_swiglu":
+        raise ValueError('has no effect without activation = "clamped_swiglu"')
 
 
 @attrs.frozen(kw_only=True)
@@ -147,8 +155,15 @@ class MoEConfig:
     width_factor: float = attrs.field(default=1.0, validator=[gt(0), _is_the_only_width])
     """Scales the default ``hidden_dim``. With 1/m, m times as many experts and m times as many a token, as much is
     computed, in finer grains (Dai et al. 2024, arXiv 2401.06066)."""
-    activation: Activation | None = attrs.field(default=None, validator=_is_known_to_experts)
-    """As that of ``mlp``; by default that of the ``dense`` layer."""
+    activation: ExpertActivation | None = attrs.field(default=None, validator=_is_known_to_experts)
+    """As that of ``mlp``; by default that of the ``dense`` layer. ``clamped_swiglu`` is ``(u + 1) · g · σ(slope · g)``
+    of what ``gate`` gives, at most the limit, and of what ``up`` gives, within the limit on both sides (gpt-oss)."""
+    activation_limit: float = attrs.field(default=7.0, validator=[gt(0), _with_clamp])
+    """The limit of ``clamped_swiglu``."""
+    activation_slope: float = attrs.field(default=1.702, validator=[gt(0), _with_clamp])
+    """The slope of ``clamped_swiglu``."""
+    bias: bool = False
+    """Add a bias in each matrix of the routed experts (gpt-oss)."""
     shared_experts: int = attrs.field(default=0, validator=ge(0))
     """Experts that every token visits beside those that the router chooses. They are one layer of so many times the
     width, which is the same."""

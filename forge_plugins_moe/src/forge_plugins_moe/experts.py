@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from forge_core.contracts.model import Initializer, ParameterRole
 from forge_core.errors import ConfigError
 from forge_core.ops.accumulate import unchanged
-from forge_plugins_dense.config import Activation
-from forge_plugins_dense.initial_values import normal
+from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_moe.batched_experts import batched_experts, in_batches
-from forge_plugins_moe.config import FLOAT8_MULTIPLE
+from forge_plugins_moe.config import FLOAT8_MULTIPLE, ExpertActivation
 from forge_plugins_moe.dispatch import Assignments, Dispatcher, LocalDispatcher
 from forge_plugins_moe.float8_product import emulated_float8_product, float8_product
 from forge_plugins_moe.grouped import Product, grouped_product
@@ -30,23 +30,49 @@ _MOST = 10.0
 """By which a gradient is scaled. An expert that had no token in one step may have many in the next."""
 
 
+@attrs.frozen
+class Clamp:
+    """SwiGLU as gpt-oss has it."""
+
+    limit: float
+    slope: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """``(u + 1) · g · σ(slope · g)`` of the clamped ``gate`` and ``up``, all of one shape."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(self.slope * gate))
+
+
 class Experts(nn.Module):
-    """``E`` feed-forward layers without biases, each SwiGLU (``silu``) or of two matrices, in stacks ``(E, out, in)``.
+    """``E`` feed-forward layers, each SwiGLU (``silu``, or with a ``clamp``) or of two matrices, in stacks ``(E, out,
+    in)``. Biases are ``(E, out)``.
 
     Which rows an expert works on is its dispatcher's to say.
     """
 
     def __init__(
-        self, n_experts: int, dim: int, hidden_dim: int, activation: Activation, *, scale_gradients: bool = False
+        self,
+        n_experts: int,
+        dim: int,
+        hidden_dim: int,
+        activation: ExpertActivation,
+        *,
+        bias: bool = False,
+        clamp: Clamp | None = None,
+        scale_gradients: bool = False,
     ) -> None:
         super().__init__()
-        self.n_experts = n_experts
+        self.n_experts, self.hidden_dim = n_experts, hidden_dim
         self.first_expert = 0
         """Of this rank's."""
-        self.activation = activation
-        self.gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if activation == "silu" else None
+        self.activation, self.clamp = activation, clamp
+        is_gated = clamp is not None or activation == "silu"
+        self.gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if is_gated else None
         self.up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.gate_bias = nn.Parameter(torch.empty(n_experts, hidden_dim)) if bias and is_gated else None
+        self.up_bias = nn.Parameter(torch.empty(n_experts, hidden_dim)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
         self.register_buffer("gradient_scale", torch.empty(n_experts) if scale_gradients else None)
         self.dispatcher: Dispatcher = LocalDispatcher(n_experts)
         self.product: Callable[[torch.Tensor, torch.Tensor], Product] = grouped_product
@@ -82,14 +108,18 @@ class Experts(nn.Module):
         """
         gate = None if self.gate is None else self._local(self.gate)
         up, down = self._local(self.up), self._local(self.down)
-        if self.product is grouped_product and in_batches(rows):
+        is_plain = self.clamp is None and self.up_bias is None
+        if is_plain and self.product is grouped_product and in_batches(rows):
             return batched_experts(rows, counts, gate, up, down, self.activation)
         multiply = self.product(counts, up)
+        raised = self._biased(multiply(rows, up), self.up_bias, counts)
         if gate is None:
-            hidden = (F.gelu if self.activation == "gelu" else F.relu)(multiply(rows, up))
+            hidden = (F.gelu if self.activation == "gelu" else F.relu)(raised)
         else:
-            hidden = F.silu(multiply(rows, gate)) * multiply(rows, up)
-        return multiply(hidden, down)
+            gated = self._biased(multiply(rows, gate), self.gate_bias, counts)
+            hidden = F.silu(gated) * raised if self.clamp is None else self.clamp(gated, raised)
+        # of a part of the hidden features, the output is a part of the sum, which has as much of the bias
+        return self._biased(multiply(hidden, down), self.down_bias, counts, up.shape[1] / self.hidden_dim)
 
     def learn_load(self, load: torch.Tensor) -> None:
         """From here on, scale the gradient of each expert's weights by the mean load over its own, if that is wanted;
@@ -101,6 +131,19 @@ class Experts(nn.Module):
         if self.gradient_scale is not None:
             scale = (load.mean() / load.clamp(min=1)).clamp(max=_MOST)
             self.gradient_scale.copy_(torch.where(load.sum() > 0, scale, self.gradient_scale))
+
+    def _biased(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor, part: float = 1.0
+    ) -> torch.Tensor:
+        """``(R, F)``, each row with so much of the bias of its expert; as it is without biases. Rows of no expert
+        become 0, and their gradients, which may be anything, too."""
+        if bias is None:
+            return rows
+        bias = self._local(bias) * part if part != 1 else self._local(bias)
+        ends = counts.cumsum(0)
+        place = torch.arange(len(rows), device=rows.device)[:, None]
+        owner = (place >= ends - counts) & (place < ends)
+        return torch.where(place < ends[-1], torch.addmm(rows, owner.to(rows.dtype), bias.to(rows.dtype)), 0)
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part, connected to the whole."""
@@ -117,17 +160,19 @@ class Experts(nn.Module):
             rng.fill_each(f"{prefix}gate", self.gate, normal(std))
         rng.fill_each(f"{prefix}up", self.up, normal(std))
         rng.fill_each(f"{prefix}down", self.down, normal(residual_std))
+        for name, bias in self._biases().items():
+            rng.fill_each(f"{prefix}{name}", bias, zeros)
         if self.gradient_scale is not None:
             rng.fill(f"{prefix}gradient_scale", self.gradient_scale, lambda full, _: full.fill_(1))
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``FeedForward.parameter_roles``."""
-        return {name: "expert" for name, _ in self.named_parameters()}
+        return {name: "bias" if name in self._biases() else "expert" for name, _ in self.named_parameters()}
 
     def feature_dims(self) -> Mapping[str, int]:
         """Same as ``StackedExperts.feature_dims``."""
-        dims = {"up": 1, "down": 2}
-        return dims if self.gate is None else {"gate": 1, **dims}
+        dims = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
+        return {name: dim for name, dim in dims.items() if getattr(self, name) is not None}
 
     def multiply_in_float8(self, capability: tuple[int, int] | None) -> None:
         """Same as ``Float8Experts.multiply_in_float8``."""
@@ -145,8 +190,12 @@ class Experts(nn.Module):
         self.product = emulated_float8_product if capability is None else float8_product
 
     def expert_parameters(self) -> int:
-        """Weights of one expert."""
-        return sum(parameter[0].numel() for parameter in self.parameters())
+        """Weights of one expert, without biases."""
+        return sum(stack[0].numel() for stack in (self.gate, self.up, self.down) if stack is not None)
+
+    def _biases(self) -> dict[str, nn.Parameter]:
+        biases = {"gate_bias": self.gate_bias, "up_bias": self.up_bias, "down_bias": self.down_bias}
+        return {name: bias for name, bias in biases.items() if bias is not None}
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -160,4 +209,5 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (scale,) = ctx.saved_tensors
-        return gradients[0] * scale[:, None, None].to(gradients[0].dtype), None
+        (gradient,) = gradients
+        return gradient * scale.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype), None

@@ -22,7 +22,7 @@ from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
-from forge_plugins_moe.experts import Experts
+from forge_plugins_moe.experts import Clamp, Experts
 from forge_plugins_moe.overlap import Meanwhile
 from forge_plugins_moe.routing_check import refuse_form, refuse_values
 from forge_plugins_moe.shared_experts import SharedExperts
@@ -60,7 +60,15 @@ class MoE(nn.Module):
                 f"the router {config.router.qualified_name} needs {unknown[0]!r}; of each token it can be given "
                 f"{' and '.join(TOKEN_FACTS)}. This is a bug in the router."
             )
-        self.experts = Experts(config.n_experts, dim, hidden_dim, activation, scale_gradients=config.scale_gradients)
+        self.experts = Experts(
+            config.n_experts,
+            dim,
+            hidden_dim,
+            activation,
+            bias=config.bias,
+            clamp=Clamp(config.activation_limit, config.activation_slope) if activation == "clamped_swiglu" else None,
+            scale_gradients=config.scale_gradients,
+        )
         self.shared: SharedExperts | None = None
         if config.shared_experts:
             width = config.shared_experts * (config.shared_hidden_dim or hidden_dim)
@@ -202,7 +210,8 @@ class MoE(nn.Module):
 
     def active_parameters(self) -> int:
         visited = min(getattr(self.router, "experts_per_token", self.config.n_experts), self.config.n_experts)
-        always = sum(p.numel() for module in (self.router, self.shared) if module for p in module.parameters())
+        modules = [module for module in (self.router, self.shared) if module is not None]
+        always = sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
         return always + round(visited * self.experts.expert_parameters())
 
 

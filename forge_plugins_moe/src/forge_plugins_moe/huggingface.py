@@ -153,17 +153,21 @@ def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator
         yield "rotary_fraction must be 1"
     if (moe.activation or mlp_of(config).activation) != "silu":
         yield "the activation must be silu"
+    if moe.bias or getattr(moe.router.config, "gate_bias", False):
+        yield f"there must be no {'bias' if moe.bias else 'gate_bias'}"
     if moe.capacity_factor is not None:
         yield "there must be no capacity_factor"
 
 
-def _softmax_router(config: TransformerConfig) -> SoftmaxTopKConfig:
+def softmax_router(config: TransformerConfig) -> SoftmaxTopKConfig:
+    """Of a model whose architecture was chosen by it."""
     router = moe_of(config).router.config
     assert isinstance(router, SoftmaxTopKConfig), "the architecture was chosen by it"
     return router
 
 
-def _is_normalized(router: SoftmaxTopKConfig) -> bool:
+def is_normalized(router: SoftmaxTopKConfig) -> bool:
+    """Return whether the weights of a token sum to 1."""
     return router.order == "topk_softmax" or router.normalize
 
 
@@ -174,7 +178,7 @@ def _softmax_problems(config: TransformerConfig) -> Iterator[str]:
 
 
 def _router_problems(config: TransformerConfig) -> Iterator[str]:
-    router = _softmax_router(config)
+    router = softmax_router(config)
     if config.latent_attention is not None:
         yield "there must be no latent_attention"
     if router.route_scale != 1:
@@ -185,14 +189,16 @@ def _router_problems(config: TransformerConfig) -> Iterator[str]:
         yield "there must be no bias_rate"
 
 
-def _all_sparse_problems(config: TransformerConfig) -> Iterator[str]:
+def all_sparse_problems(config: TransformerConfig) -> Iterator[str]:
+    """What keeps a model from having a softmax router in each layer, and nothing else."""
     yield from _softmax_problems(config)
     if len(sparse_layers(config)) < config.n_layers:
         yield "all layers must be sparse"
 
 
-def _read_softmax_router(hf: Mapping[str, Any], table: Table, n_sparse: int | None = None) -> None:
-    """
+def read_softmax_router(hf: Mapping[str, Any], table: Table, n_sparse: int | None = None) -> None:
+    """Put the router into a table ``[model]`` with a ``feed_forward``.
+
     Args:
         n_sparse: number of sparse layers; by default all are.
     """
@@ -204,8 +210,9 @@ def _read_softmax_router(hf: Mapping[str, Any], table: Table, n_sparse: int | No
     table["feed_forward"]["router"] = router
 
 
-def _write_softmax_router(config: TransformerConfig, table: Table) -> None:
-    router = _softmax_router(config)
+def write_softmax_router(config: TransformerConfig, table: Table) -> None:
+    """The coefficient of its balance loss, into the content of a ``config.json``."""
+    router = softmax_router(config)
     table["router_aux_loss_coef"] = router.balance * len(sparse_layers(config)) / router.top_k
 
 
@@ -219,17 +226,17 @@ def _refuse_window(hf: Mapping[str, Any], window: int | None) -> None:
 
 def _read_mixtral(hf: Mapping[str, Any], table: Table) -> None:
     _refuse_window(hf, hf.get("sliding_window"))
-    _read_softmax_router({key: value for key, value in hf.items() if key != "norm_topk_prob"}, table)
+    read_softmax_router({key: value for key, value in hf.items() if key != "norm_topk_prob"}, table)
 
 
 def _write_mixtral(config: TransformerConfig, table: Table) -> None:
-    _write_softmax_router(config, table)
+    write_softmax_router(config, table)
     table["sliding_window"] = None
 
 
 def _mixtral_problems(config: TransformerConfig) -> Iterator[str]:
-    yield from _all_sparse_problems(config)
-    if not _is_normalized(_softmax_router(config)):
+    yield from all_sparse_problems(config)
+    if not is_normalized(softmax_router(config)):
         yield "without qk_norm, the weights of a token must sum to 1"
 
 
@@ -257,7 +264,7 @@ def _read_sparse_layers(hf: Mapping[str, Any], table: Table) -> None:
     step, dense_layers = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
     layers = range(hf["num_hidden_layers"])
     sparse = [layer for layer in layers if layer not in dense_layers and (layer + 1) % step == 0]
-    _read_softmax_router(hf, table, len(sparse))
+    read_softmax_router(hf, table, len(sparse))
     if dense_layers:
         table["feed_forward"]["layers"] = sparse
     elif step > 1:
@@ -265,8 +272,8 @@ def _read_sparse_layers(hf: Mapping[str, Any], table: Table) -> None:
 
 
 def _write_qwen3(config: TransformerConfig, table: Table) -> None:
-    _write_softmax_router(config, table)
-    table["norm_topk_prob"] = _is_normalized(_softmax_router(config))
+    write_softmax_router(config, table)
+    table["norm_topk_prob"] = is_normalized(softmax_router(config))
     table["attention_bias"] = config.attention_bias == "all"
     table["decoder_sparse_step"] = 1
     table["mlp_only_layers"] = sorted({*range(config.n_layers)}.difference(sparse_layers(config)))
@@ -324,16 +331,16 @@ QWEN2_MOE = Architecture(
 
 def _read_olmoe(hf: Mapping[str, Any], table: Table) -> None:
     table |= {"qk_norm": True, "qk_norm_over": "all"}
-    _read_softmax_router(hf, table)
+    read_softmax_router(hf, table)
 
 
 def _write_olmoe(config: TransformerConfig, table: Table) -> None:
-    _write_softmax_router(config, table)
-    table["norm_topk_prob"] = _is_normalized(_softmax_router(config))
+    write_softmax_router(config, table)
+    table["norm_topk_prob"] = is_normalized(softmax_router(config))
 
 
 def _olmoe_problems(config: TransformerConfig) -> Iterator[str]:
-    yield from _all_sparse_problems(config)
+    yield from all_sparse_problems(config)
     if config.head_size * config.n_heads != config.dim:
         yield "all heads together must be as wide as dim"
 

@@ -53,7 +53,7 @@ def to_hf_state(
     """
     made, architecture = how_to_write(config, packed=packed), architecture_of(config)
     spare = {name for name in state if name.startswith(_predictors(config, architecture))}
-    spare |= {*_kept(config), *(["head.weight"] if config.tie_embeddings else [])}
+    spare |= {*kept_of_last_step(config), *(["head.weight"] if config.tie_embeddings else [])}
     dense.check_complete(state.keys() - spare, {name for one in made.values() for name in one.reads})
     return _made(made, state)
 
@@ -83,7 +83,7 @@ def how_to_read(names: Collection[str], config: TransformerConfig) -> dict[str, 
     made = {ours: Made((theirs,), _turn(ours, config, to_pairs=False)) for ours, theirs in plain.items()}
     for layer in layers:
         made |= layer.read()
-    for name, first in _kept(config).items():
+    for name, first in kept_of_last_step(config).items():
         made[name] = Made((), functools.partial(torch.full, (moe_of(config).n_experts,), first))
     return made
 
@@ -245,7 +245,7 @@ def _prefix(layer: int, architecture: Architecture, *, packed: bool) -> str:
     return f"model.layers.{layer}.{'mlp' if packed else architecture.layer}"
 
 
-def _kept(config: TransformerConfig) -> dict[str, float]:
+def kept_of_last_step(config: TransformerConfig) -> dict[str, float]:
     """What a run keeps of the last step, for each expert, and Hugging Face's models do not; with its first value."""
     moe = moe_of(config)
     kept = {}

@@ -150,3 +150,9 @@ def forge_weight_layouts() -> Iterable[Component]:
         factory="forge_plugins_moe.weight_layouts:SparseLayout",
         config="forge_plugins_hf.layout_config:LayoutConfig",
     )
+    yield Component(
+        name="gpt_oss",
+        summary="gpt-oss, with experts in bf16 or in MXFP4",
+        factory="forge_plugins_moe.gpt_oss_layout:GptOssLayout",
+        config="forge_plugins_hf.layout_config:LayoutConfig",
+    )

@@ -89,6 +89,8 @@ class TopKConfig(TokenChoiceConfig):
 
     route_scale: float = attrs.field(default=1.0, validator=gt(0))
     """Multiplies all weights, last (DeepSeek-V3: 2.5)."""
+    gate_bias: bool = False
+    """Add a learned bias to the logits (gpt-oss). It is no selection bias: weights have it too."""
     n_groups: int = attrs.field(default=1, validator=ge(1))
     """Groups of neighbouring experts, as on one node; a token goes to few of them (DeepSeek-V3)."""
     groups_per_token: int | None = attrs.field(default=None, validator=[optional(ge(1)), _among_groups])

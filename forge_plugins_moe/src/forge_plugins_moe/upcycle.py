@@ -257,6 +257,9 @@ def _refuse_layer(layer: str, part: MoE, dense: Mapping[str, torch.Tensor], how:
         raise ConfigError(
             f"{layer}: nothing of a dense layer is shared by experts; set shared_experts = 0 in the sparse model"
         )
+    if part.config.bias or part.config.activation == "clamped_swiglu":
+        key = "bias" if part.config.bias else "activation"
+        raise ConfigError(f"{layer}: a dense layer has no such {key}; leave out {key} in the sparse model")
     if part.config.n_experts % how.granularity:
         raise ConfigError(
             f"granularity = {how.granularity}: {part.config.n_experts} experts are not whole copies of a dense layer "

@@ -38,6 +38,9 @@ MODELS = {
     "llama yarn, other attention": lambda: LlamaForCausalLM(
         LlamaConfig(**SHAPE, rope_parameters=YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.3})
     ),
+    "llama yarn, not truncated": lambda: LlamaForCausalLM(
+        LlamaConfig(**SHAPE, rope_parameters=YARN | {"beta_fast": 3.0, "truncate": False})
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
     "qwen3 tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
 }
@@ -106,7 +109,6 @@ def test_configurations_of_transformers_4_are_read(mlp):
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
-        ({"rope_scaling": YARN | {"truncate": False}}, "truncate = false"),
     ],
 )
 def test_what_the_transformer_has_not_is_refused(change, words):

@@ -87,6 +87,7 @@ MODELS = {
         first_k_dense_replace=1,
         n_shared_experts=1,
     ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=5),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
     ),

@@ -63,6 +63,10 @@ _MIXTURE = [  # with other weights from the sixth step on
     ),
     "phases=[{at=6, data={weights={short=2.0}}}]",
 ]
+_MOE_BIASED = (  # with a limit that is reached; the bias of "down" is whole where tp cuts the rest
+    'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, activation="clamped_swiglu", activation_limit=0.1, '
+    'bias=true, router={name="softmax_topk", gate_bias=true, balance=0.01}}'
+)
 _MOE = f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}'
 
 TRAININGS: Mapping[str, Sequence[str]] = {
@@ -94,6 +98,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         "model.latent_attention={kv_rank=24, q_rank=16, plain_dim=4, rotary_dim=4, value_dim=6}",
     ],
     "moe": [_MOE],
+    "moe biased": [_MOE_BIASED],
     "moe packed": [
         _MOE,
         *_PACKED,
@@ -418,6 +423,14 @@ CELLS: Mapping[str, Cell] = {
     "moe-accumulation4": Cell(1, FOUR_MICROBATCHES, "moe"),
     "moe-ac-full": Cell(1, [f"{AC}=true"], "moe"),
     "moe-ac-selective-compiled": Cell(1, [f"{AC}.mode=selective", f"{COMPILE}=true"], "moe"),
+    "moe-ac-selective-compiled-biased": Cell(1, [f"{AC}.mode=selective", f"{COMPILE}=true"], "moe biased"),
+    "moe-tp2-biased": Cell(2, [TP2], "moe biased"),
+    "moe-tp2-fsdp2-whole-positions-biased": Cell(
+        4, [TP2, HALF, "parallel.passes.tensor_parallel.sequence_parallel=false"], "moe biased"
+    ),
+    "moe-ep2-fsdp2-biased": Cell(4, [QUARTER, EP2], "moe biased"),
+    "moe-ep2-tp2-biased": Cell(4, [HALF, EP2, TP2], "moe biased"),
+    "moe-pp2-ep2-biased": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "moe biased"),
     "moe-fsdp2": Cell(2, [HALF], "moe every second"),
     "moe-tp2": Cell(2, [TP2], "moe"),
     "moe-tp2-whole-positions": Cell(

@@ -28,17 +28,17 @@ class GatedRouter(nn.Module):
     sums: torch.Tensor
     last_sums: torch.Tensor
 
-    def __init__(self, *, dim: int, n_experts: int, experts_per_token: float) -> None:
+    def __init__(self, *, dim: int, n_experts: int, experts_per_token: float, bias: bool = False) -> None:
         super().__init__()
         self.n_experts = n_experts
         self.experts_per_token = experts_per_token
-        self.gate = nn.Linear(dim, n_experts, bias=False)
+        self.gate = nn.Linear(dim, n_experts, bias=bias)
         self.register_buffer("sums", torch.empty(len(_SUMMED)), persistent=False)
         self.register_buffer("last_sums", torch.empty(len(_SUMMED)), persistent=False)
 
     def logits(self, hidden: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
         """``(T, E)`` fp32 of hidden states ``(T, D)``; 0 at padding, whose gradient is then 0."""
-        return masked_logits(hidden, self.gate.weight, valid)
+        return masked_logits(hidden, self.gate.weight, valid, self.gate.bias)
 
     def z_losses(self, logits: torch.Tensor, valid: torch.Tensor | None, coefficient: float) -> dict[str, torch.Tensor]:
         """The router z-loss as an auxiliary loss, if it is wanted."""
@@ -101,11 +101,15 @@ class GatedRouter(nn.Module):
 
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         rng.fill(f"{prefix}gate.weight", self.gate.weight, normal(std))
+        if self.gate.bias is not None:
+            rng.fill(f"{prefix}gate.bias", self.gate.bias, zeros)
         for name in ("sums", "last_sums"):
             rng.fill(f"{prefix}{name}", self.get_buffer(name), zeros)
 
 
-def masked_logits(hidden: torch.Tensor, weight: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """``hidden · weightᵀ`` in fp32, 0 at padding."""
-    logits = F.linear(hidden.float(), weight.float())
+def masked_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, valid: torch.Tensor | None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``hidden · weightᵀ + bias`` in fp32, 0 at padding."""
+    logits = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
     return logits if valid is None else torch.where(valid[:, None], logits, 0.0)

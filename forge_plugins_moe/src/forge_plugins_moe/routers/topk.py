@@ -44,7 +44,7 @@ class TopKRouter(GatedRouter):
 
     def __init__(self, config: TopKConfig, score_function: ScoreFunction, *, dim: int, n_experts: int) -> None:
         refuse_contradictions(config, n_experts)
-        super().__init__(dim=dim, n_experts=n_experts, experts_per_token=config.top_k)
+        super().__init__(dim=dim, n_experts=n_experts, experts_per_token=config.top_k, bias=config.gate_bias)
         self.config = config
         self.score_function = score_function
         self.has_bias = config.bias_rate is not None

@@ -103,17 +103,24 @@ class DecoderLayout(WeightLayout):
         return {}
 
     def modules(self, config: TransformerConfig) -> set[str]:
-        """What has parameters in a block of ours."""
-        found = {"attention.q", "attention.k", "attention.v", "attention.o", "feed_forward.up", "feed_forward.down"}
+        """What has parameters in a block of ours, but for experts."""
+        found = {"attention.q", "attention.k", "attention.v", "attention.o"}
         if config.norm_placement != "output":
             found |= {"attention_norm", "feed_forward_norm"}
         if config.norm_placement != "input":
             found |= {"attention_output_norm", "feed_forward_output_norm"}
         if config.qk_norm:
             found |= {"attention.q_norm", "attention.k_norm"}
-        return found | ({"feed_forward.gate"} if config.feed_forward.config.is_gated else set())
+        mlp = config.feed_forward.config
+        if isinstance(mlp, MLPConfig):
+            found |= {"feed_forward.up", "feed_forward.down", *(["feed_forward.gate"] if mlp.is_gated else [])}
+        return found
 
     def model_table(self, config_json: Mapping[str, Any]) -> Table:
+        return self.decoder_table(config_json)
+
+    def decoder_table(self, config_json: Mapping[str, Any]) -> Table:
+        """The same as if feed-forward layers were dense."""
         table = self.read(ChainMap(cast("dict[str, Any]", config_json), dict(self.defaults)))
         return {key: value for key, value in table.items() if value not in (None, [], ())}
 
@@ -127,7 +134,7 @@ class DecoderLayout(WeightLayout):
             "model_type": self.model_type,
             "vocab_size": vocab_size,
         }
-        different = sorted(_differences(config, self.model_table(table)))
+        different = sorted(_differences(config, self.decoder_table(table)))
         if different:
             raise ConfigError(f"{name} has another {', '.join(different[:3])}{and_more(len(different), 3)}")
         return table

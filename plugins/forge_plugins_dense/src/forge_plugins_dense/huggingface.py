@@ -233,8 +233,6 @@ def _refuse_windows(hf: Mapping[str, Any], architecture: str) -> None:
 
 def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """There, cosines and sines are multiplied by ``attention_factor``, and logits so by its square."""
-    if not rope.get("truncate", True):
-        raise ConfigError("yarn with truncate = false is not supported")
     original = rope.get("original_max_position_embeddings") or hf["max_position_embeddings"]
     factor = float(rope.get("factor") or hf["max_position_embeddings"] / original)
     attention_factor = rope.get("attention_factor")
@@ -246,6 +244,7 @@ def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
         "original_max_seq_len": original,
         "beta_slow": float(rope.get("beta_slow") or 1),
         "beta_fast": float(rope.get("beta_fast") or 32),
+        **({} if rope.get("truncate", True) else {"truncate": False}),
         "logit_scale": attention_factor**2,
     }
 
@@ -303,6 +302,7 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
             "original_max_position_embeddings": config.yarn.original_max_seq_len,
             "beta_slow": config.yarn.beta_slow,
             "beta_fast": config.yarn.beta_fast,
+            **({} if config.yarn.truncate else {"truncate": False}),
             "attention_factor": math.sqrt(config.logit_scale),
         }
     if config.rope_scaling is not None:

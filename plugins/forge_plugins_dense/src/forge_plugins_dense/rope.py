@@ -71,11 +71,13 @@ def _frequencies(
 
 def _fast_in_yarn(pair: torch.Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> torch.Tensor:
     """1 for pairs that stay as they are, 0 for those that become slower, a straight line between: arXiv 2309.00071,
-    section 3.2, with the ends of the line rounded to whole pairs as in the authors' code."""
+    section 3.2, with the ends of the line rounded to whole pairs, if that is asked for, as in the authors' code."""
 
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(scaling.original_max_seq_len / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     return 1.0 - ((pair - first) / max(last - first, 0.001)).clamp(0.0, 1.0)

@@ -45,5 +45,7 @@ class YarnScaling:
     beta_fast: float = attrs.field(default=32.0, validator=[gt(0), _above_beta_slow])
     """Rotations that turn more often than this within ``original_max_seq_len`` are fast; between the two, the frequency
     is interpolated."""
+    truncate: bool = True
+    """Take whole pairs of features for the ends of what is interpolated; gpt-oss does not."""
     logit_scale: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """What the logits of attention are multiplied by; by default ``(0.1 · ln(factor) + 1)²``."""

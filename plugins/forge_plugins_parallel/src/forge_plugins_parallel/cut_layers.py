@@ -174,6 +174,12 @@ class TensorParallelExperts(CutLayer):
     def forward(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         return self.ranks.leave(super().forward(self.ranks.read(hidden), *args))
 
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        module: Any = self
+        whole = {name for name, parameter in parameters.items() if parameter is not None} - module.feature_dims().keys()
+        parts = super().parts_of(parameters)
+        return parts | {name: sum_gradients(parts[name], self.ranks) for name in whole}
+
 
 class Replicated(CutLayer):
     """A module whose parameters, and those of all modules in it, are whole on every rank, and which works on a part of
