@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
@@ -75,6 +77,12 @@ MODELS = {
     "glm": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**GLM, attention_bias=True, use_qk_norm=True)),
     "glm, other": lambda: Glm4MoeForCausalLM(
         Glm4MoeConfig(**GLM, n_group=4, topk_group=2, routed_scaling_factor=1.5, partial_rotary_factor=1.0)
+    ),
+    "deepseek v2": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy", routed_scaling_factor=2.5)
+    ),
+    "deepseek v2, other": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(**DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0}, rope_parameters=YARN)
     ),
     "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)),
     "deepseek, other": lambda: DeepseekV3ForCausalLM(
@@ -315,7 +323,52 @@ def test_the_released_configurations_are_read(decoder):
         "v_head_dim": 128,
         "vocab_size": 129280,
     }
-    sizes = ((mixtral, 46.70), (qwen3, 30.53), (olmoe, 6.92), (deepseek, 671.03))
+    deepseek_v2 = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1536,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    }
+    router = config_from_hf(deepseek_v2)["feed_forward"]["router"]
+    assert (router["balance"], router["balance_scope"]) == (0.001, "sequence")
+    sizes = ((mixtral, 46.70), (qwen3, 30.53), (olmoe, 6.92), (deepseek, 671.03), (deepseek_v2, 235.74))
     for hf, billions in sizes:
         model = decoder(config_from_hf(hf), seed=None)
         n_parameters = sum(parameter.numel() for name, parameter in model.named_parameters())
@@ -328,7 +381,7 @@ def test_the_released_configurations_are_read(decoder):
     [
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "LlamaForCausalLM is not supported; DeepseekV3ForCausalLM, Glm4MoeForCausalLM, MixtralForCausalLM",
+            "LlamaForCausalLM is not supported; DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM",
         ),
         ({"sliding_window": 16}, "sliding_window = 16 is not supported"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
@@ -336,6 +389,9 @@ def test_the_released_configurations_are_read(decoder):
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window = True"),
         ({**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False}, "rope_interleave = False"),
+        ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True}, "norm_topk_prob = True"),
+        ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, "greedy and group_lim"),
+        ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "scoring_func": "sigmoid"}, "scoring_func = 'sigm"),
         ({**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
         (
             {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "rope_scaling": YARN | {"mscale": 1.0}},
@@ -349,12 +405,33 @@ def test_what_we_have_no_equal_of_is_refused(change, words):
         config_from_hf({**hf, "moe_intermediate_size": 24} | change)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize(("by_sequence", "scope"), [(True, "sequence"), (False, "global_batch")])
+def test_the_balance_loss_of_deepseek_goes_both_ways(version, by_sequence, scope, decoder):
+    hf = {**DEEPSEEK, "architectures": [f"DeepseekV{version}ForCausalLM"], "rms_norm_eps": 1e-6}
+    config = decoder(config_from_hf({**hf, "aux_loss_alpha": 0.01, "seq_aux": by_sequence}), seed=None).config
+    router = config.feed_forward.config.router.config
+
+    table = hf_config(config, 50)
+
+    assert (router.balance, router.balance_scope) == (0.01, scope)
+    assert (table["aux_loss_alpha"], table["seq_aux"]) == (0.01, by_sequence)
+    assert config_from_hf(hf)["feed_forward"]["router"]["balance"] == 0
+
+
 def test_a_window_as_long_as_the_longest_sequence_is_no_window():
     hf = {"architectures": ["MixtralForCausalLM"], **SHAPE, "num_local_experts": 8, "sliding_window": 64}
     assert config_from_hf(hf)["max_seq_len"] == 64
 
 
 LATENT: dict[str, Any] = {"n_kv_heads": None, "latent_attention": {"kv_rank": 16}, "norm_eps": 1e-6}
+GROUPED: dict[str, Any] = {
+    "name": "softmax_topk",
+    "order": "softmax_topk",
+    "n_groups": 2,
+    "groups_per_token": 1,
+    "group_score": "max",
+}
 SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
 
 
@@ -381,7 +458,10 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ),
         ({"norm": "layernorm"}, {}, "rmsnorm"),
         ({}, {"router": "sigmoid_topk"}, "Glm4MoeForCausalLM: there must be shared_experts"),
-        (LATENT, {}, "MixtralForCausalLM: there must be no latent_attention"),
+        (LATENT, {}, "DeepseekV2ForCausalLM: the weights of a token must be those of the softmax"),
+        (LATENT, {"router": GROUPED | {"group_score": "top2_sum"}, "shared_experts": 1}, "group_score must be max"),
+        (LATENT, {"router": GROUPED | {"bias_rate": 0.1}, "shared_experts": 1}, "there must be no bias_rate"),
+        (LATENT, {"router": GROUPED}, "there must be shared_experts"),
         (LATENT, SIGMOID | {"layers": [0]}, "dense layers must come first"),
         (LATENT, SIGMOID | {"shared_gate": True}, "no shared_gate"),
         (LATENT | {"norm_eps": 1e-5}, SIGMOID, "norm_eps must be 1e-06"),

@@ -16,6 +16,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface as dense
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_moe import huggingface_deepseek as deepseek
+from forge_plugins_moe import huggingface_deepseek_v2 as deepseek_v2
 from forge_plugins_moe import huggingface_glm4 as glm4
 from forge_plugins_moe.router_config import SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.sparse_config import expert_width, mlp_of, moe_of, sparse_layers
@@ -116,8 +117,7 @@ def architecture_of(config: TransformerConfig) -> Architecture:
     if isinstance(moe.router.config, SigmoidTopKConfig):
         architecture = GLM4_MOE if config.latent_attention is None else DEEPSEEK_V3
     elif isinstance(moe.router.config, SoftmaxTopKConfig):
-        normed = OLMOE if config.qk_norm_over == "all" else QWEN3_MOE
-        architecture = normed if config.qk_norm else QWEN2_MOE if moe.shared_experts else MIXTRAL
+        architecture = _with_softmax(config)
     else:
         raise ConfigError(
             f"the router {moe.router.name!r} has no Hugging Face form; softmax_topk and sigmoid_topk have"
@@ -126,6 +126,15 @@ def architecture_of(config: TransformerConfig) -> Architecture:
     if problems:
         raise ConfigError(f"this model has no Hugging Face form like {architecture.name}: {'; '.join(problems)}")
     return architecture
+
+
+def _with_softmax(config: TransformerConfig) -> Architecture:
+    """The nearest of those whose router is ``softmax_topk``."""
+    if config.latent_attention is not None:
+        return DEEPSEEK_V2
+    if config.qk_norm:
+        return OLMOE if config.qk_norm_over == "all" else QWEN3_MOE
+    return QWEN2_MOE if moe_of(config).shared_experts else MIXTRAL
 
 
 def _named(hf: Mapping[str, Any]) -> Architecture:
@@ -179,8 +188,6 @@ def _softmax_problems(config: TransformerConfig) -> Iterator[str]:
 
 def _router_problems(config: TransformerConfig) -> Iterator[str]:
     router = softmax_router(config)
-    if config.latent_attention is not None:
-        yield "there must be no latent_attention"
     if router.route_scale != 1:
         yield "route_scale must be 1"
     if router.n_groups != 1:
@@ -356,6 +363,18 @@ OLMOE = Architecture(
     write=_write_olmoe,
     problems=_olmoe_problems,
 )
+DEEPSEEK_V2 = Architecture(
+    name="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    defaults=deepseek_v2.DEFAULTS,
+    supported=deepseek_v2.SUPPORTED,
+    n_experts="n_routed_experts",
+    width="moe_intermediate_size",
+    shared="shared_experts",
+    read=deepseek_v2.read,
+    write=deepseek_v2.write,
+    problems=deepseek_v2.problems,
+)
 DEEPSEEK_V3 = Architecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
@@ -386,4 +405,4 @@ GLM4_MOE = Architecture(
     write=glm4.write,
     problems=glm4.problems,
 )
-ARCHITECTURES = (DEEPSEEK_V3, GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)
+ARCHITECTURES = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE)

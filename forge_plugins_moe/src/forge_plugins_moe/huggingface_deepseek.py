@@ -8,13 +8,13 @@ from typing import Any
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
-from forge_plugins_moe.router_config import SigmoidTopKConfig
+from forge_plugins_moe.router_config import SigmoidTopKConfig, TopKConfig
 from forge_plugins_moe.sparse_config import expert_width, moe_of, sparse_layers
 
-_LATENT_EPS = 1e-6
+LATENT_EPS = 1e-6
 """What Hugging Face's norms of latents add, whatever ``rms_norm_eps`` is."""
 DEFAULTS = {
-    "rms_norm_eps": _LATENT_EPS,
+    "rms_norm_eps": LATENT_EPS,
     "n_group": 8,
     "topk_group": 4,
     "norm_topk_prob": True,
@@ -31,9 +31,21 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
     Raises:
         ConfigError: it uses something that we have not.
     """
-    if table["norm_eps"] != _LATENT_EPS:
+    hf.get("num_nextn_predict_layers")  # of the predictors, which are left out
+    read_attention(hf, table)
+    read_experts(hf, table)
+
+
+def read_attention(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
+    """Latent attention, as DeepSeek-V2 has it too.
+
+    Raises:
+        ConfigError: it uses something that we have not.
+    """
+    hf.get("ep_size")  # of those who trained it
+    if table["norm_eps"] != LATENT_EPS:
         raise ConfigError(
-            f"rms_norm_eps = {table['norm_eps']} is not supported, as Hugging Face has {_LATENT_EPS} in the norms of "
+            f"rms_norm_eps = {table['norm_eps']} is not supported, as Hugging Face has {LATENT_EPS} in the norms of "
             "latents in any case, and here all norms have the same"
         )
     for key in ("n_kv_heads", "head_dim"):
@@ -41,7 +53,6 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
     width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
     if hf.get("qk_head_dim", width) != width:
         raise ConfigError(f"qk_head_dim = {hf['qk_head_dim']} is not qk_nope_head_dim + qk_rope_head_dim = {width}")
-    hf.get("num_nextn_predict_layers")  # of the predictors, which are left out
     table["latent_attention"] = {
         "kv_rank": hf["kv_lora_rank"],
         "plain_dim": hf["qk_nope_head_dim"],
@@ -52,7 +63,6 @@ def read(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
         table["latent_attention"]["q_rank"] = hf["q_lora_rank"]
     if "yarn" in table:
         table["yarn"]["logit_scale"] = _logit_scale(hf, table["yarn"])
-    read_experts(hf, table)
 
 
 def read_experts(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
@@ -66,6 +76,20 @@ def read_experts(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
     }
     if hf["topk_group"] < hf["n_group"]:
         router |= {"n_groups": hf["n_group"], "groups_per_token": hf["topk_group"]}
+    read_balance(hf, router)
+    read_layers(hf, table, router)
+
+
+def read_balance(hf: Mapping[str, Any], router: dict[str, Any]) -> None:
+    """The balance loss that DeepSeek's own code has, of each sequence or of a batch; Hugging Face's has none."""
+    coefficient, by_sequence = hf.get("aux_loss_alpha") or 0.0, hf.get("seq_aux", True)
+    router["balance"] = float(coefficient)
+    if coefficient:
+        router["balance_scope"] = "sequence" if by_sequence else "global_batch"
+
+
+def read_layers(hf: Mapping[str, Any], table: dict[str, Any], router: Mapping[str, Any]) -> None:
+    """Shared experts and dense layers."""
     table["feed_forward"] |= {
         "router": router,
         "shared_experts": hf["n_shared_experts"],
@@ -75,9 +99,15 @@ def read_experts(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
 
 def write(config: TransformerConfig, table: dict[str, Any]) -> None:
     """Same as ``Architecture.write``."""
+    write_experts(config, table)
+    write_attention(config, table)
+    table["num_nextn_predict_layers"] = 0
+
+
+def write_attention(config: TransformerConfig, table: dict[str, Any]) -> None:
+    """The reverse of ``read_attention``."""
     latent = config.latent_attention
     assert latent is not None, "the architecture has been checked"
-    write_experts(config, table)
     table |= {
         "num_key_value_heads": config.n_heads,
         "head_dim": latent.rotary_dim,
@@ -86,7 +116,6 @@ def write(config: TransformerConfig, table: dict[str, Any]) -> None:
         "qk_nope_head_dim": latent.plain_dim,
         "qk_rope_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
-        "num_nextn_predict_layers": 0,
     }
     if config.yarn is not None:
         sharper = math.log(config.yarn.factor)
@@ -97,33 +126,58 @@ def write(config: TransformerConfig, table: dict[str, Any]) -> None:
 
 def write_experts(config: TransformerConfig, table: dict[str, Any]) -> None:
     """The reverse of ``read_experts``."""
-    moe, router = moe_of(config), _router(config)
+    router = _router(config)
     table |= {
         "n_group": router.n_groups,
         "topk_group": router.groups_per_token or 1,
         "norm_topk_prob": router.normalize,
         "routed_scaling_factor": router.route_scale,
-        "n_shared_experts": moe.shared_experts,
+    }
+    write_balance(router, table)
+    write_layers(config, table)
+
+
+def write_balance(router: TopKConfig, table: dict[str, Any]) -> None:
+    """The reverse of ``read_balance``."""
+    if router.balance:
+        table |= {"aux_loss_alpha": router.balance, "seq_aux": router.balance_scope == "sequence"}
+
+
+def write_layers(config: TransformerConfig, table: dict[str, Any]) -> None:
+    """The reverse of ``read_layers``."""
+    table |= {
+        "n_shared_experts": moe_of(config).shared_experts,
         "first_k_dense_replace": config.n_layers - len(sparse_layers(config)),
     }
 
 
 def problems(config: TransformerConfig) -> Iterator[str]:
     """Same as ``Architecture.problems``."""
-    if config.norm_eps != _LATENT_EPS:
-        yield f"norm_eps must be {_LATENT_EPS}"
+    yield from problems_of_attention(config)
+    yield from problems_of_experts(config)
+
+
+def problems_of_attention(config: TransformerConfig) -> Iterator[str]:
+    """What DeepSeek-V2 does not have either."""
+    if config.norm_eps != LATENT_EPS:
+        yield f"norm_eps must be {LATENT_EPS}"
     if config.logit_scale < 1:
         yield "yarn.logit_scale must not be below 1"
-    yield from problems_of_experts(config)
 
 
 def problems_of_experts(config: TransformerConfig) -> Iterator[str]:
     """What GLM 4.5 does not have either."""
-    moe, router = moe_of(config), _router(config)
+    router = _router(config)
     if router.score_function != "sigmoid":
         yield "score_function must be sigmoid"
     if router.n_groups > 1 and router.group_score != "top2_sum":
         yield "group_score must be top2_sum"
+    yield from problems_of_layers(config)
+
+
+def problems_of_layers(config: TransformerConfig) -> Iterator[str]:
+    """What none of them has."""
+    moe = moe_of(config)
     if moe.shared_experts == 0:
         yield "there must be shared_experts"
     if moe.shared_gate:

@@ -146,7 +146,7 @@ def forge_weight_layouts() -> Iterable[Component]:
     """For ``forge convert``."""
     yield Component(
         name="sparse",
-        summary="Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3 as Hugging Face has them",
+        summary="Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM 4.5, DeepSeek-V2 and -V3 as Hugging Face has them",
         factory="forge_plugins_moe.weight_layouts:SparseLayout",
         config="forge_plugins_hf.layout_config:LayoutConfig",
     )

@@ -72,6 +72,18 @@ MODELS = {
     "gpt_neox one after the other": lambda: transformers.GPTNeoXConfig(**OLD, use_parallel_residual=False),
     "mixtral": lambda: transformers.MixtralConfig(**SHAPE, **EXPERTS),
     "olmoe": lambda: transformers.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **{**SHAPE, "num_key_value_heads": 4},
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**SHAPE, "num_key_value_heads": 4},
         moe_intermediate_size=24,
