@@ -43,7 +43,8 @@ numbers, and its forward sees those of this rank.
 The gradients of what is whole on each rank:
 
 - ``router`` and ``replicate``: the sum over ranks, as each sees the gradient of its own features alone.
-- ``sequence`` and ``residual``: the sum over ranks, as each has other positions.
+- ``sequence`` and ``residual``: the sum over ranks, as each has other positions. What a ``residual`` module is given
+  beside hidden states, ``(B, S)`` of all positions, reaches it for its own positions alone.
 - ``whole``: each rank does all of the work, and its gradient counts once.
 
 Examples: a norm before attention is ``sequence``; a norm right after the embedding, or of what a layer gives, is
@@ -150,8 +151,10 @@ class Model(Protocol):
                 builds the full logits and the head's weights are gathered once.
             inputs: other entries of the batch: ``positions`` ``(B, S)`` int64 (position inside its document) and
                 ``document`` ``(B, S)`` int64 (equal ids attend to each other); ``cache`` when generating; ``mask``
-                under context parallelism; ``token_ids`` ``(B, S)`` int64 on a stage without ``embed``, if the model has
-                an attribute ``needs`` with that name in it.
+                under context parallelism. If the model has an attribute ``needs`` with their names in it, also
+                ``token_ids`` ``(B, S)`` int64, on a stage without ``embed``; and in training ``noise`` ``(B, S)``
+                int64, a number of each token that no other token of the run has. Noise that is a function of it, of
+                the layer and the feature is the same in every layout, after a resume and in recomputation.
 
         Returns:
             With ``loss``, its ``LossSum``. Without, the logits ``(B, S, V)``, or hidden states ``(B, S, D)`` on a stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -129,6 +129,16 @@ class BatchLoader:
         is."""
         for offsets in self._offsets:
             yield self._read(start + offsets)
+
+    def with_noise(self, microbatches: Sequence[Mapping[str, torch.Tensor]], seed: int) -> list[Batch]:
+        """The step that was yielded last, with the entry ``noise``, ``(B, S)`` int64: for one seed, a number that no
+        other token of the run has, whichever rank has it."""
+        numbers = self.numbers_of_step(self.position - self.samples_per_step)
+        samples = torch.tensor(numbers).view(len(microbatches), -1, 1)
+        key = seed * 0x9E37_79B9_7F4A_7C15 % 2**62
+        lengths = [batch["tokens"].shape[1] for batch in microbatches]
+        noise = [(rows * n + torch.arange(n)) ^ key for rows, n in zip(samples, lengths, strict=True)]
+        return [{**batch, "noise": one} for batch, one in zip(microbatches, noise, strict=True)]
 
     def close(self) -> None:
         """Stop reading ahead and end the threads, after the reads that are under way. May be called twice."""

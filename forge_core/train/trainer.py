@@ -87,9 +87,11 @@ class Trainer:
         return self._finish()
 
     def _microbatches_of_steps(self) -> Iterator[Sequence[Batch]]:
+        seed, wants_noise = self.run.job.train.seed, "noise" in getattr(self.built.model.parts[0], "needs", ())
         while True:
             self.replicas.begin_step(self.step, self.metrics.sync)
-            yield next(self.loader)
+            step = next(self.loader)
+            yield self.loader.with_noise(step, seed) if wants_noise else step
 
     def _train_step(self, microbatches: Sequence[Batch]) -> bool:
         """Return whether the step counts. If other replicas say that it does not, everything is as before it."""

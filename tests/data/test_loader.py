@@ -132,6 +132,32 @@ def test_where_the_samples_of_a_rank_are_in_the_stream_is_known():
         assert batches.numbers_of_step(16) == [18, 19, 22, 23]
 
 
+@pytest.mark.parametrize(("batch_size", "grad_accumulation", "dp_size"), [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
+def test_each_token_of_a_run_has_a_number_of_its_own_however_a_step_is_cut(batch_size, grad_accumulation, dp_size):
+    numbers = {}
+    for dp_rank in range(dp_size):
+        cut = {"batch_size": batch_size, "grad_accumulation": grad_accumulation, "dp_size": dp_size, "dp_rank": dp_rank}
+        with loader(NumberedSource(24), position=8, **cut) as batches:
+            for _ in range(2):
+                for batch in batches.with_noise(next(batches), seed=5):
+                    numbers |= {
+                        tuple(row.tolist()): noise
+                        for row, noise in zip(*(batch[key] for key in ("tokens", "noise")), strict=True)
+                    }
+
+    with loader(NumberedSource(24), position=8, batch_size=8, grad_accumulation=1, dp_size=1, dp_rank=0) as batches:
+        steps = [batch for _ in range(2) for batch in batches.with_noise(next(batches), seed=5)]
+        other = batches.with_noise(steps[-1:], seed=6)[0]["noise"]
+    assert len(numbers) == 16
+    for batch in steps:
+        for row, noise in zip(batch["tokens"], batch["noise"], strict=True):
+            assert torch.equal(numbers[tuple(row.tolist())], noise)
+    drawn = torch.stack([batch["noise"] for batch in steps])
+    assert drawn.dtype == torch.int64
+    assert len(drawn.unique()) == drawn.numel()
+    assert not torch.isin(other, drawn).any()
+
+
 def test_microbatches_are_tensors_on_the_cpu():
     with loader(NumberedSource(10), batch_size=3, grad_accumulation=2, workers=1) as batches:
         step = next(batches)

@@ -45,6 +45,9 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *(f"biases-{layout}" for layout in ("tp2-chunked", "pp2", "cp2", "cp2-tp2")),
     *(f"lora-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "hsdp2x2", "tp2-chunked")),
     *(f"lora-{layout}" for layout in ("tp2-whole-positions", "pp2", "cp2-tp2", "fsdp2-bf16")),
+    *(f"biases-and-dropout-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "fsdp2")),
+    *(f"biases-and-dropout-{layout}" for layout in ("tp2-whole-positions", "pp2", "cp2", "tp2-fsdp2")),
+    *("attention-dropout-compiled", "attention-dropout-ac-full", "attention-dropout-hsdp2x2"),
     *(f"muon-{layout}" for layout in ("fsdp4", "cp2", "pp2-fsdp2", "moe-ep2")),
     *(f"factored-{layout}" for layout in ("fsdp4", "hsdp2x2", "cp2", "pp2-fsdp2", "moe-ep2")),
     *(

@@ -42,6 +42,11 @@ class TestWindowsAndSinks(ModelConformance):
     config = SHAPE | {"n_kv_heads": 2, "window": 4, "attention_sinks": True, "layers": [{"at": 1, "window": 0}]}
 
 
+class TestDropout(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = SHAPE | {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
+
+
 class TestNormOverAllHeads(ModelConformance):
     component = "forge-plugins-dense:transformer"
     config = SHAPE | {"qk_norm": True, "qk_norm_over": "all"}

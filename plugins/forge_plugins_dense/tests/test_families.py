@@ -272,3 +272,44 @@ def test_old_files_of_gpt2_are_read_without_the_prefix_and_with_masks(tiny_model
     )
     recipes = layout.to_forge(ours, names | {"h.0.attn.bias", "h.0.attn.masked_bias"})
     assert recipes["blocks.0.attention.k.weight"].reads == ("h.0.attn.c_attn.weight",)
+
+
+NOT_DROPPING = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "rates"),
+    [
+        (
+            gpt_layouts.GPT2Layout,
+            transformers.GPT2Config(attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3),
+            {"attention_dropout": 0.1, "residual_dropout": 0.2, "embedding_dropout": 0.3},
+        ),
+        (
+            gpt_layouts.GPTNeoXLayout,
+            transformers.GPTNeoXConfig(attention_dropout=0.1, hidden_dropout=0.2),
+            {"attention_dropout": 0.1, "residual_dropout": 0.2, "embedding_dropout": 0.2},
+        ),
+        (
+            weight_layouts.Phi3Layout,
+            transformers.Phi3Config(attention_dropout=0.1, resid_pdrop=0.2, embd_pdrop=0.3),
+            {"attention_dropout": 0.1, "residual_dropout": 0.2, "embedding_dropout": 0.3},
+        ),
+        (weight_layouts.Qwen2Layout, transformers.Qwen2Config(attention_dropout=0.1), {"attention_dropout": 0.1}),
+        (weight_layouts.Qwen2Layout, transformers.Qwen2Config(), {}),
+    ],
+)
+def test_dropout_goes_there_and_back(layout, config, rates, mlp):
+    layout = layout(None)
+    table = layout.model_table(config.to_dict() | {"architectures": list(layout.architectures)})
+    ours = configured(table, mlp)
+
+    assert {key: getattr(ours, key) for key in NOT_DROPPING} == NOT_DROPPING | rates
+    again = configured(layout.model_table(type(config).from_dict(layout.config_json(ours, 50)).to_dict()), mlp)
+    assert {key: getattr(again, key) for key in NOT_DROPPING} == NOT_DROPPING | rates
+
+
+def test_a_file_of_gpt2_that_does_not_say_drops_a_tenth():
+    hf = {key: one for key, one in transformers.GPT2Config().to_dict().items() if not key.endswith("_pdrop")}
+    table = gpt_layouts.GPT2Layout(None).model_table(hf)
+    assert {key: table[key] for key in NOT_DROPPING} == dict.fromkeys(NOT_DROPPING, 0.1)

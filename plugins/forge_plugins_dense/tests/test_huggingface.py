@@ -87,6 +87,7 @@ def test_configuration_survives_the_way_there_and_back(tiny_config, mlp):
         {},
         {"rope_scaling": Llama3Scaling(factor=4.0)},
         {"yarn": YarnScaling(factor=4.0, original_max_seq_len=16, logit_scale=2.25)},
+        {"attention_dropout": 0.1},
         {"qk_norm": True, "head_dim": 16, "tie_embeddings": True, "norm_eps": 1e-6},
     ):
         config = tiny_config(**({"head_dim": 8, "vocab_size": 50} | keys))
@@ -106,7 +107,6 @@ def test_configurations_of_transformers_4_are_read(mlp):
     ("change", "words"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     ],

@@ -51,6 +51,7 @@ _GPT = [  # biases, learned positions, attention and feed-forward layer side by 
     'model.layers=[{at=-1, feed_forward={name="mlp", hidden_dim=32, bias=true}}]',
 ]
 _LORA = ["parallel.passes.lora={rank=4, alpha=16.0, exclude=['blocks.1.feed_forward.*']}"]
+_GPT_DROPPING = [*_GPT, "model.residual_dropout=0.2", "model.embedding_dropout=0.1"]
 _GPT_OSS = [  # every second layer with a window, sinks in all but one, biases
     *("model.qk_norm=false", "model.attention_bias=all", "model.window=8", "model.attention_sinks=true"),
     "model.layers=[{at='1::2', window=0}, {at=2, attention_sinks=false}]",
@@ -83,6 +84,8 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "lora": _LORA,
     "lora bf16": [*_LORA, "train.precision=bf16"],
     "lora moe": ["parallel.passes.lora.rank=4", _MOE],
+    "biases and dropout": _GPT_DROPPING,
+    "attention dropout": [*_GPT_DROPPING, "model.attention_dropout=0.2", "model.attention_sinks=true"],
     "packed": _PACKED,
     "penalised": ['loss={name="label_smoothing", smoothing=0.2, loss={name="z_loss", coefficient=0.01}}'],
     "mixture": _MIXTURE,
@@ -406,6 +409,14 @@ CELLS: Mapping[str, Cell] = {
     **decoder_cells("lora"),
     "lora-fsdp2-bf16": Cell(2, [HALF], "lora bf16", BF16),
     "lora-moe-ep2": Cell(2, [EP2, HALF], "lora moe"),
+    **decoder_cells("biases and dropout"),
+    "attention-dropout-accumulation4": Cell(1, FOUR_MICROBATCHES, "attention dropout"),
+    "attention-dropout-ac-full": Cell(1, [f"{AC}=true"], "attention dropout"),
+    "attention-dropout-compiled": Cell(1, [f"{COMPILE}=true"], "attention dropout"),
+    "attention-dropout-fsdp2": Cell(2, [HALF], "attention dropout"),
+    "attention-dropout-cp2": Cell(2, [CP2], "attention dropout"),
+    "attention-dropout-pp2": Cell(2, pp2("1F1B"), "attention dropout"),
+    "attention-dropout-hsdp2x2": Cell(4, [QUARTER, COPIES], "attention dropout"),
     **decoder_cells("windows and sinks"),
     "windows-and-sinks-cp2-packed": Cell(2, [CP2], "windows and sinks packed"),
     "windows-and-sinks-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows and sinks packed"),
@@ -535,5 +546,10 @@ PACKED_FAMILIES = ("packed-accumulation4", "fsdp2-packed", "tp2-packed", "pp2-1f
 """The same for packed documents, each resumed in the next; with and without accumulation."""
 MUON_FAMILIES = ("muon-accumulation4", "muon-fsdp2", "muon-tp2-fsdp2", "muon-pp2", "muon-tp2")
 """The same for an optimizer of whole matrices."""
+DROPOUT_FAMILIES = (
+    *("attention-dropout-accumulation4", "attention-dropout-fsdp2", "attention-dropout-cp2"),
+    "attention-dropout-pp2",
+)
+"""The same for noise."""
 FACTORED_FAMILIES = ("factored-accumulation4", "factored-fsdp2", "factored-tp2", "factored-tp2-fsdp2")
 """The same for an optimizer whose state has other shapes than parameters."""

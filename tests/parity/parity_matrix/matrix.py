@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from parity_matrix.cells import (
     CELLS,
+    DROPOUT_FAMILIES,
     EXACT,
     FACTORED_FAMILIES,
     FAMILIES,
@@ -38,6 +39,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     *zip(MUON_FAMILIES, [*MUON_FAMILIES[1:], MUON_FAMILIES[0]], strict=True),
     *zip(FACTORED_FAMILIES, [*FACTORED_FAMILIES[1:], FACTORED_FAMILIES[0]], strict=True),
     ("factored-tp2", "factored-fsdp2"),
+    *zip(DROPOUT_FAMILIES, [*DROPOUT_FAMILIES[1:], DROPOUT_FAMILIES[0]], strict=True),
     *(("fsdp2-fp8-gathered-ac-full", reader) for reader in ("fsdp2-fp8-gathered-ac-full", "bf16")),
 )
 
@@ -192,10 +194,13 @@ def _run_of(family: str) -> str:
     return alone("plain") if family == "one process" else family
 
 
+_FAMILIES = (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES, FACTORED_FAMILIES, DROPOUT_FAMILIES)
+
+
 def _judge(writer: str) -> str:
     """The family of one process that reads what others are compared with."""
     return next(
-        (family[0] for family in (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES, FACTORED_FAMILIES) if writer in family),
+        (family[0] for family in _FAMILIES if writer in family),
         "one process",
     )
 

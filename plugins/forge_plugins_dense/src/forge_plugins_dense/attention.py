@@ -19,8 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.errors import ConfigError
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import AttentionBackend, TransformerConfig
+from forge_plugins_dense.dropout import drop_weights
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.mask import causal_mask
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
@@ -48,6 +50,13 @@ class BlockInputs:
     """``(B, S)`` bool, false at padding."""
     facts: Mapping[str, torch.Tensor] = MappingProxyType({})  # nor can it trace a factory
     """What feed-forward layers need to know of tokens, ``(B, S)`` each (``FeedForward``)."""
+    noise: torch.Tensor | None = None
+    """``(B, S)`` int64, a number of each token in this layer, which decides on what is dropped in training; ``None``:
+    torch does."""
+
+    def of_layer(self, noise: torch.Tensor) -> BlockInputs:
+        """The same with other numbers."""
+        return BlockInputs(self.cos, self.sin, self.mask, self.causal, self.valid, self.facts, noise)
 
 
 class Attention(nn.Module):
@@ -67,7 +76,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
         self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
         self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=config.attention_bias == "all")
-        self.core = AttentionCore(config.attention, config.attention_softcap)
+        self.core = AttentionCore(config.attention, config.attention_softcap, config.attention_dropout)
         self.sinks = Sinks(config.n_heads) if sinks else None
         self.logit_scale = config.logit_scale
         self.qk_norm_over = config.qk_norm_over
@@ -94,7 +103,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
         sinks = None if self.sinks is None else self.sinks()
         if cache is None:
-            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal, sinks)
+            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal, sinks, surroundings.noise)
         else:
             mixed = self.core.generate(q, *cache.append(k, v), surroundings.mask, surroundings.causal, sinks)
         return self.o(mixed.transpose(1, 2).flatten(2))
@@ -151,10 +160,11 @@ class Attention(nn.Module):
 class AttentionCore(nn.Module):
     """What happens between positions, as a module without parameters: ``context_plan`` names it."""
 
-    def __init__(self, backend: AttentionBackend, softcap: float | None = None) -> None:
+    def __init__(self, backend: AttentionBackend, softcap: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.backend = backend
         self.softcap = softcap
+        self.dropout = dropout
 
     def forward(
         self,
@@ -164,8 +174,17 @@ class AttentionCore(nn.Module):
         mask: torch.Tensor | BlockMask | None,
         causal: bool,
         sinks: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Same as ``attend``."""
+        """Same as ``attend``, in training with weights dropped by ``BlockInputs.noise``."""
+        if self.training and self.dropout:
+            if isinstance(mask, BlockMask):
+                raise ConfigError(
+                    "model.attention_dropout: context parallelism on CUDA keeps no weights that could be dropped; set "
+                    "it to 0, or parallel.cp = 1"
+                )
+            drop = functools.partial(drop_weights, rate=self.dropout, noise=noise)
+            return _attend_explicitly(q, k, v, mask, causal, self.softcap, sinks, drop)
         return attend(q, k, v, mask, causal, self.backend, self.softcap, sinks)
 
     def generate(
@@ -233,13 +252,15 @@ def _attend_explicitly(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     causal: bool,
-    softcap: float,
+    softcap: float | None,
     sinks: torch.Tensor | None,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """By plain products; the logits ``(B, H_kv, H / H_kv, S, T)`` exist in fp32."""
     q = q.unflatten(1, (k.shape[1], -1))
     logits = (q @ k.unsqueeze(2).mT).float() / math.sqrt(q.shape[-1])
-    logits = softcap * torch.tanh(logits / softcap)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if causal:
         mask = causal_mask(logits.shape[-1], 0, logits.device)[None, None]
     if mask is not None:
@@ -248,6 +269,8 @@ def _attend_explicitly(
         of_sinks = sinks.float().view(k.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat((of_sinks, logits), dim=-1)
     weights = logits.softmax(-1) if sinks is None else logits.softmax(-1)[..., 1:]
+    if drop is not None:
+        weights = drop(weights.flatten(1, 2)).view_as(weights)
     return (weights.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, le, optional
+from attrs.validators import ge, gt, le, lt, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_dense.feed_forward_config import MLPConfig
@@ -110,6 +110,13 @@ def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[float | N
         raise ValueError(f'attention = "{config.attention}" does not cap logits; "auto", "math" and "flex" do')
 
 
+def _has_weights_in_reach(config: TransformerConfig, _: attrs.Attribute[float], value: float) -> None:
+    if value > 0 and config.attention not in ("auto", "math"):
+        raise ValueError(
+            f'attention = "{config.attention}" has no weights that could be dropped; "auto" and "math" have'
+        )
+
+
 def _looks_up_one_position(config: TransformerConfig, _: attrs.Attribute[bool], value: bool) -> None:
     if value and config.multi_token is not None:
         raise ValueError("multi_token reads embeddings of tokens without their positions; remove one of the two")
@@ -209,6 +216,13 @@ class TransformerConfig:
     anything (gpt-oss)."""
     attention_softcap: float | None = attrs.field(default=None, validator=[optional(gt(0)), _has_a_capped_kernel])
     """Caps the logits of attention smoothly, ``cap · tanh(logits / cap)`` (Gemma 2)."""
+    attention_dropout: float = attrs.field(default=0.0, validator=[ge(0), lt(1), _has_weights_in_reach])
+    """Fraction of attention's weights that is dropped in training (GPT-2: 0.1). Weights of all pairs of positions are
+    then in memory. Like the next two, it drops the same in every layout, and after a resume."""
+    residual_dropout: float = attrs.field(default=0.0, validator=[ge(0), lt(1)])
+    """The same of what attention and feed-forward layers give, before it is added to the residual stream."""
+    embedding_dropout: float = attrs.field(default=0.0, validator=[ge(0), lt(1)])
+    """The same of embeddings."""
     output_softcap: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """Caps the model's logits in the same way."""
     parallel_residual: bool = False
@@ -266,8 +280,18 @@ class TransformerConfig:
     def beyond_causal(self) -> str:
         """Same as ``ModelConfig.beyond_causal``."""
         has_sinks = any(self.layer(number).attention_sinks for number in range(self.n_layers + self.n_predictors))
-        asked = {"window": self.windows, "attention_softcap": self.attention_softcap, "attention_sinks": has_sinks}
+        asked = {
+            "window": self.windows,
+            "attention_softcap": self.attention_softcap,
+            "attention_sinks": has_sinks,
+            "attention_dropout": self.attention_dropout,
+        }
         return next((key for key, value in asked.items() if value), "")
+
+    @property
+    def has_dropout(self) -> bool:
+        """Return whether anything is dropped in training."""
+        return max(self.attention_dropout, self.residual_dropout, self.embedding_dropout) > 0
 
     @functools.cached_property
     def _usual_layer(self) -> Layer:
@@ -378,6 +402,9 @@ class TransformerConfig:
                 "qk_norm_over",
                 f'"all" needs all heads of a position, and parallel.tp = {tp} puts them on several ranks',
             )
+        if self.attention_dropout and tp > 1:
+            sentence = f"a rank of parallel.tp = {tp} has a part of the heads, and would not drop what others have to"
+            yield "attention_dropout", f"{sentence}; set it to 0, or parallel.tp = 1"
         if self.tie_embeddings and job.parallel.pp > 1:
             yield (
                 "tie_embeddings",
@@ -393,7 +420,7 @@ class TransformerConfig:
             return
         own = (
             *("n_kv_heads", "qk_norm", "window", "attention_bias", "attention_sinks", "attention_softcap"),
-            "latent_attention",
+            *("latent_attention", "attention_dropout"),
         )
         for one in attrs.fields(TransformerConfig):
             if one.name in own and getattr(self, one.name) != one.default:

@@ -62,10 +62,11 @@ class DecoderLayout(WeightLayout):
     """A layout of the model ``transformer``. A subclass says how the configuration is read and written, and what their
     modules are called."""
 
-    training_only = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")
     model_type: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of keys that ``config.json`` leaves out."""
+    dropouts: ClassVar[Mapping[str, str]] = {"attention_dropout": "attention_dropout"}
+    """Our keys of dropout, and theirs. Models that differ in them alone count as equal."""
     prefix: ClassVar[str] = "model."
     """Of their names of tensors, which some files leave out."""
     layer: ClassVar[str] = "layers.{}."
@@ -121,7 +122,8 @@ class DecoderLayout(WeightLayout):
 
     def decoder_table(self, config_json: Mapping[str, Any]) -> Table:
         """The same as if feed-forward layers were dense."""
-        table = self.read(ChainMap(cast("dict[str, Any]", config_json), dict(self.defaults)))
+        hf = ChainMap(cast("dict[str, Any]", config_json), dict(self.defaults))
+        table = self.read(hf) | {ours: hf.get(theirs) or None for ours, theirs in self.dropouts.items()}
         return {key: value for key, value in table.items() if value not in (None, [], ())}
 
     def config_json(self, config: TransformerConfig, vocab_size: int) -> Table:
@@ -130,6 +132,7 @@ class DecoderLayout(WeightLayout):
             raise ConfigError(f"{name} has dense layers and heads with keys and values of their own")
         table = {
             **self.write(config, vocab_size),
+            **{theirs: getattr(config, ours) for ours, theirs in self.dropouts.items()},
             "architectures": [name],
             "model_type": self.model_type,
             "vocab_size": vocab_size,

@@ -25,7 +25,13 @@ class GPT2Layout(DecoderLayout):
     outside: ClassVar[Mapping[str, str]] = {"embed": "wte", "embed.positions": "wpe", "norm": "ln_f"}
     inside: ClassVar[Mapping[str, str]] = {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"}
     derived = (".attn.bias", ".attn.masked_bias")
+    dropouts: ClassVar[Mapping[str, str]] = {
+        "attention_dropout": "attn_pdrop",
+        "residual_dropout": "resid_pdrop",
+        "embedding_dropout": "embd_pdrop",
+    }
     defaults: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(dropouts.values(), 0.1),
         "n_inner": None,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
@@ -67,7 +73,6 @@ class GPT2Layout(DecoderLayout):
             "layer_norm_epsilon": config.norm_eps,
             "tie_word_embeddings": config.tie_embeddings,
             "initializer_range": config.init_std,
-            **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
         }
 
     def fused(self, config: TransformerConfig) -> Mapping[str, Fused]:
@@ -97,6 +102,11 @@ class GPTNeoXLayout(DecoderLayout):
     }
     derived = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
     head = "embed_out"
+    dropouts: ClassVar[Mapping[str, str]] = {
+        "attention_dropout": "attention_dropout",
+        "residual_dropout": "hidden_dropout",
+        "embedding_dropout": "hidden_dropout",
+    }
     defaults: ClassVar[Mapping[str, Any]] = {"rotary_pct": 0.25, "rotary_emb_base": 10_000, "layer_norm_eps": 1e-5}
 
     def read(self, hf: Mapping[str, Any]) -> Table:
@@ -144,8 +154,6 @@ class GPTNeoXLayout(DecoderLayout):
             },
             "tie_word_embeddings": config.tie_embeddings,
             "initializer_range": config.init_std,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
         }
 
     def fused(self, config: TransformerConfig) -> Mapping[str, Fused]:

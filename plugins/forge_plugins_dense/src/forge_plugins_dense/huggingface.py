@@ -148,6 +148,8 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool =
         "init_std": hf.get("initializer_range", 0.02),
         "feed_forward": mlp_from_hf(hf, architecture),
     }
+    if rate := hf.get("attention_dropout"):
+        table["attention_dropout"] = rate
     if hf.get("attention_bias", False):
         table["attention_bias"] = "all"
     head_dim = hf.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else None)  # Qwen3Config's default
@@ -281,6 +283,7 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         **_SUPPORTED,
         "hidden_act": activation_to_hf(feed_forward),
         "attention_bias": config.attention_bias == "all",
+        "attention_dropout": config.attention_dropout,
         "mlp_bias": feed_forward.bias,
     }
 
@@ -316,10 +319,7 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     return rope
 
 
-_SUPPORTED = {
-    "use_sliding_window": False,
-    "attention_dropout": 0.0,
-}
+_SUPPORTED = {"use_sliding_window": False}
 
 
 def _architecture(hf: Mapping[str, Any]) -> str:

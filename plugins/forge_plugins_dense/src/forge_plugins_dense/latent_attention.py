@@ -39,7 +39,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(latent.kv_rank, config.n_heads * (latent.plain_dim + latent.value_dim), bias=False)
         self.o = nn.Linear(config.n_heads * latent.value_dim, config.dim, bias=False)
-        self.core = AttentionCore(config.attention, config.attention_softcap)
+        self.core = AttentionCore(config.attention, config.attention_softcap, config.attention_dropout)
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_plain, k_rotary.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
 
         if cache is None:
-            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal)
+            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal, noise=surroundings.noise)
         else:
             mixed = self.core.generate(q, k, v, surroundings.mask, surroundings.causal)
         output: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))

@@ -22,6 +22,7 @@ from forge_core.ops.sequence_sum import number_sequences
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.cache import KeyValueCache, LayerCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
+from forge_plugins_dense.dropout import Dropout, noise_of_layer
 from forge_plugins_dense.head import make_head
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.mask import cache_mask, causal_mask, document_block_mask, document_mask
@@ -60,6 +61,7 @@ class Transformer(nn.Module):
         if config.learned_positions:
             self.embed.positions = nn.Embedding(config.max_seq_len, config.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer, build) for layer in range(config.n_layers)})
+        self.embed_dropout = Dropout(config.embedding_dropout, place=0) if config.embedding_dropout else None
         self.n_predictors = config.n_predictors
         if config.multi_token is not None:
             self._add_predictors(config, config.multi_token, build)
@@ -78,6 +80,7 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
         mask: Mask | Mapping[int, Mask] = None,
         cache: KeyValueCache | None = None,
         further_tokens: torch.Tensor | None = None,
@@ -100,11 +103,17 @@ class Transformer(nn.Module):
         positions, valid = self._positions(tokens, positions, cache)
         facts = self._facts(tokens, document, token_ids)
         surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, facts)
+        noise = noise if self.training and self.config.has_dropout else None
         predicts = self.training and loss is not None and further_targets is not None
         hidden, embedded = self._enter(tokens, positions, further_tokens, predicts=predicts)
+        if self.embed is not None and self.embed_dropout is not None:
+            hidden = self.embed_dropout(hidden, None if noise is None else noise_of_layer(noise, -1))
         for layer in self._layers():
             kept = None if cache is None else cache.layers[layer]
-            hidden = self.blocks[layer](hidden, surroundings[self.kinds[layer]], kept)
+            given = surroundings[self.kinds[layer]]
+            if noise is not None:
+                given = given.of_layer(noise_of_layer(noise, int(layer)))
+            hidden = self.blocks[layer](hidden, given, kept)
         normed = hidden if self.norm is None else _times(self.config.output_multiplier, self.norm(hidden))
         if self.head is None:
             return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
@@ -116,7 +125,7 @@ class Transformer(nn.Module):
         if embedded is None or not predicts:
             return summed
         usual = surroundings[self.kinds[str(self.config.n_layers)]]
-        each = self._surroundings_ahead(usual, further_tokens)
+        each = self._surroundings_ahead(usual, further_tokens, noise)
         predictors, config = self._predictors(), self.config.multi_token
         scaled = functools.partial(_times, self.config.output_multiplier)
         return attach_predictions(
@@ -145,6 +154,8 @@ class Transformer(nn.Module):
                 plan["embed.positions"] = "embedding"
         for layer, block in self.blocks.items():
             plan |= {f"blocks.{layer}.{name}": role for name, role in block.parallel_plan().items()}
+        if self.embed_dropout is not None:
+            plan["embed_dropout"] = "residual"
         if self.norm is not None:
             plan["norm"] = "sequence"
         if self.head is not None:
@@ -157,8 +168,9 @@ class Transformer(nn.Module):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its feed-forward layers need to know of tokens."""
-        return frozenset().union(*(block.needs for block in self.blocks.values()))
+        """What its layers need to know of tokens."""
+        own = {"noise"} if self.config.has_dropout else ()
+        return frozenset(own).union(*(block.needs for block in self.blocks.values()))
 
     def context_plan(self) -> list[str]:
         return [f"blocks.{layer}.{name}" for layer, block in self.blocks.items() for name in block.context_plan()]
@@ -260,15 +272,18 @@ class Transformer(nn.Module):
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         return _times(self.config.embed_multiplier, self.embed(tokens))
 
-    def _surroundings_ahead(self, surroundings: BlockInputs, further_tokens: torch.Tensor) -> list[BlockInputs]:
+    def _surroundings_ahead(
+        self, surroundings: BlockInputs, further_tokens: torch.Tensor, noise: torch.Tensor | None
+    ) -> list[BlockInputs]:
         """For each predictor: a position counts if it has the token ahead, which is then what it knows last."""
         each = []
-        for ids in further_tokens.unbind(-1):
+        for layer, ids in enumerate(further_tokens.unbind(-1), start=self.config.n_layers):
             facts = dict(surroundings.facts)
             if "token_ids" in facts:
                 facts["token_ids"] = ids.clamp(min=0)
             cos, sin, mask, causal = surroundings.cos, surroundings.sin, surroundings.mask, surroundings.causal
-            each.append(BlockInputs(cos, sin, mask, causal, valid=ids >= 0, facts=facts))
+            own = None if noise is None else noise_of_layer(noise, layer)
+            each.append(BlockInputs(cos, sin, mask, causal, valid=ids >= 0, facts=facts, noise=own))
         return each
 
     def _positions(
@@ -346,6 +361,8 @@ class Transformer(nn.Module):
         seq_len = tokens.shape[1]
         window = window if window < seq_len else 0
         is_more = document is not None or window > 0 or self.config.attention_softcap is not None
+        if self.training and self.config.attention_dropout:
+            is_more = False  # its weights are multiplied out
         if kernel == "flex" or (kernel == "auto" and is_more and tokens.is_cuda):
             if document is None:
                 document = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
@@ -410,6 +427,10 @@ class Block(nn.Module):
         self.feed_forward_norm = norm() if reads else nn.Identity()
         self.feed_forward = build(own.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
         self.feed_forward_output_norm = norm() if gives else None
+        self.mixed_dropout: Dropout | None = None
+        self.changed_dropout: Dropout | None = None
+        if config.residual_dropout:
+            self.mixed_dropout, self.changed_dropout = (Dropout(config.residual_dropout, place) for place in (1, 2))
         self.residual_multiplier = config.residual_multiplier
         self.parallel_residual = config.parallel_residual
 
@@ -418,6 +439,8 @@ class Block(nn.Module):
         mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
         if self.attention_output_norm is not None:
             mixed = self.attention_output_norm(mixed)
+        if self.mixed_dropout is not None:
+            mixed = self.mixed_dropout(mixed, surroundings.noise)
         added = hidden + _times(self.residual_multiplier, mixed)
 
         facts = {name: surroundings.facts[name] for name in self._layer_needs}
@@ -427,6 +450,8 @@ class Block(nn.Module):
         changed = work(self.feed_forward_norm(read), surroundings.valid, **facts)
         if self.feed_forward_output_norm is not None:
             changed = self.feed_forward_output_norm(changed)
+        if self.changed_dropout is not None:
+            changed = self.changed_dropout(changed, surroundings.noise)
         return added + _times(self.residual_multiplier, changed)
 
     @property
@@ -450,6 +475,8 @@ class Block(nn.Module):
         plan: dict[str, ShardRole] = {
             name: "residual" if name.endswith("output_norm") else "sequence" for name in self._norms()
         }
+        if self.mixed_dropout is not None:
+            plan |= {"mixed_dropout": "residual", "changed_dropout": "residual"}
         plan |= {f"attention.{name}": role for name, role in self.attention.parallel_plan().items()}
         for name, role in self.feed_forward.parallel_plan().items():
             plan[f"feed_forward.{name}" if name else "feed_forward"] = role

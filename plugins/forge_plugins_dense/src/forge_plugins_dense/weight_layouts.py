@@ -219,6 +219,11 @@ class Phi3Layout(RelativeLayout):
     architectures = ("Phi3ForCausalLM",)
     model_type = "phi3"
     partial_rotary = True
+    dropouts: ClassVar[Mapping[str, str]] = {
+        **RelativeLayout.dropouts,
+        "residual_dropout": "resid_pdrop",
+        "embedding_dropout": "embd_pdrop",
+    }
     defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "sliding_window": None,

@@ -189,6 +189,7 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
         case "residual":
             if ranks.by_position:
                 _sum_gradients(module, ranks)
+                module.register_forward_pre_hook(lambda _, args: (args[0], *(_own(one, ranks) for one in args[1:])))
         case "sequence":
             if ranks.by_position:
                 _sum_gradients(module, ranks)
@@ -200,6 +201,10 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
             if not ranks.gradients_arrive_partial:  # else it is like any module that the plan does not name
                 _sum_gradients(module, ranks)
                 module.register_forward_hook(lambda _, __, hidden: own_share(hidden, ranks))
+
+
+def _own(entry: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
+    return None if entry is None else own_share(entry, ranks)
 
 
 def _cut_experts(name: str, module: Any, ranks: Ranks, mesh: DeviceMesh, cut: dict[int, nn.Parameter]) -> None:
