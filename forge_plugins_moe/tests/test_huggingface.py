@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -124,6 +125,68 @@ def test_logits_equal_hugging_face_with_its_weights(reference, decoder, tokens):
     model.load_state_dict(state, strict=not model.config.tie_embeddings)
 
     torch.testing.assert_close(model(tokens), reference(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def ours(reference, decoder):
+    """Our model with the weights of theirs, and without a balance loss, which a script has to ask for there."""
+    table = config_from_hf(reference.config.to_dict())
+    table["feed_forward"]["router"]["balance"] = 0.0
+    table["feed_forward"]["router"].pop("balance_scope", None)
+    model = decoder(table)
+    state = from_hf_state(reference.state_dict(), model.config)
+    model.load_state_dict(state, strict=not model.config.tie_embeddings)
+    return model
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_and_padding_gives_their_tokens(reference, ours, tokens):
+    prompt = tokens[:, :7]
+    greedy = {"max_new_tokens": 24, "do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
+
+    cache = ours.make_cache(2, 40)
+    padding = torch.zeros(2, 3, dtype=torch.int64)
+    positions = torch.cat((padding - 1, torch.arange(7).expand(2, -1)), dim=1)
+    found = prompt
+    last = ours(torch.cat((padding, prompt), dim=1), positions=positions, cache=cache)[:, -1:].argmax(-1)
+    for step in range(24):
+        found = torch.cat((found, last), dim=1)
+        last = ours(last, positions=torch.full((2, 1), 7 + step), cache=cache).argmax(-1)
+
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_packed_documents_are_each_as_alone(ours, tokens):
+    document = torch.tensor([[0] * 9 + [1] * 15]).expand(2, -1)
+    positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
+
+    packed = ours(tokens, document=document, positions=positions)
+
+    torch.testing.assert_close(packed[:, :9], ours(tokens[:, :9]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed[:, 9:], ours(tokens[:, 9:]), atol=1e-5, rtol=1e-5)
+
+
+def test_twenty_steps_of_training_are_theirs(reference, ours):
+    runs = []
+    for model in (reference.train(), ours.train()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        rng = torch.Generator().manual_seed(2)
+        losses, norms = [], []
+        for _ in range(20):
+            batch = torch.randint(50, (2, 17), generator=rng)
+            output = model(batch[:, :-1])
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            losses.append(loss.item())
+        runs.append((losses, norms))
+    torch.testing.assert_close(torch.tensor(runs[1][0]), torch.tensor(runs[0][0]), atol=0, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(runs[1][1]), torch.tensor(runs[0][1]), atol=0, rtol=1e-4)
 
 
 @torch.no_grad()
