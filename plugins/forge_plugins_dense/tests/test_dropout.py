@@ -171,15 +171,14 @@ def test_rates_and_kernels_that_cannot_be_are_refused(tiny_config, keys, words):
 def test_layouts_that_cannot_drop_weights_are_refused(tiny_config):
     from types import SimpleNamespace
 
-    job = SimpleNamespace(
-        train=SimpleNamespace(seq_len=8),
-        parallel=SimpleNamespace(tp=2, pp=1),
-        run=SimpleNamespace(device="auto"),
-    )
-    config = tiny_config(**ALL)
+    def found(config, device, **parallel):
+        degrees = SimpleNamespace(**{"tp": 1, "pp": 1, "cp": 1} | parallel)
+        job = SimpleNamespace(train=SimpleNamespace(seq_len=8), parallel=degrees, run=SimpleNamespace(device=device))
+        return [key for key, _ in config.check(job)]
 
-    assert [key for key, _ in config.check(job)] == ["attention_dropout"]
-    assert list(tiny_config(residual_dropout=0.1).check(job)) == []
+    config = tiny_config(**ALL)
+    assert found(config, "auto", tp=2) == found(config, "cuda", cp=2) == ["attention_dropout"]
+    assert found(config, "cpu", cp=2) == found(tiny_config(residual_dropout=0.1), "cuda", tp=2, cp=2) == []
     assert config.beyond_causal == "attention_dropout"
     q = torch.zeros(1, 4, 8, 8)
     with pytest.raises(ConfigError, match=r"attention_dropout: context parallelism on CUDA"):

@@ -402,17 +402,25 @@ class TransformerConfig:
                 "qk_norm_over",
                 f'"all" needs all heads of a position, and parallel.tp = {tp} puts them on several ranks',
             )
-        if self.attention_dropout and tp > 1:
-            sentence = f"a rank of parallel.tp = {tp} has a part of the heads, and would not drop what others have to"
-            yield "attention_dropout", f"{sentence}; set it to 0, or parallel.tp = 1"
         if self.tie_embeddings and job.parallel.pp > 1:
             yield (
                 "tie_embeddings",
                 f"embedding and head are one tensor, and parallel.pp = {job.parallel.pp} puts them on different ranks",
             )
         yield from self._idle_keys()
+        if self.attention_dropout:
+            yield from self._check_dropped_weights(job)
         if self.attention in CUDA_KERNELS and job.run.device in ("cpu", "mps"):
             yield "attention", f'"{self.attention}" needs CUDA, and run.device is "{job.run.device}"'
+
+    def _check_dropped_weights(self, job: Job) -> Iterator[tuple[str, str]]:
+        tp, cp = job.parallel.tp, job.parallel.cp
+        if tp > 1:
+            sentence = f"a rank of parallel.tp = {tp} has a part of the heads, and would not drop what others have to"
+            yield "attention_dropout", f"{sentence}; set it to 0, or parallel.tp = 1"
+        if cp > 1 and job.run.device == "cuda":
+            sentence = f"parallel.cp = {cp} on CUDA keeps no weights that could be dropped"
+            yield "attention_dropout", f"{sentence}; set it to 0, or parallel.cp = 1"
 
     def _idle_keys(self) -> Iterator[tuple[str, str]]:
         """Keys of attention where no layer has any."""
