@@ -116,6 +116,9 @@ def test_people_are_shown_a_table(shared_tiny, runs, capsys):
         (["--weights", "evaluation"], "weights = 'evaluation': "),
         (["--weights", "evaluation"], "has the trained ones alone; use 'training', or leave it out"),
         (["--weights", "average"], "'average' is not one of 'training', 'evaluation'"),
+        (["--evaluation", "accuracy", "--tops", "2"], "--tops: no such option; did you mean --top?"),
+        (["--evaluation", "accuracy", "--top", "--json"], "--top: needs a value, as in --top=…"),
+        (["--evaluation", "accuracy", "--top", "0"], "evaluations.0.top=0: evaluations[0].top: must be at least 1"),
         (["--weight", "training"], "--weight: no such option; did you mean --weights?"),
         (["--nproc", "0"], "--nproc: expected a positive number or auto, got '0'"),
         (["--evaluation", "perplexity", "data.path=nowhere"], "evaluations[0].data: "),
@@ -176,6 +179,16 @@ def test_questions_are_answered_alike_in_every_layout(shared_tiny, questions, de
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["eval/exact_match/exact_match"] == 0.8
+
+
+def test_the_keys_of_an_evaluation_are_options(evaluate, runs, questions):
+    options = ["--path", str(questions[0]), "--max-new-tokens=6", "--samples", "4"]
+
+    both = evaluate("plain", "--evaluation", "accuracy", "--evaluation", "exact_match", *options)
+
+    assert both["eval/exact_match/questions"] == 4
+    of_four = evaluate("plain", "--evaluation", "accuracy", "evaluations.0.samples=4")
+    assert both["eval/accuracy/accuracy"] == of_four["eval/accuracy/accuracy"]
 
 
 def test_an_answer_ends_before_the_stop_text(evaluate, shared_tiny, questions):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import click
 
 from forge_core.contracts.command import options_of
 from forge_core.distributed.environment import end_with_launcher, find_cluster, world_size_of
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError
+from forge_plugins_inference.evaluation_options import with_evaluation_options
 
 if TYPE_CHECKING:
     from forge_core.loading import Weights
@@ -41,11 +43,11 @@ def evaluate(
 ) -> None:
     """Evaluate RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
-    Without --evaluation it measures what the job does: [eval] and [[evaluations]]. OVERRIDES are settings of the job;
-    with --evaluation, those of data (data.path=…) say what is evaluated, all of it. One process needs no layout;
-    several take that of the run, or what parallel.… says.
+    Without --evaluation it measures what the job does: [eval] and [[evaluations]]. With it, the keys of the evaluation
+    are options (--samples 100), and settings of data (data.path=…) say what is evaluated, all of it. OVERRIDES are
+    settings of the job. One process needs no layout; several take that of the run, or what parallel.… says.
     """
-    _refuse_misspelt_options(overrides)
+    settings = with_evaluation_options(overrides, names, obj.catalog(), options_of(evaluate))
     cluster = find_cluster(obj.catalog(), os.environ)
     ranks = world_size_of(os.environ, cluster)
     if ranks is not None:
@@ -61,12 +63,12 @@ def evaluate(
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
     world_size = ranks or processes_asked_for(nproc)
-    job = evaluation_job(checkpoint, names, overrides, obj.catalog, world_size)
+    job = evaluation_job(checkpoint, names, settings, obj.catalog, world_size)
     if ranks is None and world_size > 1:
         chosen = [word for name in names for word in ("--evaluation", name)]
         chosen += ["--weights", weights] if weights else []
         options = [*chosen, *(["--json"] if as_json else []), *(["--debug"] if obj.debug else [])]
-        arguments = ["eval", str(checkpoint.path), *overrides, *options]
+        arguments = ["eval", str(checkpoint.path), *settings, *options]
         disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
         if code := launch_command(arguments, world_size, disabled, obj.until_the_end):
             sys.exit(int(code))
@@ -76,19 +78,10 @@ def evaluate(
         print(line, file=sys.stderr)
 
     with opened(checkpoint, job, obj.catalog(job.plugins.disable), say, weights) as model:
-        values = model.evaluate()
+        with redirect_stdout(sys.stderr):  # where a library prints, the values stay apart
+            values = model.evaluate()
         if model.context.mesh.rank == 0:
             print(json.dumps({"step": checkpoint.step, **values}) if as_json else _table(checkpoint.step, values))
-
-
-def _refuse_misspelt_options(overrides: tuple[str, ...]) -> None:
-    """Click leaves unknown options to the settings, which have a dot."""
-    known = options_of(evaluate)
-    for word in overrides:
-        name = word.partition("=")[0]
-        if name.startswith("-") and "." not in name:
-            near = nearest(name, known)
-            raise ConfigError(f"{name}: no such option" + (f"; did you mean {near}?" if near else ""))
 
 
 def _table(step: int, values: dict[str, float]) -> str:
