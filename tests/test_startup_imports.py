@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose torch, numpy, … tell when they are imported."""
     folder = tmp_path_factory.mktemp("poisoned")
-    for library in ("torch", "numpy", "transformers", "jax", "tensorflow", "rich", "pytest"):
+    for library in ("torch", "numpy", "transformers", "datasets", "lm_eval", "jax", "tensorflow", "rich", "pytest"):
         (folder / library).mkdir()
         (folder / library / "__init__.py").write_text(f"raise ImportError('POISON: {library} was imported')")
     return folder

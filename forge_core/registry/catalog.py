@@ -65,7 +65,8 @@ class CatalogEntry:
     def how_to_install(self) -> str:
         """The words for a missing module: the distribution's extra of the component's name, if it has one."""
         extra = f"{self.plugin.distribution}[{self.component.name}]"
-        has_one = self.component.name in extras_of(self.plugin.distribution)
+        extras = map(canonical_distribution, extras_of(self.plugin.distribution))
+        has_one = canonical_distribution(self.component.name) in extras
         return f"pip install '{extra}'" if has_one else "install what provides it"
 
     @property

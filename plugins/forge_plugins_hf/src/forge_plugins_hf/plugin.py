@@ -39,3 +39,15 @@ def forge_weight_sources() -> Iterable[Component]:
         factory="forge_plugins_hf.weight_source:HuggingFaceFolder",
         config="forge_plugins_hf.layout_config:LayoutConfig",
     )
+
+
+@hookimpl
+def forge_evaluations() -> Iterable[Component]:
+    """Tasks that everybody uses."""
+    yield Component(
+        name="lm_eval",
+        summary="tasks of EleutherAI's lm-evaluation-harness, and of one's own in its format",
+        factory="forge_plugins_hf.harness:Harness",
+        config="forge_plugins_hf.harness_config:HarnessConfig",
+        modules=("lm_eval", "transformers", "forge_plugins_inference"),  # type: ignore[arg-type]  # a generic converter
+    )

@@ -26,7 +26,7 @@ def generate_in_layout(
 
     Args:
         prompts: token ids, the same on all ranks, none empty.
-        max_new_tokens: with the longest prompt at most ``train.seq_len``.
+        max_new_tokens: with the longest prompt at most what the model takes.
         has_ended: whether the new tokens of a prompt are all that is wanted of it.
 
     Returns:
@@ -64,8 +64,11 @@ def _known_to_all(context: EvaluationContext, tokens: Mapping[int, int], n_promp
 
 
 def _width(job: Job, needed: int) -> int:
-    """The length of the sequences: ``train.seq_len``, which the layout can cut, or a half, a quarter … of it."""
+    """The length of the sequences: ``train.seq_len``, which the layout can cut, or a half, a quarter … of it; of longer
+    ones, the next length that it can cut."""
     width, parts = job.train.seq_len, 2 * job.parallel.cp * job.parallel.tp
+    if needed > width:
+        return -(-needed // parts) * parts
     while width // 2 >= needed and width % (2 * parts) == 0:
         width //= 2
     return width

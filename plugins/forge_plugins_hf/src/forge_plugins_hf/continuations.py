@@ -1,0 +1,114 @@
+"""Log-likelihoods of continuations, computed in the layout of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from forge_core.contracts.evaluation import EvaluationContext
+from forge_core.contracts.loss import IGNORED
+from forge_core.contracts.tokenizer import Tokenizer
+
+
+@attrs.frozen
+class Score:
+    """How a model likes a continuation."""
+
+    log_likelihood: float
+    """The sum over its tokens, in nats."""
+    is_likeliest: bool
+    """Each of its tokens is the likeliest one at its place."""
+
+
+def score_continuations(
+    context: EvaluationContext, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, max_length: int
+) -> list[Score]:
+    """The score of each continuation of a context, equal on all ranks, which call it together.
+
+    Where both are longer than ``max_length + 1`` tokens, the beginning is left out. Sequences that are equal but for
+    their last tokens go through the model once. Padding is at the right, so that a model that looks ahead would see it.
+
+    Args:
+        pairs: token ids of contexts and continuations, the same on all ranks; no context is empty.
+        max_length: of what the model is given, in tokens.
+    """
+    asked: dict[tuple[int, ...], list[int]] = {}
+    for number, (before, continuation) in enumerate(pairs):
+        asked.setdefault(tuple([*before, *continuation][-(max_length + 1) :][:-1]), []).append(number)
+    rows = sorted(asked, key=lambda row: (-len(row), row))  # memory is short at once or never
+    parallel = context.job.parallel
+    source = _Rows(
+        rows,
+        rows_at_once=context.job.train.batch_size * (context.world_size // (parallel.tp * parallel.cp * parallel.pp)),
+        multiple=2 * parallel.cp * parallel.tp,
+    )
+    sums = {name: 0.0 for number in range(len(pairs)) for name in (str(number), f"likeliest {number}")}
+    for batch in context.batches(source):
+        logits = context.predict({"tokens": batch["tokens"]})
+        if logits is not None:  # as it is on earlier stages of a pipeline
+            numbered = batch["targets"][:, 0].tolist()
+            found = {
+                number: _scored(row_logits[: len(rows[row])], pairs[number][1])
+                for row_logits, row in zip(logits, numbered, strict=True)
+                if row != IGNORED
+                for number in asked[rows[row]]
+            }
+            sums |= _by_name(found)
+    summed = context.sum_over_ranks(sums)
+    return [Score(summed[str(number)], summed[f"likeliest {number}"] == 1) for number in range(len(pairs))]
+
+
+def _scored(logits: torch.Tensor, continuation: Sequence[int]) -> torch.Tensor:
+    """Log-likelihood, and 1 or 0, ``(2,)`` fp32.
+
+    Args:
+        logits: ``(S, V)`` of a row; those of the continuation come last.
+    """
+    tokens = torch.tensor(continuation, dtype=torch.int64, device=logits.device)
+    logits = logits[len(logits) - len(tokens) :].float()
+    likelihoods = logits.log_softmax(-1).gather(-1, tokens[:, None])
+    return torch.stack((likelihoods.sum(), (logits.argmax(-1) == tokens).all().float()))
+
+
+def _by_name(found: Mapping[int, torch.Tensor]) -> dict[str, float]:
+    """As entries of a sum; one copy from the device for a batch."""
+    values = torch.stack([*found.values()]).tolist() if found else []
+    return {
+        name: value
+        for number, both in zip(found, values, strict=True)
+        for name, value in zip((str(number), f"likeliest {number}"), both, strict=True)
+    }
+
+
+class _Rows:
+    """Sequences as samples, each with its number as its first target, by which a rank knows what it was dealt. All that
+    go through the model at a time, on any rank, are padded to the longest of them.
+
+    Args:
+        rows: from the longest to the shortest.
+        multiple: of which a length must be that the layout can cut.
+    """
+
+    vocab_size, fingerprint = 1, ""
+    tokenizer: Tokenizer | None = None
+
+    def __init__(self, rows: Sequence[Sequence[int]], *, rows_at_once: int, multiple: int) -> None:
+        self._rows = rows
+        self._rows_at_once = rows_at_once
+        self._multiple = multiple
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        first = int(indices.min()) // self._rows_at_once * self._rows_at_once
+        width = -(-len(self._rows[first]) // self._multiple) * self._multiple
+        tokens = np.zeros((len(indices), width), np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        for row, number in enumerate(indices.tolist()):
+            tokens[row, : len(self._rows[number])] = self._rows[number]
+            targets[row, 0] = number
+        return {"tokens": tokens, "targets": targets}
