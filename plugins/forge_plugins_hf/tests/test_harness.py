@@ -233,10 +233,13 @@ def refused(capfd, *options):
 
 
 @pytest.mark.slow
-def test_a_task_that_is_not_there_is_refused_with_the_nearest_names(trained, capfd):
-    said = refused(capfd, "--tasks", "choices,helaswag", "--include-path", "tasks")
+def test_a_task_that_is_not_there_is_refused_with_the_nearest_names(trained, capfd, tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: mine\n  metric_list: [\n")
+
+    said = refused(capfd, "--tasks", "helaswag", "--include-path", str(tmp_path))
 
     assert "tasks: 'helaswag' is no task of lm_eval or a file in include_path; did you mean 'hellaswag'" in said
+    assert f"Passed over there: {tmp_path}/mine.yaml (mapping values are not allowed in this context" in said
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,12 @@ def refuse_long_answers(tasks: Mapping[str, Any], max_length: int) -> None:
 def _manager(config: HarnessConfig) -> TaskManager:
     """It knows the folder's tasks alone where these are all that is asked for: the harness's own are 10,000 files."""
     folder = None if config.include_path is None else Path(config.include_path).expanduser()
+    passed_over: list[str] = []
     if folder is not None:
         if not folder.is_dir():
             raise ConfigError(f"include_path = {config.include_path!r}: there is no such folder")
-        own = TaskManager(include_path=str(folder), include_defaults=False)
+        with _passed_over() as passed_over:
+            own = TaskManager(include_path=str(folder), include_defaults=False)
         if set(config.tasks) <= {*own.all_subtasks}:
             return own
     every = TaskManager(include_path=None if folder is None else str(folder))
@@ -69,8 +73,27 @@ def _manager(config: HarnessConfig) -> TaskManager:
             near = [repr(one) for one in get_close_matches(name, every.all_tasks, n=3)]
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             where = " or a file in include_path" if folder is not None else ""
-            raise ConfigError(f"tasks: {name!r} is no task of lm_eval{where}{hint}")
+            files = f". Passed over there: {'; '.join(passed_over[:3])}" if passed_over else ""
+            raise ConfigError(f"tasks: {name!r} is no task of lm_eval{where}{hint}{files}")
     return every
+
+
+@contextmanager
+def _passed_over() -> Iterator[list[str]]:
+    """The files that are no task, with the reason, which the harness tells its log for debugging alone."""
+    logger = logging.getLogger("lm_eval.tasks._index")
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(" ".join(record.getMessage().removeprefix("Skip ").split()))  # type: ignore[method-assign]
+    handler.addFilter(lambda record: str(record.msg).startswith("Skip "))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _cannot_be_loaded(name: str, error: Exception) -> str:
