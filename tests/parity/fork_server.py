@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -262,6 +263,7 @@ def _import_everything() -> None:
 
 
 _DEAR = (
+    "forge_plugins_hf.harness",
     "forge_plugins_parallel.fp8",
     "forge_plugins_torchft",
     *(f"forge_plugins_monitor.{name}_tracker" for name in ("mlflow", "tensorboard", "wandb")),
@@ -406,7 +408,15 @@ def _main() -> None:
     order = _serve(connection, path)
     gc.enable()
     _forget()
-    _run(order["command"], path)
+    try:
+        _run(order["command"], path)
+    except KeyboardInterrupt:
+        # Python forgets that it was interrupted where a library evaluates text as it ends, as transformers' do
+        traceback.print_exc()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":
