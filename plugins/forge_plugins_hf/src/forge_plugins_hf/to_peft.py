@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from forge_core.checkpoint.store import Checkpoint
-from forge_core.contracts.parallel_pass import Folded
 from forge_core.errors import ConfigError
 from forge_core.loading import Weights
 from forge_core.registry.catalog import Catalog
@@ -44,20 +43,21 @@ def to_peft(
     if not adapters:
         raise ConfigError(f"--to peft: {checkpoint.path} has no adapters; it was trained without the pass lora")
     tensors: dict[str, torch.Tensor] = {}
-    taken: set[str] = set()
+    sizes: dict[str, tuple[int, float]] = {}
     for theirs, recipe in model.recipes.items():
         if adapted := [name for name in recipe.reads if name in adapters]:
-            _, up, down = map(model.stored, adapters[adapted[0]].reads)
+            adapter = adapters[adapted[0]]
+            _, up, down = map(model.stored, adapter.reads)
             module = theirs.removesuffix(".weight")
             tensors[f"base_model.model.{module}.lora_A.weight"] = down
             tensors[f"base_model.model.{module}.lora_B.weight"] = _rows(theirs, recipe, up, down, model.table)
-            taken.add(module)
+            sizes[module] = len(down), float(adapter.scale or 0) * len(down)
     described = [Described(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     with written_whole(out, sum(one.n_bytes for one in described)) as folder:
         write_safetensors(folder / FILE, described, tensors.__getitem__)
-        content = _adapter_config(adapters, tensors, taken, model.job.checkpoint.load)
+        content = _adapter_config(sizes, model.job.checkpoint.load)
         (folder / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return len(taken)
+    return len(sizes)
 
 
 def _rows(theirs: str, recipe: Recipe, up: torch.Tensor, down: torch.Tensor, table: Mapping[str, Any]) -> torch.Tensor:
@@ -78,19 +78,23 @@ def _rows(theirs: str, recipe: Recipe, up: torch.Tensor, down: torch.Tensor, tab
     )
 
 
-def _adapter_config(
-    adapters: Mapping[str, Folded], tensors: Mapping[str, torch.Tensor], modules: Collection[str], load: Any
-) -> dict[str, Any]:
-    rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
-    scale = next(one.scale for one in adapters.values() if one.scale is not None)
+def _adapter_config(sizes: Mapping[str, tuple[int, float]], load: Any) -> dict[str, Any]:
+    """
+    Args:
+        sizes: rank and alpha of each module that is adapted.
+        load: ``checkpoint.load`` of the run.
+    """
+    rank, alpha = next(iter(sizes.values()))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(getattr(load, "path", "") or ""),
         "r": rank,
-        "lora_alpha": scale * rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: own for name, (own, _) in sizes.items() if own != rank},
+        "alpha_pattern": {name: own for name, (_, own) in sizes.items() if own != alpha},
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "target_modules": sorted(sizes),
         "inference_mode": True,
     }
