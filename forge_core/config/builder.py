@@ -67,6 +67,10 @@ class ComponentBuilder:
                 f"This is a bug in {use.provider}."
             )
 
+    def description_of(self, use: ComponentRef) -> Any:
+        """The ``Component`` that its plugin registers, of the kind's own class."""
+        return self._catalog.lookup(use.kind, use.qualified_name).component
+
     def words_for(self, use: ComponentRef) -> str:
         """Same as ``Catalog.words_for``."""
         return self._catalog.words_for(use)

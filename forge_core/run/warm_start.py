@@ -219,7 +219,7 @@ def _refuse_added(job: Job, start: WarmStart, catalog: Catalog) -> None:
         if table is not False and adds and name not in here:
             raise ConfigError(
                 f"{start.key}: {start.checkpoint.path} was trained with the pass {key}, whose parameters this job has "
-                f"not; name it in parallel.passes too, or fold them into the weights with forge convert, and load that"
+                "not; name it in parallel.passes too, or fold them into the weights with forge convert, and load that"
             )
 
 

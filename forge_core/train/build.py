@@ -154,8 +154,8 @@ def _with_added(
 ) -> list[tuple[ComponentRef, Any]]:
     """The passes, built. Parameters that some of them add are in the model from here on."""
     built = [(use, build(use)) for use in passes]
-    for _, one in built:
-        if hasattr(one, "add"):
+    for use, one in built:
+        if build.description_of(use).adds_parameters:
             one.add(model)
     return built
 

@@ -241,3 +241,17 @@ def test_it_comes_after_fp8_and_is_known_to_add_parameters():
 
     assert (component.phase, component.after, component.adds_parameters) == ("swap", ("fp8",), True)
     assert attrs.fields_dict(LoraConfig).keys() == {"rank", "alpha", "include", "exclude"}
+
+
+def test_averages_of_adapters_are_what_is_folded(tmp_path, run):
+    code, said = run("averaged", "train.steps=4", "callbacks=[{name='ema', decay=0.5}]", LORA)
+    assert code == 0, said
+    checkpoint, saved = model_of(tmp_path / "runs/averaged")
+    layer = "blocks.1.attention.q"
+
+    for weights, namespace in (("training", "model"), ("evaluation", "evaluation"), (None, "evaluation")):
+        model = load_model(checkpoint, lambda _: discover(), CPU, None, weights).model
+        up, down = (saved[f"{namespace}.{layer}.adapter.{one}"] for one in ("up", "down"))
+        expected = saved[f"model.{layer}.weight"] + 16.0 * up @ down
+        torch.testing.assert_close(model.get_parameter(f"{layer}.weight").data, expected)
+    assert not torch.equal(saved[f"model.{layer}.adapter.up"], saved[f"evaluation.{layer}.adapter.up"])
