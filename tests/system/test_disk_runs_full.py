@@ -50,6 +50,8 @@ def start(shared_tiny, disk, monkeypatch):
         return main(["run", str(shared_tiny.config), *settings, *more])
 
     def fill(trainer):
+        while trainer.saving.is_writing:  # what is being written takes and gives back room
+            time.sleep(0.01)
         with (disk / "filler").open("wb", buffering=0) as file:
             file.write(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
         trainer.run.log("long" * 1100)  # more than what is left of the file's last page
