@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
     "checkpoint": ["--width", "128", "--rounds", "2"],
+    "convert": ["--mib", "4", "--rounds", "1"],
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
@@ -33,8 +34,8 @@ LONG = {
     "plan_memory": [],
     "resume": [],
 }
-OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity")
-"""The first two measure processes that have just been started; the last forks ranks itself."""
+OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert")
+"""They start processes or fork ranks themselves."""
 ELSEWHERE = {"train_gpu": "tests/test_train_gpu.py", "expert_overlap": "needs network namespaces"}
 CASES = [
     *(pytest.param(name, arguments, id=name, marks=pytest.mark.slow) for name, arguments in SHORT.items()),

@@ -52,16 +52,31 @@ _ALLOWED = {
 """Classes that the description of tensors is made of."""
 
 
-def saved_tensors(folder: Path) -> Mapping[str, TensorStorageMetadata]:
-    """Shape and dtype of every tensor in a checkpoint, by key.
+def read_description(folder: Path) -> Metadata:
+    """The description of every tensor in a checkpoint, and where its bytes lie.
 
     Raises:
         DamagedError: the description is not one of tensors alone, or does not fit the files that the manifest names.
     """
-    return _Reader(folder).read_metadata().state_dict_metadata  # type: ignore[return-value]  # the reader has checked
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        _refuse_implausible(metadata, read_manifest(folder).files)
+    except OSError as error:
+        raise DamagedError(f".metadata cannot be read ({error.strerror})") from error
+    except DamagedError:
+        raise
+    except Exception as error:  # anything that a hostile or broken file makes of constructors
+        raise DamagedError(f".metadata is no description of tensors ({_first_line(error)})") from error
+    return metadata  # type: ignore[no-any-return]  # just checked
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def saved_tensors(description: Metadata) -> Mapping[str, TensorStorageMetadata]:
+    """Shape and dtype of every tensor in a checkpoint, by key."""
+    return description.state_dict_metadata  # type: ignore[return-value]  # what is no tensor has been refused
+
+
+def read_tensors(folder: Path, description: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read into the given tensors, each rank its own part. All ranks call it together.
 
     Raises:
@@ -69,20 +84,20 @@ def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             not asked for are the caller's business.
         DamagedError: what is stored is not what was described; the tensors are left with part of it.
     """
-    refuse_misfits(folder, tensors)
+    refuse_misfits(folder, description, tensors)
     with warnings.catch_warnings():
         # one process without a group, as for sampling, is meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+            load(dict(tensors), storage_reader=_Reader(folder, description), no_dist=not dist.is_initialized())
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
             raise DamagedError(f"rank {rank} cannot read it: {_first_line(cause)}") from error
 
 
-def refuse_misfits(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def refuse_misfits(folder: Path, description: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises as ``read_tensors`` does, and reads nothing. For ranks that must all know before they read together."""
-    saved = saved_tensors(folder)
+    saved = saved_tensors(description)
     problems = [problem for key, tensor in tensors.items() if (problem := _mismatch(key, tensor, saved.get(key)))]
     if problems:
         lines = "\n  ".join(problems[:20]) + and_more(len(problems), 20, "\n  ")
@@ -90,25 +105,13 @@ def refuse_misfits(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, description: Metadata) -> None:
         super().__init__(folder)
         self.fs = NamingFileSystem()
-        self._folder = folder
+        self._folder, self._description = folder, description
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            with (self._folder / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
-            _refuse_implausible(metadata, read_manifest(self._folder).files)
-        except OSError as error:
-            raise DamagedError(f".metadata cannot be read ({error.strerror})") from error
-        except DamagedError:
-            raise
-        except Exception as error:  # anything that a hostile or broken file makes of constructors
-            raise DamagedError(f".metadata is no description of tensors ({_first_line(error)})") from error
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata  # type: ignore[no-any-return]  # just checked
+        return dataclasses.replace(self._description, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:

@@ -7,12 +7,14 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from forge_core.checkpoint.contents import read_job, read_state
 from forge_core.checkpoint.fsync import flush
@@ -27,7 +29,7 @@ from forge_core.checkpoint.manifest import (
 )
 from forge_core.checkpoint.retention import superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
-from forge_core.checkpoint.safe_reader import read_tensors, refuse_misfits, saved_tensors
+from forge_core.checkpoint.safe_reader import read_description, read_tensors, refuse_misfits, saved_tensors
 from forge_core.distributed.collective_errors import run_on_rank0
 from forge_core.errors import ConfigError
 
@@ -77,14 +79,19 @@ class Checkpoint:
         Raises:
             ConfigError: the description is not one of tensors alone.
         """
+        return saved_tensors(self._description)
+
+    @cached_property
+    def _description(self) -> Metadata:
+        """Read once: a model is often converted tensor by tensor."""
         try:
-            return saved_tensors(self.path)
+            return read_description(self.path)
         except DamagedError as error:
             raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 
     def refuse_misfits(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises as ``load`` does, and reads nothing. For ranks that must all know before they read together."""
-        refuse_misfits(self.path, tensors)
+        refuse_misfits(self.path, self._description, tensors)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read into the given tensors, each rank its own part.
@@ -94,7 +101,7 @@ class Checkpoint:
                 Tensors of the checkpoint that are not asked for are the caller's business.
         """
         try:
-            read_tensors(self.path, tensors)
+            read_tensors(self.path, self._description, tensors)
         except DamagedError as error:
             raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 
@@ -363,7 +370,7 @@ def _problem_of_part(path: Path, rank: int, ranks: int) -> str | None:
         own_share = {name: files[name] for name in sorted(files)[rank::ranks]}
         changed = visible_damage(path, files) or damage(path, own_share)
         if changed is None:
-            saved_tensors(path)
+            read_description(path)
     except DamagedError as error:
         return str(error)
     return changed

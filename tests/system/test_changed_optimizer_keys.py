@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core.checkpoint.safe_reader import saved_tensors
+from forge_core.checkpoint.store import open_checkpoint
 
 PURE = ('train.precision="bf16_pure"', "optimizer={{name='adamw', lr=1e-2, stochastic_rounding={}}}")
 ADAFACTOR = ("optimizer={{name='adafactor', lr=1e-2, beta1={}}}",)
@@ -35,6 +35,6 @@ def test_a_run_goes_on(shared_tiny, settings, before, after, slots):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 4
     assert losses[3] < losses[0]
-    kept = saved_tensors(shared_tiny.path(name) / "checkpoints/step_00000004")
+    kept = open_checkpoint(shared_tiny.path(name) / "checkpoints/step_00000004").saved_tensors()
     prefix = f"optimizer.{MATRIX}."
     assert {key.removeprefix(prefix) for key in kept if key.startswith(prefix)} == slots

@@ -142,12 +142,11 @@ def held(tiny, make_distribution):
 
 def same(run, other):
     """Whether two checkpoints hold the same tensors, bit for bit."""
-    from forge_core.checkpoint.safe_reader import saved_tensors
-
     loaded = []
     for path in (run, other):
         found = open_checkpoint(path)
-        tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in saved_tensors(path).items()}
+        entries = found.saved_tensors()
+        tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
         found.load(tensors)
         loaded.append(tensors)
     return loaded[0].keys() == loaded[1].keys() and all(
