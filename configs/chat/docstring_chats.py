@@ -1,4 +1,8 @@
-"""Write conversations about Python's standard library, made of its docstrings: ``python docstring_chats.py OUT``."""
+"""Write conversations about Python's standard library, made of its docstrings: ``python docstring_chats.py CHATS``.
+
+With a second file, ``python docstring_chats.py CHATS QUESTIONS``, every twentieth conversation becomes a question with
+four answers to choose from, for the task in ``tasks/``, and is not among the conversations.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,29 @@ import ast
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _LONGEST = 160
 """Characters of an answer."""
+_HELD_OUT = 20
+"""One conversation in so many becomes a question."""
 
 
-def main(out: Path) -> None:
-    """Write a conversation a line."""
-    n_chats = 0
-    with out.open("w", encoding="utf-8") as file:
-        for messages in chats(Path(sysconfig.get_path("stdlib"))):
-            file.write(json.dumps({"messages": messages}) + "\n")
-            n_chats += 1
-    print(f"{out}: {n_chats:,} conversations")
+def main(chats_file: Path, questions_file: Path | None = None) -> None:
+    """Write a conversation a line, and a question a line."""
+    every = list(chats(Path(sysconfig.get_path("stdlib"))))
+    held_out = every[::_HELD_OUT] if questions_file else []
+    kept = [messages for messages in every if messages not in held_out]
+    write_lines(chats_file, [{"messages": messages} for messages in kept], "conversations")
+    if questions_file:
+        write_lines(questions_file, list(questions(held_out)), "questions")
+
+
+def write_lines(path: Path, lines: Sequence[object], noun: str) -> None:
+    """Write JSON Lines."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(f"{path}: {len(lines):,} {noun}")
 
 
 def chats(library: Path) -> Iterator[list[dict[str, str]]]:
@@ -37,5 +49,15 @@ def chats(library: Path) -> Iterator[list[dict[str, str]]]:
                 ]
 
 
+def questions(held_out: Sequence[list[dict[str, str]]]) -> Iterator[dict[str, object]]:
+    """Each question with its answer among those to three others; the right one is at each place equally often."""
+    answers = [answer["content"] for _, answer in held_out]
+    for number, (question, answer) in enumerate(held_out):
+        others = [other for other in answers[number + 1 :] + answers[:number] if other != answer["content"]][:3]
+        place = number % 4
+        choices = [*others[:place], answer["content"], *others[place:]]
+        yield {"question": question["content"], "choices": choices, "answer": place}
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

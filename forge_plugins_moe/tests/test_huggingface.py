@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -28,6 +27,7 @@ from transformers import (
 from forge_core.errors import ConfigError
 from forge_plugins_moe.huggingface import config_from_hf, hf_config
 from forge_plugins_moe.huggingface_weights import from_hf_state, to_hf_state
+from trained_alike import assert_trained_alike
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -169,24 +169,7 @@ def test_packed_documents_are_each_as_alone(ours, tokens):
 
 
 def test_twenty_steps_of_training_are_theirs(reference, ours):
-    runs = []
-    for model in (reference.train(), ours.train()):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        rng = torch.Generator().manual_seed(2)
-        losses, norms = [], []
-        for _ in range(20):
-            batch = torch.randint(50, (2, 17), generator=rng)
-            output = model(batch[:, :-1])
-            logits = output if isinstance(output, torch.Tensor) else output.logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-            optimizer.step()
-            losses.append(loss.item())
-        runs.append((losses, norms))
-    torch.testing.assert_close(torch.tensor(runs[1][0]), torch.tensor(runs[0][0]), atol=0, rtol=1e-5)
-    torch.testing.assert_close(torch.tensor(runs[1][1]), torch.tensor(runs[0][1]), atol=0, rtol=1e-4)
+    assert_trained_alike(reference, ours)
 
 
 @torch.no_grad()

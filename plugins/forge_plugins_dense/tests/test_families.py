@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 
 from forge_core.errors import ConfigError
@@ -14,6 +13,7 @@ from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
+from trained_alike import assert_trained_alike
 
 SHAPE = {
     "vocab_size": 50,
@@ -182,24 +182,7 @@ def test_packed_documents_are_each_as_alone(pair, tokens):
 
 def test_twenty_steps_of_training_are_theirs(pair):
     theirs, ours, _ = pair
-    runs = []
-    for model in (theirs.train(), ours.train()):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        rng = torch.Generator().manual_seed(2)
-        losses, norms = [], []
-        for _ in range(20):
-            batch = torch.randint(50, (2, 17), generator=rng)
-            output = model(batch[:, :-1])
-            logits = output if isinstance(output, torch.Tensor) else output.logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-            optimizer.step()
-            losses.append(loss.item())
-        runs.append((losses, norms))
-    torch.testing.assert_close(torch.tensor(runs[1][0]), torch.tensor(runs[0][0]), atol=0, rtol=1e-5)
-    torch.testing.assert_close(torch.tensor(runs[1][1]), torch.tensor(runs[0][1]), atol=0, rtol=1e-4)
+    assert_trained_alike(theirs, ours)
 
 
 def test_the_configuration_and_the_weights_go_back_as_they_came(pair, mlp):
