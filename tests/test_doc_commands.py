@@ -6,6 +6,7 @@ word. Commands that need what a test does not have are named with the reason.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -20,7 +21,9 @@ from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
-PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER))
+OF_THEIR_OWN = ("docs/chat.md", "docs/published-models.md")
+"""Pages that begin with the demo themselves."""
+PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER), *OF_THEIR_OWN)
 
 ELSEWHERE = {
     r"^make (demo|test)\b": "CI runs the second, and its reader the first",
@@ -111,6 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With what the pages speak of: the demo and ``c.toml``, a corpus, prompts, two configurations to compare."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "configs", folder / "configs")
+    _write_downloaded_model(folder / "models/Qwen3-0.6B")
     demo = folder / "configs/demo.toml"
     short = {"steps = 400": "steps = 100", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
     short |= {"n_layers = 4": "n_layers = 1", "{stdlib}": "corpus", ".py": ".txt"}
@@ -119,6 +123,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert long in text, long
         text = text.replace(long, brief)
     demo.write_text(text.replace("validation = 0.03", "validation = 0.2"))
+    chats = folder / "configs/chat/chat_demo.toml"
+    chats.write_text(chats.read_text().replace("steps = 200", "steps = 24\nseq_len = 256\nbatch_size = 2"))
     (folder / "c.toml").write_text(C)
     (folder / "experiment.toml").write_text(EXPERIMENT)
     for name, steps in (("a", 4), ("b", 8)):
@@ -130,6 +136,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.txt").write_text("def \nclass \n")
     _write_more_text(folder)
     return folder
+
+
+def _write_downloaded_model(folder: Path) -> None:
+    """A small one, with a tokenizer of bytes."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "vocab_size": 257}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, eos_token_id=256)).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder.parents[1] / "text").mkdir()
+    (folder.parents[1] / "text/0.txt").write_text(" ".join(map(str, range(9999))))
 
 
 def _write_more_text(folder: Path) -> None:
@@ -153,15 +176,21 @@ def type_in(folder, monkeypatch, capfd):
     """Types a command of ``forge``; gives back its exit code and what it said. Several ranks are real processes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is ast.parse?\n"))
 
     def run(command: str) -> tuple[int, str]:
         line, _, target = command.partition(" > ")
         words = shlex.split(line, comments=True)
         words = [str(Path(one).expanduser()) if one.startswith("~") else one for one in words]
         capfd.readouterr()
-        if "--nproc" in words:
+        if "--nproc" in words or words[0] == "python":
+            module = [] if words[0] == "python" else ["-m", "forge_core"]
             done = subprocess.run(
-                [sys.executable, "-m", "forge_core", *words[1:]], capture_output=True, text=True, env=os.environ
+                [sys.executable, *module, *words[1:]],
+                capture_output=True,
+                text=True,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
             )
             return done.returncode, done.stdout + done.stderr
         code = main(words[1:])
@@ -173,21 +202,42 @@ def type_in(folder, monkeypatch, capfd):
     return run
 
 
-@pytest.mark.slow
-def test_what_a_page_types_works_and_says_what_it_shows(type_in, folder, monkeypatch, tmp_path):
-    """README first; each page begins where its reader is then."""
-    wrong = []
-    for page in PAGES:
-        monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
+@pytest.fixture
+def wrong(type_in):
+    """Types the commands of a page; gives back what is not as the page says."""
+
+    def type_all(page: str) -> list[str]:
+        found = []
         for command, shown in commands(page):
             if any(re.search(pattern, command) for pattern in ELSEWHERE):
                 continue
             code, said = type_in(command)
             missing = [line for line in fixed_parts(shown) if line not in said]
             if missing or code != (2 if shown and shown[0].startswith("error: ") else 0):
-                wrong.append(f"{page}: {command}: exit code {code}; not said: {missing}; said:\n{said}")
-    assert not wrong, "\n".join(wrong)
+                found.append(f"{page}: {command}: exit code {code}; not said: {missing}; said:\n{said}")
+        return found
+
+    return type_all
+
+
+@pytest.mark.slow
+def test_what_a_page_types_works_and_says_what_it_shows(wrong, folder, monkeypatch, tmp_path):
+    """README first; each page begins where its reader is then."""
+    found = []
+    for page in PAGES:
+        if page not in OF_THEIR_OWN:
+            monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
+            found += wrong(page)
+    assert not found, "\n".join(found)
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["demo", "four", "wider"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", OF_THEIR_OWN)
+def test_what_a_page_that_begins_with_the_demo_types_works(wrong, page, folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(shutil.copytree(folder, tmp_path / "reader", ignore=shutil.ignore_patterns("runs")))
+    found = wrong(page)
+    assert not found, "\n".join(found)
 
 
 def fixed_parts(shown: list[str]) -> list[str]:
@@ -200,5 +250,6 @@ def test_every_command_of_a_page_is_typed_here_or_said_to_be_elsewhere():
 
     unused = [pattern for pattern in ELSEWHERE if not any(re.search(pattern, command) for command in every)]
     assert unused == []
-    unknown = [one for one in every if not one.startswith("forge ") and not any(re.search(p, one) for p in ELSEWHERE)]
+    typed = ("forge ", "python ")
+    unknown = [one for one in every if not one.startswith(typed) and not any(re.search(p, one) for p in ELSEWHERE)]
     assert unknown == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -50,13 +51,14 @@ def chats(library: Path) -> Iterator[list[dict[str, str]]]:
 
 
 def questions(held_out: Sequence[list[dict[str, str]]]) -> Iterator[dict[str, object]]:
-    """Each question with its answer among those to three others; the right one is at each place equally often."""
-    answers = [answer["content"] for _, answer in held_out]
+    """Each question with its answer among three that have the same words in another order."""
     for number, (question, answer) in enumerate(held_out):
-        others = [other for other in answers[number + 1 :] + answers[:number] if other != answer["content"]][:3]
-        place = number % 4
-        choices = [*others[:place], answer["content"], *others[place:]]
-        yield {"question": question["content"], "choices": choices, "answer": place}
+        words, draw = answer["content"].split(), random.Random(number)
+        if len(words) < 4:
+            continue  # other orders may be as good
+        choices = [" ".join(draw.sample(words, len(words))) for _ in range(3)]
+        choices.insert(number % 4, answer["content"])
+        yield {"question": question["content"], "choices": choices, "answer": number % 4}
 
 
 if __name__ == "__main__":
