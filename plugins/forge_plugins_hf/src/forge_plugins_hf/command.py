@@ -51,9 +51,9 @@ def convert(
     architecture: str | None,
     config_only: bool,
 ) -> None:
-    """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face: config.json, safetensors, and
-    tokenizer.json; otherwise a run's directory (its newest checkpoint) or a checkpoint's. --to huggingface folds
-    adapters into the weights; --to peft writes the adapters alone.
+    """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face (config.json, safetensors, and
+    tokenizer.json) or a name there, such as Qwen/Qwen3-0.6B; otherwise a run's directory (its newest checkpoint) or a
+    checkpoint's. --to huggingface folds adapters into the weights; --to peft writes the adapters alone.
 
     To forge, it writes OUT/checkpoint, which forge generate and forge eval take, and OUT/train.toml, a run that begins
     with these weights. No more than a few tensors are in memory at a time. No code of the model is run.
@@ -63,6 +63,7 @@ def convert(
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.errors import ConfigError
     from forge_core.loading import model_problem
+    from forge_plugins_hf.hub import folder_of
     from forge_plugins_hf.to_forge import to_forge
     from forge_plugins_hf.to_huggingface import to_huggingface
     from forge_plugins_hf.to_peft import to_peft
@@ -79,7 +80,7 @@ def convert(
         if config_only and chosen:
             raise ConfigError("--dtype is about what is written, and has no effect with --config-only")
         architecture, n_parameters = to_forge(
-            source, out, chosen or torch.float32, obj.catalog, say, config_only=config_only
+            folder_of(source), out, chosen or torch.float32, obj.catalog, say, config_only=config_only
         )
         if config_only:
             click.echo(f"wrote {out / 'train.toml'}: {architecture}, {n_parameters:,} parameters; choose [data] in it")
