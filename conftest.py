@@ -26,9 +26,9 @@ tail tc tee test timeout touch tr true truncate umount uname uniq unshare wc xar
 """Programs of the machine that tests may start, where it has them. None is of Slurm: tests bring their own."""
 
 VARIABLES = """
-CC CI CUDA_HOME CUDA_VISIBLE_DEVICES CXX FORGE_REQUIRE_SLURM FORGE_TORTURE_SECONDS LANG LC_ALL LD_LIBRARY_PATH
-OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED REQUESTS_CA_BUNDLE SSL_CERT_DIR SSL_CERT_FILE TMPDIR TZ
-VIRTUAL_ENV http_proxy https_proxy no_proxy
+CC CI CUDA_HOME CUDA_VISIBLE_DEVICES CXX FORGE_REAL_MODELS FORGE_REQUIRE_SLURM FORGE_TORTURE_SECONDS LANG LC_ALL
+LD_LIBRARY_PATH OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED REQUESTS_CA_BUNDLE SSL_CERT_DIR SSL_CERT_FILE
+TMPDIR TZ VIRTUAL_ENV http_proxy https_proxy no_proxy
 """
 """Variables of the environment that tests may see, where they are set; those of pip and pytest too."""
 
