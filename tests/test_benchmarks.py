@@ -13,6 +13,7 @@ import fork_server
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
+    "adapters": ["--widths", "64"],
     "checkpoint": ["--width", "128", "--rounds", "2"],
     "convert": ["--mib", "4", "--rounds", "1"],
     "data": [],
@@ -33,6 +34,7 @@ LONG = {
     "muon_ranks": ["--ranks", "2"],
     "plan_memory": [],
     "resume": [],
+    "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }
 OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert")
 """They start processes or fork ranks themselves."""
