@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from forge_core.config.builder import ComponentBuilder
+from forge_core.config.builder import ComponentBuilder, takes
 from forge_core.config.converter import EXPECTED_STRING, structure
 from forge_core.config.overrides import settings_in, with_overrides
 from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Problem, key_path, key_text
@@ -241,7 +241,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     problems += [*found, *found_in_passes, *_section_problems(on_ranks), *_data_phase_problems(job)]
     problems += _base_problems(job, catalog)
     for path, use in components(job):
-        problems += _component_problems(path, use, on_ranks)
+        problems += _component_problems(path, use, on_ranks, catalog)
         problems += _factory_problems(path, use, catalog)
     return job, problems
 
@@ -268,7 +268,7 @@ def check_device(job: Job, catalog: Catalog) -> None:
     Raises:
         ConfigProblems: what they answer.
     """
-    problems = [problem for path, use in components(job) for problem in _component_problems(path, use, job)]
+    problems = [problem for path, use in components(job) for problem in _component_problems(path, use, job, catalog)]
     problems += conflict_problems(job, catalog)
     if problems:
         raise ConfigProblems(problems, str(job.run.name))
@@ -394,14 +394,15 @@ def _data_phase_problems(job: Job) -> Iterator[Problem]:
                 )
 
 
-def _component_problems(path: KeyPath, use: ComponentRef, job: Job) -> list[Problem]:
+def _component_problems(path: KeyPath, use: ComponentRef, job: Job, catalog: Catalog) -> list[Problem]:
     """The component's own problems with the job."""
     check = getattr(use.config, "check", None)
     if check is None:
         return []
+    more = {"catalog": catalog} if takes(check, "catalog") else {}
     try:
         with output_of(use.provider):
-            return [Problem((*path, *key_path(key)), sentence) for key, sentence in check(job)]
+            return [Problem((*path, *key_path(key)), sentence) for key, sentence in check(job, **more)]
     except ConfigError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001  # a plugin's mistake is that plugin's, and the rest is still reported

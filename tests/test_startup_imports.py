@@ -31,6 +31,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["plugins", "--json"],
         ["plugins", "--kind", "optimizer"],
         ["validate", "configs/demo.toml"],
+        ["validate", "configs/demo.toml", "callbacks=[{name='export'}]"],
         ["config", "configs/demo.toml"],
     ],
     ids=" ".join,

@@ -29,7 +29,7 @@ class ComponentBuilder:
         factory = load_reference(use.factory, what=what, owner=use.provider)
         given = {"build": self, **given}
         for name in ("build", *self._catalog.kinds[use.kind].optional):
-            if name in given and not _takes(factory, name):
+            if name in given and not takes(factory, name):
                 del given[name]
         self._refuse_signature(use, factory, given)
         try:
@@ -83,9 +83,10 @@ class ComponentBuilder:
             raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
 
 
-def _takes(factory: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether it has a parameter of this name."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some callables written in C do not say
         return False
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -103,6 +104,11 @@ class RunContext:
     sum_over_stages: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Adds up, in place, what each pipeline stage has of a sum over the whole model, such as the square of a norm. All
     ranks must call it; without a pipeline nothing happens."""
+    write_event: Callable[..., None] = lambda event, **facts: None
+    """Writes a line of ``events.jsonl``: its name, and keys with values, of which ``step`` should be one; on rank 0
+    only."""
+    patient: Callable[[float], AbstractContextManager[None]] = lambda seconds: nullcontext()
+    """A context in which this rank may take so many seconds longer than ``run.step_timeout``, such as for files."""
 
 
 @attrs.frozen

@@ -266,6 +266,8 @@ class _Training:
             track_series=self._trackers.log_series,
             track_figure=self._trackers.log_figure,
             sum_over_stages=lambda tensor: mesh.sum_over(tensor, ("pp",)),
+            write_event=setup.directory.write_event,
+            patient=setup.peers.patient,
         )
         return Run(
             context=context,

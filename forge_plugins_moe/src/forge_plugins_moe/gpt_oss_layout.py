@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import attrs
-import torch
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
@@ -24,10 +23,11 @@ from forge_plugins_moe.huggingface import (
     softmax_router,
     write_softmax_router,
 )
-from forge_plugins_moe.huggingface_weights import kept_of_last_step
-from forge_plugins_moe.mxfp4 import unpack
 from forge_plugins_moe.router_config import SoftmaxTopKConfig
 from forge_plugins_moe.sparse_config import expert_width, moe_of
+
+if TYPE_CHECKING:
+    import torch
 
 _YARN = {
     "rope_type": "yarn",
@@ -108,6 +108,10 @@ class GptOssLayout(RelativeLayout):
         return table
 
     def to_forge(self, config: TransformerConfig, names: Collection[str]) -> Mapping[str, Recipe]:
+        import torch  # forge validate does without
+
+        from forge_plugins_moe.huggingface_weights import kept_of_last_step
+
         packed = any(name.endswith("_blocks") for name in names)
         more = dict(_read_layers(config, packed=packed))
         of_layers = {name for name in names if ".mlp." in name or name.endswith(".sinks")}
@@ -201,6 +205,8 @@ def _turned(stack: torch.Tensor, *, rows: slice) -> torch.Tensor:
 
 def _unpacked(blocks: torch.Tensor, scales: torch.Tensor, *, rows: slice) -> torch.Tensor:
     """``(E, out, in / 32, 16)`` and ``(E, out, in / 32)`` to some of ``(E, out, in)``, and no others meanwhile."""
+    from forge_plugins_moe.mxfp4 import unpack
+
     return unpack(blocks[:, rows], scales[:, rows])
 
 
@@ -210,4 +216,6 @@ def _columns(bias: torch.Tensor, *, columns: slice) -> torch.Tensor:
 
 def _alternating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Two ``(E, out, …)`` to ``(E, 2 · out, …)``."""
+    import torch
+
     return torch.stack((gate, up), dim=2).flatten(1, 2)

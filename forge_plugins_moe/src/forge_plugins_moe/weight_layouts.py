@@ -7,7 +7,7 @@ from typing import Any
 
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
-from forge_plugins_moe import huggingface, huggingface_weights
+from forge_plugins_moe import huggingface
 
 
 class SparseLayout(WeightLayout):
@@ -24,8 +24,12 @@ class SparseLayout(WeightLayout):
         return huggingface.hf_config(config, vocab_size)
 
     def to_forge(self, config: TransformerConfig, names: Collection[str]) -> Mapping[str, Recipe]:
+        from forge_plugins_moe import huggingface_weights  # with torch, which forge validate does without
+
         made = huggingface_weights.how_to_read(names, config)
         return {name: Recipe(one.reads, one.make) for name, one in made.items()}
 
     def to_huggingface(self, config: TransformerConfig) -> Mapping[str, Recipe]:
+        from forge_plugins_moe import huggingface_weights
+
         return {name: Recipe(one.reads, one.make) for name, one in huggingface_weights.how_to_write(config).items()}

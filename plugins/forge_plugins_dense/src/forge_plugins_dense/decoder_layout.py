@@ -7,10 +7,9 @@ import math
 from abc import abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import attrs
-import torch
 
 from forge_core.errors import ConfigError, and_more
 from forge_plugins_dense.config import TransformerConfig
@@ -19,6 +18,9 @@ from forge_plugins_dense.huggingface import biased_projections, check_complete, 
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+
+if TYPE_CHECKING:
+    import torch
 
 Table = dict[str, Any]
 
@@ -51,6 +53,8 @@ def rows(ours: Sequence[str], sizes: Sequence[int], *, transposed: bool = False)
 
 
 def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    import torch  # forge validate does without
+
     return torch.cat(parts)
 
 

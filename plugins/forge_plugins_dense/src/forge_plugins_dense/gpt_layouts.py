@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Fused, Table, rows
 from forge_plugins_dense.huggingface import ACTIVATIONS, activation_to_hf, rope_from_hf, rope_to_hf
+
+if TYPE_CHECKING:
+    import torch
 
 
 class GPT2Layout(DecoderLayout):
@@ -160,6 +161,8 @@ class GPTNeoXLayout(DecoderLayout):
         heads = config.n_heads
 
         def join(*parts: torch.Tensor) -> torch.Tensor:
+            import torch  # forge validate does without
+
             return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
         def part(whole: torch.Tensor, index: int) -> torch.Tensor:

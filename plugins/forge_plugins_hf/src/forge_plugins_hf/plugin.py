@@ -4,7 +4,18 @@ from collections.abc import Iterable
 
 from forge_core.api import Command, Component, Kind, hookimpl
 
-FORGE_API = "1.1"
+FORGE_API = "1.2"
+
+
+@hookimpl
+def forge_callbacks() -> Iterable[Component]:
+    """What happens beside training."""
+    yield Component(
+        name="export",
+        summary="writes checkpoints as folders for transformers, too",
+        factory="forge_plugins_hf.export:Export",
+        config="forge_plugins_hf.export_config:ExportConfig",
+    )
 
 
 @hookimpl

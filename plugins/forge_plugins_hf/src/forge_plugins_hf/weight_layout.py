@@ -1,16 +1,20 @@
 """Weight layouts: a model's configuration and weights as Hugging Face has them, both ways.
 
-A package that has a model yields its layouts in the hook ``forge_weight_layouts``, marked ``optionalhook=True``.
+A package that has a model yields its layouts in the hook ``forge_weight_layouts``, marked ``optionalhook=True``. The
+module of a layout should import torch where a tensor is made and not before: ``forge validate`` asks for
+``config_json`` if a run exports its checkpoints.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,13 @@ _WORDS = {
     "rolled_back": "rolled back",
     "save_failed": "saving failed",
     "mirror_failed": "mirroring failed",
+    "export_failed": "exporting failed",
+    "export_skipped": "export left out",
     "data_damaged": "data damaged",
     "step_again": "step done again",
     "taken_over": "taken over",
 }
-_IN_NUMBERS = ("saved", "mirrored")
+_IN_NUMBERS = ("saved", "mirrored", "exported")
 """Events that are regular and many: the list says how many there are."""
 
 
