@@ -26,8 +26,9 @@ class Entry:
     sizes: tuple[int | None, ...] = ()
     """How large each of its dimensions is. ``None`` of ``"sample"`` and ``"position"``, and of one that differs from
     batch to batch; empty stands for ``None`` of all."""
-    wanted_by: Literal["model", "engine"] = "model"
-    """``"engine"``: not given to the model's forward, such as ``source``."""
+    wanted_by: Literal["model", "engine", "loss"] = "model"
+    """``"engine"``: not given to the model's forward, such as ``source``. ``"loss"``: given to a loss that takes it
+    (``Loss``) alone; training by another loss is refused."""
 
     def shape(self, sample: int, position: int) -> tuple[int | None, ...]:
         """Its shape in a batch of so many samples of so many positions; ``None`` where that is not known."""

@@ -62,6 +62,11 @@ class Loss(Protocol):
     where batches have such an entry: the total is the sum of ``weights · loss`` over valid tokens, ``count`` and
     ``each`` are as without them. The engine divides by the sum of the weights of valid tokens. A loss without the
     attribute is refused with such data.
+
+    One that has an attribute ``takes_entries``, names such as ``("answers", "document")``, is called with these entries
+    of the batch as keywords, in training and in evaluations; entries by position are those of the positions of
+    ``targets``. It is refused with training data that lack one. Batches that are evaluated may have none, such as a
+    text: it is then called without them.
     """
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:

@@ -49,6 +49,7 @@ from forge_core.train.replication import JoinedReplicas, Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Reports, Run
 from forge_core.train.saving import Contents, Saving
+from forge_core.train.sources import entries_of
 from forge_core.train.step_guard import NonFiniteSearch, StepGuard
 from forge_core.train.step_modules import StepModules
 from forge_core.train.trainer import Trainer
@@ -137,6 +138,7 @@ def _build(setup: RunSetup) -> Built:
     job, build = setup.job, setup.build
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
+    model.loss.refuse_entries(entries_of(setup.source))
     phases = Phases(job, model.parameters, model.roles)
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
 

@@ -140,7 +140,7 @@ def build_model(
     if "weights" in context.entries:
         _refuse_weights(model, loss, job.model.qualified_name)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
-    own = [name for name, entry in context.entries.items() if entry is not None and entry.wanted_by == "engine"]
+    own = [name for name, entry in context.entries.items() if entry is not None and entry.wanted_by != "model"]
     if own and not getattr(executor, "binds_loss", False):
         raise ConfigError(
             f"data: batches have {own[0]}, which is not for the model's forward, and {type(executor).__qualname__} "

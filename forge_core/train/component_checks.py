@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -27,8 +28,11 @@ class CheckedLoss:
     """
 
     def __init__(self, loss: Loss, words: str, entries: Mapping[str, Entry | None] | None = None) -> None:
-        self._loss = loss
-        self._of_engine = {name for name, one in (entries or {}).items() if one and one.wanted_by == "engine"}
+        self._loss: Any = loss  # which takes more than targets, if it says so
+        self._not_for_model = {name for name, one in (entries or {}).items() if one and one.wanted_by != "model"}
+        self._taken: Sequence[str] = getattr(loss, "takes_entries", ())
+        self.by_position = {name for name, one in (entries or {}).items() if one and "position" in one.dims}
+        """Entries of which a part of the positions has a part."""
         self.words = words
         self.is_watched = False
         self.problem = ""
@@ -40,20 +44,27 @@ class CheckedLoss:
 
     def bind(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Loss]:
         """Same as ``BatchLoss.bind``."""
-        inputs = {name: tensor for name, tensor in batch.items() if name not in self._of_engine}
+        inputs = {name: tensor for name, tensor in batch.items() if name not in self._not_for_model}
+        taken = {name: batch[name] for name in self._taken if name in batch}
         parts = batch.get("source") if self.parts_of_rows is None else self.parts_of_rows
         sums = None if parts is None else self.sums_of_sources
-        if sums is None and "weights" not in batch:
+        if sums is None and "weights" not in batch and not taken:
             return inputs, self
-        return inputs, _LossOfBatch(self, batch.get("weights"), parts, sums)
+        return inputs, _LossOfBatch(self, batch.get("weights"), parts, sums, taken)
 
     def __call__(
-        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        **taken: torch.Tensor,
     ) -> LossSum:
+        loss = partial(self._loss, **taken)
         if self.is_watched:
             # before what is kept for backward takes its memory
-            self._look_into(hidden, head, targets)
-        return self._sum(hidden, head, targets, weights)
+            self._look_into(loss, hidden, head, targets)
+        return self._sum(loss, hidden, head, targets, weights)
 
     def refuse_weights(self) -> None:
         """For data that have weights of targets.
@@ -67,10 +78,24 @@ class CheckedLoss:
                 "another loss, or data without weights"
             )
 
+    def refuse_entries(self, entries: Mapping[str, Entry | None]) -> None:
+        """For the entries of the training data.
+
+        Raises:
+            ConfigError: they lack one that the loss takes, or have one for a loss that takes it.
+        """
+        choose = "choose the loss that these data are for, or other data"
+        if lacking := [name for name in self._taken if name not in entries]:
+            has = ", ".join(entries)
+            raise ConfigError(f"data: {self.words} takes {lacking[0]!r} of batches, which have {has}; {choose}")
+        given = [name for name, entry in entries.items() if entry and entry.wanted_by == "loss"]
+        if left := [name for name in given if name not in self._taken]:
+            raise ConfigError(f"data: batches have {left[0]!r} for the loss, and {self.words} takes no such; {choose}")
+
     def _sum(
-        self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None = None
+        self, loss: Loss, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None
     ) -> LossSum:
-        found = apply_loss(self._loss, hidden, head, targets, weights)
+        found = apply_loss(loss, hidden, head, targets, weights)
         if not isinstance(found, LossSum):
             raise PluginError(self._bug(f"returns a {type(found).__name__}, which must be a LossSum"))
         for name, tensor in (("total", found.total), ("count", found.count)):
@@ -84,7 +109,7 @@ class CheckedLoss:
         return found
 
     @torch.no_grad()
-    def _look_into(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> None:
+    def _look_into(self, loss: Loss, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> None:
         """A sum over all targets is that over every other one, and that over the others; a mean is half of it."""
         valid = targets != IGNORED
         place = valid.flatten().cumsum(0).view_as(valid)
@@ -96,7 +121,7 @@ class CheckedLoss:
         devices = [hidden.device] if hidden.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # a step draws what it would have drawn without this
             whole, even, odd = (
-                self._sum(hidden, head, torch.where(part, targets, IGNORED))
+                self._sum(loss, hidden, head, torch.where(part, targets, IGNORED), None)
                 for part in (valid, valid & (place % 2 == 0), valid & (place % 2 == 1))
             )
         for found, expected in ((whole, n_valid), (even, n_even)):
@@ -138,14 +163,17 @@ class _LossOfBatch:
         weights: torch.Tensor | None,
         source: torch.Tensor | None,
         sums: torch.Tensor | None,
+        taken: Mapping[str, torch.Tensor],
     ) -> None:
-        self._loss, self._weights, self._source, self._sums = loss, weights, source, sums
+        self._loss, self._weights, self._source, self._sums, self._taken = loss, weights, source, sums, taken
         self._is_first = True
 
     def of_part(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> _LossOfBatch:
         """Same as ``LossOfPositions.of_part``."""
         weights = None if self._weights is None else cut(self._weights)
-        return _LossOfBatch(self._loss, weights, self._source, self._sums)
+        by_position = self._loss.by_position
+        taken = {name: cut(entry) if name in by_position else entry for name, entry in self._taken.items()}
+        return _LossOfBatch(self._loss, weights, self._source, self._sums, taken)
 
     def __call__(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> LossSum:
         weights = self._weights if torch.is_grad_enabled() else None
@@ -154,7 +182,7 @@ class _LossOfBatch:
                 f"a pass has cut targets to {tuple(targets.shape)} and not the weights of the loss, "
                 f"{tuple(weights.shape)}; it must give the model loss.of_part(cut)"
             )
-        found = self._loss(hidden, head, targets, weights)
+        found = self._loss(hidden, head, targets, weights, **self._taken)
         if self._is_first and self._sums is not None and self._source is not None and found.each is not None:
             of_samples = torch.stack((found.each.sum(1), (targets != IGNORED).sum(1)), dim=1)
             self._sums.index_add_(0, self._source, of_samples.to(self._sums.dtype))

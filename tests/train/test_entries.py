@@ -106,6 +106,42 @@ def test_a_loss_without_weights_is_refused_where_data_have_them():
     CheckedLoss(weighing, "the loss").refuse_weights()
 
 
+def comparing(hidden, head, targets, *, hints=None, labels=None):
+    each = torch.zeros(targets.shape) if hints is None else hints.float()
+    scale = 1 if labels is None else labels.sum()
+    return LossSum(each.sum() * scale, torch.tensor(targets.numel()))
+
+
+comparing.takes_entries = ("hints", "labels")
+PAIRED = {
+    **TEXT,
+    "hints": Entry(dims=("sample", "position"), wanted_by="loss"),
+    "labels": Entry(dims=("sample", "label"), wanted_by="loss"),
+}
+
+
+def test_a_loss_is_given_the_entries_that_it_takes_and_the_model_is_not():
+    loss = CheckedLoss(comparing, "the loss", PAIRED)
+    targets = torch.ones(2, 4, dtype=torch.int64)
+    batch = {"tokens": targets, "targets": targets}
+
+    inputs, bound = bind(loss, {**batch, "hints": torch.arange(8).view(2, 4), "labels": torch.ones(2, 3)})
+    _, plain = bind(loss, batch)  # a text that is evaluated
+
+    assert inputs.keys() == {"tokens", "targets"}
+    assert float(bound(None, None, targets).total) == 28 * 6
+    assert float(bound.of_part(lambda entry: entry[:, :1])(None, None, targets[:, :1]).total) == 4 * 6
+    assert float(plain(None, None, targets).total) == 0
+
+
+def test_training_data_without_the_entries_of_the_loss_are_refused_and_so_is_a_loss_without_those_of_the_data():
+    with pytest.raises(ConfigError, match="data: the loss 'x' takes 'hints' of batches, which have tokens"):
+        CheckedLoss(comparing, "the loss 'x'").refuse_entries(TEXT)
+    with pytest.raises(ConfigError, match="data: batches have 'hints' for the loss, and the loss 'y' takes no such"):
+        CheckedLoss(weighing, "the loss 'y'").refuse_entries(PAIRED)
+    CheckedLoss(comparing, "the loss").refuse_entries(PAIRED)
+
+
 def test_the_shape_of_an_entry_is_that_of_a_batch_as_far_as_it_is_known():
     image = Entry(dims=("sample", "image", "height"), sizes=(None, None, 8), dtype="float32")
 
