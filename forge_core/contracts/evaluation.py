@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.config.sections import Job
+    from forge_core.contracts.builder import Builder
     from forge_core.contracts.component_ref import ComponentRef
     from forge_core.contracts.data_source import DataSource
     from forge_core.contracts.tokenizer import Tokenizer
@@ -154,14 +155,17 @@ class OpenData(Protocol):
 class EvaluationFactory(Protocol):
     """The signature of the factory that a description names."""
 
-    def __call__(self, config: Any, /, *, open_data: OpenData, tokenizer: Tokenizer | None, seq_len: int) -> Evaluation:
+    def __call__(
+        self, config: Any, /, *, open_data: OpenData, tokenizer: Tokenizer | None, seq_len: int, build: Builder
+    ) -> Evaluation:
         """Build the evaluation, and open its data, before the model is built. A factory may leave out the keywords
-        ``tokenizer`` and ``seq_len``.
+        ``tokenizer``, ``seq_len`` and ``build``.
 
         Args:
             config: extends ``EvaluationConfig``.
             tokenizer: the training data's, if they have one.
             seq_len: ``train.seq_len``.
+            build: for data that another file names, which it resolves.
 
         Raises:
             ConfigError: what it needs is not there.

@@ -94,6 +94,18 @@ class TestPromptCompletion(DataSourceConformance):
         self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.3, "too_long": request.param}
 
 
+class TestPreferencePairs(DataSourceConformance):
+    component = "forge-plugins-data:preference_pairs"
+    seq_len = 64
+
+    @pytest.fixture(autouse=True, params=["cut", "skip"])
+    def pairs(self, tmp_path, request):
+        texts = [file.read_text() for file in sorted(write_text(tmp_path / "text").iterdir())]
+        lines = [{"prompt": text[:4], "chosen": text[4 : 5 + 9 * n], "rejected": "no"} for n, text in enumerate(texts)]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.3, "too_long": request.param}
+
+
 class TestHuggingFace(DataSourceConformance):
     component = "forge-plugins-data:huggingface"
 

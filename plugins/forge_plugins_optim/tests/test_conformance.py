@@ -169,6 +169,10 @@ class TestBoth(LossConformance):
     config: ClassVar = {"smoothing": 0.2, "loss": {"name": "z_loss", "coefficient": 0.1}}
 
 
+class TestDPOOfTexts(LossConformance):
+    component = "forge-plugins-optim:dpo"
+
+
 class TestChunkedCrossEntropy(LossConformance):
     component = "forge-plugins-optim:chunked_cross_entropy"
     config: ClassVar = {"chunk_size": 7}

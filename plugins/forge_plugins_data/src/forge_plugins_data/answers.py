@@ -15,7 +15,7 @@ from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.best_fit import Documents, PackedDocuments
-from forge_plugins_data.config import ChatConfig, PromptCompletionConfig, TooLong
+from forge_plugins_data.config import AnswersConfig, TooLong
 from forge_plugins_data.documents import read_records
 from forge_plugins_data.encoding import valid_text
 from forge_plugins_data.file_selection import refuse_idle_pattern, select_files
@@ -50,7 +50,7 @@ class PackedAnswers(PackedDocuments):
 
 def pack_answers(
     source: str,
-    config: ChatConfig | PromptCompletionConfig,
+    config: AnswersConfig,
     texts: Iterable[Answered],
     tokenizer: Tokenizer,
     seq_len: int,
@@ -64,17 +64,12 @@ def pack_answers(
     Raises:
         ConfigError: a text is too long, if those are refused; there is none.
     """
-    if not hasattr(tokenizer, "encode_with_ends"):
-        raise ConfigError(
-            f"the tokenizer {config.tokenizer.name} has no encode_with_ends, by which the tokens of an answer are "
-            "told; choose another one, such as tokenizer_file"
-        )
     dtype = smallest_dtype(tokenizer.vocab_size)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     lines = {"lines": 0, "cut": 0, "skipped": 0}
     for text in texts:
         lines["lines"] += 1
-        ids, learned = _tokens(text, tokenizer)
+        ids, learned = tokens_and_learned(text, tokenizer)
         if is_long := len(ids) > seq_len + 1:
             _refuse_long(text, len(ids), seq_len, config.too_long)
             ids, learned = ids[: seq_len + 1], learned[: seq_len + 1]
@@ -100,9 +95,7 @@ def pack_answers(
     return PackedAnswers(documents, facts, end_of_document=tokenizer.end_of_document, lines=lines)
 
 
-def chosen_records(
-    config: ChatConfig | PromptCompletionConfig, split: Split
-) -> Iterator[tuple[dict[str, Any], object]]:
+def chosen_records(config: AnswersConfig, split: Split) -> Iterator[tuple[dict[str, Any], object]]:
     """The lines of a split, in the order of the files' relative names. Which one a line is in depends on its file's
     name and its number alone.
 
@@ -118,14 +111,27 @@ def chosen_records(
                 yield record, where
 
 
-def tokenizer_of(config: ChatConfig | PromptCompletionConfig, build: Builder) -> Tokenizer:
-    """The tokenizer that a configuration names."""
+def tokenizer_of(config: AnswersConfig, build: Builder) -> Tokenizer:
+    """The tokenizer that a configuration names.
+
+    Raises:
+        ConfigError: it does not say where its tokens end.
+    """
     tokenizer: Tokenizer = build(config.tokenizer, base=Path())
+    if not hasattr(tokenizer, "encode_with_ends"):
+        raise ConfigError(
+            f"the tokenizer {config.tokenizer.name} has no encode_with_ends, by which the tokens of an answer are "
+            "told; choose another one, such as tokenizer_file"
+        )
     return tokenizer
 
 
-def _tokens(text: Answered, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Ids ``(N,)``, and which of them are learned ``(N,)``. A token across the border of an answer belongs to it."""
+def tokens_and_learned(text: Answered, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Ids ``(N,)``, and which of them are learned ``(N,)``. A token across the border of an answer belongs to it.
+
+    Raises:
+        ConfigError: it is not UTF-8, or has nothing to learn.
+    """
     content = valid_text(text.text, "strict", text.where)
     ids, ends = tokenizer.encode_with_ends(content)  # type: ignore[attr-defined]  # looked for before
     learned = np.zeros(len(ids), dtype=bool)

@@ -13,7 +13,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.answers import Answered, PackedAnswers, chosen_records, pack_answers, tokenizer_of
 from forge_plugins_data.chat_template import ChatTemplate, Rendered
-from forge_plugins_data.config import ChatConfig
+from forge_plugins_data.config import AnswersConfig, ChatConfig
 
 ASSISTANT = "assistant"
 """The role whose turns are learned."""
@@ -28,11 +28,16 @@ def open_chat(config: ChatConfig, /, *, seq_len: int, split: Split, build: Build
             turns do not add up to the whole, and one that is too long, if those are refused; nothing to learn.
     """
     tokenizer = tokenizer_of(config, build)
-    texts = _texts(config, split, _template_of(config, tokenizer))
+    texts = _texts(config, split, template_of(config, tokenizer))
     return pack_answers("chat", config, texts, tokenizer, seq_len, split)
 
 
-def _template_of(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def template_of(config: AnswersConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Raises:
+        ConfigError: it has none.
+    """
     template: ChatTemplate | None = getattr(tokenizer, "chat_template", None)
     if template is None:
         raise ConfigError(
@@ -43,7 +48,7 @@ def _template_of(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _texts(config: ChatConfig, split: Split, template: ChatTemplate) -> Iterator[Answered]:
-    now = _clock(config)
+    now = clock(config.date)
     for record, where in chosen_records(config, split):
         messages = _messages(record, config.messages_field, where)
         tools = record.get("tools")
@@ -58,13 +63,15 @@ def _texts(config: ChatConfig, split: Split, template: ChatTemplate) -> Iterator
         yield answered
 
 
-def _clock(config: ChatConfig) -> Callable[[], datetime]:
+def clock(date: str | None) -> Callable[[], datetime]:
+    """Tells templates the day, or refuses those that ask for it without one."""
+
     def now() -> datetime:
-        if config.date is None:
+        if date is None:
             raise ConfigError(
                 'the template writes down today\'s date, with which the data change; set date, as in "2026-01-31"'
             )
-        return datetime.fromisoformat(config.date)
+        return datetime.fromisoformat(date)
 
     return now
 

@@ -84,7 +84,9 @@ class JobData:
         all documents are learned."""
         if not _is_partly_learned(batch):
             return []
-        return [[self._decoded(part) for part in _parts(row)] for row in batch["targets"][:number]]
+        return [
+            [self._decoded(part) for part in _parts(row)] for row in batch.get("answers", batch["targets"])[:number]
+        ]
 
     def texts(self, batch: dict[str, np.ndarray], number: int) -> list[str]:
         """The first samples of a batch, decoded; as ids without a tokenizer."""

@@ -47,6 +47,12 @@ def forge_data_sources() -> Iterable[Component]:
         config="forge_plugins_data.config:RecordsConfig",
     )
     yield Component(
+        name="preference_pairs",
+        summary="prompts with two answers in JSON Lines, of which one is preferred, for the loss dpo",
+        factory="forge_plugins_data.preference_pairs:open_preference_pairs",
+        config="forge_plugins_data.config:PreferencePairsConfig",
+    )
+    yield Component(
         name="prompt_completion",
         summary="prompts with completions in JSON Lines; the completions are learned",
         factory="forge_plugins_data.prompt_completion:open_prompt_completion",
@@ -86,6 +92,17 @@ def forge_tokenizers() -> Iterable[Component]:
         summary="a tokenizer.json of the Hugging Face tokenizers library",
         factory="forge_plugins_data.tokenizer_file:TokenizerFile",
         config="forge_plugins_data.config:TokenizerFileConfig",
+    )
+
+
+@hookimpl
+def forge_evaluations() -> Iterable[Component]:
+    """What is measured for data."""
+    yield Component(
+        name="preference_reference",
+        summary="log-probabilities of preference pairs, written to the file that the loss dpo compares with",
+        factory="forge_plugins_data.reference_evaluation:PreferenceReference",
+        config="forge_plugins_data.config:PreferenceReferenceConfig",
     )
 
 

@@ -28,13 +28,18 @@ def open_prompt_completion(
 
 def _texts(config: PromptCompletionConfig, split: Split) -> Iterator[Answered]:
     for record, where in chosen_records(config, split):
-        prompt = _text(record, config.prompt_field, "prompt_field", where)
-        completion = _text(record, config.completion_field, "completion_field", where)
+        prompt = text_of(record, config.prompt_field, "prompt_field", where)
+        completion = text_of(record, config.completion_field, "completion_field", where)
         whole = prompt + completion
         yield Answered(whole, [(len(prompt), len(whole))], where, is_ended=True)
 
 
-def _text(record: dict[str, Any], field: str, key: str, where: object) -> str:
+def text_of(record: dict[str, Any], field: str, key: str, where: object) -> str:
+    """The text of a key.
+
+    Raises:
+        ConfigError: it has no such key, or no text in it.
+    """
     if field not in record:
         raise ConfigError(f"{where} has no {field!r}; its keys are {', '.join(record)} (choose with the key {key})")
     text = record[field]

@@ -333,3 +333,22 @@ class LabelSmoothingConfig:
     """The part of the target's probability that is spread over the whole vocabulary."""
     loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
     """The loss whose targets are smoothed."""
+
+
+@attrs.frozen(kw_only=True)
+class DPOConfig:
+    """Direct preference optimisation (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290), of pairs of answers as
+    the data source ``preference_pairs`` has them."""
+
+    beta: float = attrs.field(default=0.1, validator=gt(0))
+    """How dear it is to leave the reference, β: the smaller, the further the model goes."""
+    label_smoothing: float = attrs.field(default=0.0, validator=and_(ge(0), lt(0.5)))
+    """The part of the pairs whose answers are thought to be the wrong way round, ε (conservative DPO)."""
+    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
+    """The loss that gives log-probabilities: ``cross_entropy``, or ``chunked_cross_entropy`` for less memory."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """A loss that adds to another one does not give log-probabilities."""
+        if hasattr(self.loss.config, "loss"):
+            what = "must give log-probabilities alone, as cross_entropy and chunked_cross_entropy do"
+            yield "loss", f"{what}; {self.loss.name} adds to them"

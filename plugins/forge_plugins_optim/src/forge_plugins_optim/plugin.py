@@ -105,6 +105,12 @@ def forge_losses() -> Iterator[Component]:
         config="forge_plugins_optim.config:ChunkedCrossEntropyConfig",
     )
     yield Component(
+        name="dpo",
+        summary="direct preference optimisation: of two answers, the preferred one becomes likelier",
+        factory="forge_plugins_optim.dpo:dpo",
+        config="forge_plugins_optim.config:DPOConfig",
+    )
+    yield Component(
         name="label_smoothing",
         summary="another loss with targets of which a part is spread over the vocabulary",
         factory="forge_plugins_optim.label_smoothing:label_smoothing",

@@ -1,0 +1,89 @@
+"""The log-probabilities of pairs under the weights that preference tuning begins with, in a file.
+
+It is ``.npz`` of NumPy: ``pairs`` ``(N, 16)`` uint8, the key of each pair; ``log_probabilities`` ``(N, 2)`` float64 in
+nats, of the chosen and the rejected answer; ``about``, a JSON object with format, version and tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+
+from forge_core.errors import ConfigError
+
+_FORMAT, _VERSION = "forge-preference-reference", 1
+
+HOW_TO_MAKE = (
+    "make it by forge eval RUN --evaluation preference_reference --job CONFIG, with the run that training begins with"
+)
+
+
+@attrs.frozen(eq=False)
+class ReferenceFile:
+    """The contents of a file."""
+
+    path: Path
+    tokenizer: str
+    """The fingerprint of the tokenizer."""
+    log_probabilities: Mapping[bytes, np.ndarray]
+    """By the key of a pair, ``(2,)`` float64."""
+
+    @classmethod
+    def read(cls, path: str) -> ReferenceFile:
+        """Read a file.
+
+        Raises:
+            ConfigError: it is not there, or is no such file.
+        """
+        file = Path(path).expanduser()
+        if not file.exists():
+            raise ConfigError(f"reference = {path!r}: there is no such file; {HOW_TO_MAKE}")
+        try:
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+                pairs, values, about = arrays["pairs"], arrays["log_probabilities"], json.loads(str(arrays["about"]))
+            known = about.get("format") == _FORMAT and about.get("version") == _VERSION
+        except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"reference = {path!r} is damaged, or no reference of pairs: {error}") from error
+        if not known or pairs.shape != (len(values), 16) or values.shape != (len(values), 2):
+            raise ConfigError(f"reference = {path!r} is no reference of pairs of version {_VERSION}; {HOW_TO_MAKE}")
+        keys = (key.tobytes() for key in pairs)
+        return cls(file, str(about.get("tokenizer")), dict(zip(keys, values, strict=True)))
+
+    def of(self, keys: Sequence[bytes], tokenizer: str) -> np.ndarray:
+        """The log-probabilities of pairs, ``(N, 2)`` fp32.
+
+        Raises:
+            ConfigError: it is a reference of another tokenizer or of other pairs.
+        """
+        if tokenizer != self.tokenizer:
+            raise ConfigError(f"reference = {str(self.path)!r} is of another tokenizer; {HOW_TO_MAKE}")
+        if missing := sum(key not in self.log_probabilities for key in keys):
+            raise ConfigError(
+                f"reference = {str(self.path)!r} lacks {missing:,} of the {len(keys):,} pairs: it is of other data, or "
+                f"of another template, train.seq_len or too_long; {HOW_TO_MAKE}"
+            )
+        return np.array([self.log_probabilities[key] for key in keys], dtype=np.float32)
+
+
+def write_reference(path: Path, keys: Sequence[bytes], values: np.ndarray, tokenizer: str) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        values: ``(N, 2)`` float64.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    about = json.dumps({"format": _FORMAT, "version": _VERSION, "tokenizer": tokenizer})
+    pairs = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, pairs=pairs, log_probabilities=values, about=np.array(about))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Preference tuning from its reference on: what the commands say, write and refuse."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import fork_server
+from forge_core.cli import main
+
+JOB = """
+extends = "tiny.toml"
+
+[run]
+name = "tuned"
+
+[data]
+name = "preference_pairs"
+path = "{folder}/pairs.jsonl"
+validation = 0.2
+reference = "{folder}/reference.npz"
+
+[loss]
+name = "dpo"
+
+[eval]
+interval = 10
+
+[checkpoint.load]
+path = "{folder}/runs/tiny"
+"""
+
+
+@pytest.fixture(scope="module")
+def begun(shared_tiny):
+    """A run that tuning begins with, the pairs, and the configuration."""
+    folder = shared_tiny.folder
+    pairs = [{"prompt": f"{n} is ", "chosen": f"{n}", "rejected": "no"} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "dpo.toml").write_text(JOB.format(folder=folder))
+    shared_tiny.completed()
+    return shared_tiny
+
+
+@pytest.fixture
+def reference(begun, capsys):
+    """Writes the reference by some ranks; gives back its arrays."""
+
+    def reference(*arguments):
+        words = ["eval", str(begun.path()), "--evaluation", "preference_reference", "--job", f"{begun.folder}/dpo.toml"]
+        if "--nproc" in arguments:
+            done = fork_server.run(
+                [sys.executable, "-m", "forge_core", *words, *arguments],
+                env=begun.environment(), capture_output=True, text=True, timeout=240,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+        else:
+            assert main([*words, *arguments]) == 0, capsys.readouterr().err
+        with np.load(begun.folder / "reference.npz") as arrays:
+            return {name: arrays[name] for name in ("pairs", "log_probabilities")}
+
+    return reference
+
+
+def test_a_run_begins_where_the_reference_is_and_leaves_it_the_right_way(begun, reference, capsys):
+    arrays = reference()
+
+    assert arrays["log_probabilities"].shape == (40, 2)
+    assert main(["run", str(begun.folder / "dpo.toml"), "train.steps=30"]) == 0, capsys.readouterr().err
+    lines = begun.metrics("tuned")
+    steps = [line for line in lines if "loss" in line]
+    assert steps[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert steps[-1]["auxiliary/reward_margin"] > 0.5
+    evaluated = [line for line in lines if "eval/loss" in line]
+    assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"] < 0.69
+    assert 4 <= evaluated[0]["eval/tokens"] <= 14  # pairs
+    text = ["--evaluation", "perplexity", f"data={{name='text_files', path='{begun.folder}/text'}}"]
+    assert main(["eval", str(begun.path("tuned")), *text]) == 0  # a text has no pairs
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["parallel.dp_shard=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=2"]],
+    ids=["fsdp2", "tp2", "pp2", "cp2"],
+)
+def test_the_reference_is_the_same_in_every_layout(reference, layout):
+    alone = reference()
+
+    found = reference("--nproc", "2", *layout)
+
+    assert np.array_equal(found["pairs"], alone["pairs"])
+    np.testing.assert_allclose(found["log_probabilities"], alone["log_probabilities"], rtol=1e-5)
+
+
+NO_REFERENCE = "data={{name='preference_pairs', path='{folder}/pairs.jsonl'}}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["loss.name=cross_entropy"], "batches have 'answers' for the loss, and loss 'cross_entropy' of forge"),
+        (["loss={name='z_loss', loss='dpo'}"], "batches have 'answers' for the loss, and loss 'z_loss' of forge"),
+        (["loss.loss=z_loss"], "loss.loss: must give log-probabilities alone, as cross_entropy and chunked_cross_entr"),
+        (["loss.beta=0"], "loss.beta"),
+        (
+            ["data={name='text_files', path='{folder}/text', validation=0.3}"],
+            "takes 'answers' of batches, which have tokens, targets; choose",
+        ),
+        ([NO_REFERENCE.replace("{{", "{").replace("}}", "}")], "data.reference: is missing: name the file that forge"),
+        (["data.reference={folder}/none.npz"], "none.npz': there is no such file; make it by forge eval RUN"),
+        (["data.rejected_field=worse"], "line 1 has no 'worse'; its keys are prompt, chosen, rejected"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(begun, reference, capsys, settings, sentence):
+    reference()
+    given = [one.replace("{folder}", str(begun.folder)) for one in settings]
+
+    assert main(["run", str(begun.folder / "dpo.toml"), "run.name=refused", "eval.interval=0", *given]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "sentence"),
+    [
+        ("tiny.toml", [], "tiny.toml: [data] must be preference_pairs, with a file to write as its reference"),
+        ("dpo.toml", ["train.seq_len=16"], "train.seq_len is 32, and that of the evaluated run 16; add train."),
+        ("dpo.toml", ["train.precision=bf16"], "train.precision is fp32, and that of the evaluated run bf16; add"),
+        ("none.toml", [], "none.toml"),
+    ],
+)  # fmt: skip
+def test_a_reference_is_made_of_a_configuration_that_wants_one(begun, capsys, job, settings, sentence):
+    words = ["eval", str(begun.path()), "--evaluation", "preference_reference", "--job", f"{begun.folder}/{job}"]
+
+    assert main([*words, *settings]) == 2
+    assert sentence in capsys.readouterr().err
