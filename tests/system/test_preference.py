@@ -1,7 +1,11 @@
 """Preference tuning from its reference on: what the commands say, write and refuse."""
 
 import json
+import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +138,31 @@ def test_a_reference_is_made_of_a_configuration_that_wants_one(begun, capsys, jo
 
     assert main([*words, *settings]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_goes_from_one_command_to_the_next(tmp_path, monkeypatch, capsys):
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^#   (.*)$", Path("configs/dpo_demo.toml").read_text(), re.M)
+    page = (root / "docs" / "preference-tuning.md").read_text()
+    assert commands == page.partition("```\n")[2].partition("```")[0].splitlines()
+
+    demo = Path("configs/demo.toml")  # cut short
+    short = {"dim = 192": "dim = 48", "n_layers = 4": "n_layers = 1", "steps = 400": "steps = 40", "**/*.py": "a*.py"}
+    for long, brief in short.items():
+        assert long in demo.read_text()
+        demo.write_text(demo.read_text().replace(long, brief))
+    for command in commands[:-1]:
+        words = command.split()
+        if words[0] == "python":
+            assert subprocess.run([sys.executable, *words[1:]], check=False).returncode == 0
+            lines = Path(words[-1]).read_text().splitlines(keepends=True)
+            Path(words[-1]).write_text("".join(lines[:80]))
+        else:
+            steps = ["train.steps=40", "eval.batches=1"] if words[1] == "run" else []
+            assert main([*words[1:], *steps]) == 0, capsys.readouterr().err
+
+    lines = [json.loads(line) for line in Path("runs/dpo_demo/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(0.693147, abs=1e-4)
