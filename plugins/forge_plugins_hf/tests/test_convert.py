@@ -1,16 +1,20 @@
 """``forge convert``: models of transformers become checkpoints and back, and compute the same."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
+from forge_core.config.builder import ComponentBuilder
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_hf.shards import Described, Shards, write_shards
@@ -156,6 +160,19 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
     assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == [5, 7]
     assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+
+def test_every_architecture_that_is_known_is_converted_here_and_in_the_table_of_the_readme():
+    installed = discover()
+    build = ComponentBuilder(installed)
+    layouts = [
+        build(build.resolve("weight_layout", one.qualified_name)) for one in installed.components("weight_layout")
+    ]
+    known = {name for layout in layouts for name in layout.architectures}
+
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING[type(config())].__name__ for config in MODELS.values()} == known
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", readme.partition("| architecture |")[2])) == known
 
 
 @pytest.mark.slow
