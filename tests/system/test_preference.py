@@ -97,6 +97,7 @@ def test_the_reference_is_the_same_in_every_layout(reference, layout):
     np.testing.assert_allclose(found["log_probabilities"], alone["log_probabilities"], rtol=1e-5)
 
 
+CHECKED = "callbacks=[{name='reference_check'}]"
 NO_REFERENCE = "data={{name='preference_pairs', path='{folder}/pairs.jsonl'}}"
 
 
@@ -107,6 +108,7 @@ NO_REFERENCE = "data={{name='preference_pairs', path='{folder}/pairs.jsonl'}}"
         (["loss={name='z_loss', loss='dpo'}"], "batches have 'answers' for the loss, and loss 'z_loss' of forge"),
         (["loss.loss=z_loss"], "loss.loss: must give log-probabilities alone, as cross_entropy and chunked_cross_entr"),
         (["loss.beta=0"], "loss.beta"),
+        ([CHECKED, "data={name='text_files', path='{folder}/text'}"], "is for data of preference_pairs, and [data] is"),
         (
             ["data={name='text_files', path='{folder}/text', validation=0.3}"],
             "takes 'answers' of batches, which have tokens, targets; choose",
@@ -122,6 +124,19 @@ def test_what_does_not_go_together_is_refused(begun, reference, capsys, settings
 
     assert main(["run", str(begun.folder / "dpo.toml"), "run.name=refused", "eval.interval=0", *given]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_reference_of_other_weights_ends_the_run_at_its_first_step(begun, reference, capsys):
+    reference()
+    arguments = ["run", str(begun.folder / "dpo.toml"), CHECKED, "eval.interval=0", "train.steps=3"]
+    fresh = ["scheduler.warmup_steps=1", "optimizer.lr=1e-3"]
+
+    assert main([*arguments, *fresh, "run.name=fits"]) == 0, capsys.readouterr().err
+    begun.completed("run.name=another", "train.seed=5")
+    assert main([*arguments, *fresh, "run.name=other", f"checkpoint.load.path={begun.path('another')}"]) == 2
+
+    assert "log 2 = 0.6931 with a reference of the weights that the run begins with" in capsys.readouterr().err
+    assert not list(begun.path("other").glob("checkpoints/step_*"))
 
 
 @pytest.mark.parametrize(

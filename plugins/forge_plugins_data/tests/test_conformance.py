@@ -12,6 +12,7 @@ from forge_plugins_data.config import BytesConfig
 from forge_plugins_data.documents import Unit
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
+from forge_testing.callback import CallbackConformance
 from forge_testing.data_source import DataSourceConformance
 from forge_testing.tokenizer import TokenizerConformance
 
@@ -104,6 +105,12 @@ class TestPreferencePairs(DataSourceConformance):
         lines = [{"prompt": text[:4], "chosen": text[4 : 5 + 9 * n], "rejected": "no"} for n, text in enumerate(texts)]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.config = {"path": str(tmp_path / "a.jsonl"), "validation": 0.3, "too_long": request.param}
+
+
+class TestReferenceCheck(CallbackConformance):
+    component = "forge-plugins-data:reference_check"
+    config: ClassVar = {"tolerance": 100.0}
+    host_reads_when_not_logged = True  # at the first step, which is always logged
 
 
 class TestHuggingFace(DataSourceConformance):

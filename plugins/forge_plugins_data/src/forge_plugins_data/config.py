@@ -260,6 +260,20 @@ class PreferenceReferenceConfig(EvaluationConfig):
 
 
 @attrs.frozen(kw_only=True)
+class ReferenceCheckConfig:
+    """Ends preference tuning at its first step if the reference is not of the weights that the run begins with. For
+    models without dropout, whose noise looks the same."""
+
+    tolerance: float = attrs.field(default=0.005, validator=gt(0.0))
+    """How far the loss of the first step may be from log 2, in nats."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Other data have no reference."""
+        if not isinstance(job.data.config, PreferencePairsConfig):
+            yield "name", f"is for data of preference_pairs, and [data] is {job.data.name}; remove it"
+
+
+@attrs.frozen(kw_only=True)
 class HubConfig(DataSourceConfig):
     """A data set of the Hugging Face ``datasets`` library. Documents without text are left out."""
 

@@ -107,6 +107,17 @@ def forge_evaluations() -> Iterable[Component]:
 
 
 @hookimpl
+def forge_callbacks() -> Iterable[Component]:
+    """What looks at a run of data that it must fit."""
+    yield Component(
+        name="reference_check",
+        summary="ends preference tuning at its first step if the reference is of other weights",
+        factory="forge_plugins_data.reference_check:ReferenceCheck",
+        config="forge_plugins_data.config:ReferenceCheckConfig",
+    )
+
+
+@hookimpl
 def forge_commands() -> Iterable[Command]:
     """``forge data prepare`` and ``forge data inspect``."""
     yield Command(
