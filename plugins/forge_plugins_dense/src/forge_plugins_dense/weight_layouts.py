@@ -160,10 +160,12 @@ class SmolLM3Layout(RelativeLayout):
         "no_rope_layers": None,
         "no_rope_layer_interval": 4,
         "use_sliding_window": False,
+        "max_window_layers": None,
         "tie_word_embeddings": True,
     }
 
     def read(self, hf: Mapping[str, Any]) -> Table:
+        hf["max_window_layers"]  # left over from Qwen 2: transformers goes by no_rope_layers
         every = hf["no_rope_layer_interval"]
         has_rope = hf["no_rope_layers"] or [(number + 1) % every != 0 for number in range(hf["num_hidden_layers"])]
         uses = hf["use_sliding_window"]

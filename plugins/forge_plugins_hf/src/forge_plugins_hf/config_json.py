@@ -11,8 +11,9 @@ from forge_core.errors import ConfigError, and_more
 
 _SAY_NOTHING = frozenset(
     (
-        *("_name_or_path", "_attn_implementation_autoset", "architectures", "auto_map", "bos_token_id", "chunk_size"),
-        *("decoder_start_token_id", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id", "model_type"),
+        *("_name_or_path", "_attn_implementation_autoset", "architectures", "auto_map", "bos_token_id"),
+        *("cache_implementation", "chunk_size", "decoder_start_token_id", "dtype", "eos_token_id", "id2label"),
+        *("is_decoder", "label2id", "model_type"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp"),
         *("problem_type", "return_dict", "router_jitter_noise", "sep_token_id", "tokenizer_class", "torch_dtype"),
         *("transformers_version", "unsloth_fixed", "use_cache", "_commit_hash", "name_or_path"),
