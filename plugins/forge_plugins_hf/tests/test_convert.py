@@ -162,6 +162,18 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
 
 
+def test_code_of_a_known_architecture_is_not_run_and_its_weights_are_taken(tmp_path, capfd):
+    made("qwen3", tmp_path / "hf")
+    changed(tmp_path / "hf", auto_map={"AutoModelForCausalLM": "own.py"})
+    (tmp_path / "hf/own.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')")
+
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+
+    said = capfd.readouterr().err
+    assert "auto_map names code that the model brings with it, which is never run; our own Qwen3ForCausalLM" in said
+    assert not (tmp_path / "has_run").exists()
+
+
 def test_every_architecture_that_is_known_is_converted_here_and_in_the_table_of_the_readme():
     installed = discover()
     build = ComponentBuilder(installed)
@@ -217,7 +229,7 @@ def changed(folder, **keys):
         ({"architectures": []}, "architectures must be an array of one name, got []"),
         ({"attn_logit_softcapping": 50.0}, "not supported by our model of this architecture: attn_logit_softcapping"),
         ({"attention_bias": True}, "missing: model.layers.0.self_attn.k_proj.bias"),
-        ({"auto_map": {"AutoModel": "modeling.py"}}, "which is never run"),
+        ({"auto_map": {"AutoModel": "own.py"}, "architectures": ["OwnForCausalLM"]}, "which is never run"),
         ({"hidden_size": 64}, "weights have other shapes than config.json says: model.embed_tokens.weight (64, 32)"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2."),
         ({"num_hidden_layers": 1}, "unexpected: model.layers.1."),

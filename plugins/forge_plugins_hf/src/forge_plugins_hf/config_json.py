@@ -47,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``.
 
     Raises:
-        ConfigError: it is not there, is no table, or asks for code of its own.
+        ConfigError: it is not there, or is no table.
     """
     path = folder / "config.json"
     try:
@@ -58,8 +58,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must be a table, and is {type(table).__name__}")
-    if "auto_map" in table:
-        raise ConfigError(f"{path}: auto_map names code that the model brings with it, which is never run")
     return table
 
 

@@ -58,7 +58,7 @@ def to_forge(
     installed = catalog(())
     config = ReadKeys(read_config(folder))
     architecture = architecture_in(config, folder)
-    layout = layout_of_architecture(architecture, installed)
+    layout = layout_in(config, folder, installed, say)
     table = table_of(layout, config, folder, say)
     tokenizer = choose_tokenizer(folder, config)
     kept = folder if config_only else out / CHECKPOINT / "tokenizer"
@@ -112,6 +112,23 @@ def to_forge(
     )
     (out / CONFIG).write_text(_train_toml(job, out / CHECKPOINT), encoding="utf-8")
     return architecture, n_parameters
+
+
+def layout_in(config: ReadKeys, folder: Path, catalog: Catalog, say: Callable[[str], None]) -> WeightLayout:
+    """The layout of a folder's architecture. Code that the model brings along is not run, and this is said.
+
+    Raises:
+        ConfigError: no installed package has it.
+    """
+    architecture = architecture_in(config, folder)
+    own_code = f"{folder / 'config.json'}: auto_map names code that the model brings with it, which is never run"
+    try:
+        layout = layout_of_architecture(architecture, catalog)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{own_code}" if "auto_map" in config else str(error)) from error
+    if "auto_map" in config:
+        say(f"note: {own_code}; our own {architecture} takes the weights")
+    return layout
 
 
 def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.weight_source import WeightSource
 from forge_core.errors import ConfigError, and_more
 from forge_core.registry.catalog import Catalog
-from forge_plugins_hf.config_json import ReadKeys, architecture_in, read_config
-from forge_plugins_hf.layouts import layout_of_architecture
+from forge_plugins_hf.config_json import ReadKeys, read_config
 from forge_plugins_hf.shards import Shards, on_meta
-from forge_plugins_hf.to_forge import table_of
+from forge_plugins_hf.to_forge import layout_in, table_of
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -31,7 +30,7 @@ class HuggingFaceFolder(WeightSource):
 
     def open(self, path: Path, model: ComponentRef, catalog: Catalog, say: Callable[[str], None]) -> FolderWeights:
         config = ReadKeys(read_config(path))
-        layout = layout_of_architecture(architecture_in(config, path), catalog)
+        layout = layout_in(config, path, catalog, say)
         table = table_of(layout, config, path, say)
         theirs = ComponentBuilder(catalog).resolve("model", table)
         if theirs.qualified_name != model.qualified_name:
