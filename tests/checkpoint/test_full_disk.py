@@ -9,6 +9,7 @@ import torch
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore, whole_problem
 from forge_core.distributed.mesh import join_process_group
+from small_disk import small_disk
 
 MIB = 1 << 20
 
@@ -22,14 +23,8 @@ def process_group():
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of its own, of 8 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with small_disk(tmp_path / "disk", "8m") as path:
+        yield path
 
 
 def _fill(disk, leave):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +14,13 @@ from forge_core.cli import main
 from forge_core.run import line_file
 from forge_core.train import saving
 from forge_core.train.trainer import Trainer
+from small_disk import small_disk
 
 
 @pytest.fixture
 def disk(tmp_path):
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with small_disk(tmp_path / "disk", "16m") as path:
+        yield path
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from forge_core.registry.discovery import discover
 from forge_core.train.trainer import Trainer
 from forge_testing.callback import CallbackConformance
 from parity_matrix.launch import Launcher, Work
+from small_disk import small_disk
 
 JOB = """
 [model]
@@ -231,14 +232,8 @@ def test_a_place_that_cannot_be_written_to_is_said_and_the_run_goes_on(folder, c
 
 @pytest.fixture
 def disk(tmp_path):
-    """Of 64 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with small_disk(tmp_path / "disk", "64k") as path:
+        yield path
 
 
 def test_a_full_disk_is_said_and_the_run_goes_on(folder, disk, capfd):
