@@ -139,6 +139,10 @@ class SplitPass(Protocol):
             This rank's parts, in the order in which a batch passes them; every later pass is applied to each. Names in
             a part are those of the whole model. And the names of the modules that this rank holds.
 
+            A part may have an attribute ``borrowed``: the names of parameters that are another part's, each with its
+            name there, such as ``{"head.weight": "embed.weight"}``. The executor brings their values and returns their
+            gradients; they are updated and saved where they belong.
+
         Raises:
             ConfigError: the model cannot be cut so.
         """

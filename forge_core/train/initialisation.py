@@ -40,7 +40,8 @@ def initialise(
                 tensor.mul_(scale)
     expected = {canonical_name(name): name for name, _ in named_tensors(model)}
     forgotten = sorted(expected.keys() - rng.filled)
-    unknown = sorted(rng.filled - expected.keys())
+    lent = getattr(model, "borrowed", {}).keys()  # a model may fill them, and the executor will again
+    unknown = sorted(rng.filled - expected.keys() - lent)
     if forgotten:
         owner = model.get_submodule(expected[forgotten[0]].rpartition(".")[0])
         whose = "" if owner is model else f" or in {type(owner).__qualname__}, whose {forgotten[0]} is"
@@ -55,8 +56,10 @@ def initialise(
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, also non-persistent ones; a tied parameter once, under its first name."""
-    return [*model.named_parameters(), *model.named_buffers()]
+    """Parameters and buffers, also non-persistent ones; a tied parameter once, under its first name, and none that
+    another part lends."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    return [(name, tensor) for name, tensor in every if canonical_name(name) not in getattr(model, "borrowed", ())]
 
 
 class SeededInitializer:

@@ -17,7 +17,7 @@ BY_NIGHT = {  # what puts together what other cells have apart, and graphs that 
     *("tp2-copies2", "tp2-fsdp1-microbatches2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-tied"),
     *("tp2-bf16", "tp2-fp8", "tp2-whole-whole-positions"),
     *("pp2-1f1b-auxiliary", "pp2-copies2-zero-bubble-v", "pp2-dualpipe-v-packed", "pp2-interleaved-bf16"),
-    *("pp2-interleaved-zero-bubble-packed", "pp2-tp2-dualpipe-v-packed"),
+    *("pp2-interleaved-zero-bubble-packed", "pp2-tp2-dualpipe-v-packed", "pp2-tp2-tied"),
     *("pp2-zero-bubble-v-ac-full", "pp2-zero-bubble-v-chunked"),
     *("cp2-ac-auto", "cp2-copies2", "cp2-fsdp2-packed", "cp2-tp2-packed"),
     *("cp2-ring-ac-auto", "cp2-ring-bf16", "cp2-ring-compiled", "cp2-ring-fsdp2", "cp2-ring-tp2"),

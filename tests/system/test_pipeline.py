@@ -106,7 +106,6 @@ def test_parameter_groups_may_name_what_one_stage_holds(launcher, said):
     ("overrides", "sentence"),
     [
         (["train.grad_accumulation=1"], "fewer microbatches than the pipeline has ranks; set it to at least 2"),
-        (["model.tie_embeddings=true"], "embedding and head are one tensor"),
         (pipeline("ZBVZeroBuble"), "'ZBVZeroBubble'"),
         (pipeline("DualPipeV", "parallel.passes.compile=true"), '"DualPipeV" cannot be combined with'),
     ],

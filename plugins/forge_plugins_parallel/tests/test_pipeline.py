@@ -4,6 +4,7 @@ import attrs
 import pytest
 import torch
 
+from forge_core.checkpoint.state_dict import named_parameters
 from forge_core.config.sections import ParallelSection
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
@@ -105,12 +106,25 @@ def test_parts_say_what_they_hold_and_are_none_where_they_hold_nothing():
     assert split(1)[1] == ["blocks.1", "blocks.2"]
 
 
-def test_a_model_that_ties_tensors_of_different_stages_is_refused():
+def test_the_first_stage_lends_the_table_of_a_tied_head_to_the_last():
     model = build_on_meta(lambda: SmallModel(n_layers=4))
     model.head.weight = model.embed.weight
 
-    with pytest.raises(ConfigError, match=r"head\.weight is tied to embed\.weight, which is in another pipeline stage"):
-        split(0, model)
+    (first, last), _ = split(0, model)
+
+    assert (first.borrowed, last.borrowed) == ({}, {"head.weight": "embed.weight"})
+    assert [name for name in named_parameters([first, last]) if "embed" in name or "head" in name] == ["embed.weight"]
+
+
+def test_a_model_that_ties_other_tensors_of_different_stages_is_refused():
+    model = build_on_meta(lambda: SmallModel(n_layers=4))
+    first, *_, last = model.blocks.values()
+    name = next(name for name, _ in first.named_parameters())
+    module, _, leaf = name.rpartition(".")
+    setattr(last.get_submodule(module), leaf, first.get_parameter(name))
+
+    with pytest.raises(ConfigError, match=rf"blocks\.3\.{name} is tied to blocks\.0\.{name}, which is in another"):
+        split(1, model)
 
 
 def test_a_parameter_that_no_stage_owns_is_refused():

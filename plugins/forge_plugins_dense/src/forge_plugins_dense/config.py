@@ -402,11 +402,6 @@ class TransformerConfig:
                 "qk_norm_over",
                 f'"all" needs all heads of a position, and parallel.tp = {tp} puts them on several ranks',
             )
-        if self.tie_embeddings and job.parallel.pp > 1:
-            yield (
-                "tie_embeddings",
-                f"embedding and head are one tensor, and parallel.pp = {job.parallel.pp} puts them on different ranks",
-            )
         yield from self._idle_keys()
         if self.attention_dropout:
             yield from self._check_dropped_weights(job)

@@ -21,6 +21,7 @@ from forge_core.contracts.loss import Loss
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_parallel.config import PipelineConfig, too_few_blocks
+from forge_plugins_parallel.tied_head import TiedHead
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -36,12 +37,14 @@ class Pipeline:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._width = 0
+        self._is_tied = False
 
     def split(self, model: Any, context: PassContext) -> tuple[Sequence[nn.Module], Sequence[str]]:
         """Same as ``SplitPass.split``.
 
         Raises:
-            ConfigError: the model has fewer blocks than there are stages, or shares a tensor between stages.
+            ConfigError: the model has fewer blocks than there are stages, or shares a tensor between stages that is not
+                the table of embedding and head.
         """
         pp = context.mesh.degrees["pp"]
         if pp == 1:
@@ -51,27 +54,49 @@ class Pipeline:
         head_cost = 6 * model.head.weight.numel() * (1 + at_head)
         block_cost = (model.flops_per_token(context.job.train.seq_len) - head_cost) / len(model.blocks)
         cut = cut_blocks(list(model.blocks), n_stages, block_cost, head_cost, at_head)
-        _refuse_shared_tensors(model, cut)
+        borrowed = _shared_tensors(model, cut)
+        self._is_tied = bool(borrowed)
         self._width = getattr(model, "stage_width", model.head.weight.shape[1])
 
         parts, touched = [], []
         for stage in self._stages_of(context.mesh.device_mesh):
-            parts.append(_part(model, cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1))
+            part: Any = _part(model, cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1)
+            part.borrowed = borrowed if stage == n_stages - 1 else {}
+            parts.append(part)
             touched += _held(cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1)
         return parts, touched
 
     def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> PipelineExecutor:
         """Same as ``SplitPass.executor``."""
         dtype = torch.float32 if context.job.train.precision == "fp32" else torch.bfloat16
+        by_stage = dict(zip(self._stages_of(context.mesh.device_mesh), parts, strict=True))
+        group = context.mesh.device_mesh.get_group("pp")
         return PipelineExecutor(
-            dict(zip(self._stages_of(context.mesh.device_mesh), parts, strict=True)),
+            by_stage,
             loss,
             self._config,
-            group=context.mesh.device_mesh.get_group("pp"),
+            group=group,
             device=context.device,
             width=self._width,
             dtype=dtype,
             sequence_parts=context.mesh.degrees["cp"],
+            tied=self._tied_head(by_stage, group, context.device) if self._is_tied else None,
+        )
+
+    def _tied_head(self, parts: Mapping[int, nn.Module], group: dist.ProcessGroup, device: torch.device) -> TiedHead:
+        last_stage = self._config.stages_a_rank * group.size() - 1
+        first, last = parts.get(0), parts.get(last_stage)
+        table = None if first is None else dict(first.named_parameters())["embed.weight"]
+        copied = None if last is None else dict(last.named_parameters())["head.weight"]
+        held = table if table is not None else copied
+        return TiedHead(
+            table=table,
+            copy=copied,
+            group=group,
+            first=0,
+            last=0 if self._config.is_v else group.size() - 1,
+            device=device,
+            is_trained=held is not None and held.requires_grad,
         )
 
     def _stages_of(self, mesh: DeviceMesh) -> list[int]:
@@ -113,14 +138,17 @@ def cut_blocks(
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-def _refuse_shared_tensors(model: Any, cut: Sequence[Sequence[str]]) -> None:
-    """
+def _shared_tensors(model: Any, cut: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The parameters of the last stage that are the first one's, by name: a tied head's.
+
     Raises:
-        ConfigError: modules of different stages share a parameter, or one is in no module that a stage could have.
+        ConfigError: other modules of different stages share a parameter, or one is in no module that a stage could
+            have.
     """
     stage_of = {f"blocks.{name}": stage for stage, names in enumerate(cut) for name in names}
     stage_of |= {"embed": 0, "norm": len(cut) - 1, "head": len(cut) - 1}
     seen: dict[int, tuple[str, int]] = {}
+    borrowed = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
         if module not in stage_of:
@@ -129,11 +157,14 @@ def _refuse_shared_tensors(model: Any, cut: Sequence[Sequence[str]]) -> None:
                 "would train a copy of its own; move it into one of them, or set parallel.pp = 1"
             )
         first, stage = seen.setdefault(id(parameter), (name, stage_of[module]))
-        if stage != stage_of[module]:
+        if (first, name) == ("embed.weight", "head.weight"):
+            borrowed[name] = first
+        elif stage != stage_of[module]:
             raise ConfigError(
                 f"parallel.passes.pipeline: {name} is tied to {first}, which is in another pipeline stage and would be "
                 "trained apart from it; untie them, or set parallel.pp = 1"
             )
+    return borrowed
 
 
 def _part(model: Any, blocks: Sequence[str], *, is_first: bool, is_last: bool) -> nn.Module:
@@ -231,6 +262,7 @@ class PipelineExecutor:
         width: int,
         dtype: torch.dtype,
         sequence_parts: int = 1,
+        tied: TiedHead | None = None,
     ) -> None:
         """
         Args:
@@ -239,6 +271,7 @@ class PipelineExecutor:
             width: features of what lies between stages, D for most models.
             dtype: of hidden states between stages.
             sequence_parts: ranks that share a sequence (context parallelism); each has hidden states of its part only.
+            tied: of a model whose head is tied to its embedding.
         """
         self._parts = parts
         self._loss = loss
@@ -248,6 +281,7 @@ class PipelineExecutor:
         self._width = width
         self._dtype = dtype
         self._sequence_parts = sequence_parts
+        self._tied = tied
         self._n_stages = config.stages_a_rank * group.size()
         ranks = range(group.size())
         self._rank_of = {stage: rank for rank in ranks for stage in stages_of_rank(config, group.size(), rank)}
@@ -262,6 +296,8 @@ class PipelineExecutor:
         self._prepare(len(microbatches), microbatches[0]["tokens"].shape)
         self._scale = scale
         self._sums.clear()
+        if self._tied is not None:
+            self._tied.bring_table()
         for stage in self._stages:
             stage.microbatches = microbatches
             stage.hidden_shapes = [self._hidden_shape(batch["tokens"].shape) for batch in microbatches]
@@ -275,6 +311,8 @@ class PipelineExecutor:
         finally:
             for stage in self._stages:
                 stage.microbatches = ()
+        if self._tied is not None:
+            self._tied.return_gradient()
         return torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
 
     @torch.no_grad()
@@ -305,6 +343,8 @@ class PipelineExecutor:
         Returns:
             The output of the last stage; ``None`` on ranks that do not have it.
         """
+        if self._tied is not None:
+            self._tied.bring_table()
         hidden = tokens = inputs.pop("tokens")
         for stage, part in self._parts.items():
             if stage > 0 and stage - 1 not in self._parts:
