@@ -21,8 +21,8 @@ from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
-OF_THEIR_OWN = ("docs/chat.md", "docs/published-models.md", "docs/preference-tuning.md")
-"""Pages that begin with the demo themselves."""
+OF_THEIR_OWN = ("docs/chat.md", "docs/published-models.md")
+"""Pages that begin with the demo themselves; tests/system/test_preference.py has another one."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER), *OF_THEIR_OWN)
 
 ELSEWHERE = {

@@ -137,8 +137,7 @@ def build_model(
         else:
             materialise(part, device, job.train.seed, on_host=on_host, scales=sized.initial_scales() if sized else {})
     loss = CheckedLoss(build(job.loss), build.words_for(job.loss), context.entries)
-    if "weights" in context.entries:
-        _refuse_weights(model, loss, job.model.qualified_name)
+    _refuse_loss(model, loss, job.model.qualified_name, has_weights="weights" in context.entries)
     executor = split.executor(parts, loss, context) if split else PlainExecutor(parts[0], loss)
     own = [name for name, entry in context.entries.items() if entry is not None and entry.wanted_by != "model"]
     if own and not getattr(executor, "binds_loss", False):
@@ -189,11 +188,19 @@ def _refuse_entries(model: nn.Module, entries: Mapping[str, Entry | None], name:
             )
 
 
-def _refuse_weights(model: nn.Module, loss: CheckedLoss, name: str) -> None:
+def _refuse_loss(model: nn.Module, loss: CheckedLoss, name: str, *, has_weights: bool) -> None:
     """
+    Args:
+        has_weights: whether batches have weights of targets.
+
     Raises:
-        ConfigError: the loss takes no weights of targets, or the model has targets that they are not for.
+        ConfigError: the loss takes no weights, or the model has targets that these, or entries that the loss takes, are
+            not for.
     """
+    if getattr(model, "n_predictors", 0):
+        loss.refuse_targets_ahead(name)
+    if not has_weights:
+        return
     loss.refuse_weights()
     if getattr(model, "n_predictors", 0):
         raise ConfigError(

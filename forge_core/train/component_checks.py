@@ -61,7 +61,7 @@ class CheckedLoss:
         **taken: torch.Tensor,
     ) -> LossSum:
         loss = partial(self._loss, **taken)
-        if self.is_watched:
+        if self.is_watched and not self._taken:  # sums over other entries may be sums over ranks, which all must make
             # before what is kept for backward takes its memory
             self._look_into(loss, hidden, head, targets)
         return self._sum(loss, hidden, head, targets, weights)
@@ -91,6 +91,18 @@ class CheckedLoss:
         given = [name for name, entry in entries.items() if entry and entry.wanted_by == "loss"]
         if left := [name for name in given if name not in self._taken]:
             raise ConfigError(f"data: batches have {left[0]!r} for the loss, and {self.words} takes no such; {choose}")
+
+    def refuse_targets_ahead(self, model: str) -> None:
+        """For a model that predicts tokens ahead, whose targets the entries are not about.
+
+        Raises:
+            ConfigError: the loss takes entries.
+        """
+        if self._taken:
+            raise ConfigError(
+                f"{self.words} takes {self._taken[0]!r} of batches, which {model} cannot give to its targets of tokens "
+                "ahead; choose another loss, or a model that predicts the next token alone"
+            )
 
     def _sum(
         self, loss: Loss, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, weights: torch.Tensor | None

@@ -16,11 +16,11 @@ from parity_matrix.launch import Launcher, Work
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-EXACT = 1e-6
-"""Relative, of losses; in fp32 only the order of sums differs."""
+EXACT = 1e-5
+"""Relative, of losses; in fp32 only the order of sums differs, of which some are a hundred times the loss."""
 TRAINING = [
     'data={name="preference_pairs", path="pairs.jsonl", reference="reference.npz", validation=0.2}',
-    *("loss.name=dpo", "loss.beta=0.3", "loss.label_smoothing=0.1", "train.seq_len=64", "checkpoint.interval=4"),
+    *("loss.name=dpo", "loss.beta=0.1", "loss.label_smoothing=0.1", "train.seq_len=64", "checkpoint.interval=4"),
 ]
 PP2 = ["parallel.pp=2", "parallel.passes.pipeline.schedule=1F1B", "train.batch_size=1", "train.grad_accumulation=4"]
 LAYOUTS = {  # a step always has four samples
@@ -38,16 +38,18 @@ REPORTED = [f"auxiliary/reward_{name}" for name in ("chosen", "rejected", "margi
 
 
 def write_pairs(folder: Path) -> None:
-    """Sums, right and wrong, and a reference of numbers by chance."""
+    """Sums, right and wrong, and a reference near a model that knows nothing. Most pairs fill a sample, whose target is
+    then in its first half, which under context parallelism another rank has than the second."""
     pairs = [
-        {"prompt": f"{n} + {n % 7} = ", "chosen": f"{n + n % 7}", "rejected": "many" if n % 3 else f"{n + 9}"}
+        {"prompt": f"{n} + {n % 7} = ", "chosen": f"{n + n % 7}", "rejected": "many " * 6 if n % 5 else f"{n + 9}"}
         for n in range(60)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     build = ComponentBuilder(discover())
     use = build.resolve("data_source", {"name": "preference_pairs", "path": str(folder / "pairs.jsonl")})
     source = build(use, seq_len=64, split="all", seed=0, samples_per_step=1, phases=())
-    values = -np.random.default_rng(0).uniform(10, 30, (60, 2))
+    values = np.array([[-5.5 * one.sum() for one in pair.learned] for pair in source.pairs])  # of a model untrained
+    values += np.random.default_rng(0).uniform(-5, 5, (60, 2))
     write_reference(folder / "reference.npz", [pair.key for pair in source.pairs], values, source.tokenizer.fingerprint)
 
 
@@ -70,7 +72,7 @@ def test_ten_steps_and_their_evaluation_are_those_of_one_process(launcher, layou
         for key in reference.keys() & {"loss", "eval/loss", "eval/tokens"}:
             assert line[key] == pytest.approx(reference[key], rel=EXACT), (line["step"], key)
         for key in reference.keys() & {"grad_norm", *REPORTED}:
-            assert line[key] == pytest.approx(reference[key], rel=1e-5, abs=1e-5), (line["step"], key)
+            assert line[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4), (line["step"], key)
 
 
 def test_the_margin_grows(launcher):

@@ -115,6 +115,10 @@ NO_REFERENCE = "data={{name='preference_pairs', path='{folder}/pairs.jsonl'}}"
         ),
         ([NO_REFERENCE.replace("{{", "{").replace("}}", "}")], "data.reference: is missing: name the file that forge"),
         (["data.reference={folder}/none.npz"], "none.npz': there is no such file; make it by forge eval RUN"),
+        (
+            ["model.multi_token={depths=1}"],
+            "which forge-plugins-dense:transformer cannot give to its targets of tok",
+        ),
         (["data.rejected_field=worse"], "line 1 has no 'worse'; its keys are prompt, chosen, rejected"),
     ],
 )
@@ -124,6 +128,15 @@ def test_what_does_not_go_together_is_refused(begun, reference, capsys, settings
 
     assert main(["run", str(begun.folder / "dpo.toml"), "run.name=refused", "eval.interval=0", *given]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_reference_that_cannot_be_written_is_refused_before_it_is_measured(begun, capsys):
+    (begun.folder / "taken").mkdir(exist_ok=True)
+    job = begun.folder / "taken.toml"
+    job.write_text((begun.folder / "dpo.toml").read_text().replace("reference.npz", "taken"))
+
+    assert main(["eval", str(begun.path()), "--evaluation", "preference_reference", "--job", str(job)]) == 2
+    assert "taken' cannot be written: it is a folder" in capsys.readouterr().err
 
 
 def test_a_reference_of_other_weights_ends_the_run_at_its_first_step(begun, reference, capsys):

@@ -194,6 +194,12 @@ def test_a_reference_that_is_not_there_or_is_of_other_data_is_refused(open_pairs
     write_reference(path, keys, np.zeros((2, 2)), "another")
     with pytest.raises(ConfigError, match=r"r\.npz' is of another tokenizer"):
         open_pairs(*PAIRS[:2], reference=str(path))
+    write_reference(path, keys, np.full((2, 2), np.nan), plain.tokenizer.fingerprint)
+    with pytest.raises(ConfigError, match=r"r\.npz' is no reference of pairs of version 1"):
+        open_pairs(*PAIRS[:2], reference=str(path))
+    np.save(array := tmp_path / "r.npy", np.zeros((2, 2)))
+    with pytest.raises(ConfigError, match=r"r\.npy' is damaged, or no reference of pairs"):
+        open_pairs(*PAIRS[:2], reference=str(array))
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ConfigError, match=r"r\.npz' is damaged, or no reference of pairs"):
         open_pairs(*PAIRS[:2], reference=str(path))

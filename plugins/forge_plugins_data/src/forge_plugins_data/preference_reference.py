@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, SaveError
 
 _FORMAT, _VERSION = "forge-preference-reference", 1
 
@@ -48,9 +48,12 @@ class ReferenceFile:
             with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
                 pairs, values, about = arrays["pairs"], arrays["log_probabilities"], json.loads(str(arrays["about"]))
             known = about.get("format") == _FORMAT and about.get("version") == _VERSION
-        except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+            is_whole = (
+                pairs.shape == (len(values), 16) and values.shape == (len(values), 2) and np.isfinite(values).all()
+            )
+        except (OSError, ValueError, TypeError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
             raise ConfigError(f"reference = {path!r} is damaged, or no reference of pairs: {error}") from error
-        if not known or pairs.shape != (len(values), 16) or values.shape != (len(values), 2):
+        if not (known and is_whole and np.isfinite(values).all()):
             raise ConfigError(f"reference = {path!r} is no reference of pairs of version {_VERSION}; {HOW_TO_MAKE}")
         keys = (key.tobytes() for key in pairs)
         return cls(file, str(about.get("tokenizer")), dict(zip(keys, values, strict=True)))
@@ -71,11 +74,30 @@ class ReferenceFile:
         return np.array([self.log_probabilities[key] for key in keys], dtype=np.float32)
 
 
+def refuse_unwritable(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: no file can be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = (
+            "it is a folder" if path.is_dir() else "" if os.access(path.parent, os.W_OK) else "it may not be written"
+        )
+    except OSError as error:
+        problem = str(error.strerror)
+    if problem:
+        raise ConfigError(f"data.reference = {str(path)!r} cannot be written: {problem}")
+
+
 def write_reference(path: Path, keys: Sequence[bytes], values: np.ndarray, tokenizer: str) -> None:
     """Write a file, whole or not at all.
 
     Args:
         values: ``(N, 2)`` float64.
+
+    Raises:
+        SaveError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -85,5 +107,7 @@ def write_reference(path: Path, keys: Sequence[bytes], values: np.ndarray, token
         with temporary.open("wb") as file:
             np.savez(file, pairs=pairs, log_probabilities=values, about=np.array(about))
         temporary.replace(path)
+    except OSError as error:
+        raise SaveError(f"cannot write {path}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)

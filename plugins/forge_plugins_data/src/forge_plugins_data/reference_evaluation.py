@@ -20,7 +20,7 @@ from forge_core.errors import ConfigError
 from forge_core.job import read_document
 from forge_plugins_data.config import PreferenceReferenceConfig
 from forge_plugins_data.preference_pairs import PreferencePairs
-from forge_plugins_data.preference_reference import write_reference
+from forge_plugins_data.preference_reference import refuse_unwritable, write_reference
 
 
 class PreferenceReference(Evaluation):
@@ -34,6 +34,7 @@ class PreferenceReference(Evaluation):
         self._train = {"precision": attrs.fields(TrainSection).precision.default, **table.get("train", {})}
         self._refuse_other_than("seq_len", seq_len)
         pairs, self._out = _pairs_of(config.job, table.get("data"), build)
+        refuse_unwritable(self._out)
         source = open_data(pairs, "job")
         assert isinstance(source, PreferencePairs)
         self._source = source

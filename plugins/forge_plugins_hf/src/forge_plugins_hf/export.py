@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -188,7 +189,7 @@ def _is_current(out: Path, checkpoint: Path) -> bool:
 def _held(checkpoint: Path, run: RunContext) -> Path:
     """Hard links to the files of a checkpoint, which stay there when the run removes it; or, where the disk has no
     links, the checkpoint itself."""
-    links = _links(run) / checkpoint.name
+    links = _links(run) / f"{checkpoint.name}.{uuid.uuid4().hex[:8]}"  # the same step may be held already
     try:
         shutil.copytree(checkpoint, links, copy_function=os.link)
     except OSError:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,15 +38,14 @@ class ExportProcess:
         self.out = out
         self._began = time.monotonic()
         convert = ["convert", str(checkpoint), "--to", "huggingface", "--out", str(out), *options]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads would hold the process up
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(os.getpid()), sys.executable, "-m", "forge_core", *convert],
             # a tensor at a time needs no GPU, nor the cores on which the run may be training
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            stderr=self._said,
             start_new_session=True,  # Ctrl-C is for the run, which says what becomes of the export
         )
 
@@ -60,7 +60,9 @@ class ExportProcess:
 
     def problem(self) -> str:
         """Why it has failed; empty if it has not. Call it once, when it has ended."""
-        said = self._process.communicate()[1].strip()
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip()
+        self._said.close()
         if self._process.returncode == 0:
             return ""
         if self._process.returncode < 0:
@@ -70,7 +72,8 @@ class ExportProcess:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        self._said.close()
 
 
 def become(parent: int, command: list[str]) -> None:

@@ -10,6 +10,8 @@ from forge_core.errors import ConfigError
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 """Configuration, weights, tokenizer and its template; no pickled weights, and no code."""
+_OF_OTHERS = ["*/*", "consolidated*"]
+"""Folders and files in which some models have the same weights once more, for other programs."""
 
 
 def folder_of(source: Path) -> Path:
@@ -29,7 +31,7 @@ def folder_of(source: Path) -> Path:
             f"{name} is no folder here; for a model of the Hugging Face Hub: pip install 'forge-plugins-hf[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OF_OTHERS))
     except Exception as error:  # of the library, of its HTTP client, or of the system
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

@@ -333,8 +333,9 @@ class PipelineExecutor:
         return logits
 
     def _pass_down(self, inputs: dict[str, Any], **options: Any) -> Any:
-        """One batch down the stages, while earlier ranks already begin with the next. Not by the schedule's ``eval``,
-        which wants as many batches at once as a step has, all of one size.
+        """One batch down the stages, while earlier ranks already begin with the next; with a tied head they wait until
+        the last one takes the table. Not by the schedule's ``eval``, which wants as many batches at once as a step has,
+        all of one size.
 
         Args:
             inputs: of forward.

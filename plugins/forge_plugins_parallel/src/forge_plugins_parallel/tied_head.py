@@ -51,7 +51,7 @@ class TiedHead:
             gradient, self.copy.grad = local_tensor(self.copy.grad), None
         arrived = self._carry(gradient, self.table, self.last, self.first)
         if self.table is not None and arrived is not None and self.table.grad is not None:
-            local_tensor(self.table.grad).add_(arrived)
+            local_tensor(self.table.grad).add_(arrived.to(self.table.grad.device))
 
     def _carry(
         self, sent: torch.Tensor | None, like: nn.Parameter | None, source: int, target: int
