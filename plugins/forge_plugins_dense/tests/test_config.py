@@ -82,7 +82,6 @@ def job(*, seq_len: int = 64, tp: int = 1, pp: int = 1, device: str = "auto") ->
         ({}, {"seq_len": 65}, "max_seq_len"),
         ({}, {"tp": 3}, "n_heads"),
         ({}, {"tp": 4}, "n_kv_heads"),
-        ({"tie_embeddings": True}, {"pp": 2}, "tie_embeddings"),
         ({"attention": "flex"}, {"device": "cpu"}, "attention"),
     ],
 )
