@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import PreferencePairsConfig
+from forge_plugins_data.preference_config import PreferencePairsConfig
 from forge_plugins_data.preference_pairs import open_preference_pairs
 from forge_plugins_data.preference_reference import write_reference
 

@@ -50,7 +50,7 @@ def forge_data_sources() -> Iterable[Component]:
         name="preference_pairs",
         summary="prompts with two answers in JSON Lines, of which one is preferred, for the loss dpo",
         factory="forge_plugins_data.preference_pairs:open_preference_pairs",
-        config="forge_plugins_data.config:PreferencePairsConfig",
+        config="forge_plugins_data.preference_config:PreferencePairsConfig",
     )
     yield Component(
         name="prompt_completion",
@@ -102,7 +102,7 @@ def forge_evaluations() -> Iterable[Component]:
         name="preference_reference",
         summary="log-probabilities of preference pairs, written to the file that the loss dpo compares with",
         factory="forge_plugins_data.reference_evaluation:PreferenceReference",
-        config="forge_plugins_data.config:PreferenceReferenceConfig",
+        config="forge_plugins_data.preference_config:PreferenceReferenceConfig",
     )
 
 
@@ -113,7 +113,7 @@ def forge_callbacks() -> Iterable[Component]:
         name="reference_check",
         summary="ends preference tuning at its first step if the reference is of other weights",
         factory="forge_plugins_data.reference_check:ReferenceCheck",
-        config="forge_plugins_data.config:ReferenceCheckConfig",
+        config="forge_plugins_data.preference_config:ReferenceCheckConfig",
     )
 
 

@@ -20,7 +20,7 @@ from forge_plugins_data.answers import Answered, chosen_records, tokenizer_of, t
 from forge_plugins_data.best_fit import best_fit
 from forge_plugins_data.chat import ASSISTANT, clock, template_of
 from forge_plugins_data.chat_template import ChatTemplate
-from forge_plugins_data.config import PreferencePairsConfig
+from forge_plugins_data.preference_config import PreferencePairsConfig
 from forge_plugins_data.preference_reference import ReferenceFile
 from forge_plugins_data.prompt_completion import text_of
 

@@ -6,7 +6,7 @@ import math
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import ReferenceCheckConfig
+from forge_plugins_data.preference_config import ReferenceCheckConfig
 from forge_plugins_data.preference_reference import HOW_TO_MAKE
 
 

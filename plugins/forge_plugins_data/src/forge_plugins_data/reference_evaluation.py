@@ -18,7 +18,7 @@ from forge_core.contracts.evaluation import Evaluation, EvaluationContext, OpenD
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
 from forge_core.job import read_document
-from forge_plugins_data.config import PreferenceReferenceConfig
+from forge_plugins_data.preference_config import PreferenceReferenceConfig
 from forge_plugins_data.preference_pairs import PreferencePairs
 from forge_plugins_data.preference_reference import refuse_unwritable, write_reference
 
