@@ -42,8 +42,8 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters by their names in the whole model, a tied one once. Ask before the first forward: FSDP may
-    leave other tensors in the modules afterwards."""
+    """This rank's parameters by their names in the whole model, a tied one once, and none that another part lends. Ask
+    before the first forward: FSDP may leave other tensors in the modules afterwards."""
     every = ((part, canonical_name(name), parameter) for part in parts for name, parameter in part.named_parameters())
     return {name: parameter for part, name, parameter in every if name not in getattr(part, "borrowed", ())}
 

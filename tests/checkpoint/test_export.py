@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from forge_core.checkpoint import store
 from forge_core.checkpoint.export import write_checkpoint
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.errors import ConfigError, SaveError
@@ -36,6 +37,18 @@ def test_it_is_read_as_any_other(tmp_path):
     assert checkpoint.saved_tensors().keys() == VALUES.keys()
     assert (checkpoint.step, checkpoint.manifest.tokens, checkpoint.state()["vocab_size"]) == (3, 12, 7)
     assert {"job.toml", "state.json"} <= checkpoint.manifest.files.keys()
+
+
+def test_its_description_is_read_once_however_many_tensors_are(tmp_path, monkeypatch):
+    write(tmp_path / "checkpoint")
+    checkpoint = open_checkpoint(tmp_path / "checkpoint")
+    descriptions = []
+    read = store.read_description
+    monkeypatch.setattr(store, "read_description", lambda folder: descriptions.append(folder) or read(folder))
+
+    assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in VALUES.items())
+
+    assert len(descriptions) == 1
 
 
 def test_tensors_are_made_one_after_the_other_and_let_go(tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from forge_core.cli import main
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_core.train.trainer import Trainer
+from forge_plugins_hf.export import _held
+from forge_plugins_hf.export_process import ExportProcess
 from forge_testing.callback import CallbackConformance
 from parity_matrix.launch import Launcher, Work
 from small_disk import small_disk
@@ -228,6 +232,36 @@ def test_a_place_that_cannot_be_written_to_is_said_and_the_run_goes_on(folder, c
     assert "exporting step 3 failed: cannot write a.txt/r: Not a directory" in said
     assert told(folder / "runs/r", "export_failed") == [("export_failed", 3), ("export_failed", 6)]
     assert [*(folder / "runs/r").glob(".exporting/step_*")] == []
+
+
+def test_a_step_that_is_held_twice_loses_neither(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step_00000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_text("before")
+    run = SimpleNamespace(run_dir=tmp_path)
+    first = _held(checkpoint, run)
+    (checkpoint / "weights").unlink()
+    (checkpoint / "weights").write_text("after going back")
+
+    second = _held(checkpoint, run)
+    shutil.rmtree(checkpoint)
+
+    assert [(one / "weights").read_text() for one in (first, second)] == ["before", "after going back"]
+
+
+def test_a_process_that_says_much_comes_to_its_end(tmp_path, monkeypatch):
+    said = "import sys; sys.stderr.write('a warning ' * 100_000 + 'error: the end'); sys.exit(2)"
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{said}"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    process = ExportProcess(tmp_path / "checkpoint", tmp_path / "out", [])
+    deadline = time.monotonic() + 60
+    while process.is_running and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert process.problem() == "the end"
 
 
 @pytest.fixture

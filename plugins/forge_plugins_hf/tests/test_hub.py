@@ -27,6 +27,7 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.asked.append(path)
         files = {file.name: file for file in self.folder.iterdir()}
+        files |= {"original/a.safetensors": self.folder / "consolidated.safetensors"}
         name = path.removeprefix(f"/acme/small/resolve/{COMMIT}/")
         if path == "/api/models/acme/small/revision/main":
             self.say_json({"id": "acme/small", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
@@ -58,6 +59,7 @@ def hub(tmp_path):
     config = transformers.LlamaConfig(**SHAPE, vocab_size=64, max_position_embeddings=64)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "there")
     (tmp_path / "there/pytorch_model.bin").write_text("pickled")
+    (tmp_path / "there/consolidated.safetensors").write_text("the same weights for another program")
     asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, tmp_path / "there", asked))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -85,7 +87,8 @@ def test_a_model_is_downloaded_by_its_name_without_pickled_weights(hub, convert,
 
     assert done.returncode == 0, done.stderr
     assert "wrote ours/checkpoint: LlamaForCausalLM" in done.stdout
-    assert not [path for path in asked if path.endswith(".bin")]
+    assert not [path for path in asked if path.endswith((".bin", "consolidated.safetensors", "original/a.safetensors"))]
+    assert [path for path in asked if path.endswith("/model.safetensors")]
     assert (tmp_path / "ours/train.toml").exists()
 
 

@@ -35,7 +35,6 @@ class ExportProcess:
     """
 
     def __init__(self, checkpoint: Path, out: Path, options: Sequence[str]) -> None:
-        self.out = out
         self._began = time.monotonic()
         convert = ["convert", str(checkpoint), "--to", "huggingface", "--out", str(out), *options]
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads would hold the process up
