@@ -8,7 +8,7 @@ from torch import nn
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
-from forge_plugins_data.config import BytesConfig
+from forge_plugins_data.tokenizer_config import BytesConfig
 from forge_plugins_inference.chat import converse
 from forge_plugins_inference.conversation import Conversation
 

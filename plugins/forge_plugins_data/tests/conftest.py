@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 from forge_core.contracts.component_ref import ComponentRef
-from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
 from forge_plugins_data.plugin import forge_data_sources, forge_tokenizers
+from forge_plugins_data.tokenizer_config import BytesConfig, TokenizerFileConfig
 
 COMPONENTS = {component.name: component for component in [*forge_data_sources(), *forge_tokenizers()]}
 CONFIGS = {"bytes": BytesConfig, "tokenizer_file": TokenizerFileConfig}

@@ -12,9 +12,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from forge_core.errors import ConfigError
+from forge_plugins_data.answers_config import ChatConfig, PromptCompletionConfig
 from forge_plugins_data.chat import open_chat
-from forge_plugins_data.config import ChatConfig, PromptCompletionConfig, TokenizerFileConfig
 from forge_plugins_data.prompt_completion import open_prompt_completion
+from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import TokenizerFile
 
 TEMPLATES = Path(__file__).with_name("chat_templates")

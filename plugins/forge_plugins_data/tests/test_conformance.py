@@ -8,10 +8,10 @@ import pytest
 
 from forge_plugins_data.bpe import train_bpe
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
-from forge_plugins_data.config import BytesConfig
 from forge_plugins_data.documents import Unit
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
+from forge_plugins_data.tokenizer_config import BytesConfig
 from forge_testing.callback import CallbackConformance
 from forge_testing.data_source import DataSourceConformance
 from forge_testing.tokenizer import TokenizerConformance

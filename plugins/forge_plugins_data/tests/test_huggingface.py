@@ -15,8 +15,8 @@ import pytest
 from forge_core.errors import ConfigError
 from forge_plugins_data import huggingface
 from forge_plugins_data.bpe import train_bpe
-from forge_plugins_data.config import HuggingFaceConfig
 from forge_plugins_data.documents import Unit
+from forge_plugins_data.hub_config import HuggingFaceConfig
 from forge_plugins_data.huggingface import open_huggingface
 from forge_plugins_data.shard_writer import ShardWriter
 
@@ -149,7 +149,8 @@ from pathlib import Path
 from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_data import huggingface
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
-from forge_plugins_data.config import BytesConfig, HuggingFaceConfig
+from forge_plugins_data.hub_config import HuggingFaceConfig
+from forge_plugins_data.tokenizer_config import BytesConfig
 huggingface.UNIT_SIZE = 1000
 class Slow(BytesTokenizer):
     # it does not get further than two parts until the test allows it
@@ -218,7 +219,7 @@ import signal, sys, threading, time
 from pathlib import Path
 import attrs
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
-from forge_plugins_data.config import BytesConfig
+from forge_plugins_data.tokenizer_config import BytesConfig
 from forge_plugins_data.documents import Document
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.tokenising import Work, tokenise

@@ -9,7 +9,7 @@ import pytest
 
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import HuggingFaceStreamingConfig
+from forge_plugins_data.hub_config import HuggingFaceStreamingConfig
 from forge_plugins_data.hub_dataset import local_files
 from forge_plugins_data.huggingface_streaming import open_huggingface_streaming
 

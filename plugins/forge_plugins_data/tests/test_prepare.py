@@ -21,12 +21,13 @@ from click.testing import CliRunner
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.commands import data
-from forge_plugins_data.config import BytesConfig, TokenFilesConfig
+from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.documents import plan_units, read_documents
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, read_header
+from forge_plugins_data.tokenizer_config import BytesConfig
 
 BYTES = BytesTokenizer(BytesConfig())
 
@@ -178,7 +179,7 @@ SLOWLY = """
 import sys, time
 from pathlib import Path
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
-from forge_plugins_data.config import BytesConfig
+from forge_plugins_data.tokenizer_config import BytesConfig
 from forge_plugins_data.prepare import prepare
 from forge_plugins_data.progress import Progress
 class Slow(BytesTokenizer):

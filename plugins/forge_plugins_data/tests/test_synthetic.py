@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import SyntheticConfig
 from forge_plugins_data.synthetic import Chain, open_synthetic
+from forge_plugins_data.synthetic_config import SyntheticConfig
 
 ENTROPY = {1: 0.0, 2: 0.6365141682948128, 4: 1.1369165918330009}
 """Of shares 1, ½, ¼, … brought to a sum of 1, in nats: −Σ p ln p by hand."""

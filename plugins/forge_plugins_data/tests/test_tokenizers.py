@@ -9,7 +9,7 @@ import tokenizers
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
-from forge_plugins_data.config import BytesConfig, TokenizerFileConfig
+from forge_plugins_data.tokenizer_config import BytesConfig, TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import TokenizerFile
 
 TEXTS = ["", "plain ASCII\n", "grüße, 世界 🌍\0\ttabs", "e\u0301 and \ufeff"]

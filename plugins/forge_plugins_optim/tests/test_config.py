@@ -13,16 +13,14 @@ from forge_plugins_optim.config import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
-    ChunkedCrossEntropyConfig,
     EMAConfig,
-    LabelSmoothingConfig,
     LionConfig,
     MuonConfig,
     ParameterGroup,
     ScheduleFreeAdamWConfig,
     SGDConfig,
-    ZLossConfig,
 )
+from forge_plugins_optim.loss_config import ChunkedCrossEntropyConfig, LabelSmoothingConfig, ZLossConfig
 from forge_plugins_optim.schedule_config import (
     ConstantConfig,
     CosineConfig,

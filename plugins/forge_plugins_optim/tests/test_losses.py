@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from forge_core.errors import ConfigError
 from forge_plugins_optim.chunked_cross_entropy import ChunkedCrossEntropy, chunked_cross_entropy
-from forge_plugins_optim.config import ChunkedCrossEntropyConfig, CrossEntropyConfig
 from forge_plugins_optim.cross_entropy import CrossEntropy, cross_entropy
+from forge_plugins_optim.loss_config import ChunkedCrossEntropyConfig, CrossEntropyConfig
 
 B, S, D, V = 2, 9, 16, 50
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -16,8 +16,8 @@ from forge_core.errors import ConfigError
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.train.build import build_model, build_optimizer
-from forge_plugins_optim.config import CompletePConfig, MupConfig
 from forge_plugins_optim.maximal_update import CompleteP, MaximalUpdate
+from forge_plugins_optim.parametrization_config import CompletePConfig, MupConfig
 
 WIDE = ["model.dim=256", "model.n_layers=8", "model.feed_forward.hidden_dim=1024"]
 """Four times as wide, and as deep, as the base."""

@@ -14,8 +14,8 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
+from forge_plugins_data.answers_config import AnswersConfig, TooLong
 from forge_plugins_data.best_fit import Documents, PackedDocuments
-from forge_plugins_data.config import AnswersConfig, TooLong
 from forge_plugins_data.documents import read_records
 from forge_plugins_data.encoding import valid_text
 from forge_plugins_data.file_selection import refuse_idle_pattern, select_files

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from forge_plugins_data.chat_template import ChatTemplate
-from forge_plugins_data.config import BytesConfig
 from forge_plugins_data.tokenizer_companions import TEMPLATE, read_companions
+from forge_plugins_data.tokenizer_config import BytesConfig
 
 
 class BytesTokenizer:

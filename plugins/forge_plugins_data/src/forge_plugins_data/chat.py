@@ -12,8 +12,8 @@ from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.answers import Answered, PackedAnswers, chosen_records, pack_answers, tokenizer_of
+from forge_plugins_data.answers_config import AnswersConfig, ChatConfig
 from forge_plugins_data.chat_template import ChatTemplate, Rendered
-from forge_plugins_data.config import AnswersConfig, ChatConfig
 
 ASSISTANT = "assistant"
 """The role whose turns are learned."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_data.config import HubConfig
 from forge_plugins_data.file_selection import refuse_missing
+from forge_plugins_data.hub_config import HubConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset

@@ -16,8 +16,9 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import HuggingFaceConfig, TokenFilesConfig
+from forge_plugins_data.config import TokenFilesConfig
 from forge_plugins_data.documents import Document
+from forge_plugins_data.hub_config import HuggingFaceConfig
 from forge_plugins_data.hub_dataset import load_split
 from forge_plugins_data.prepare import UNIT_SIZE
 from forge_plugins_data.progress import Progress

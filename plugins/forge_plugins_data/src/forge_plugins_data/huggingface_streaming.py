@@ -16,9 +16,9 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import Split
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import HuggingFaceStreamingConfig
 from forge_plugins_data.documents import Document
 from forge_plugins_data.encoding import encode_document
+from forge_plugins_data.hub_config import HuggingFaceStreamingConfig
 from forge_plugins_data.hub_dataset import load_split, local_files, require_column
 from forge_plugins_data.packing import document_inputs
 

@@ -17,8 +17,8 @@ from forge_core.contracts.data_source import CheckedSource, DataSource, Position
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import MixtureConfig, MixturePhase, MixtureSource
 from forge_plugins_data.interleaving import InterleavingInPhases
+from forge_plugins_data.mixture_config import MixtureConfig, MixturePhase, MixtureSource
 
 
 def open_mixture(

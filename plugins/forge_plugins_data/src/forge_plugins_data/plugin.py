@@ -14,19 +14,19 @@ def forge_data_sources() -> Iterable[Component]:
         name="chat",
         summary="conversations in JSON Lines by the model's chat template; the assistant's turns are learned",
         factory="forge_plugins_data.chat:open_chat",
-        config="forge_plugins_data.config:ChatConfig",
+        config="forge_plugins_data.answers_config:ChatConfig",
     )
     yield Component(
         name="huggingface",
         summary="a data set of the Hugging Face hub or a saved one, tokenised once a node into token files",
         factory="forge_plugins_data.huggingface:open_huggingface",
-        config="forge_plugins_data.config:HuggingFaceConfig",
+        config="forge_plugins_data.hub_config:HuggingFaceConfig",
     )
     yield Component(
         name="huggingface_streaming",
         summary="a data set of the Hugging Face hub or a saved one, read and tokenised while the run goes on",
         factory="forge_plugins_data.huggingface_streaming:open_huggingface_streaming",
-        config="forge_plugins_data.config:HuggingFaceStreamingConfig",
+        config="forge_plugins_data.hub_config:HuggingFaceStreamingConfig",
     )
     yield Component(
         name="jsonl",
@@ -38,7 +38,7 @@ def forge_data_sources() -> Iterable[Component]:
         name="mixture",
         summary="samples of several sources, each with its share of them",
         factory="forge_plugins_data.mixture:open_mixture",
-        config="forge_plugins_data.config:MixtureConfig",
+        config="forge_plugins_data.mixture_config:MixtureConfig",
     )
     yield Component(
         name="parquet",
@@ -56,13 +56,13 @@ def forge_data_sources() -> Iterable[Component]:
         name="prompt_completion",
         summary="prompts with completions in JSON Lines; the completions are learned",
         factory="forge_plugins_data.prompt_completion:open_prompt_completion",
-        config="forge_plugins_data.config:PromptCompletionConfig",
+        config="forge_plugins_data.answers_config:PromptCompletionConfig",
     )
     yield Component(
         name="synthetic",
         summary="samples of a seeded Markov chain, for trying things out: a loss that has a known limit",
         factory="forge_plugins_data.synthetic:open_synthetic",
-        config="forge_plugins_data.config:SyntheticConfig",
+        config="forge_plugins_data.synthetic_config:SyntheticConfig",
     )
     yield Component(
         name="text_files",
@@ -85,13 +85,13 @@ def forge_tokenizers() -> Iterable[Component]:
         name="bytes",
         summary="the 256 bytes of UTF-8, and an end of document: a vocabulary of 257",
         factory="forge_plugins_data.bytes_tokenizer:BytesTokenizer",
-        config="forge_plugins_data.config:BytesConfig",
+        config="forge_plugins_data.tokenizer_config:BytesConfig",
     )
     yield Component(
         name="tokenizer_file",
         summary="a tokenizer.json of the Hugging Face tokenizers library",
         factory="forge_plugins_data.tokenizer_file:TokenizerFile",
-        config="forge_plugins_data.config:TokenizerFileConfig",
+        config="forge_plugins_data.tokenizer_config:TokenizerFileConfig",
     )
 
 

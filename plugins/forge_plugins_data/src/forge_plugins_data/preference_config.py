@@ -10,7 +10,7 @@ from attrs.validators import gt, min_len, optional
 from forge_core.config.sections import Job
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.evaluation import EvaluationConfig
-from forge_plugins_data.config import AnswersConfig, is_date
+from forge_plugins_data.answers_config import AnswersConfig, is_date
 
 
 @attrs.frozen(kw_only=True)

@@ -15,12 +15,13 @@ from typing import Any
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.bpe import train_bpe
-from forge_plugins_data.config import EncodingErrors, TokenizerFileConfig
+from forge_plugins_data.config import EncodingErrors
 from forge_plugins_data.documents import DEFAULT_PATTERNS, Unit, plan_units, read_documents
 from forge_plugins_data.file_selection import SelectedFile, count_left_out, select_files
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_format import SETTINGS, TokenHeader, write_atomically
 from forge_plugins_data.tokenising import Work, alone_in, tokenise
+from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import FILE_NAME, TokenizerFile
 
 UNIT_SIZE = 64 * 2**20

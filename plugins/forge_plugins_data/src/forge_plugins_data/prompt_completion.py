@@ -10,7 +10,7 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import Split
 from forge_core.errors import ConfigError
 from forge_plugins_data.answers import Answered, PackedAnswers, chosen_records, pack_answers, tokenizer_of
-from forge_plugins_data.config import PromptCompletionConfig
+from forge_plugins_data.answers_config import PromptCompletionConfig
 
 
 def open_prompt_completion(

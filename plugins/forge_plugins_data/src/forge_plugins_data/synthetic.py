@@ -12,7 +12,7 @@ import numpy as np
 
 from forge_core.contracts.data_source import Split
 from forge_core.errors import ConfigError
-from forge_plugins_data.config import SyntheticConfig
+from forge_plugins_data.synthetic_config import SyntheticConfig
 
 
 def open_synthetic(

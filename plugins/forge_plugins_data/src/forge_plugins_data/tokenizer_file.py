@@ -13,8 +13,8 @@ import tokenizers
 
 from forge_core.errors import ConfigError
 from forge_plugins_data.chat_template import ChatTemplate
-from forge_plugins_data.config import TokenizerFileConfig
 from forge_plugins_data.tokenizer_companions import read_companions
+from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 
 FILE_NAME = "tokenizer.json"
 KNOWN_ENDS = (

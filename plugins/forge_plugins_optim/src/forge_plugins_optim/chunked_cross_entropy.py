@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.errors import ConfigError
-from forge_plugins_optim.config import ChunkedCrossEntropyConfig
+from forge_plugins_optim.loss_config import ChunkedCrossEntropyConfig
 from forge_plugins_optim.token_weights import weighted
 from forge_plugins_optim.vocabulary_parallel import part_of_head, softmax_parts, subtract_targets
 

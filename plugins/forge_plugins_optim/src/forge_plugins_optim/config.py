@@ -1,16 +1,14 @@
-"""The keys of optimizers and losses. Nothing here may import torch."""
+"""The keys of optimizers, and of averages of weights. Nothing here may import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
-from forge_core.config.describe import literal
-from forge_core.contracts.parametrization import ParametrizationConfig
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -260,95 +258,7 @@ class EMAConfig:
     weights of the beginning sooner."""
 
 
-@attrs.frozen(kw_only=True)
-class StandardConfig:
-    """The model's own initial values and one rate for all parameters: no keys."""
-
-
-def _names(*keys: str) -> Callable[[object, attrs.Attribute[Any], Mapping[str, Any]], None]:
-    def validate(_: object, __: attrs.Attribute[Any], base: Mapping[str, Any]) -> None:
-        for key in keys:
-            if key not in base:
-                raise ValueError(f"must have {key}, that of the model whose rates the job has; got {literal(base)}")
-
-    return validate
-
-
-@attrs.frozen(kw_only=True)
-class MupConfig(ParametrizationConfig):
-    """µP: rates that were found with a narrow model, for a wide one (Yang et al., 2022,
-    https://arxiv.org/abs/2203.03466)."""
-
-    base: Mapping[str, Any] = attrs.field(validator=_names("dim"))
-    """The base model, by the keys of ``[model]`` that differ: ``{ dim = 64 }``. The width must be among them, as it is
-    where rates were found."""
-
-
-@attrs.frozen(kw_only=True)
-class CompletePConfig(ParametrizationConfig):
-    """CompleteP: the same for models that are also deeper (Dey et al., 2025, https://arxiv.org/abs/2505.01618)."""
-
-    base: Mapping[str, Any] = attrs.field(validator=_names("dim", "n_layers"))
-    """The base model, by the keys of ``[model]`` that differ: ``{ dim = 64, n_layers = 4 }``. Width and depth must be
-    among them, as they are where rates were found."""
-
-
 MUON_ALONE = (
     "muon is for matrices, and a model has embeddings, norms and a head as well. Use optimizer 'grouped' with "
     '[[optimizer.groups]] roles = ["matrix", "expert"], optimizer = {name = "muon", …}, and another group for the rest'
 )
-
-
-@attrs.frozen(kw_only=True)
-class CrossEntropyConfig:
-    """Cross-entropy on the full logits has no keys."""
-
-
-@attrs.frozen(kw_only=True)
-class ChunkedCrossEntropyConfig:
-    """Cross-entropy with the head applied in chunks."""
-
-    chunk_size: int = attrs.field(default=2048, validator=gt(0))
-    """Tokens whose logits exist at one time. They take ``chunk_size · V`` numbers in fp32, and as many in the compute
-    dtype. Smaller chunks take less memory, and on a GPU more time: on an H200 with 16,384 tokens in bf16, D = 4096 and
-    V = 128,256, chunks of 512, 1024, 2048, 4096 took 1.29, 1.07, 1.01, 0.98 times as long as the full logits do, and
-    0.14, 0.17, 0.26, 0.42 times the memory."""
-
-
-@attrs.frozen(kw_only=True)
-class ZLossConfig:
-    """A penalty on the log-partition (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, section 5)."""
-
-    coefficient: float = attrs.field(default=1e-4, validator=gt(0))
-    """Factor on the squared log-partition of a token, in nats²."""
-    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
-    """The loss that the penalty is added to."""
-
-
-@attrs.frozen(kw_only=True)
-class LabelSmoothingConfig:
-    """Label smoothing (Szegedy et al., 2016, https://arxiv.org/abs/1512.00567, section 7)."""
-
-    smoothing: float = attrs.field(default=0.1, validator=and_(gt(0), lt(1)))
-    """The part of the target's probability that is spread over the whole vocabulary."""
-    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
-    """The loss whose targets are smoothed."""
-
-
-@attrs.frozen(kw_only=True)
-class DPOConfig:
-    """Direct preference optimisation (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290), of pairs of answers as
-    the data source ``preference_pairs`` has them."""
-
-    beta: float = attrs.field(default=0.1, validator=gt(0))
-    """How dear it is to leave the reference, β: the smaller, the further the model goes."""
-    label_smoothing: float = attrs.field(default=0.0, validator=and_(ge(0), lt(0.5)))
-    """The part of the pairs whose answers are thought to be the wrong way round, ε (conservative DPO)."""
-    loss: Annotated[ComponentRef, Slot("loss", default="cross_entropy")]
-    """The loss that gives log-probabilities: ``cross_entropy``, or ``chunked_cross_entropy`` for less memory."""
-
-    def check(self, job: Job) -> Iterator[tuple[str, str]]:
-        """A loss that adds to another one does not give log-probabilities."""
-        if hasattr(self.loss.config, "loss"):
-            what = "must give log-probabilities alone, as cross_entropy and chunked_cross_entropy do"
-            yield "loss", f"{what}; {self.loss.name} adds to them"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.loss import IGNORED, LossSum, VocabularyPart
-from forge_plugins_optim.config import CrossEntropyConfig
+from forge_plugins_optim.loss_config import CrossEntropyConfig
 from forge_plugins_optim.token_weights import weighted
 from forge_plugins_optim.vocabulary_parallel import logits_of_part, part_of_head, vocabulary_parallel_cross_entropy
 

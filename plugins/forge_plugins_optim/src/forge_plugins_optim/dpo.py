@@ -15,7 +15,7 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
 from forge_core.ops.sequence_sum import number_sequences, sum_by_sequence
-from forge_plugins_optim.config import DPOConfig
+from forge_plugins_optim.loss_config import DPOConfig
 from forge_plugins_optim.vocabulary_parallel import KnownPart, part_of_head
 
 

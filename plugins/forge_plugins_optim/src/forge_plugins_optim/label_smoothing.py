@@ -16,7 +16,7 @@ from torch import nn
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import IGNORED, Loss, LossSum, VocabularyPart, apply_loss
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
-from forge_plugins_optim.config import LabelSmoothingConfig
+from forge_plugins_optim.loss_config import LabelSmoothingConfig
 from forge_plugins_optim.token_weights import weighted
 from forge_plugins_optim.vocabulary_parallel import KnownPart, logits_of_part, part_of_head
 

@@ -15,7 +15,7 @@ from forge_core.contracts.parametrization import (
     SizedParameter,
 )
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_optim.config import CompletePConfig, MupConfig, StandardConfig
+from forge_plugins_optim.parametrization_config import CompletePConfig, MupConfig, StandardConfig
 
 _HIDDEN = ("matrix", "expert")
 """Roles of parameters with two dimensions that grow."""

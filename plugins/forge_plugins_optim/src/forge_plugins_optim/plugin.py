@@ -96,31 +96,31 @@ def forge_losses() -> Iterator[Component]:
         name="cross_entropy",
         summary="next-token cross-entropy in fp32, on the full logits",
         factory="forge_plugins_optim.cross_entropy:cross_entropy",
-        config="forge_plugins_optim.config:CrossEntropyConfig",
+        config="forge_plugins_optim.loss_config:CrossEntropyConfig",
     )
     yield Component(
         name="chunked_cross_entropy",
         summary="the same cross-entropy with the head in chunks of tokens, so that the full logits never exist",
         factory="forge_plugins_optim.chunked_cross_entropy:chunked_cross_entropy",
-        config="forge_plugins_optim.config:ChunkedCrossEntropyConfig",
+        config="forge_plugins_optim.loss_config:ChunkedCrossEntropyConfig",
     )
     yield Component(
         name="dpo",
         summary="direct preference optimisation: of two answers, the preferred one becomes likelier",
         factory="forge_plugins_optim.dpo:dpo",
-        config="forge_plugins_optim.config:DPOConfig",
+        config="forge_plugins_optim.loss_config:DPOConfig",
     )
     yield Component(
         name="label_smoothing",
         summary="another loss with targets of which a part is spread over the vocabulary",
         factory="forge_plugins_optim.label_smoothing:label_smoothing",
-        config="forge_plugins_optim.config:LabelSmoothingConfig",
+        config="forge_plugins_optim.loss_config:LabelSmoothingConfig",
     )
     yield Component(
         name="z_loss",
         summary="another loss and a penalty on the squared log-partition (PaLM)",
         factory="forge_plugins_optim.z_loss:z_loss",
-        config="forge_plugins_optim.config:ZLossConfig",
+        config="forge_plugins_optim.loss_config:ZLossConfig",
     )
 
 
@@ -131,19 +131,19 @@ def forge_parametrizations() -> Iterator[Component]:
         name="standard",
         summary="the model's own initial values, and one rate for all parameters",
         factory="forge_plugins_optim.maximal_update:Standard",
-        config="forge_plugins_optim.config:StandardConfig",
+        config="forge_plugins_optim.parametrization_config:StandardConfig",
     )
     yield Component(
         name="mup",
         summary="µP: rates found with a narrow model hold for a wide one",
         factory="forge_plugins_optim.maximal_update:MaximalUpdate",
-        config="forge_plugins_optim.config:MupConfig",
+        config="forge_plugins_optim.parametrization_config:MupConfig",
     )
     yield Component(
         name="complete_p",
         summary="CompleteP: µP, and rates found with few layers hold for many",
         factory="forge_plugins_optim.maximal_update:CompleteP",
-        config="forge_plugins_optim.config:CompletePConfig",
+        config="forge_plugins_optim.parametrization_config:CompletePConfig",
     )
 
 

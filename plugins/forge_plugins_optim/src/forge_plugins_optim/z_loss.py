@@ -10,7 +10,7 @@ from torch import nn
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
-from forge_plugins_optim.config import ZLossConfig
+from forge_plugins_optim.loss_config import ZLossConfig
 from forge_plugins_optim.token_weights import weighted
 
 
