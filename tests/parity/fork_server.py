@@ -154,8 +154,19 @@ def _server_for(given: Mapping[str, Any]) -> _Server | None:
 
 _INHERITED = -1
 """The only server of a process that a server has forked."""
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+_ENVIRONMENT: dict[str, str] = {}
 """A server's, from before any test has changed this process'."""
+
+
+def take_environment() -> None:
+    """Give servers the environment that this process has now. It is done once at import, and again by the suite: a
+    ``conftest.py`` may be imported before the machine that tests see is made."""
+    _ENVIRONMENT.clear()
+    _ENVIRONMENT.update({name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
+    _ENVIRONMENT["OMP_NUM_THREADS"] = "1"
+
+
+take_environment()
 
 
 def _is_plain(given: Mapping[str, Any]) -> bool:

@@ -14,13 +14,16 @@ import fork_server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are started as ever")
 
-ENVIRONMENT = {**fork_server._fixed(fork_server._ENVIRONMENT), "PATH": os.environ["PATH"]}
 IS_FORKED = "import sys; print('torch' in sys.modules)"
+
+
+def plain_environment():
+    return {**fork_server._fixed(fork_server._ENVIRONMENT), "PATH": os.environ["PATH"]}
 
 
 def python(*arguments, **options):
     return fork_server.run(
-        [sys.executable, *arguments], **{"env": ENVIRONMENT, "capture_output": True, "text": True, **options}
+        [sys.executable, *arguments], **{"env": plain_environment(), "capture_output": True, "text": True, **options}
     )
 
 
@@ -33,7 +36,7 @@ def test_it_has_what_it_is_given_and_nothing_else(tmp_path):
         "    threading.active_count(), 'torch' in sys.modules]))\n"
         "print('beside', file=sys.stderr)"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(module.parent), "OF_ITS_OWN": "ü"}
+    environment = {**plain_environment(), "PYTHONPATH": str(module.parent), "OF_ITS_OWN": "ü"}
 
     for program in (["-m", "told"], [str(module)], ["-P", "-m", "told"], ["-c", module.read_text()]):
         done = python(*program, "a", "b c", cwd=tmp_path, env=environment, input="typed")
@@ -67,7 +70,7 @@ def test_it_ends_as_it_says(program, code, said):
 def test_it_is_a_child_to_signal_and_to_wait_for(number):
     with fork_server.Popen(
         [sys.executable, "-c", "import time; print('on', flush=True); time.sleep(60)"],
-        env=ENVIRONMENT,
+        env=plain_environment(),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -113,7 +116,7 @@ def test_chance_is_not_shared():
 def test_sets_have_other_orders_on_the_next_rank():
     program = "import sys; print(list(map(str, range(20))), [*set(map(str, range(20)))], 'torch' in sys.modules)"
 
-    first, second = (python("-c", program, env={**ENVIRONMENT, "RANK": str(rank)}).stdout for rank in range(2))
+    first, second = (python("-c", program, env={**plain_environment(), "RANK": str(rank)}).stdout for rank in range(2))
 
     assert first.endswith("True\n")
     assert second.endswith("True\n")
@@ -134,7 +137,7 @@ def test_sets_have_other_orders_on_the_next_rank():
     ],
 )
 def test_one_that_is_told_something_before_its_first_line_is_started(arguments, more, is_forked):
-    done = python(*arguments, "-c", IS_FORKED, env={**ENVIRONMENT, **more})
+    done = python(*arguments, "-c", IS_FORKED, env={**plain_environment(), **more})
 
     assert done.stdout == f"{is_forked}\n", done.stderr
 
@@ -143,7 +146,7 @@ def test_one_that_is_told_something_before_its_first_line_is_started(arguments, 
 def test_one_with_modules_in_place_of_those_it_would_import_is_started(tmp_path, name, is_forked):
     (tmp_path / f"{name}.py").touch()
 
-    done = python("-c", IS_FORKED, env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)})
+    done = python("-c", IS_FORKED, env={**plain_environment(), "PYTHONPATH": str(tmp_path)})
 
     assert done.stdout == f"{is_forked}\n", done.stderr
 
@@ -169,7 +172,7 @@ def test_what_a_command_starts_is_forked_from_it(tmp_path):
         "    print(os.getpid(), done.stdout)\n"
     )
 
-    done = python("-m", "forge_core", "acme", env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)})
+    done = python("-m", "forge_core", "acme", env={**plain_environment(), "PYTHONPATH": str(tmp_path)})
 
     parent, childs_parent, is_forked, rank = done.stdout.split()
     assert (childs_parent, is_forked, rank) == (parent, "True", "1")
@@ -179,11 +182,12 @@ def test_it_ends_with_whoever_has_started_it():
     """Of its own accord, and not because a launcher tells it to."""
     starter = (
         "import sys, time, fork_server\n"
-        f"process = fork_server.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], env={ENVIRONMENT!r})\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        f"process = fork_server.Popen(sleeper, env={plain_environment()!r})\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(60)"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(fork_server.__file__).parent)}
+    environment = {**plain_environment(), "PYTHONPATH": str(Path(fork_server.__file__).parent)}
     with subprocess.Popen([sys.executable, "-c", starter], env=environment, stdout=subprocess.PIPE) as process:
         handle = os.pidfd_open(int(process.stdout.readline()))
         process.kill()
