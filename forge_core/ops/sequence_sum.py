@@ -23,6 +23,11 @@ def share_out_positions(group: dist.ProcessGroup | None) -> None:
     _SHARERS.ranks = 1 if group is None else group.size()
 
 
+def whole_length(positions: int) -> int:
+    """The length of sequences of which this rank has so many positions."""
+    return positions * _SHARERS.ranks
+
+
 def number_sequences(document: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """A number for each sequence of a batch, or, where samples are packed, for each document.
 
@@ -34,7 +39,7 @@ def number_sequences(document: torch.Tensor | None, like: torch.Tensor) -> torch
         ``(B, S)`` int64, below B · S · ranks that share the sequences.
     """
     rows, positions = like.shape[:2]
-    start = torch.arange(rows, device=like.device)[:, None] * (positions * _SHARERS.ranks)
+    start = torch.arange(rows, device=like.device)[:, None] * whole_length(positions)
     return start.expand(rows, positions) if document is None else start + document
 
 

@@ -12,7 +12,7 @@ from forge_plugins_dense import gemma_layouts, gpt_layouts, weight_layouts
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.layer_config import LayerConfig
-from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
+from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from trained_alike import assert_trained_alike
 
 SHAPE = {
@@ -30,6 +30,13 @@ SHAPE = {
 }
 OLD = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.3, 2.0],
+    "long_factor": [1.5, 4.0, 9.0],
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 FAMILIES = {
     "mistral": (weight_layouts.MistralLayout, transformers.MistralConfig(**SHAPE, sliding_window=5, head_dim=16)),
@@ -59,6 +66,18 @@ FAMILIES = {
     "phi3": (
         weight_layouts.Phi3Layout,
         transformers.Phi3Config(**SHAPE, sliding_window=5, partial_rotary_factor=0.5),
+    ),
+    "phi3 longrope, within the original context": (
+        weight_layouts.Phi3Layout,
+        transformers.Phi3Config(
+            **SHAPE | {"max_position_embeddings": 128}, original_max_position_embeddings=64, rope_parameters=LONG_ROPE
+        ),
+    ),
+    "phi3 longrope, beyond it": (
+        weight_layouts.Phi3Layout,
+        transformers.Phi3Config(
+            **SHAPE, original_max_position_embeddings=6, rope_parameters=LONG_ROPE, tie_word_embeddings=True
+        ),
     ),
     "gemma2": (
         gemma_layouts.Gemma2Layout,
@@ -126,9 +145,10 @@ def configured(table, mlp):
     assert table.pop("name") == "transformer"
     table["feed_forward"] = mlp(**{key: value for key, value in table["feed_forward"].items() if key != "name"})
     table["layers"] = tuple(LayerConfig(**one) for one in table.pop("layers", ()))
-    for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling)):
+    for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling), ("long_rope", LongRope)):
         if key in table:
-            table[key] = scaling(**table[key])
+            given = {name: tuple(one) if isinstance(one, list) else one for name, one in table[key].items()}
+            table[key] = scaling(**given)
     return TransformerConfig(**table)
 
 

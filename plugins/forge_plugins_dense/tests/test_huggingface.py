@@ -9,6 +9,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_dense.config import Llama3Scaling, TransformerConfig, YarnScaling
 from forge_plugins_dense.huggingface import config_from_hf, from_hf_state, hf_config, to_hf_state
 from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.rope_config import LongRope
 
 SHAPE = {
     "hidden_size": 32,
@@ -30,6 +31,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.3, 2.0, 2.1],
+    "long_factor": [1.5, 4.0, 9.0, 9.5],
+    "original_max_position_embeddings": 16,
+}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
@@ -40,6 +48,10 @@ MODELS = {
     ),
     "llama yarn, not truncated": lambda: LlamaForCausalLM(
         LlamaConfig(**SHAPE, rope_parameters=YARN | {"beta_fast": 3.0, "truncate": False})
+    ),
+    "llama longrope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LONG_ROPE)),
+    "llama longrope, other attention": lambda: LlamaForCausalLM(
+        LlamaConfig(**SHAPE, rope_parameters=LONG_ROPE | {"original_max_position_embeddings": 32, "factor": 9.0})
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
     "qwen3 tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
@@ -108,7 +120,7 @@ def test_configurations_of_transformers_4_are_read(mlp):
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
     ],
 )
 def test_what_the_transformer_has_not_is_refused(change, words):
@@ -153,4 +165,7 @@ def structure(table: dict, mlp) -> TransformerConfig:
         keys["rope_scaling"] = Llama3Scaling(**keys["rope_scaling"])
     if "yarn" in keys:
         keys["yarn"] = YarnScaling(**keys["yarn"])
+    if "long_rope" in keys:
+        factors = {name: tuple(keys["long_rope"][name]) for name in ("short_factor", "long_factor")}
+        keys["long_rope"] = LongRope(**keys["long_rope"] | factors)
     return TransformerConfig(**keys)

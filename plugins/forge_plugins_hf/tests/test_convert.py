@@ -57,6 +57,18 @@ MODELS = {
     "phi3": lambda: transformers.Phi3Config(
         **SHAPE, sliding_window=5, partial_rotary_factor=0.5, pad_token_id=0, original_max_position_embeddings=64
     ),
+    "phi3 longrope": lambda: transformers.Phi3Config(
+        **SHAPE,
+        pad_token_id=0,
+        original_max_position_embeddings=8,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.5],
+            "long_factor": [3.0, 9.0],
+        },
+    ),
     "gemma2": lambda: transformers.Gemma2Config(
         **SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),

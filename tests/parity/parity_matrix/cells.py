@@ -57,6 +57,9 @@ _GPT_OSS = [  # every second layer with a window, sinks in all but one, biases; 
     *("model.qk_norm=false", "model.attention_bias=all", "model.window=8", "model.attention_sinks=true"),
     "model.layers=[{at='1::2', window=0}, {at=2, attention_sinks=false}]",
 ]
+_LONG_ROPE = (
+    "model.long_rope={short_factor=[1.0, 1.5], long_factor=[3.0, 9.0], original_max_seq_len=%d, attention_factor=1.2}"
+)
 _MIXTURE = [  # with other weights from the sixth step on
     (
         'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
@@ -82,6 +85,8 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "windows and sinks": _GPT_OSS,
     "windows and sinks packed": [*_GPT_OSS, *_PACKED],
     "biases": _GPT,
+    "long rope": [_LONG_ROPE % 16],
+    "long rope packed": [_LONG_ROPE % 12, *_PACKED],  # documents on both sides
     "lora": _LORA,
     "lora bf16": [*_LORA, "train.precision=bf16"],
     "lora moe": ["parallel.passes.lora.rank=4", _MOE],
@@ -427,6 +432,14 @@ CELLS: Mapping[str, Cell] = {
     "windows-and-sinks-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows and sinks packed"),
     "windows-cp2-packed": Cell(2, [CP2], "windows packed"),
     "windows-pp2-fsdp2-packed": Cell(4, pp2("1F1B", *TWO_SMALL_MICROBATCHES), "windows packed"),
+    "long-rope-cp2": Cell(2, [CP2], "long rope"),
+    "long-rope-cp2-ring": Cell(2, [CP2, RING], "long rope"),
+    "long-rope-cp2-pp2": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES)], "long rope"),
+    "long-rope-packed-accumulation4": Cell(1, FOUR_MICROBATCHES, "long rope packed"),
+    "long-rope-packed-fsdp2-compiled": Cell(2, [HALF, f"{COMPILE}=true"], "long rope packed"),
+    "long-rope-packed-tp2-fsdp2": Cell(4, [TP2, HALF], "long rope packed"),
+    "long-rope-packed-cp2": Cell(2, [CP2], "long rope packed"),
+    "long-rope-packed-pp2-cp2": Cell(4, [CP2, *pp2("ZBVZeroBubble")], "long rope packed"),
     # latent attention
     "latent-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "latent"),
     "tp2-latent": Cell(2, [TP2], "latent"),

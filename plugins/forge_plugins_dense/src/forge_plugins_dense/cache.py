@@ -20,6 +20,8 @@ class KeyValueCache:
         self.layers = {layer: LayerCache(max_len) for layer in layers}
         self.filled: torch.Tensor | None = None
         """``(B, length)`` bool, false at padding; ``None`` while there is no padding."""
+        self.past: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Tokens and positions so far, ``(B, length)``, where a model may have to compute them anew."""
 
     def reserve(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> None:
         """Announce the columns that one forward is about to append.
@@ -45,6 +47,20 @@ class KeyValueCache:
             )
             self.filled = torch.cat((before, positions >= 0), dim=1)
         self.length += chunk
+
+    def remember(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything so far, with what one forward is about to append: tokens and positions, ``(B, length)``."""
+        if positions is None:
+            positions = torch.arange(self.length, self.length + tokens.shape[1], device=tokens.device)
+        positions = positions.expand(tokens.shape)
+        if self.past is not None:
+            tokens, positions = torch.cat((self.past[0], tokens), 1), torch.cat((self.past[1], positions), 1)
+        self.past = tokens, positions
+        return self.past
+
+    def restart(self, layers: dict[str, LayerCache]) -> None:
+        """Begin anew with empty layers."""
+        self.length, self.filled, self.layers = 0, None, layers
 
 
 class LayerCache:

@@ -15,7 +15,7 @@ from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.latent_config import LatentAttentionConfig
 from forge_plugins_dense.layer_config import Layer, LayerConfig
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
-from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
+from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_dense.sparse_shorthand import with_feed_forward
 
 if TYPE_CHECKING:
@@ -59,15 +59,26 @@ def _has_a_kernel(config: TransformerConfig, _: attrs.Attribute[str], value: str
         )
 
 
-def _is_alone(config: TransformerConfig, _: attrs.Attribute[YarnScaling | None], value: YarnScaling | None) -> None:
-    if value is not None and config.rope_scaling is not None:
-        raise ValueError("has the same purpose as rope_scaling; give one of the two")
+_SCALINGS = ("rope_scaling", "yarn", "long_rope")
 
 
-def _is_the_only_scaling(config: TransformerConfig, _: attrs.Attribute[float], value: float) -> None:
-    if value != 1 and (config.rope_scaling or config.yarn):
-        other = "rope_scaling" if config.rope_scaling else "yarn"
+def _is_the_only_scaling(config: TransformerConfig, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Each of ``_SCALINGS`` looks at those before it, ``rope_factor`` at all."""
+    before = _SCALINGS[: _SCALINGS.index(attribute.name)] if attribute.name in _SCALINGS else _SCALINGS
+    other = next((key for key in before if getattr(config, key) is not None), None)
+    if value != attribute.default and other is not None:
         raise ValueError(f"has the same purpose as {other}; give one of the two")
+
+
+def _has_a_factor_for_each_pair(config: TransformerConfig, _: attrs.Attribute[Any], value: LongRope | None) -> None:
+    if value is None:
+        return
+    for number in range(config.n_layers):
+        pairs = config.rotary_size(config.layer(number)) // 2
+        if pairs not in (0, len(value.short_factor)):
+            raise ValueError(
+                f"has {len(value.short_factor)} factors, and layer {number} rotates {pairs} pairs of features a head"
+            )
 
 
 def _leaves_pairs(config: TransformerConfig, _: attrs.Attribute[Any], value: Any) -> None:
@@ -199,8 +210,12 @@ class TransformerConfig:
     """Base of the rotary frequencies: the slowest rotation has a wavelength of about 2π times this many tokens."""
     rope_scaling: Llama3Scaling | None = None
     """Stretches the rotary frequencies for sequences longer than those first trained on."""
-    yarn: YarnScaling | None = attrs.field(default=None, validator=_is_alone)
+    yarn: YarnScaling | None = attrs.field(default=None, validator=_is_the_only_scaling)
     """The same, another way."""
+    long_rope: LongRope | None = attrs.field(
+        default=None, validator=[_is_the_only_scaling, _has_a_factor_for_each_pair]
+    )
+    """The same, with a factor for each pair of features (Phi-3, Phi-4-mini)."""
     rope_factor: float = attrs.field(default=1.0, validator=[ge(1), _is_the_only_scaling])
     """Divides all rotary frequencies (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
     rotary_fraction: float = attrs.field(default=1.0, validator=[ge(0), le(1), _leaves_pairs])
@@ -323,6 +338,13 @@ class TransformerConfig:
         """The mean of a head's features of keys and of values."""
         latent = self.latent_attention
         return self.head_size if latent is None else (latent.plain_dim + latent.rotary_dim + latent.value_dim) / 2
+
+    @property
+    def frequency_scaling(self) -> Llama3Scaling | YarnScaling | LongRope | None:
+        """The way in which rotary frequencies are stretched, its attention factor filled in."""
+        if self.long_rope is not None:
+            return attrs.evolve(self.long_rope, attention_factor=self.long_rope.magnitude(self.max_seq_len))
+        return self.rope_scaling or self.yarn
 
     @property
     def logit_scale(self) -> float:

@@ -16,7 +16,7 @@ from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import biased_projections, check_complete, is_derived
 from forge_plugins_dense.layer_config import LayerConfig
-from forge_plugins_dense.rope_config import Llama3Scaling, YarnScaling
+from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 if TYPE_CHECKING:
@@ -257,9 +257,10 @@ def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
         table["mixer"] = (
             attrs.evolve(config.mixer, name=table["mixer"]["name"].split(":")[-1]) if config.mixer else True
         )
-    for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling)):
+    for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling), ("long_rope", LongRope)):
         if key in table:
-            table[key] = scaling(**table[key])
+            given = {name: tuple(one) if isinstance(one, list) else one for name, one in table[key].items()}
+            table[key] = scaling(**given)
     ours, theirs = _computed(config), _computed(TransformerConfig(**table))
     return (key for key, value in ours.items() if not _alike(value, theirs[key]))
 
@@ -274,6 +275,7 @@ def _computed(config: TransformerConfig) -> Table:
     )
     found: Table = {key: getattr(config, key) for key in keys}
     found |= {"n_kv_heads": config.kv_heads, "head_dim": config.head_size, "attention_multiplier": config.logit_scale}
+    found["long_rope"] = None if config.long_rope is None else config.frequency_scaling
     found["yarn"] = None if config.yarn is None else attrs.evolve(config.yarn, logit_scale=None)
     layers = [config.layer(number) for number in range(config.n_layers)]
     found["window"] = [one.window if one.window < config.max_seq_len else 0 for one in layers]

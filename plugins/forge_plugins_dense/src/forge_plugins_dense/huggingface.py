@@ -14,6 +14,7 @@ import attrs
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.rope_config import LongRope
 
 T = TypeVar("T")
 
@@ -215,10 +216,12 @@ def rope_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = Fa
         }
     elif kind == "yarn":
         table["yarn"] = _yarn_from_hf(rope, hf)
+    elif kind == "longrope":
+        table["long_rope"] = _long_rope_from_hf(rope, hf)
     elif kind == "linear":
         table["rope_factor"] = float(rope["factor"])
     elif kind != "default":
-        kinds = '"default", "linear", "llama3" and "yarn"'
+        kinds = '"default", "linear", "llama3", "longrope" and "yarn"'
         raise ConfigError(f'{architecture} with rope_type = "{kind}" is not supported; {kinds} are')
     return table
 
@@ -249,6 +252,21 @@ def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
         **({} if rope.get("truncate", True) else {"truncate": False}),
         "logit_scale": attention_factor**2,
     }
+
+
+def _long_rope_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention factor is written out, as ours does not follow ``max_position_embeddings`` any further."""
+    longest = hf["max_position_embeddings"]
+    original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
+    scaling = LongRope(
+        short_factor=tuple(map(float, rope["short_factor"])),
+        long_factor=tuple(map(float, rope["long_factor"])),
+        original_max_seq_len=original,
+        attention_factor=rope.get("attention_factor"),
+    )
+    magnitude = scaling.magnitude(rope["factor"] * original if rope.get("factor") else longest)
+    table = attrs.asdict(attrs.evolve(scaling, attention_factor=magnitude))
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in table.items()}
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
@@ -307,6 +325,14 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
             "beta_fast": config.yarn.beta_fast,
             **({} if config.yarn.truncate else {"truncate": False}),
             "attention_factor": math.sqrt(config.logit_scale),
+        }
+    if config.long_rope is not None:
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": [*config.long_rope.short_factor],
+            "long_factor": [*config.long_rope.long_factor],
+            "original_max_position_embeddings": config.long_rope.original_max_seq_len,
+            "attention_factor": config.long_rope.magnitude(config.max_seq_len),
         }
     if config.rope_scaling is not None:
         rope = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 from attrs.validators import ge, gt, optional
 
@@ -49,3 +51,37 @@ class YarnScaling:
     """Take whole pairs of features for the ends of what is interpolated; gpt-oss does not."""
     logit_scale: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """What the logits of attention are multiplied by; by default ``(0.1 · ln(factor) + 1)²``."""
+
+
+def _are_positive(_: LongRope, __: attrs.Attribute[tuple[float, ...]], value: tuple[float, ...]) -> None:
+    if wrong := [factor for factor in value if not 0 < factor < math.inf]:
+        raise ValueError(f"must be factors above 0, got {wrong[0]}")
+
+
+def _are_as_many(scaling: LongRope, _: attrs.Attribute[tuple[float, ...]], value: tuple[float, ...]) -> None:
+    if len(value) != len(scaling.short_factor):
+        raise ValueError(f"has {len(value)} factors, and short_factor has {len(scaling.short_factor)}")
+
+
+@attrs.frozen(kw_only=True)
+class LongRope:
+    """LongRoPE's way to lengthen the context (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini): each pair of
+    features has a factor of its own, and sequences beyond the original context have other factors."""
+
+    short_factor: tuple[float, ...] = attrs.field(validator=_are_positive)
+    """What the frequency of each pair is divided by in sequences up to ``original_max_seq_len``; as many as half of
+    the features of a head that are rotated."""
+    long_factor: tuple[float, ...] = attrs.field(validator=[_are_positive, _are_as_many])
+    """The same in longer sequences; a packed document counts by itself."""
+    original_max_seq_len: int = attrs.field(validator=gt(1))
+    """The sequence length, in tokens, that the model was first trained on."""
+    attention_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
+    """What rotated features are multiplied by; by default ``√(1 + ln(s) / ln(original_max_seq_len))``, where ``s`` is
+    ``model.max_seq_len / original_max_seq_len``, and 1 if ``s`` is below 1."""
+
+    def magnitude(self, max_seq_len: float) -> float:
+        """The attention factor, the default filled in, as transformers has it."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        stretch = max(max_seq_len / self.original_max_seq_len, 1.0)
+        return math.sqrt(1 + math.log(stretch) / math.log(self.original_max_seq_len))

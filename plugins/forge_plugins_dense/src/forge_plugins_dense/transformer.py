@@ -18,7 +18,7 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.errors import ConfigError
-from forge_core.ops.sequence_sum import number_sequences
+from forge_core.ops.sequence_sum import number_sequences, whole_length
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.cache import KeyValueCache, LayerCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
@@ -31,6 +31,8 @@ from forge_plugins_dense.multi_token import LookingAhead, attach_predictions, co
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotary_tables
+from forge_plugins_dense.rope_config import LongRope
+from forge_plugins_dense.sequence_lengths import SequenceLengths
 
 Mask = torch.Tensor | BlockMask | None
 
@@ -65,6 +67,8 @@ class Transformer(nn.Module):
         self.n_predictors = config.n_predictors
         if config.multi_token is not None:
             self._add_predictors(config, config.multi_token, build)
+        if config.long_rope is not None:
+            self.register_forward_pre_hook(SequenceLengths(), with_kwargs=True)
         self.kinds = {layer: _kind(config, int(layer)) for layer in self.blocks}
         self.norm: nn.Module | None = make_norm(config.norm, config.dim, config.norm_eps)
         self.head: nn.Linear | None = make_head(config.dim, vocab_size, config.output_softcap)
@@ -85,24 +89,25 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         further_tokens: torch.Tensor | None = None,
         further_targets: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSum:
         """Same as ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
 
         ``mask`` is one for each window of ``attention_windows``, by its length, where there are any.
 
-        ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``.
+        ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``, and ``lengths``, ``(B,
+        S)``, from ``SequenceLengths``.
 
         Raises:
             ConfigError: the sequence is longer than ``max_seq_len``, or the chosen attention kernel cannot do this.
             ValueError: a cache without room, or together with documents or a mask.
         """
+        asked = tokens.shape[1]
         if cache is not None:
-            if mask is not None:
-                raise ValueError("what sees what in a cache cannot be given from outside")
-            cache.reserve(tokens, positions)
+            tokens, positions, lengths = self._reserve(tokens, positions, mask, cache)
         positions, valid = self._positions(tokens, positions, cache)
         facts = self._facts(tokens, document, token_ids)
-        surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, facts)
+        surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, facts, lengths)
         noise = noise if self.training and self.config.has_dropout else None
         predicts = self.training and loss is not None and further_targets is not None
         hidden, embedded = self._enter(tokens, positions, further_tokens, predicts=predicts)
@@ -114,6 +119,8 @@ class Transformer(nn.Module):
             if noise is not None:
                 given = given.of_layer(noise_of_layer(noise, int(layer)))
             hidden = self.blocks[layer](hidden, given, kept)
+        if tokens.shape[1] != asked:
+            hidden = hidden[:, -asked:]
         normed = hidden if self.norm is None else _times(self.config.output_multiplier, self.norm(hidden))
         if self.head is None:
             return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
@@ -295,6 +302,43 @@ class Transformer(nn.Module):
         end = tokens.shape[1] if cache is None else cache.length
         return torch.arange(end - tokens.shape[1], end, device=tokens.device).unsqueeze(0), None
 
+    def _reserve(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        mask: Mask | Mapping[int, Mask],
+        cache: KeyValueCache,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tokens and positions that a cache is to hold more, and how long that makes each row, ``(B, 1)``, where they
+        differ."""
+        if mask is not None:
+            raise ValueError("what sees what in a cache cannot be given from outside")
+        if self.config.long_rope is not None:
+            tokens, positions = self._with_outgrown(tokens, positions, cache, self.config.long_rope)
+        cache.reserve(tokens, positions)
+        return tokens, positions, None if positions is None else positions[:, -1:] + 1
+
+    def _with_outgrown(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: KeyValueCache, long_rope: LongRope
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and positions to compute. Keys in a cache are turned by short factors until a sequence outgrows the
+        original context; then all positions are computed anew, as they are without a cache, and as transformers does.
+        """
+        most, before = long_rope.original_max_seq_len, cache.length
+        past = cache.past
+        all_tokens, all_positions = cache.remember(tokens, positions)
+        if past is None or before + tokens.shape[1] <= most:
+            return tokens, positions
+        if positions is None:
+            has_outgrown = before <= most
+        else:
+            was, now = past[1][:, -1], positions[:, -1]
+            has_outgrown = bool(((was >= 0) & (was < most) & (now >= most)).any())
+        if not has_outgrown:
+            return tokens, positions
+        cache.restart(self.make_cache(cache.batch_size, cache.max_len).layers)
+        return all_tokens, None if positions is None else all_positions
+
     def _surroundings(
         self,
         tokens: torch.Tensor,
@@ -304,6 +348,7 @@ class Transformer(nn.Module):
         mask: Mask | Mapping[int, Mask],
         cache: KeyValueCache | None,
         facts: Mapping[str, torch.Tensor],
+        lengths: torch.Tensor | None,
     ) -> dict[LayerKind, BlockInputs]:
         """What the blocks of each kind are given."""
         if cache is None:
@@ -313,10 +358,12 @@ class Transformer(nn.Module):
             window: self._mask_of_window(window, tokens, document, mask, cache)
             for window in dict.fromkeys(kind.window for kind in kinds)
         }
-        scaling = self.config.rope_scaling or self.config.yarn
+        if lengths is None:
+            lengths = whole_length(tokens.shape[1]) if cache is None else cache.length
+        tables = functools.partial(rotary_tables, positions, scaling=self.config.frequency_scaling, lengths=lengths)
         return {
             kind: BlockInputs(
-                *rotary_tables(positions, kind.rotary_size, kind.rope_theta, scaling, factor=kind.rope_factor),
+                *tables(head_dim=kind.rotary_size, theta=kind.rope_theta, factor=kind.rope_factor),
                 *masks[kind.window],
                 valid,
                 facts,

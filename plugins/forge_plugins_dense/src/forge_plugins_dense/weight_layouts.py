@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import attrs
+
+from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import (
@@ -17,6 +21,7 @@ from forge_plugins_dense.decoder_layout import (
     windows_to_hf,
 )
 from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf, rope_to_hf
+from forge_plugins_dense.rope_config import LongRope
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -229,18 +234,34 @@ class Phi3Layout(RelativeLayout):
     defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
-        "original_max_position_embeddings": None,
+        "original_max_position_embeddings": 4096,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
     }
 
     def read(self, hf: Mapping[str, Any]) -> Table:
         hf["original_max_position_embeddings"]  # says something beside longrope only
-        return super().read(hf) | {"window": hf["sliding_window"] or 0}
+        for key, supported in (("full_attn_mod", 1), ("interpolate_factor", 1), ("lm_head_bias", False)):
+            if hf[key] != supported:
+                raise ConfigError(f"Phi3ForCausalLM with {key} = {hf[key]!r} is not supported; only {supported!r} is")
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # as early files call it
+            hf = ChainMap({"rope_parameters": rope | {"rope_type": "longrope"}}, cast("dict[str, Any]", hf))
+        window = hf["sliding_window"] or 0
+        return super().read(hf) | {"window": window if window < hf["max_position_embeddings"] else 0}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        return super().write(config, vocab_size) | {
+        table = super().write(config, vocab_size) | {
             "sliding_window": config.window or None,
             "original_max_position_embeddings": config.max_seq_len,
         }
+        if config.long_rope is not None:
+            table |= {
+                "original_max_position_embeddings": config.long_rope.original_max_seq_len,
+                "rope_scaling": _as_published(config, config.long_rope),
+            }
+        return table
 
     def fused(self, config: TransformerConfig) -> Mapping[str, Fused]:
         width = config.feed_forward.config.width(config.dim)
@@ -249,3 +270,16 @@ class Phi3Layout(RelativeLayout):
             "self_attn.qkv_proj": rows(("attention.q", "attention.k", "attention.v"), (queries, keys, keys)),
             "mlp.gate_up_proj": rows(("feed_forward.gate", "feed_forward.up"), (width, width)),
         }
+
+
+def _as_published(config: TransformerConfig, long_rope: LongRope) -> Table:
+    """``rope_scaling`` of Phi. transformers 4 takes these three keys and no other, and derives the attention factor."""
+    table: Table = {
+        "type": "longrope",
+        "short_factor": [*long_rope.short_factor],
+        "long_factor": [*long_rope.long_factor],
+    }
+    found = long_rope.magnitude(config.max_seq_len)
+    if found != attrs.evolve(long_rope, attention_factor=None).magnitude(config.max_seq_len):
+        table["attention_factor"] = found
+    return table

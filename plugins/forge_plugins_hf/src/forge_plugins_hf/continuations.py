@@ -47,7 +47,7 @@ def score_continuations(
     )
     sums = {name: 0.0 for number in range(len(pairs)) for name in (str(number), f"likeliest {number}")}
     for batch in context.batches(source):
-        logits = context.predict({"tokens": batch["tokens"]})
+        logits = context.predict({"tokens": batch["tokens"], "positions": batch["positions"]})
         if logits is not None:  # as it is on earlier stages of a pipeline
             numbered = batch["targets"][:, 0].tolist()
             found = {
@@ -107,8 +107,9 @@ class _Rows:
         first = int(indices.min()) // self._rows_at_once * self._rows_at_once
         width = -(-len(self._rows[first]) // self._multiple) * self._multiple
         tokens = np.zeros((len(indices), width), np.int64)
-        targets = np.full_like(tokens, IGNORED)
+        targets, positions = np.full_like(tokens, IGNORED), np.full_like(tokens, -1)
         for row, number in enumerate(indices.tolist()):
-            tokens[row, : len(self._rows[number])] = self._rows[number]
+            length = len(self._rows[number])
+            tokens[row, :length], positions[row, :length] = self._rows[number], np.arange(length)
             targets[row, 0] = number
-        return {"tokens": tokens, "targets": targets}
+        return {"tokens": tokens, "targets": targets, "positions": positions}

@@ -35,11 +35,11 @@ def generate_in_layout(
     new: list[list[int]] = [[] for _ in prompts]
     width = _width(context.job, max(map(len, prompts)) + max_new_tokens)
     for batch in context.batches(_Prompts(prompts, width)):
-        tokens = batch["tokens"].clone()
+        tokens, positions = batch["tokens"].clone(), batch["positions"].clone()
         row_of = {number: row for row, number in enumerate(batch["targets"][:, 0].tolist()) if number != IGNORED}
         ended: set[int] = set()
         for step in range(max_new_tokens):
-            logits = context.predict({"tokens": tokens})
+            logits = context.predict({"tokens": tokens, "positions": positions})
             likeliest: dict[int, int] = {}  # of an earlier stage of a pipeline, which has no logits
             if logits is not None:
                 asked = {number: row for number, row in row_of.items() if number not in ended}
@@ -51,7 +51,8 @@ def generate_in_layout(
                 if has_ended(new[number]):
                     ended.add(number)
                 elif number in row_of:
-                    tokens[row_of[number], len(prompts[number]) + step] = token
+                    row, place = row_of[number], len(prompts[number]) + step
+                    tokens[row, place], positions[row, place] = token, place
             if not found.keys() - ended:
                 break
     return new
@@ -89,8 +90,9 @@ class _Prompts:
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         tokens = np.zeros((len(indices), self._width), np.int64)
-        targets = np.full_like(tokens, IGNORED)
+        targets, positions = np.full_like(tokens, IGNORED), np.full_like(tokens, -1)
         for row, number in enumerate(indices.tolist()):
-            tokens[row, : len(self._prompts[number])] = self._prompts[number]
+            length = len(self._prompts[number])
+            tokens[row, :length], positions[row, :length] = self._prompts[number], np.arange(length)
             targets[row, 0] = number
-        return {"tokens": tokens, "targets": targets}
+        return {"tokens": tokens, "targets": targets, "positions": positions}
