@@ -45,6 +45,7 @@ class GptOssLayout(RelativeLayout):
 
     architectures = ("GptOssForCausalLM",)
     model_type = "gpt_oss"
+    unpacks = ("mxfp4",)
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -71,7 +72,6 @@ class GptOssLayout(RelativeLayout):
         return super().read(hf) | {"attention_sinks": True, **usual, "layers": layers}
 
     def model_table(self, config_json: Mapping[str, Any]) -> Table:
-        _refuse_quantisation(config_json.get("quantization_config"))
         table = self.decoder_table(config_json)
         hf = {**self.defaults, **{key: config_json[key] for key in config_json if key in _OF_EXPERTS}}
         table["feed_forward"] = {
@@ -130,12 +130,6 @@ _OF_EXPERTS = (
     *("num_local_experts", "num_experts_per_tok", "intermediate_size", "num_hidden_layers"),
     *("swiglu_limit", "swiglu_alpha", "router_aux_loss_coef"),
 )
-
-
-def _refuse_quantisation(found: Mapping[str, Any] | None) -> None:
-    method = (found or {}).get("quant_method", "mxfp4")
-    if method != "mxfp4":
-        raise ConfigError(f"quantization_config with quant_method = {method!r} is not supported; only 'mxfp4' is")
 
 
 def _problems(config: TransformerConfig) -> Iterator[str]:

@@ -74,7 +74,7 @@ def how_to_read(names: Collection[str], config: TransformerConfig) -> dict[str, 
     spare = {name for name in names if dense.is_derived(name) or name.startswith(_predictors(config, architecture))}
     if any(name.endswith("weight_scale_inv") for name in names):
         raise ConfigError(
-            "these weights are in float8 with scales; convert them to bf16 first, as their authors describe"
+            "these weights are in float8 with factors apart; forge convert, given their folder, multiplies them out"
         )
     if config.tie_embeddings:
         spare.add("lm_head.weight")
@@ -139,14 +139,15 @@ def _turn(name: str, config: TransformerConfig, *, to_pairs: bool) -> Callable[[
     """
     latent = config.latent_attention
     if latent is None or not name.endswith(("attention.q.weight", "attention.kv_down.weight")):
-        return _as_it_is
+        return as_it_is
     turn = latent.rotary_dim, to_pairs
     if name.endswith("attention.q.weight"):
         return lambda q: _turned_queries(q, config.n_heads, latent.plain_dim, *turn)
     return lambda keys: torch.cat([keys[: latent.kv_rank], keys[latent.kv_rank :][_order(*turn)]])
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """How a tensor is made that has another name only."""
     return tensor
 
 
@@ -190,7 +191,7 @@ class _OneByOne:
         """Our stacks of their tensors."""
         return {
             f"{self.ours}.{matrix}": Made(
-                tuple(self._name(expert, matrix) for expert in range(self.n_experts)), _stacked
+                tuple(self._name(expert, matrix) for expert in range(self.n_experts)), stacked
             )
             for matrix in self.matrices
         }
@@ -222,18 +223,19 @@ class _Packed:
         return {
             f"{self.ours}.gate": Made(both, lambda packed: packed.chunk(2, dim=1)[0].contiguous()),
             f"{self.ours}.up": Made(both, lambda packed: packed.chunk(2, dim=1)[1].contiguous()),
-            f"{self.ours}.down": Made((f"{self.theirs}.down_proj",), _as_it_is),
+            f"{self.ours}.down": Made((f"{self.theirs}.down_proj",), as_it_is),
         }
 
     def write(self) -> dict[str, Made]:
         both = (f"{self.ours}.gate", f"{self.ours}.up")
         return {
             f"{self.theirs}.gate_up_proj": Made(both, lambda gate, up: torch.cat([gate, up], dim=1)),
-            f"{self.theirs}.down_proj": Made((f"{self.ours}.down",), _as_it_is),
+            f"{self.theirs}.down_proj": Made((f"{self.ours}.down",), as_it_is),
         }
 
 
-def _stacked(*experts: torch.Tensor) -> torch.Tensor:
+def stacked(*experts: torch.Tensor) -> torch.Tensor:
+    """How a stack is made of experts."""
     return torch.stack(experts)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from forge_plugins_dense.config import TransformerConfig
-from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout, stack
 from forge_plugins_moe import huggingface
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SparseLayout(WeightLayout):
@@ -27,9 +30,18 @@ class SparseLayout(WeightLayout):
         from forge_plugins_moe import huggingface_weights  # with torch, which forge validate does without
 
         made = huggingface_weights.how_to_read(names, config)
-        return {name: Recipe(one.reads, one.make) for name, one in made.items()}
+        return {name: _read_in_part(one.reads, one.make) for name, one in made.items()}
 
     def to_huggingface(self, config: TransformerConfig) -> Mapping[str, Recipe]:
         from forge_plugins_moe import huggingface_weights
 
         return {name: Recipe(one.reads, one.make) for name, one in huggingface_weights.how_to_write(config).items()}
+
+
+def _read_in_part(reads: tuple[str, ...], make: Callable[..., torch.Tensor]) -> Recipe:
+    """A recipe that tells a rank when a part of a tensor, or some of the experts, are enough."""
+    from forge_plugins_moe.huggingface_weights import as_it_is, stacked
+
+    if make is as_it_is:
+        return Recipe(reads)
+    return Recipe(reads, stack if make is stacked else make)

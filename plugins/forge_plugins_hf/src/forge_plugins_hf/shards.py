@@ -21,6 +21,16 @@ _MOST_BYTES = 5 * 10**9
 """Of a file that is written, as Hugging Face has it."""
 
 
+@attrs.frozen
+class _Stored:
+    """A tensor in a file."""
+
+    file: Path
+    shape: torch.Size
+    dtype: str
+    """As the header of the file calls it."""
+
+
 class Shards:
     """The weights in a folder.
 
@@ -29,14 +39,16 @@ class Shards:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, _Stored] = {}
         index = _index(folder)
         files = sorted({folder / name for name in index.values()}) if index else [folder / SINGLE]
         for file in files:
             with _opened(file) as shard:
-                self._files |= dict.fromkeys(shard.keys(), file)
-        wrong = [name for name, file in index.items() if self._files.get(name) != folder / file]
-        wrong += sorted(self._files.keys() - index.keys()) if index else []
+                for name in shard.keys():  # noqa: SIM118 - it is no mapping
+                    one = shard.get_slice(name)
+                    self._stored[name] = _Stored(file, torch.Size(one.get_shape()), one.get_dtype())
+        wrong = [name for name, file in index.items() if name not in self._stored]
+        wrong += [name for name, one in self._stored.items() if index and folder / index.get(name, "") != one.file]
         if wrong:
             named = ", ".join(wrong[:5]) + and_more(len(wrong), 5)
             raise ConfigError(f"{folder / INDEX} and its files do not agree about {named}")
@@ -44,16 +56,19 @@ class Shards:
     @property
     def names(self) -> list[str]:
         """The names of all tensors."""
-        return list(self._files)
+        return list(self._stored)
 
     def shape(self, name: str) -> torch.Size:
         """Of a tensor."""
-        with _opened(self._files[name]) as shard:
-            return torch.Size(shard.get_slice(name).get_shape())
+        return self._stored[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Of a tensor, as the format of safetensors calls it, such as ``F32`` or ``F8_E4M3``."""
+        return self._stored[name].dtype
 
     def read(self, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
         """A tensor, or a part of it, on the CPU. The file is opened anew, so that no more of it stays in memory."""
-        with _opened(self._files[name]) as shard:
+        with _opened(self._stored[name].file) as shard:
             tensor: torch.Tensor = shard.get_tensor(name) if not part else shard.get_slice(name)[tuple(part)]
         return tensor
 

@@ -18,7 +18,9 @@ from forge_core.job import dump_job, load_job
 from forge_core.loading import build_on_meta
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.config_json import ReadKeys, architecture_in, read_config, refuse_unread
+from forge_plugins_hf.float8_shards import open_shards
 from forge_plugins_hf.layouts import layout_of_architecture
+from forge_plugins_hf.quantisation import read_quantisation
 from forge_plugins_hf.shards import Shards, on_meta
 from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
@@ -65,7 +67,7 @@ def to_forge(
     job = _job(table, tokenizer, kept / FILE, out, installed)
     model: Any = build_on_meta(job, config["vocab_size"], ComponentBuilder(installed))
     shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
-    shards = Shards(folder)
+    shards = weights_in(folder, config, layout, dtype, say)
     recipes = layout.to_forge(job.model.config, shards.names)
     _refuse_misfits(shards, recipes, shapes)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -145,8 +147,29 @@ def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable
         ) from error
     if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
         say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
+    read_quantisation(config, layout, folder)
     refuse_unread(config, folder)
     return table
+
+
+def weights_in(
+    folder: Path, config: ReadKeys, layout: WeightLayout, dtype: torch.dtype, say: Callable[[str], None]
+) -> Shards:
+    """The weights of a folder. What is in float8 comes out in another dtype, and this is said.
+
+    Args:
+        dtype: of what was in float8.
+
+    Raises:
+        ConfigError: files are not whole, or are stored in a way that we do not read.
+    """
+    blocks = read_quantisation(config, layout, folder)
+    if blocks is not None:
+        say(
+            f"note: {folder / 'config.json'}: weights in fp8 are multiplied by their factors; what is written of them, "
+            "here and for Hugging Face, has no quantization_config"
+        )
+    return open_shards(folder, blocks, dtype)
 
 
 def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, kept: Path, out: Path, catalog: Catalog) -> Job:

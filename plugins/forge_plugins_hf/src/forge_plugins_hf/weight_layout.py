@@ -21,6 +21,13 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def stack(*tensors: torch.Tensor) -> torch.Tensor:
+    """Put tensors of one shape together along a new first dimension. A recipe with it is read in part."""
+    import torch  # forge validate does without
+
+    return torch.stack(tensors)
+
+
 @attrs.frozen
 class Recipe:
     """A tensor that is made of others."""
@@ -35,6 +42,11 @@ class Recipe:
         """Return whether the tensor is another one as it is, so that a part of it can be read."""
         return self.make is _same
 
+    @property
+    def is_stack(self) -> bool:
+        """Return whether a part of the tensor is made of parts of some of the others."""
+        return self.make is stack
+
 
 class WeightLayout(ABC):
     """Base class. Nothing of it reads files: the command opens them, a tensor at a time."""
@@ -46,6 +58,9 @@ class WeightLayout(ABC):
     training_only: ClassVar[Collection[str]] = ()
     """Keys of ``config.json`` that say how a model was trained, and that ours has not, such as dropout. The command
     says which are left out."""
+
+    unpacks: ClassVar[Collection[str]] = ()
+    """Values of ``quant_method`` in ``quantization_config`` whose tensors its recipes read as they are stored."""
 
     @abstractmethod
     def model_table(self, config_json: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from forge_core.errors import ConfigError, and_more
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.config_json import ReadKeys, read_config
 from forge_plugins_hf.shards import Shards, on_meta
-from forge_plugins_hf.to_forge import layout_in, table_of
+from forge_plugins_hf.to_forge import layout_in, table_of, weights_in
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -37,7 +37,7 @@ class HuggingFaceFolder(WeightSource):
             raise ConfigError(f"{path} holds a model {theirs.name!r}, and model.name is {model.name!r}")
         for line in _differences(layout, theirs.config, model.config, config["vocab_size"]):
             say(f"note: {path} differs from [model]: {line}")
-        shards = Shards(path)
+        shards = weights_in(path, config, layout, torch.float32, say)
         return FolderWeights(shards, layout.to_forge(theirs.config, shards.names))
 
 
@@ -54,13 +54,16 @@ class FolderWeights:
         return {name: recipe.make(*on_meta(there, recipe.reads)).shape for name, recipe in self.recipes.items()}
 
     def read(self, name: str, part: Sequence[slice]) -> torch.Tensor:
-        """Same as ``SourceWeights.read``: what is only renamed is read in part, and what is made of others as a whole,
-        one at a time."""
+        """Same as ``SourceWeights.read``: what is only renamed is read in part, and so are stacks; what is made of
+        others otherwise as a whole, one at a time."""
         recipe = self.recipes[name]
         if any(one.start == one.stop for one in part):  # a rank without a part of it
             return torch.empty([one.stop - one.start for one in part])
         if recipe.is_renaming:
             return self.shards.read(recipe.reads[0], part)
+        if recipe.is_stack:
+            first, *others = part
+            return recipe.make(*(self.shards.read(one, others) for one in recipe.reads[first]))
         return recipe.make(*(self.shards.read(one) for one in recipe.reads))[tuple(part)]
 
 
