@@ -49,7 +49,15 @@ __all__ = [
     "deprecations",
 ]
 __all__ += ["data_phase", "disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain"]
-__all__ += ["read_document", "read_regular_file", "resolve_degrees", "settings_of", "sort_passes", "structure"]
+__all__ += [
+    "placed",
+    "read_document",
+    "read_regular_file",
+    "resolve_degrees",
+    "settings_of",
+    "sort_passes",
+    "structure",
+]
 __all__ += ["summary"]
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
@@ -93,6 +101,12 @@ def load_job(
     if problems:
         raise ConfigProblems([_placed(problem, document) for problem in problems], str(path))
     return job
+
+
+def placed(error: ConfigProblems, path: Path, overrides: Sequence[str]) -> ConfigProblems:
+    """Problems of a configuration that a run has found, with the places of its values."""
+    document = with_overrides(read_document(path), overrides, sections=SECTIONS)
+    return ConfigProblems([one if one.location else _placed(one, document) for one in error.problems], str(path))
 
 
 def settings_of(section: str, overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -20,7 +20,7 @@ from forge_core.distributed.environment import world_size_of
 from forge_core.distributed.parent_death import end_with_launcher
 from forge_core.distributed.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError, NotJoinedError
-from forge_core.job import disabled_plugins, dump_job, load_job
+from forge_core.job import ConfigProblems, disabled_plugins, dump_job, load_job, placed
 from forge_core.run.directory import RunDirectory
 from forge_core.run.output import LossyOutput
 from forge_core.run.process import frozen_imports
@@ -135,6 +135,8 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
             )
     except ForgeError as error:
         code = error.exit_code
+        if isinstance(error, ConfigProblems) and COMMAND not in os.environ:  # else it is a copy that a launcher made
+            raise placed(error, config, overrides) from error
         raise
     finally:
         leave_outcome(code)

@@ -14,6 +14,7 @@ import torch
 from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.state_dict import empty_optimizer_state
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
+from forge_core.config.problems import ConfigProblems, Problem, key_path
 from forge_core.config.sections import Job, LoadSection
 from forge_core.contracts.model import longest_first
 from forge_core.distributed.collective_errors import run_on_all_ranks
@@ -65,8 +66,14 @@ def choose_warm_starts(job: Job, catalog: Catalog, report: Callable[[str], None]
     for index, section in enumerate(job.checkpoint.loads):
         at = f"checkpoint.load[{index}]" if isinstance(job.checkpoint.load, tuple) else "checkpoint.load"
         path = section.path.expanduser()
-        foreign = find_foreign_weights(path, job, catalog, report)
-        start = _choose(at, section, foreign or find_checkpoint(path, report, model_problem))
+        try:
+            foreign = find_foreign_weights(path, job, catalog, report)
+            found = foreign or find_checkpoint(path, report, model_problem)
+        except ConfigError as error:
+            if not str(error):  # rank 0 says it
+                raise
+            raise ConfigProblems([Problem(key_path(f"{at}.path"), str(error))]) from error
+        start = _choose(at, section, found)
         _refuse_added(job, start, catalog)
         _refuse_foreign_optimizer(job, start)
         for before in starts:

@@ -178,7 +178,10 @@ def test_a_tensor_of_two_runs_is_refused(start, source, capfd):
         (['checkpoint.load.exclude=["optimiser.*"]'], "checkpoint.load.exclude: 'optimiser.*' means nothing"),
         (['checkpoint.load.exclude=["model.*"]'], "leaves nothing of include = ['model.*']"),
         (['checkpoint.load.include=["*"]', 'checkpoint.load.exclude=["*.exp_avg"]'], "needs all of it or none"),
-        (["checkpoint.load.path=nowhere"], "nowhere does not exist"),
+        (
+            ["checkpoint.load.path=nowhere"],
+            "checkpoint.load.path=nowhere: checkpoint.load.path: nowhere does not exist",
+        ),
         (["--resume", "0"], "checkpoint.load: has no effect"),
     ],
 )

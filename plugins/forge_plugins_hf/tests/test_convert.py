@@ -271,6 +271,8 @@ def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert "has pickled weights, which can run code" in refused(folder, capfd)
+    (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00002.bin")  # without its index
+    assert "has pickled weights, which can run code" in refused(folder, capfd)
     shutil.rmtree(folder)
     assert "cannot read" in refused(folder, capfd)
 

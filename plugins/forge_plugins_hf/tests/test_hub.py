@@ -92,6 +92,19 @@ def test_a_model_is_downloaded_by_its_name_without_pickled_weights(hub, convert,
     assert (tmp_path / "ours/train.toml").exists()
 
 
+def test_a_model_with_pickled_weights_only_is_refused_as_such(hub, convert, tmp_path):
+    (tmp_path / "there/model.safetensors").unlink()
+    (tmp_path / "there/pytorch_model.bin").rename(tmp_path / "there/pytorch_model-00001-of-00002.bin")
+
+    done = convert("acme/small", HF_ENDPOINT=hub[0])
+
+    assert done.returncode == 2
+    assert "error: acme/small has pickled weights, which can run code when they are read" in done.stderr
+    assert not [path for path in hub[1] if path.endswith(".bin")]
+    again = convert("acme/small", HF_HUB_OFFLINE="1")
+    assert "give the folder of a downloaded model" in again.stderr
+
+
 def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(hub, convert):
     unknown = convert("acme/unknown", HF_ENDPOINT=hub[0])
     offline = convert("acme/small", HF_HUB_OFFLINE="1")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from forge_core.errors import ConfigError
+from forge_plugins_hf.shards import are_pickled, why_not_pickled
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -19,7 +20,8 @@ def folder_of(source: Path) -> Path:
     with the model's files, which are downloaded where they are missing.
 
     Raises:
-        ConfigError: the Hub has no such model, keeps it from this user, or cannot be reached.
+        ConfigError: the Hub has no such model, keeps it from this user, or cannot be reached; or the model has pickled
+            weights only.
     """
     name = source.as_posix()
     if source.exists() or source.parent.is_dir() or not _NAME.fullmatch(name):
@@ -31,10 +33,23 @@ def folder_of(source: Path) -> Path:
             f"{name} is no folder here; for a model of the Hugging Face Hub: pip install 'forge-plugins-hf[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OF_OTHERS))
+        folder = Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OF_OTHERS))
     except Exception as error:  # of the library, of its HTTP client, or of the system
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{name} is no folder here, and the Hugging Face Hub does not give it: {first_line}. Where there is no "
             f"network, run `hf download {name} --local-dir FOLDER` elsewhere, copy FOLDER, and give it"
         ) from error
+    if not any(folder.glob("*.safetensors")) and are_pickled(_files_of(name, folder.name)):
+        raise ConfigError(why_not_pickled(name))
+    return folder
+
+
+def _files_of(name: str, commit: str) -> list[str]:
+    """The files of a model, those that are not downloaded too; none where the Hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(name, revision=commit)
+    except Exception:  # noqa: BLE001 - as above; what is here is looked at as any folder is
+        return []

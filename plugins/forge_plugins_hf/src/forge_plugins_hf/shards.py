@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from forge_core.errors import ConfigError, and_more
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_PICKLED = ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "consolidated*.pth", "*.ckpt")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _MOST_BYTES = 5 * 10**9
 """Of a file that is written, as Hugging Face has it."""
@@ -101,12 +102,22 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _why_none(folder: Path) -> str:
-    if any((folder / name).exists() for name in _PICKLED):
-        return (
-            f"{folder} has pickled weights, which can run code when they are read. Make safetensors of them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out)"
-        )
+    if are_pickled(file.name for file in folder.iterdir()):
+        return why_not_pickled(str(folder))
     return f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a downloaded model"
+
+
+def are_pickled(names: Iterable[str]) -> bool:
+    """Return whether there are pickled weights among files."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in _PICKLED)
+
+
+def why_not_pickled(source: str) -> str:
+    """A sentence about a folder, or a name of the Hub, that has no other weights."""
+    return (
+        f"{source} has pickled weights, which can run code when they are read. Make safetensors of them with "
+        f"transformers: AutoModelForCausalLM.from_pretrained({source!r}).save_pretrained(out)"
+    )
 
 
 @attrs.frozen
