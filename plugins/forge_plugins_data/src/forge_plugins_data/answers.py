@@ -81,7 +81,7 @@ def pack_answers(
     if not kept:
         part = "" if split == "all" else f"the {split} part of "
         left = f", as all {lines['skipped']} lines are too long for train.seq_len = {seq_len}" if lines["lines"] else ""
-        raise ConfigError(f"path = {config.path!r}: {part}the data has nothing to learn{left}")
+        raise ConfigError(f"{config.place}: {part}the data has nothing to learn{left}")
     stops = np.cumsum([len(ids) for ids, _ in kept], dtype=np.int64)
     tokens, learned = (np.concatenate(arrays) for arrays in zip(*kept, strict=True))
     facts = TokenFacts(
@@ -96,19 +96,33 @@ def pack_answers(
 
 
 def chosen_records(config: AnswersConfig, split: Split) -> Iterator[tuple[dict[str, Any], object]]:
-    """The lines of a split, in the order of the files' relative names. Which one a line is in depends on its file's
-    name and its number alone.
+    """The lines of a split, in the order of the files' relative names, or the rows of a data set. Which one a line is
+    in depends on its file's name and its number alone.
 
     Raises:
-        ConfigError: no such files; a line that is no JSON object; nothing is held out.
+        ConfigError: no such files, or data set; a line that is no JSON object; nothing is held out.
     """
     require_held_out(config.validation, split)
-    refuse_idle_pattern(config.path, config.pattern)
-    for file in select_files(config.path, config.pattern or JSONL_PATTERN, config.exclude):
-        for number, (record, where) in enumerate(read_records(file.path), 1):
-            is_held_out = unit_hash(f"{file.relative}:{number}") < config.validation
+    for name, records in _records_by_name(config):
+        for number, (record, where) in enumerate(records, 1):
+            is_held_out = unit_hash(f"{name}:{number}") < config.validation
             if split == "all" or is_held_out == (split == "validation"):
                 yield record, where
+
+
+Records = Iterator[tuple[dict[str, Any], object]]
+
+
+def _records_by_name(config: AnswersConfig) -> Iterator[tuple[str, Records]]:
+    if config.dataset is not None:
+        from forge_plugins_data.hub_dataset import read_rows  # files do without
+
+        yield config.dataset.split or "train", read_rows(config.dataset)
+        return
+    assert config.path is not None, "one of the two is given"
+    refuse_idle_pattern(config.path, config.pattern)
+    for file in select_files(config.path, config.pattern or JSONL_PATTERN, config.exclude):
+        yield file.relative, read_records(file.path)
 
 
 def tokenizer_of(config: AnswersConfig, build: Builder) -> Tokenizer:

@@ -12,51 +12,42 @@ from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError
+from forge_plugins_data.dataset_config import not_empty
 
 EncodingErrors = Literal["strict", "replace", "skip"]
 Packing = Literal["windows", "best_fit"]
 
 
-def not_empty(_: object, attribute: attrs.Attribute[Any], value: str | tuple[str, ...]) -> None:
-    """Validate a path, or paths.
-
-    Raises:
-        ValueError: there is none, or an empty one.
-    """
-    paths = (value,) if isinstance(value, str) else value
-    if not paths or "" in paths:
-        raise ValueError(f"'{attribute.name}' must name at least one file or folder, and no empty one: {value!r}")
-
-
 @attrs.frozen(kw_only=True)
-class FilesConfig(DataSourceConfig):
-    """What sources of files have in common, however files become samples."""
+class HeldOutConfig(DataSourceConfig):
+    """What sources have in common that can hold out a part."""
 
-    path: str | tuple[str, ...] = attrs.field(validator=not_empty)
-    """A folder, a file or a glob (``**`` crosses folders), or an array of them. Relative to the working directory;
-    ``~`` is the home directory."""
     validation: float = attrs.field(default=0.0, validator=[ge(0.0), lt(1.0)])
     """The part that is held out for evaluation, 0 to 1."""
-
-    def missing(self) -> Iterable[str]:
-        """Paths that are not there."""
-        from forge_plugins_data.file_selection import refuse_missing  # validation does not need it
-
-        for path in (self.path,) if isinstance(self.path, str) else self.path:
-            try:
-                refuse_missing(path)
-            except ConfigError as error:
-                yield str(error)
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         """Evaluation must have data, and what is held out must be used by somebody."""
         yield from check_held_out(self, job)
 
 
+def missing_paths(path: str | tuple[str, ...]) -> Iterable[str]:
+    """A sentence for each path that is not there."""
+    from forge_plugins_data.file_selection import refuse_missing  # validation does not need it
+
+    for one in (path,) if isinstance(path, str) else path:
+        try:
+            refuse_missing(one)
+        except ConfigError as error:
+            yield str(error)
+
+
 @attrs.frozen(kw_only=True)
-class _DocumentsConfig(FilesConfig):
+class FilesConfig(HeldOutConfig):
     """What sources of files have in common whose documents become samples in several ways."""
 
+    path: str | tuple[str, ...] = attrs.field(validator=not_empty)
+    """A folder, a file or a glob (``**`` crosses folders), or an array of them. Relative to the working directory;
+    ``~`` is the home directory."""
     document_mask: bool = False
     """Keep documents that share a sample apart: attention does not cross from one into the next, positions start again
     at 0, and the first token of a document is nobody's target. Otherwise a sample is plain text."""
@@ -64,6 +55,10 @@ class _DocumentsConfig(FilesConfig):
     """How documents become samples. ``windows`` cuts the text into samples wherever that falls. ``best_fit`` keeps
     documents whole that fit into a sample, and puts together those that leave the least room; what is left of a sample
     has no targets. It finds the documents when the source is opened, about a microsecond each."""
+
+    def missing(self) -> Iterable[str]:
+        """Paths that are not there."""
+        yield from missing_paths(self.path)
 
 
 class _HoldsOut(Protocol):
@@ -85,7 +80,7 @@ def check_held_out(config: _HoldsOut, job: Job) -> Iterable[tuple[str, str]]:
 
 
 @attrs.frozen(kw_only=True)
-class TextFilesConfig(_DocumentsConfig):
+class TextFilesConfig(FilesConfig):
     """Text files, each one document, tokenised in memory by every process when it starts.
 
     Made for corpora of up to about a gigabyte; prepare larger ones with ``forge data prepare`` and use ``token_files``.
@@ -110,7 +105,7 @@ class TextFilesConfig(_DocumentsConfig):
 
 
 @attrs.frozen(kw_only=True)
-class RecordsConfig(_DocumentsConfig):
+class RecordsConfig(FilesConfig):
     """Documents in JSON Lines (a line each; also ``.gz`` and ``.zst``) or Parquet (a row each), tokenised in memory by
     every process when it starts, as ``text_files`` does.
 
@@ -137,7 +132,7 @@ def _for_documents(config: TokenFilesConfig, _: attrs.Attribute[Any], value: int
 
 
 @attrs.frozen(kw_only=True)
-class TokenFilesConfig(_DocumentsConfig):
+class TokenFilesConfig(FilesConfig):
     """Memory-mapped token ids: a folder written by ``forge data prepare``, its ``.bin`` files, or ``.npy`` of one row.
     Also what other programs have written: ``.bin`` with ``.idx`` (Megatron), ``.ds`` (nanotron, datatrove), a folder of
     chunks with an ``index.json`` (litgpt), and ``.bin`` that are nothing but ids of a ``dtype``.

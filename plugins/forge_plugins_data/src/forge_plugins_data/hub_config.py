@@ -11,42 +11,20 @@ from attrs.validators import ge, le, lt, min_len, optional
 from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSourceConfig
-from forge_plugins_data.config import check_held_out, not_empty
+from forge_plugins_data.config import check_held_out
+from forge_plugins_data.dataset_config import DatasetConfig, not_empty
 
 
 @attrs.frozen(kw_only=True)
-class HubConfig(DataSourceConfig):
+class HubConfig(DatasetConfig, DataSourceConfig):
     """A data set of the Hugging Face ``datasets`` library. Documents without text are left out."""
 
-    path: str = attrs.field(validator=not_empty)
-    """A folder of ``save_to_disk``, a folder of files, a name of the Hugging Face Hub, or, with ``data_files``, a
-    format (``parquet``, ``json``, ``csv``, ``text``). Relative to the working directory; ``~`` is the home
-    directory."""
-    subset: str | None = attrs.field(default=None, validator=optional(min_len(1)))
-    """Which configuration of a data set that has several, such as a language."""
-    split: str | None = attrs.field(default=None, validator=optional(min_len(1)))
-    """Which split, by default ``train``. For a folder that has a single one, there is nothing to choose."""
-    data_files: str | tuple[str, ...] | None = attrs.field(default=None, validator=optional(not_empty))
-    """Files of the folder or the format, by their names or globs."""
     column: str = attrs.field(default="text", validator=min_len(1))
     """The column that holds the text."""
-    revision: str | None = attrs.field(default=None, validator=optional(min_len(1)))
-    """A commit, tag or branch of a data set on the hub. A run that goes on should find what it began with."""
     tokenizer: Annotated[ComponentRef, Slot("tokenizer", default="bytes")]
     """How text becomes tokens."""
     document_mask: bool = False
     """Keep documents that share a sample apart, as in ``text_files``."""
-
-    @property
-    def words(self) -> str:
-        """For messages."""
-        return f"the data set {self.path!r}" + (f" ({self.subset})" if self.subset is not None else "")
-
-    def missing(self) -> Iterable[str]:
-        """The library, or a path that can be no name of the hub."""
-        from forge_plugins_data.hub_dataset import what_is_missing  # validation does not need it
-
-        yield from what_is_missing(self)
 
 
 @attrs.frozen(kw_only=True)

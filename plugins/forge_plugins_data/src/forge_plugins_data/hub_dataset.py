@@ -8,11 +8,12 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ConfigError, nearest
+from forge_plugins_data.dataset_config import DatasetConfig
 from forge_plugins_data.file_selection import refuse_missing
 from forge_plugins_data.hub_config import HubConfig
 
@@ -41,7 +42,7 @@ def load_split(config: HubConfig, *, streams: int | None = None) -> Loaded:
     datasets = _library()
     folder = Path(config.path).expanduser()
     loaded: Any
-    if any((folder / name).is_file() for name in _OF_SAVED):
+    if _is_saved(folder):
         loaded = _load_saved(datasets, config, folder)
         if streams is not None:
             loaded = loaded.to_iterable_dataset(num_shards=max(1, min(streams, len(loaded))))
@@ -53,11 +54,32 @@ def load_split(config: HubConfig, *, streams: int | None = None) -> Loaded:
     return loaded  # type: ignore[no-any-return]  # the library is imported by name
 
 
+def read_rows(config: DatasetConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of the split that a configuration names, and of each, for messages, which one it is. Columns with
+    nothing in them are left out, in what is nested too, as lines of JSON leave them out.
+
+    Raises:
+        ConfigError: as ``load_split``, but for the column.
+    """
+    datasets, folder = _library(), Path(config.path).expanduser()
+    loaded: Any = (
+        _load_saved(datasets, config, folder) if _is_saved(folder) else _load(datasets, config, folder, streaming=False)
+    )
+    for number, row in enumerate(loaded, 1):
+        yield _without_nothing(row), f"row {number} of {config.words}"
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nothing(one) for key, one in value.items() if one is not None}
+    return [_without_nothing(one) for one in value] if isinstance(value, list) else value
+
+
 def local_files(config: HubConfig) -> list[tuple[str, int]]:
     """The names and sizes of the files that ``datasets`` reads, in its order, if they are on this machine. Other files
     of a folder are not among them."""
     folder = Path(config.path).expanduser()
-    if any((folder / name).is_file() for name in _OF_SAVED):
+    if _is_saved(folder):
         found = _saved_files(config, folder)
     elif folder.is_dir():
         found = _files_of_split(config, folder)
@@ -67,6 +89,11 @@ def local_files(config: HubConfig) -> list[tuple[str, int]]:
         globs = (glob.glob(str(Path(one).expanduser()), recursive=True) for one in patterns)  # noqa: PTH207
         found = [Path(file) for files in globs for file in sorted(files)]
     return [(file.name, file.stat().st_size) for file in found if file.is_file()]
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether it is a folder of ``save_to_disk``."""
+    return any((folder / name).is_file() for name in _OF_SAVED)
 
 
 def _saved_files(config: HubConfig, folder: Path) -> list[Path]:
@@ -86,7 +113,7 @@ def _files_of_split(config: HubConfig, folder: Path) -> list[Path]:
     return [Path(file) for file in by_split.get(config.split or _DEFAULT_SPLIT, ())]
 
 
-def _data_files(config: HubConfig) -> str | list[str] | None:
+def _data_files(config: DatasetConfig) -> str | list[str] | None:
     files = config.data_files
     return files if files is None or isinstance(files, str) else [*files]
 
@@ -101,7 +128,7 @@ def _library() -> Any:
     return datasets
 
 
-def _load_saved(datasets: Any, config: HubConfig, folder: Path) -> Dataset:
+def _load_saved(datasets: Any, config: DatasetConfig, folder: Path) -> Dataset:
     """From ``save_to_disk``."""
     for key in ("subset", "data_files", "revision"):
         if (value := getattr(config, key)) is not None:
@@ -120,7 +147,7 @@ def _load_saved(datasets: Any, config: HubConfig, folder: Path) -> Dataset:
     return saved[name]
 
 
-def _load(datasets: Any, config: HubConfig, folder: Path, *, streaming: bool) -> Any:
+def _load(datasets: Any, config: DatasetConfig, folder: Path, *, streaming: bool) -> Any:
     """From the hub, its cache, a folder of files, or files of a format that ``path`` names."""
     if folder.is_file():
         raise ConfigError(
@@ -157,7 +184,7 @@ def _load(datasets: Any, config: HubConfig, folder: Path, *, streaming: bool) ->
         raise ConfigError(f"{config.words} cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
 
 
-def what_is_missing(config: HubConfig) -> Iterable[str]:
+def what_is_missing(config: DatasetConfig) -> Iterable[str]:
     """A sentence for each thing that a data set needs and this machine does not have, as far as can be told here."""
     if importlib.util.find_spec("datasets") is None:
         yield _not_installed("datasets")
@@ -177,7 +204,7 @@ def _not_installed(package: str) -> str:
     return f"it needs the package {package}, which is not installed: pip install 'forge-plugins-data[huggingface]'"
 
 
-def _without_network(config: HubConfig, split: str, error: Exception) -> str:
+def _without_network(config: DatasetConfig, split: str, error: Exception) -> str:
     name = "" if config.subset is None else f", name={config.subset!r}"
     call = f"load_dataset({config.path!r}{name}, split={split!r}).save_to_disk('corpus')"
     return (
@@ -188,7 +215,7 @@ def _without_network(config: HubConfig, split: str, error: Exception) -> str:
     )
 
 
-def _no_split(config: HubConfig, split: str, there: Iterable[str]) -> ConfigError:
+def _no_split(config: DatasetConfig, split: str, there: Iterable[str]) -> ConfigError:
     names = [*there]
     hint = f"; did you mean {near!r}?" if (near := nearest(split, names)) else ""
     return ConfigError(f"split = {split!r}: {config.words} has no such split, it has {', '.join(names)}{hint}")

@@ -57,7 +57,7 @@ def open_preference_pairs(
     if not pairs:
         part = "" if split == "all" else f"the {split} part of "
         left = f", as all {lines['skipped']} are too long for train.seq_len = {seq_len}" if lines["lines"] else ""
-        raise ConfigError(f"path = {config.path!r}: {part}the data has no pairs{left}")
+        raise ConfigError(f"{config.place}: {part}the data has no pairs{left}")
     reference = None
     if config.reference is not None:
         reference = ReferenceFile.read(config.reference).of([one.key for one in pairs], tokenizer.fingerprint)
