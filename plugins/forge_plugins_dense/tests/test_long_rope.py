@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.rope import rotary_tables
@@ -69,6 +70,16 @@ def test_tables_are_those_of_the_formula(length, factors):
     each = rotary_tables(positions, 6, 500.0, scaling, lengths=torch.full((1, length), length))
     assert torch.equal(each[0], cos)
     assert torch.equal(each[1], sin)
+
+
+def test_a_plan_leaves_no_shapes_behind_in_place_of_factors():
+    scaling = attrs.evolve(ROPE, long_factor=(1.7, 4.3, 9.1))  # that no other test has
+    with FakeTensorMode():
+        rotary_tables(torch.arange(20)[None], 6, 500.0, scaling, lengths=20)
+
+    cos, _ = rotary_tables(torch.arange(20)[None], 6, 500.0, scaling, lengths=20)
+
+    assert cos[0, 1, 0, 0].item() == pytest.approx(math.cos(1 / 1.7))
 
 
 def test_lengths_are_those_of_documents_and_do_not_count_padding():
