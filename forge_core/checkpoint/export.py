@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
-from forge_core.checkpoint.manifest import Manifest, describe_files, lack_of_room, write_manifest
+from forge_core.checkpoint.file_system import NamingFileSystem
+from forge_core.checkpoint.fsync import flush, write_durably
+from forge_core.checkpoint.manifest import Manifest, describe_file, describe_files, lack_of_room, write_manifest
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.checkpoint.upgrading import module_versions
 from forge_core.errors import ConfigError, ForgeError, SaveError
@@ -61,11 +66,15 @@ def write_checkpoint(
         unfinished.mkdir(parents=True)
         if lack := lack_of_room(folder.parent, n_bytes):
             raise SaveError(lack)
-        _write_tensors(unfinished, shapes, make)
+        described = _write_tensors(unfinished, shapes, make)
         write_more(unfinished)
         write_durably(unfinished / "state.json", json.dumps(dict(state), indent=1))
-        files = describe_files(unfinished, sorted(file for file in unfinished.rglob("*") if file.is_file()))
-        flush_tree(unfinished)
+        others = [path for path in unfinished.rglob("*") if path not in described]
+        for path in others:
+            flush(path)
+        tensors = {file.name: entry for file, entry in described.items()}
+        more = describe_files(unfinished, [path for path in others if path.is_file()])
+        files = dict(sorted({**tensors, **more}.items()))
         written = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         manifest = Manifest(step=step, tokens=tokens, mesh={}, versions=versions, files=files, written=written)
         write_manifest(unfinished, manifest)
@@ -78,10 +87,14 @@ def write_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_tensors(folder: Path, shapes: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
+def _write_tensors(
+    folder: Path, shapes: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]
+) -> Mapping[Path, dict[str, Any]]:
+    """Returns the entry of each file in the manifest."""
     # a file a tensor: torch keeps all tensors of one file until it is written
-    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
-    with warnings.catch_warnings():
+    writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
+    with ThreadPoolExecutor(1, "forge-flush") as beside, warnings.catch_warnings():
+        writer.fs = files = _FlushingFileSystem(beside)
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
         try:
             save(dict(shapes), storage_writer=writer, planner=_MakingPlanner(make), no_dist=True)
@@ -90,6 +103,29 @@ def _write_tensors(folder: Path, shapes: Mapping[str, torch.Tensor], make: Calla
             if isinstance(cause, (ForgeError, OSError)) or not isinstance(cause, Exception):
                 raise cause from error
             raise SaveError(f"cannot write to {folder}: {type(cause).__name__}: {cause}") from error
+        return {file: entry.result() for file, entry in files.entries.items()}
+
+
+class _FlushingFileSystem(NamingFileSystem):
+    """Files of tensors are flushed, and described for the manifest, while the next ones are written."""
+
+    def __init__(self, beside: Executor) -> None:
+        super().__init__()
+        self._beside = beside
+        self.entries: dict[Path, Future[dict[str, Any]]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        file = Path(path)
+        if file.suffix == DEFAULT_SUFFIX:  # torch renames the others when they are written
+            self.entries[file] = self._beside.submit(_flush_and_describe, file)
+
+
+def _flush_and_describe(file: Path) -> dict[str, Any]:
+    flush(file)
+    return describe_file(file)
 
 
 class _MakingPlanner(DefaultSavePlanner):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from forge_core.checkpoint.fsync import naming
+from forge_core.checkpoint.fsync import naming, open_large
 
 
 class NamingFileSystem(FileSystem):
@@ -18,5 +18,6 @@ class NamingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with naming(Path(path)), super().create_stream(path, mode) as stream:
+        opened = open_large(Path(path)) if mode == "wb" else super().create_stream(path, mode)
+        with naming(Path(path)), opened as stream:
             yield stream

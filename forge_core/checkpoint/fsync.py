@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+_PIECE = 2**20
+"""Bytes. Linux keeps a longer write in larger stretches of memory, which it must first find: that takes two to four
+times as long (seen with Linux 6.18 and ext4)."""
+
+
+class _InPieces(io.FileIO):
+    """It takes the first piece of what it is given, and says so; who writes to it goes on with the rest."""
+
+    def write(self, data: Any, /) -> int:
+        return super().write(memoryview(data).cast("B")[:_PIECE])
+
+
+def open_large(path: Path) -> io.BufferedWriter:
+    """A new file of bytes, for writes of any size."""
+    return io.BufferedWriter(_InPieces(path, "wb"))
 
 
 @contextmanager

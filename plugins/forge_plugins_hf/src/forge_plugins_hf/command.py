@@ -63,6 +63,7 @@ def convert(
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.errors import ConfigError
     from forge_core.loading import model_problem
+    from forge_core.run.process import keep_freed_memory
     from forge_plugins_hf.hub import folder_of
     from forge_plugins_hf.to_forge import to_forge
     from forge_plugins_hf.to_huggingface import to_huggingface
@@ -71,6 +72,7 @@ def convert(
     def say(line: str) -> None:
         print(printable(line), file=sys.stderr)
 
+    keep_freed_memory()  # each tensor takes the place of the one before
     chosen = getattr(torch, _DTYPES[dtype]) if dtype else None
     if direction == "forge":
         if weights:

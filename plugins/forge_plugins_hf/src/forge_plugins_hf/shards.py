@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
+from forge_core.checkpoint.fsync import open_large
 from forge_core.errors import ConfigError, and_more
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,6 +33,8 @@ class _Stored:
     shape: torch.Size
     dtype: str
     """As the header of the file calls it."""
+    start: int
+    """The byte of the file that is its first."""
 
 
 class Shards:
@@ -45,9 +50,10 @@ class Shards:
         files = sorted({folder / name for name in index.values()}) if index else [folder / SINGLE]
         for file in files:
             with _opened(file) as shard:
+                starts = _starts(file)
                 for name in shard.keys():  # noqa: SIM118 - it is no mapping
                     one = shard.get_slice(name)
-                    self._stored[name] = _Stored(file, torch.Size(one.get_shape()), one.get_dtype())
+                    self._stored[name] = _Stored(file, torch.Size(one.get_shape()), one.get_dtype(), starts[name])
         wrong = [name for name, file in index.items() if name not in self._stored]
         wrong += [name for name, one in self._stored.items() if index and folder / index.get(name, "") != one.file]
         if wrong:
@@ -68,9 +74,24 @@ class Shards:
         return self._stored[name].dtype
 
     def read(self, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
-        """A tensor, or a part of it, on the CPU. The file is opened anew, so that no more of it stays in memory."""
-        with _opened(self._stored[name].file) as shard:
-            tensor: torch.Tensor = shard.get_tensor(name) if not part else shard.get_slice(name)[tuple(part)]
+        """A tensor, or a part of it, on the CPU. The file is opened anew, so that no more of it stays in memory.
+
+        Raises:
+            ConfigError: the file is shorter than when it was opened.
+        """
+        file, start = self._stored[name].file, self._stored[name].start
+        with _opened(file) as shard:
+            if part:
+                partial: torch.Tensor = shard.get_slice(name)[tuple(part)]
+                return partial
+            mapped = shard.get_tensor(name)
+        # a mapped file costs a page fault for every few KiB, several times the reading itself
+        tensor = torch.empty(mapped.shape, dtype=mapped.dtype)
+        with file.open("rb") as content:
+            content.seek(start)
+            n_bytes = content.readinto(_bytes_of(tensor))
+        if n_bytes != tensor.nbytes:
+            raise ConfigError(f"{file} has become shorter since it was opened; download it again")
         return tensor
 
 
@@ -81,6 +102,19 @@ def _opened(file: Path) -> Any:
         raise ConfigError(f"{file} is not there; the model's download is not complete") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; it may be cut off, download it again") from error
+
+
+def _starts(file: Path) -> dict[str, int]:
+    """Where the bytes of each tensor begin, in a file that the library has found to be whole: it does not say."""
+    with file.open("rb") as content:
+        (length,) = struct.unpack("<Q", content.read(8))
+        header = json.loads(content.read(length))
+    return {name: 8 + length + one["data_offsets"][0] for name, one in header.items() if name != "__metadata__"}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -164,7 +198,8 @@ def _dealt(tensors: Sequence[Described], most_bytes: int) -> Iterator[list[Descr
 
 
 def write_safetensors(path: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor]) -> None:
-    """The format of safetensors, which its library writes only from memory: a length, a header in JSON, and bytes."""
+    """The format of safetensors, which its library writes only from memory: a length, a header in JSON, and bytes. Each
+    tensor is flushed while the next is made."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for one in tensors:
@@ -173,12 +208,17 @@ def write_safetensors(path: Path, tensors: Sequence[Described], make: Callable[[
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with open_large(path) as file, ThreadPoolExecutor(1, "forge-flush") as beside:
         file.write(struct.pack("<Q", len(text)) + text)
+        flushes = []
         for one in tensors:
             tensor = make(one.name).to(one.dtype).contiguous()
             assert tensor.shape == one.shape, f"{one.name} is not what was described"
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            file.write(_bytes_of(tensor))
+            file.flush()
+            flushes.append(beside.submit(os.fsync, file.fileno()))
+        for flush in flushes:
+            flush.result()
 
 
 def on_meta(shapes: Mapping[str, torch.Size], names: Sequence[str]) -> list[torch.Tensor]:

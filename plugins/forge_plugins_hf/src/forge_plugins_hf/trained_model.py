@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from forge_core.checkpoint.fsync import flush, flush_tree
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
@@ -93,7 +94,7 @@ class TrainedModel:
 
 @contextmanager
 def written_whole(out: Path, n_bytes: int) -> Iterator[Path]:
-    """A folder to write to, which becomes ``out`` at the end, or is removed.
+    """A folder to write to, which is flushed and becomes ``out`` at the end, or is removed.
 
     Raises:
         SaveError: it cannot be written.
@@ -106,7 +107,9 @@ def written_whole(out: Path, n_bytes: int) -> Iterator[Path]:
         if n_bytes > free:
             raise SaveError(f"{out} needs {n_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} are free there")
         yield unfinished
+        flush_tree(unfinished)
         unfinished.rename(out)
+        flush(out.parent)
     except OSError as error:
         raise SaveError(f"cannot write {error.filename or out}: {error.strerror}") from error
     finally:
