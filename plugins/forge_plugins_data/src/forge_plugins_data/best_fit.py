@@ -81,16 +81,16 @@ class PackedDocuments(TokenSamples):
     @property
     def filled(self) -> float:
         """The share of positions that are no padding."""
-        return float(self._lengths.sum() / max(1, len(self) * self._seq_len))
+        return float(self._lengths.sum() / max(1, len(self) * self.seq_len))
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        tokens = np.full((len(indices), self._seq_len), self._end_of_document, dtype=np.int64)
+        tokens = np.full((len(indices), self.seq_len), self._end_of_document, dtype=np.int64)
         targets = np.full_like(tokens, IGNORED)
         self._touch({self._arrays[self._which[piece]].where for index in indices for piece in self._pieces(index)})
         document, positions = np.empty_like(tokens), np.empty_like(tokens)
         for row, index in enumerate(indices.tolist()):
             self._fill(index, tokens[row], targets[row], document[row], positions[row])
-        self._refuse_strangers(indices, tokens, targets)
+        self.refuse_strangers(indices, tokens, targets)
         batch = {"tokens": tokens, "targets": targets}
         return batch if self._separator is None else {**batch, "document": document, "positions": positions}
 
@@ -111,7 +111,7 @@ class PackedDocuments(TokenSamples):
                 targets[end : end + following][~learned[start + 1 : start + 1 + following]] = IGNORED
             document[here], positions[here] = number, np.arange(length)
             end += length
-        document[end:], positions[end:] = number + 1, np.arange(self._seq_len - end)
+        document[end:], positions[end:] = number + 1, np.arange(self.seq_len - end)
 
     def _place(self, index: int, column: int) -> tuple[str, int]:
         for piece in self._pieces(index):

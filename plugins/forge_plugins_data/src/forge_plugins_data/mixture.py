@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
 from forge_plugins_data.interleaving import InterleavingInPhases
 from forge_plugins_data.mixture_config import MixtureConfig, MixturePhase, MixtureSource
+from forge_plugins_data.windows import TokenWindows
 
 
 def open_mixture(
@@ -58,6 +60,10 @@ def open_mixture(
     return Mixture(common, config.shares(), [(start, config.shares(phase)) for start, phase in phases])
 
 
+_BLOCK = 4096
+"""Positions whose samples are found at once, and kept for the microbatches after."""
+
+
 class Part:
     """One source of a mixture, and its own stream: epoch after epoch, each in an order of its own."""
 
@@ -74,6 +80,10 @@ class _Common:
 
     parts: Sequence[Part]
     names: tuple[str, ...]
+    numbers: np.ndarray
+    """``(parts,)`` int64: where each is among ``names``."""
+    windows: Sequence[TokenWindows]
+    """The sources, if a sample of each is its tokens and targets alone; or nothing."""
     vocab_size: int
     tokenizer: Tokenizer | None
     entries: Mapping[str, Entry]
@@ -105,9 +115,12 @@ class _Common:
         described = dict(
             pair for part in parts if hasattr(part.source, "entries") for pair in part.source.entries().items()
         )
+        windows = [part.source for part in parts if isinstance(part.source, TokenWindows) and part.source.is_plain]
         return cls(
             parts=parts,
+            windows=windows if len(windows) == len(parts) and not has_weights else (),
             names=names,
+            numbers=np.array([names.index(part.name) for part in parts]),
             vocab_size=max(part.source.vocab_size for part in parts),
             tokenizer=tokenizers[0][1] if tokenizers else None,
             entries={**described, "source": Entry(dims=("sample",), wanted_by="engine")},
@@ -117,6 +130,20 @@ class _Common:
     def fingerprint(self, *more: Any) -> str:
         content = json.dumps(["mixture", [[part.name, part.source.fingerprint] for part in self.parts], *more])
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def read_windows(self, which: np.ndarray, indices: np.ndarray) -> dict[str, Any]:
+        """One batch of plain windows: of each part in ``which`` ``(B,)`` the sample at ``indices`` ``(B,)``."""
+        shape = (len(which), self.windows[0].seq_len)
+        tokens, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        rows_of = [(source, np.flatnonzero(which == number)) for number, source in enumerate(self.windows)]
+        for source, rows in rows_of:
+            if len(rows):
+                source.read_into(indices[rows], tokens, targets, rows.tolist())
+        largest = max(ids.view(np.uint64).max(initial=0) for ids in (tokens, targets[:, -1:]))
+        if largest >= min(source.vocab_size for source in self.windows):
+            for source, rows in rows_of:
+                source.refuse_strangers(indices[rows], tokens[rows], targets[rows])
+        return {"tokens": tokens, "targets": targets, "source": self.numbers[which]}
 
     def gathered(self, which: np.ndarray, read: Callable[[int, np.ndarray], dict[str, np.ndarray]]) -> dict[str, Any]:
         """One batch of the rows that ``read(part, rows)`` gives for each part in ``which`` ``(B,)``."""
@@ -130,8 +157,7 @@ class _Common:
         if self.loss_weights is not None:
             own = batch.get("weights", np.ones(batch["targets"].shape, np.float32))
             batch["weights"] = own * self.loss_weights[which][:, None]
-        numbers = np.array([self.names.index(part.name) for part in self.parts])
-        return {**batch, "source": numbers[which]}
+        return {**batch, "source": self.numbers[which]}
 
 
 class _Watching:
@@ -174,11 +200,30 @@ class Mixture(_Watching):
         self.shares = tuple(shares)
         self.fingerprint = common.fingerprint(self.shares)
         self._interleavings = InterleavingInPhases([(0, shares), *phases])
+        self._block = functools.lru_cache(maxsize=8)(
+            lambda number: self._samples(np.arange(number * _BLOCK, (number + 1) * _BLOCK))
+        )
 
     def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Same as ``PositionedSource.read_at``."""
+        if self._common.windows:
+            first = int(positions[0]) // _BLOCK if len(positions) else 0
+            offsets = positions - first * _BLOCK
+            is_within = offsets.min(initial=0) >= 0 and offsets.max(initial=0) < _BLOCK
+            which, indices = self._block(first) if is_within else self._samples(positions)
+            chosen = offsets if is_within else slice(None)
+            return self._common.read_windows(which[chosen], indices[chosen])
         which, numbers = self._interleavings.at(positions)
         return self._common.gathered(which, lambda part, rows: self._common.parts[part].stream.read(numbers[rows]))
+
+    def _samples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part at each of ``positions`` ``(N,)``, and which of its samples: both int64 ``(N,)``."""
+        which, numbers = self._interleavings.at(positions)
+        indices = np.empty_like(numbers)
+        for part in np.unique(which).tolist():
+            rows = which == part
+            indices[rows] = self._common.parts[part].stream.indices(numbers[rows])
+        return which, indices
 
     def counts(self, position: int) -> list[int]:
         """Same as ``MixedSource.counts``."""

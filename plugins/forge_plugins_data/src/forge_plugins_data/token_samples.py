@@ -39,7 +39,7 @@ class TokenSamples(ABC):
     def __init__(self, facts: TokenFacts) -> None:
         self.vocab_size = facts.vocab_size
         self.tokenizer = facts.tokenizer
-        self._seq_len = facts.seq_len
+        self.seq_len = facts.seq_len
         self._separator = facts.separator
         self._verification = facts.verification
         content = json.dumps([*facts.identity, facts.seq_len, facts.separator], sort_keys=True)
@@ -70,7 +70,7 @@ class TokenSamples(ABC):
         if self._verification is not None:
             self._verification.touch(files)
 
-    def _refuse_strangers(self, indices: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
+    def refuse_strangers(self, indices: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
         """Files may change after they were opened, and an id beyond the vocabulary is an error of the device, far from
         here. As unsigned numbers, negative ids are beyond it too."""
         last = np.where(targets[:, -1:] == IGNORED, 0, targets[:, -1:])

@@ -44,27 +44,36 @@ class TokenWindows(TokenSamples):
         return int(self._starts[-1])
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        shape = (len(indices), self._seq_len)
+        shape = (len(indices), self.seq_len)
         tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-        which = np.searchsorted(self._starts, indices, side="right") - 1
-        windows = indices - self._starts[which]
-        self._touch({self._spans[index].where for index in set(which.tolist())})
-        for row, (index, window) in enumerate(zip(which.tolist(), windows.tolist(), strict=True)):
-            span = self._spans[index]
-            start = (span.first + window) * self._seq_len
-            stop = start + self._seq_len
-            tokens[row] = span.tokens[start:stop]
-            targets[row] = span.tokens[start + 1 : stop + 1]
-        self._refuse_strangers(indices, tokens, targets)
+        self.read_into(indices, tokens, targets, range(len(indices)))
+        self.refuse_strangers(indices, tokens, targets)
         batch = {"tokens": tokens, "targets": targets}
         if self._separator is not None:
             batch |= document_inputs(tokens, targets, self._separator)
         return batch
 
+    def read_into(self, indices: np.ndarray, tokens: np.ndarray, targets: np.ndarray, rows: Sequence[int]) -> None:
+        """Same as ``read``, into rows of arrays ``(B, S)`` int64, and without a look at the ids."""
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        windows = indices - self._starts[which]
+        self._touch({self._spans[index].where for index in set(which.tolist())})
+        for row, index, window in zip(rows, which.tolist(), windows.tolist(), strict=True):
+            span = self._spans[index]
+            start = (span.first + window) * self.seq_len
+            stop = start + self.seq_len
+            tokens[row] = span.tokens[start:stop]
+            targets[row] = span.tokens[start + 1 : stop + 1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a sample is its tokens and targets alone."""
+        return self._separator is None
+
     def _place(self, index: int, column: int) -> tuple[str, int]:
         which = int(np.searchsorted(self._starts, index, side="right")) - 1
         span = self._spans[which]
-        return span.where, (span.first + index - int(self._starts[which])) * self._seq_len + column
+        return span.where, (span.first + index - int(self._starts[which])) * self.seq_len + column
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
