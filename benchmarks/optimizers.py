@@ -47,10 +47,10 @@ def main() -> None:
         f"{arguments.layers} layers of width {arguments.dim}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, {platform.machine()}"
     )
-    print(f"{'optimizer':<22}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}")
+    print(f"{'optimizer':<25}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}")
     for name, pair in _pairs(arguments).items():
         ours, plain = _alternating(pair, arguments.rounds, arguments.steps)
-        print(f"{name:<22}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}", flush=True)
+        print(f"{name:<25}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -74,9 +74,13 @@ def _pairs(arguments: argparse.Namespace) -> Mapping[str, Pair]:
         "sgd": (_ours(SGD, SGDConfig(lr=1e-3), make()), partial(_plain_sgd, make(), {})),
         "muon, fp32, not tall": (_muon("bf16", make()), partial(_plain_muon, _matrices(make()), {})),
         "muon, torch.optim": (_muon("bf16", make()), torch.optim.Muon(_matrices(make()), 1e-3).step),
-        "schedule_free_adamw": (
+        "schedule_free, the paper": (
             _ours(ScheduleFreeAdamW, ScheduleFreeAdamWConfig(lr=1e-3), make()),
-            _plain_schedule_free(make()),
+            partial(_plain_schedule_free, make(), {}),
+        ),
+        "schedule_free, authors'": (
+            _ours(ScheduleFreeAdamW, ScheduleFreeAdamWConfig(lr=1e-3), make()),
+            _published_schedule_free(make()),
         ),
         "adafactor": (_ours(Adafactor, AdafactorConfig(lr=1e-3), make()), _plain_adafactor(make())),
         "adamw_8bit": (_ours(AdamW8bit, AdamW8bitConfig(lr=1e-3), make()), _plain_adamw(make())),
@@ -133,8 +137,8 @@ def _plain_adamw(parameters):
     return torch.optim.AdamW([one.parameter for one in parameters], lr=1e-3, fused=False, foreach=False).step
 
 
-def _plain_schedule_free(parameters):
-    """The authors' package, from tensor to tensor."""
+def _published_schedule_free(parameters):
+    """The authors' package, from tensor to tensor. It forms no average of its own, and keeps z in place."""
     from schedulefree import AdamWScheduleFree
 
     optimizer = AdamWScheduleFree([one.parameter for one in parameters], lr=1e-3, weight_decay=0.1, foreach=False)
@@ -173,6 +177,23 @@ def _plain_sgd(parameters, momenta) -> None:
         parameter.mul_(1 - 1e-3 * 0.1)
         momentum.mul_(0.9).add_(gradient)
         parameter.add_(momentum, alpha=-1e-3)
+
+
+@torch.no_grad()
+def _plain_schedule_free(parameters, states) -> None:
+    """Algorithm 1 of Defazio et al. (2024), line by line: x and z are kept, and y is where gradients are taken."""
+    lr, beta1, beta2, eps, decay = 1e-3, 0.9, 0.999, 1e-8, 0.1
+    step = states["step"] = states.get("step", 0) + 1
+    for one in parameters:
+        y, gradient = one.parameter, one.parameter.grad
+        if one.name not in states:
+            states[one.name] = [y.clone(), y.clone(), torch.zeros_like(y)]
+        x, z, square = states[one.name]
+        square = beta2 * square + (1 - beta2) * gradient**2
+        z = z - lr * (gradient / ((square / (1 - beta2**step)).sqrt() + eps) + decay * y)
+        x = (1 - 1 / step) * x + z / step
+        y.copy_((1 - beta1) * z + beta1 * x)
+        states[one.name] = [x, z, square]
 
 
 @torch.no_grad()

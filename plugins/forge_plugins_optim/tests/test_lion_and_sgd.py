@@ -113,3 +113,12 @@ def test_on_a_cpu_large_tensors_are_updated_piece_by_piece() -> None:
     steps(PublishedLion(theirs, lr=1e-3, weight_decay=0.1), theirs, n=3)
 
     assert differences(ours, theirs) <= 1e-6
+
+
+def test_sgd_updates_a_parameter_whose_gradient_is_laid_out_otherwise() -> None:
+    ours, theirs = ([nn.Parameter(torch.ones(30, 40).T)] for _ in range(2))
+
+    steps(SGD(SGDConfig(lr=1e-2, weight_decay=0.0), parameters=named(ours)), ours, 5)
+    steps(torch.optim.SGD(theirs, lr=1e-2, momentum=0.9), theirs, 5)
+
+    assert differences(ours, theirs) <= 1e-6
