@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import attrs
@@ -14,7 +14,7 @@ from forge_plugins_dense.config import MLPConfig, TransformerConfig
 from forge_plugins_dense.decoder_layout import Table, tables_of_layers, windows_from_hf, windows_to_hf
 from forge_plugins_dense.huggingface import check_complete
 from forge_plugins_dense.weight_layouts import RelativeLayout
-from forge_plugins_hf.weight_layout import Recipe
+from forge_plugins_hf.weight_layout import ReadPart, Recipe
 from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.huggingface import (
     all_sparse_problems,
@@ -175,7 +175,9 @@ def _read_layers(config: TransformerConfig, *, packed: bool) -> Iterator[tuple[s
             name = f"{theirs}.mlp.experts.{one}"
             reads = (f"{name}_blocks", f"{name}_scales") if packed else (name,)
             make: Callable[..., torch.Tensor] = _unpacked if packed else _turned
-            yield f"{ours}.feed_forward.experts.{matrix}", Recipe(reads, functools.partial(make, rows=rows))
+            made = functools.partial(make, rows=rows)
+            part = functools.partial(_of_experts, reads=reads, make=made)
+            yield f"{ours}.feed_forward.experts.{matrix}", Recipe(reads, made, part)
             if matrix != "down":
                 make = functools.partial(_columns, columns=rows)
                 yield f"{ours}.feed_forward.experts.{matrix}_bias", Recipe((f"{name}_bias",), make)
@@ -190,6 +192,14 @@ def _write_layers(config: TransformerConfig) -> Iterator[tuple[str, Recipe]]:
         yield f"{name}.down_proj", Recipe((f"{experts}.down",), functools.partial(_turned, rows=slice(None)))
         yield f"{name}.gate_up_proj", Recipe(both, lambda gate, up: _alternating(gate, up).mT.contiguous())
         yield f"{name}.gate_up_proj_bias", Recipe((f"{both[0]}_bias", f"{both[1]}_bias"), _alternating)
+
+
+def _of_experts(
+    read: ReadPart, part: Sequence[slice], *, reads: Sequence[str], make: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """A part of a stack, of which all of a rank's experts are read and no others."""
+    experts, *others = part
+    return make(*(read(name, (experts,)) for name in reads))[(slice(None), *others)]
 
 
 def _turned(stack: torch.Tensor, *, rows: slice) -> torch.Tensor:

@@ -9,6 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+from forge_plugins_hf.config_json import ReadKeys
+from forge_plugins_hf.layouts import layout_of_architecture
+from forge_plugins_hf.shards import Shards
+from forge_plugins_hf.weight_source import FolderWeights
 from parity_matrix.launch import Launcher, Work
 
 SHAPE = {
@@ -91,6 +97,51 @@ def test_every_layout_begins_with_the_same_weights(tmp_path):
         for line, reference in zip(launcher.metrics(work.name), expected, strict=True):
             assert line["loss"] == pytest.approx(reference["loss"], rel=1e-6)
             assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+FUSED = {
+    **MODELS,
+    "gpt2": transformers.GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gpt_neox": transformers.GPTNeoXConfig(
+        **{key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "pad_token_id")}
+    ),
+}
+
+
+class Counting(Shards):
+    n_bytes = 0
+
+    def read(self, name, part=None):
+        tensor = super().read(name, part)
+        self.n_bytes += tensor.nbytes
+        return tensor
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("kind", FUSED)
+def test_ranks_read_each_byte_about_once(kind, dimension, tmp_path):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FUSED[kind])
+    model.save_pretrained(tmp_path)
+    shards = Counting(tmp_path)
+    config = ReadKeys(json.loads((tmp_path / "config.json").read_text()))
+    layout = layout_of_architecture(type(model).__name__, discover())
+    ours = ComponentBuilder(discover()).resolve("model", layout.model_table(config))
+    recipes = layout.to_forge(ours.config, shards.names)
+    weights = FolderWeights(shards, recipes)
+
+    total = asked = 0
+    for name, shape in weights.shapes().items():
+        whole = recipes[name].make(*(shards.read(one) for one in recipes[name].reads))
+        cut, before = min(dimension, len(shape) - 1), shards.n_bytes
+        for rank, part in enumerate(whole.tensor_split(4, dim=cut)):
+            first = sum(one.shape[cut] for one in whole.tensor_split(4, dim=cut)[:rank])
+            where = [slice(0, size) for size in shape]
+            where[cut] = slice(first, first + part.shape[cut])
+            assert torch.equal(weights.read(name, where), part), (name, where)
+        total, asked = total + whole.nbytes, asked + shards.n_bytes - before
+
+    assert total <= asked <= 1.1 * total
 
 
 def changed(path, **keys):

@@ -17,7 +17,7 @@ from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import biased_projections, check_complete, is_derived
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
-from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+from forge_plugins_hf.weight_layout import ReadPart, Recipe, WeightLayout
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,8 @@ class Fused:
     """Theirs to the one of ours with this index."""
     transposed: bool = False
     """Their weight is ``(inputs, outputs)``."""
+    find: Callable[[int, slice], Sequence[slice]] | None = None
+    """Where some output features of the one of ours with this index lie in theirs, in their order."""
 
     @property
     def is_renaming(self) -> bool:
@@ -49,7 +51,13 @@ class Fused:
 
 def rows(ours: Sequence[str], sizes: Sequence[int], *, transposed: bool = False) -> Fused:
     """Output features of ours, one after the other."""
-    return Fused(tuple(ours), _joined, functools.partial(_part_of_rows, sizes=tuple(sizes)), transposed)
+
+    def find(index: int, features: slice) -> Sequence[slice]:
+        before = sum(sizes[:index])
+        return [slice(before + features.start, before + features.stop)]
+
+    part = functools.partial(_part_of_rows, sizes=tuple(sizes))
+    return Fused(tuple(ours), _joined, part, transposed, find)
 
 
 def _joined(*parts: torch.Tensor) -> torch.Tensor:
@@ -160,9 +168,7 @@ class DecoderLayout(WeightLayout):
         for theirs, fused in pairs:
             for parameter in _parameters(fused, biased):
                 for index, ours in enumerate(fused.ours):
-                    reads = (f"{theirs}.{parameter}",)
-                    make = functools.partial(_taken, fused=fused, index=index, parameter=parameter)
-                    recipes[f"{ours}.{parameter}"] = Recipe(reads) if fused.is_renaming else Recipe(reads, make)
+                    recipes[f"{ours}.{parameter}"] = _read(f"{theirs}.{parameter}", fused, index, parameter)
         check_complete(set(names) - spare, {name for recipe in recipes.values() for name in recipe.reads})
         return recipes
 
@@ -204,6 +210,33 @@ class DecoderLayout(WeightLayout):
 
 def _parameters(fused: Fused, biased: Collection[str]) -> Sequence[str]:
     return ("weight", "bias") if fused.ours[0] in biased else ("weight",)
+
+
+def _read(name: str, fused: Fused, index: int, parameter: str) -> Recipe:
+    """How a parameter of ours is made of theirs with this name."""
+    if fused.is_renaming:
+        return Recipe((name,))
+    make = functools.partial(_taken, fused=fused, index=index, parameter=parameter)
+    if fused.find is None:
+        return Recipe((name,), make)
+    is_turned = fused.transposed and parameter == "weight"
+    find = functools.partial(fused.find, index)
+    return Recipe((name,), make, functools.partial(_read_found, name=name, find=find, is_turned=is_turned))
+
+
+def _read_found(
+    read: ReadPart,
+    part: Sequence[slice],
+    *,
+    name: str,
+    find: Callable[[slice], Sequence[slice]],
+    is_turned: bool,
+) -> torch.Tensor:
+    import torch
+
+    if is_turned:
+        return torch.cat([read(name, (part[1], found)) for found in find(part[0])], dim=1).T.contiguous()
+    return torch.cat([read(name, (found, *part[1:])) for found in find(part[0])])
 
 
 def _taken(tensor: torch.Tensor, *, fused: Fused, index: int, parameter: str) -> torch.Tensor:

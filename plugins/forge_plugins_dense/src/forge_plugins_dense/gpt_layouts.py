@@ -168,7 +168,16 @@ class GPTNeoXLayout(DecoderLayout):
         def part(whole: torch.Tensor, index: int) -> torch.Tensor:
             return whole.unflatten(0, (heads, 3, -1))[:, index].flatten(0, 1)
 
-        return {"attention.query_key_value": Fused(("attention.q", "attention.k", "attention.v"), join, part)}
+        def find(index: int, features: slice) -> list[slice]:
+            size, found = config.head_size, []
+            for head in range(features.start // size, -(-features.stop // size)):
+                first, last = max(features.start, head * size), min(features.stop, (head + 1) * size)
+                before = (2 * head + index) * size  # of features of other matrices
+                found.append(slice(before + first, before + last))
+            return found
+
+        ours = ("attention.q", "attention.k", "attention.v")
+        return {"attention.query_key_value": Fused(ours, join, part, find=find)}
 
 
 _SUMMARY = (

@@ -8,7 +8,7 @@ module of a layout should import torch where a tensor is made and not before: ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
@@ -28,6 +28,10 @@ def stack(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.stack(tensors)
 
 
+ReadPart = Callable[[str, Sequence["slice"]], "torch.Tensor"]
+"""Reads the part of a tensor, by its name, within a slice of each of its first dimensions."""
+
+
 @attrs.frozen
 class Recipe:
     """A tensor that is made of others."""
@@ -36,6 +40,10 @@ class Recipe:
     """Names of tensors on the other side."""
     make: Callable[..., torch.Tensor] = _same
     """Given those, in this order; by default there is one, which is the tensor. It works on meta as well."""
+    read_part: Callable[[ReadPart, Sequence[slice]], torch.Tensor] | None = None
+    """Given a function that reads a part of a tensor on the other side, and a part of this one: that part. Without it,
+    a rank that holds a part of the tensor reads all that the tensor is made of, unless it is one as it is or a
+    ``stack``."""
 
     @property
     def is_renaming(self) -> bool:
