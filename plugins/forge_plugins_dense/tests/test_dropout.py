@@ -130,7 +130,7 @@ def test_what_predicts_further_tokens_drops_too_and_numbers_come_to_it(tiny_mode
     for layer in ("0", "1", "2"):
         block = model.blocks[layer] if layer != "2" else model.blocks[layer].block
         block.mixed_dropout.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
-    surroundings = model._surroundings(tokens, torch.arange(24)[None], None, None, None, None, {})
+    surroundings = model._surroundings(tokens, torch.arange(24)[None], None, None, None, None, {}, None)
     usual = surroundings[model.kinds["2"]]
 
     model(tokens, noise=NOISE)
