@@ -290,9 +290,13 @@ class ModelFactory(Protocol):
         ...
 
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
 def canonical_name(name: str) -> str:
-    """The name in the model as it was built, without what wrappers (compile, checkpointing) put between."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    """The name, of a module or a tensor, in the model as it was built: without what wrappers (compile, checkpointing)
+    put between."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def fits(name: str, pattern: str) -> bool:

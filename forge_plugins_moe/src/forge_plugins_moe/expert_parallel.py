@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import fits
+from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import PassContext, Traffic
 from forge_core.errors import ConfigError, PluginError
 from forge_plugins_moe.config import ExpertParallelConfig, no_experts
@@ -54,6 +55,10 @@ class ExpertParallel:
         """Same as ``TravellingPass.traffic``."""
         assert context.mesh.experts is not None, "the pass has been applied"
         return [*expert_traffic(model, context, context.mesh.experts["ep"], self._build)]
+
+    def layout(self, model: nn.Module) -> dict[str, Ends]:
+        """Same as ``LaidOutPass.layout``: what experts are sent comes back before it leaves their module."""
+        return {}
 
     def _share_out(self, name: str, module: Any, mesh: DeviceMesh) -> None:
         if not hasattr(module, "dispatcher"):

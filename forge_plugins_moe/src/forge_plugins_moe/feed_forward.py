@@ -14,6 +14,7 @@ from torch import nn
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
+from forge_core.contracts.observation import Site
 from forge_core.contracts.router import TOKEN_FACTS, Routing
 from forge_core.errors import ConfigError, PluginError
 from forge_core.loading import SeededInitializer
@@ -26,6 +27,7 @@ from forge_plugins_moe.experts import Clamp, Experts
 from forge_plugins_moe.overlap import Meanwhile
 from forge_plugins_moe.routing_check import refuse_form, refuse_values
 from forge_plugins_moe.shared_experts import SharedExperts
+from forge_plugins_moe.sites import moe_sites
 
 
 def moe(config: MoEConfig, /, *, dim: int, layer: int, n_layers: int, build: Builder) -> nn.Module:
@@ -207,6 +209,10 @@ class MoE(nn.Module):
         if self.shared is not None:
             roles |= {f"shared.{name}": role for name, role in self.shared.parameter_roles().items()}
         return roles
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``ObservableModule.sites``."""
+        return moe_sites(self)
 
     def active_parameters(self) -> int:
         visited = min(getattr(self.router, "experts_per_token", self.config.n_experts), self.config.n_experts)

@@ -19,7 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
+from forge_plugins_dense.attention_sites import core_sites, output_sites
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import AttentionBackend, TransformerConfig
 from forge_plugins_dense.dropout import drop_weights
@@ -102,10 +104,10 @@ class Attention(nn.Module):
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
         sinks = None if self.sinks is None else self.sinks()
-        if cache is None:
-            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal, sinks, surroundings.noise)
-        else:
-            mixed = self.core.generate(q, *cache.append(k, v), surroundings.mask, surroundings.causal, sinks)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        given = surroundings.mask, surroundings.causal, sinks, surroundings.noise
+        mixed = self.core(q, k, v, *given, cached=cache is not None)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
@@ -150,6 +152,12 @@ class Attention(nn.Module):
         """Same as ``SequenceMixer.context_plan``."""
         return ["core"]
 
+    def sites(self) -> dict[str, Site]:
+        """Same as ``ObservableModule.sites``."""
+        flat = ("sample", "position", "features")
+        own = {name: Site(module=name, dims=flat) for name in ("q", "k", "v")}
+        return own | core_sites() | output_sites(self.head_dim)
+
     def _projections(self) -> dict[str, nn.Linear]:
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}
 
@@ -175,9 +183,16 @@ class AttentionCore(nn.Module):
         causal: bool,
         sinks: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
+        *,
+        cached: bool = False,
     ) -> torch.Tensor:
-        """Same as ``attend``, in training with weights dropped by ``BlockInputs.noise``."""
-        if self.training and self.dropout:
+        """Same as ``attend``, in training with weights dropped by ``BlockInputs.noise``.
+
+        Args:
+            cached: keys and values come from a cache. Few queries and all kinds of masks are not what a kernel was
+                chosen for.
+        """
+        if self.training and self.dropout and not cached:
             if isinstance(mask, BlockMask):
                 raise ConfigError(
                     "model.attention_dropout: context parallelism on CUDA keeps no weights that could be dropped; set "
@@ -185,19 +200,7 @@ class AttentionCore(nn.Module):
                 )
             drop = functools.partial(drop_weights, rate=self.dropout, noise=noise)
             return _attend_explicitly(q, k, v, mask, causal, self.softcap, sinks, drop)
-        return attend(q, k, v, mask, causal, self.backend, self.softcap, sinks)
-
-    def generate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | BlockMask | None,
-        causal: bool,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The same with a cache: few queries and all kinds of masks are not what a kernel was chosen for."""
-        return attend(q, k, v, mask, causal, "auto", self.softcap, sinks)
+        return attend(q, k, v, mask, causal, "auto" if cached else self.backend, self.softcap, sinks)
 
 
 def attend(

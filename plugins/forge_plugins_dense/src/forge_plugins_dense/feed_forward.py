@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.initial_values import normal, zeros
 
@@ -45,6 +46,14 @@ class MLP(nn.Module):
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         return {name: "bias" if name.endswith("bias") else "matrix" for name, _ in self.named_parameters()}
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``ObservableModule.sites``."""
+        dims = ("sample", "position", "neuron")
+        return {
+            "mlp_pre": Site(module="up" if self.gate is None else "gate", dims=dims),
+            "mlp_post": Site(module="down", where="input", dims=dims),
+        }
 
     def active_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters() if parameter.ndim == 2)

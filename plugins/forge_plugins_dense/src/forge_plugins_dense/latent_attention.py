@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
 from forge_plugins_dense.attention import AttentionCore, BlockInputs
+from forge_plugins_dense.attention_sites import core_sites, output_sites
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.initial_values import normal
@@ -55,10 +57,8 @@ class LatentAttention(nn.Module):
         k_plain, v = kv.split((self.plain_dim, self.value_dim), dim=-1)
         k = torch.cat((k_plain, k_rotary.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
 
-        if cache is None:
-            mixed = self.core(q, k, v, surroundings.mask, surroundings.causal, noise=surroundings.noise)
-        else:
-            mixed = self.core.generate(q, k, v, surroundings.mask, surroundings.causal)
+        given = surroundings.mask, surroundings.causal, None, surroundings.noise
+        mixed = self.core(q, k, v, *given, cached=cache is not None)
         output: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -97,6 +97,14 @@ class LatentAttention(nn.Module):
     def context_plan(self) -> list[str]:
         """Same as ``SequenceMixer.context_plan``."""
         return ["core"]
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``ObservableModule.sites``; ``latent`` is what the cache keeps, normed."""
+        own = {
+            "q": Site(module="q", dims=("sample", "position", "features")),
+            "latent": Site(module="kv_norm", dims=("sample", "position", "latent_width")),
+        }
+        return own | core_sites() | output_sites(self.value_dim)
 
     def _queries(self, hidden: torch.Tensor, surroundings: BlockInputs) -> torch.Tensor:
         """``(B, H, S, plain_dim + rotary_dim)``."""

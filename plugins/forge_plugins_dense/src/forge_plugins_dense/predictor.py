@@ -6,19 +6,17 @@ Shapes: B = batch, S = sequence, D = width of the residual stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_plugins_dense.attention import BlockInputs
+from forge_plugins_dense.block import Block
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.multi_token_config import SequentialConfig
 from forge_plugins_dense.norm import init_norm, norm_roles
-
-if TYPE_CHECKING:
-    from forge_plugins_dense.transformer import Block
 
 
 class Predictor(nn.Module):

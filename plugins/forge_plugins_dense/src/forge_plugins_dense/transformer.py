@@ -17,16 +17,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
+from forge_core.contracts.observation import Site, within
 from forge_core.errors import ConfigError
 from forge_core.ops.sequence_sum import number_sequences, whole_length
 from forge_plugins_dense.attention import BlockInputs
-from forge_plugins_dense.cache import KeyValueCache, LayerCache
+from forge_plugins_dense.block import STREAM, Block, times
+from forge_plugins_dense.cache import KeyValueCache
 from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
 from forge_plugins_dense.dropout import Dropout, noise_of_layer
 from forge_plugins_dense.head import make_head
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.mask import cache_mask, causal_mask, document_block_mask, document_mask
-from forge_plugins_dense.mixer import attention
 from forge_plugins_dense.multi_token import LookingAhead, attach_predictions, count_further_targets
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
@@ -121,7 +122,7 @@ class Transformer(nn.Module):
             hidden = self.blocks[layer](hidden, given, kept)
         if tokens.shape[1] != asked:
             hidden = hidden[:, -asked:]
-        normed = hidden if self.norm is None else _times(self.config.output_multiplier, self.norm(hidden))
+        normed = hidden if self.norm is None else times(self.config.output_multiplier, self.norm(hidden))
         if self.head is None:
             return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
         if loss is None:
@@ -134,7 +135,7 @@ class Transformer(nn.Module):
         usual = surroundings[self.kinds[str(self.config.n_layers)]]
         each = self._surroundings_ahead(usual, further_tokens, noise)
         predictors, config = self._predictors(), self.config.multi_token
-        scaled = functools.partial(_times, self.config.output_multiplier)
+        scaled = functools.partial(times, self.config.output_multiplier)
         return attach_predictions(
             summed, hidden, embedded, predictors, each, loss, self.head, further_targets, config, scaled
         )
@@ -203,6 +204,17 @@ class Transformer(nn.Module):
         if self._has_own_head():
             roles["head.weight"] = "head"
         return roles
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``ObservableModule.sites``, without blocks that predict further tokens, which train only."""
+        found = {} if self.embed is None else {"embed": Site(module="embed", dims=STREAM)}
+        for layer in self._layers():
+            name = f"blocks.{layer}"
+            found |= {f"{name}.{key}": within(name, site) for key, site in self.blocks[layer].sites().items()}
+        if self.norm is not None and self.head is not None:
+            found["final_norm"] = Site(module="norm", dims=STREAM)
+            found["logits"] = Site(module="head", dims=("sample", "position", "token"))
+        return found
 
     def flops_per_token(self, seq_len: int) -> float:
         """Same as ``Model.flops_per_token``, of the parts that are present; ``D`` is ``n_heads`` times the features
@@ -277,7 +289,7 @@ class Transformer(nn.Module):
         return hidden, self._embedded(further_tokens.clamp(min=0)) if predicts else None
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        return _times(self.config.embed_multiplier, self.embed(tokens))
+        return times(self.config.embed_multiplier, self.embed(tokens))
 
     def _surroundings_ahead(
         self, surroundings: BlockInputs, further_tokens: torch.Tensor, noise: torch.Tensor | None
@@ -454,128 +466,6 @@ class Transformer(nn.Module):
     def _check_length(self, length: int) -> None:
         if length > self.max_seq_len:
             raise ConfigError(f"a sequence of {length} tokens is longer than model.max_seq_len = {self.max_seq_len}")
-
-
-class Block(nn.Module):
-    """A mixer, such as attention, and a feed-forward layer, each reading from and adding to the residual stream."""
-
-    def __init__(self, config: TransformerConfig, layer: int, build: Builder) -> None:
-        super().__init__()
-        own = config.layer(layer)
-        norm = functools.partial(make_norm, config.norm, config.dim, config.norm_eps)
-        reads, gives = config.norm_placement != "output", config.norm_placement != "input"
-        self.attention_norm = norm() if reads else nn.Identity()
-        self.attention = (
-            attention(None, model=config, layer=layer)
-            if own.mixer is None
-            else build(own.mixer, model=config, layer=layer)
-        )
-        self.attention_output_norm = norm() if gives else None
-        self.feed_forward_norm = norm() if reads else nn.Identity()
-        self.feed_forward = build(own.feed_forward, dim=config.dim, layer=layer, n_layers=config.n_layers)
-        self.feed_forward_output_norm = norm() if gives else None
-        self.mixed_dropout: Dropout | None = None
-        self.changed_dropout: Dropout | None = None
-        if config.residual_dropout:
-            self.mixed_dropout, self.changed_dropout = (Dropout(config.residual_dropout, place) for place in (1, 2))
-        self.residual_multiplier = config.residual_multiplier
-        self.parallel_residual = config.parallel_residual
-
-    def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        """``(B, S, D)`` to ``(B, S, D)``."""
-        mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
-        if self.attention_output_norm is not None:
-            mixed = self.attention_output_norm(mixed)
-        if self.mixed_dropout is not None:
-            mixed = self.mixed_dropout(mixed, surroundings.noise)
-        added = hidden + _times(self.residual_multiplier, mixed)
-
-        facts = {name: surroundings.facts[name] for name in self._layer_needs}
-        layer: Any = self.feed_forward
-        work = layer.generate if cache is not None and hasattr(layer, "generate") else layer
-        read = hidden if self.parallel_residual else added
-        changed = work(self.feed_forward_norm(read), surroundings.valid, **facts)
-        if self.feed_forward_output_norm is not None:
-            changed = self.feed_forward_output_norm(changed)
-        if self.changed_dropout is not None:
-            changed = self.changed_dropout(changed, surroundings.noise)
-        return added + _times(self.residual_multiplier, changed)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What its layers need to know of tokens."""
-        return self._layer_needs | frozenset(getattr(self.attention, "needs", ()))
-
-    @property
-    def _layer_needs(self) -> frozenset[str]:
-        return frozenset(getattr(self.feed_forward, "needs", ()))
-
-    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
-        """Same as ``FeedForward.init_weights``."""
-        for name, norm in self._norms().items():
-            init_norm(norm, rng, f"{prefix}{name}.")
-        self.attention.init_weights(rng, f"{prefix}attention.", residual_std, std)
-        self.feed_forward.init_weights(rng, f"{prefix}feed_forward.", residual_std, std)
-
-    def parallel_plan(self) -> dict[str, ShardRole]:
-        """Same as ``FeedForward.parallel_plan``."""
-        plan: dict[str, ShardRole] = {
-            name: "residual" if name.endswith("output_norm") else "sequence" for name in self._norms()
-        }
-        if self.mixed_dropout is not None:
-            plan |= {"mixed_dropout": "residual", "changed_dropout": "residual"}
-        plan |= {f"attention.{name}": role for name, role in self.attention.parallel_plan().items()}
-        for name, role in self.feed_forward.parallel_plan().items():
-            plan[f"feed_forward.{name}" if name else "feed_forward"] = role
-        return plan
-
-    def context_plan(self) -> list[str]:
-        """Same as ``ContextParallelModel.context_plan``, names relative to this module.
-
-        Raises:
-            ConfigError: the mixer does not say how it works on a part of a sequence.
-        """
-        mixer: Any = self.attention
-        if not hasattr(mixer, "context_plan"):
-            raise ConfigError(
-                f"parallel.cp: the mixer {type(mixer).__qualname__} has no context_plan, so that its sequences cannot "
-                "be split over ranks; set parallel.cp = 1"
-            )
-        return [f"attention.{name}" for name in mixer.context_plan()]
-
-    def recompute_plan(self) -> Mapping[str, Recompute]:
-        """Same as ``Model.recompute_plan``, for operations that other layers do not have."""
-        layer: Any = self.feed_forward
-        return layer.recompute_plan() if hasattr(layer, "recompute_plan") else {}
-
-    def parameter_roles(self) -> dict[str, ParameterRole]:
-        """Same as ``FeedForward.parameter_roles``."""
-        roles: dict[str, ParameterRole] = {}
-        for name, norm in self._norms().items():
-            roles |= norm_roles(norm, f"{name}.")
-        for part in ("attention", "feed_forward"):
-            roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
-        return roles
-
-    def active_parameters(self) -> int:
-        """Weights of matrices that are multiplied for one token."""
-        return self.attention.active_parameters() + self.feed_forward.active_parameters()
-
-    def mixing_flops(self, seq_len: int) -> float:
-        """Same as ``SequenceMixer.mixing_flops``."""
-        mixer: Any = self.attention
-        flops: float = mixer.mixing_flops(seq_len)
-        return flops
-
-    def _norms(self) -> dict[str, nn.Module]:
-        """In the order of the block; those of inputs are there in any case, as ``tensor_parallel`` gathers behind
-        them."""
-        names = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
-        return {name: norm for name in names if (norm := getattr(self, name)) is not None}
-
-
-def _times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if factor == 1 else tensor * factor
 
 
 _DEAR = (

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, _functional_collectives
 from torch.nn.attention.flex_attention import BlockMask
 
 from forge_core.contracts.batch import Entry
+from forge_core.contracts.observation import ANY, Ends, Part
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_core.ops.sequence_sum import share_out_positions
@@ -74,6 +75,18 @@ class ContextParallel:
             for module in modules:
                 module.register_forward_pre_hook(gather)
         return model, ["", *touched]
+
+    def layout(self, model: Any) -> dict[str, Ends]:
+        """Same as ``LaidOutPass.layout``. All that has positions has a part of them, but for gathered keys and values,
+        whose gradients are sums over ranks."""
+        of_keys = dict.fromkeys((1, 2), ("cp",))
+        if self._config.method == "ring":
+            hidden = 'in a ring no rank has the keys of whole sequences; set method = "gather" in ' + _TABLE
+            attention = Ends(hidden=hidden)
+        else:
+            attention = Ends(summed_inputs=of_keys)
+        everywhere = Ends(inputs={ANY: _POSITIONS}, output=_POSITIONS)
+        return {"": everywhere, **dict.fromkeys(model.context_plan(), attention)}
 
 
 class SequencePart:
@@ -154,6 +167,8 @@ def _position_dims(entries: Mapping[str, Entry | None]) -> dict[str, int | None]
     return dims
 
 
+_POSITIONS = (Part("cp", "position", "balanced"),)
+_TABLE = "[parallel.passes.context_parallel]"
 _POSITIONAL = ("tokens", "targets", "loss")
 
 

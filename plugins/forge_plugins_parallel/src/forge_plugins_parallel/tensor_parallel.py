@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from forge_core.contracts.model import ShardRole, fits
+from forge_core.contracts.model import ShardRole, canonical_name, fits
+from forge_core.contracts.observation import Ends
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
@@ -39,6 +40,7 @@ from forge_plugins_parallel.cut_layers import (
     gather_copies,
     own_share,
 )
+from forge_plugins_parallel.tensor_layout import tensor_layout
 
 _ASYNC = "parallel.passes.tensor_parallel.async_tp"
 
@@ -65,7 +67,7 @@ class TensorParallel:
         plan = matched_plan(model)
         mesh = context.mesh.device_mesh["tp"]
         has_sequence = "sequence" in plan.values()
-        by_position = has_sequence and self._config.sequence_parallel
+        by_position = self._cuts_positions(plan)
         if by_position:
             _refuse_unplanned(model, plan)
         ranks = Ranks.of(mesh, by_position=by_position, gradients_arrive_partial=not has_sequence)
@@ -81,6 +83,15 @@ class TensorParallel:
             LEDGER.share_out_stream()
         return model, list(plan)
 
+    def layout(self, model: nn.Module) -> dict[str, Ends]:
+        """Same as ``LaidOutPass.layout``."""
+        plan = matched_plan(model)
+        return tensor_layout(model, plan, by_position=self._cuts_positions(plan))
+
+    def _cuts_positions(self, plan: Mapping[str, ShardRole]) -> bool:
+        """Return whether each rank has a part of the positions of the residual stream."""
+        return "sequence" in plan.values() and self._config.sequence_parallel
+
 
 def matched_plan(model: Any) -> dict[str, ShardRole]:
     """The role of each module by its name, from the patterns that the model gives.
@@ -88,7 +99,7 @@ def matched_plan(model: Any) -> dict[str, ShardRole]:
     Raises:
         PluginError: a pattern matches nothing, or a module has two roles.
     """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    names = list(dict.fromkeys(canonical_name(name) for name, _ in model.named_modules(remove_duplicate=False)))
     plan: dict[str, ShardRole] = {}
     for pattern, role in model.parallel_plan().items():
         matches = [name for name in names if fits(name, pattern)]

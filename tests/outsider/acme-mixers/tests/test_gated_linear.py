@@ -75,7 +75,7 @@ def test_a_model_goes_there_and_back(tmp_path, capfd):
 
 def test_context_parallelism_is_refused(tmp_path):
     from forge_plugins_dense.attention import Attention
-    from forge_plugins_dense.transformer import Block
+    from forge_plugins_dense.block import Block
 
     block = Block.__new__(Block)
     torch.nn.Module.__init__(block)

@@ -1,0 +1,69 @@
+"""What a sparse layer decides on, for whoever observes it.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, E = experts, k = experts a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forge_core.contracts.observation import Site
+from forge_core.contracts.router import Routing
+
+_STREAM = ("sample", "position", "width")
+
+
+def moe_sites(layer: Any) -> dict[str, Site]:
+    """Logits where the router has any, and its choice where each token has the same number of experts."""
+    folder = "forge_plugins_moe.sites"
+    of_input = {"module": "", "where": "input", "computed_from": _STREAM}
+    found = {}
+    if hasattr(layer.router, "logits"):
+        dims = ("sample", "position", "expert")
+        found["router_logits"] = Site(**of_input, dims=dims, compute=f"{folder}:router_logits")
+    if isinstance(getattr(layer.router, "experts_per_token", None), int) and not layer.looks_ahead:
+        dims = ("sample", "position", "choice")
+        found["routing_expert"] = Site(**of_input, dims=dims, compute=f"{folder}:chosen_experts")
+        found["routing_weight"] = Site(**of_input, dims=dims, compute=f"{folder}:weights_of_experts")
+    if layer.shared is not None:
+        found["shared_out"] = Site(module="shared", dims=_STREAM)
+    return found
+
+
+@torch.no_grad()
+def router_logits(
+    layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor
+) -> torch.Tensor:
+    """``(B, S, E)`` fp32, before noise and biases of balancing; 0 at padding."""
+    flat = None if valid is None else valid.flatten()
+    logits: torch.Tensor = layer.router.logits(hidden.flatten(0, 1), flat)
+    return logits.unflatten(0, hidden.shape[:2])
+
+
+def chosen_experts(
+    layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor
+) -> torch.Tensor:
+    """``(B, S, k)`` int64; E stands for none."""
+    return _routing(layer, hidden, valid, facts).expert.view(*hidden.shape[:2], -1)
+
+
+def weights_of_experts(
+    layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor
+) -> torch.Tensor:
+    """``(B, S, k)`` fp32, what the outputs of ``chosen_experts`` are multiplied by."""
+    return _routing(layer, hidden, valid, facts).weight.view(*hidden.shape[:2], -1)
+
+
+@torch.no_grad()
+def _routing(layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None, facts: dict[str, torch.Tensor]) -> Routing:
+    """What the router chooses, once more; what it counts is put back."""
+    router = layer.router
+    counted = {name: buffer.clone() for name, buffer in router.named_buffers()}
+    flat = None if valid is None else valid.flatten()
+    needs = getattr(router, "needs", ())
+    routing: Routing = router(hidden.flatten(0, 1), flat, **{name: facts[name].flatten() for name in needs})
+    for name, buffer in router.named_buffers():
+        buffer.copy_(counted[name])
+    return routing

@@ -1,0 +1,152 @@
+"""What attention computes on the way, for whoever observes it: scores, pattern, and what each head writes.
+
+Shapes: B = batch, H = query heads, H_kv = key-value heads, S = queries, T = keys, D = width of the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from forge_core.contracts.observation import Site
+from forge_plugins_dense.mask import causal_mask
+
+Mask = torch.Tensor | BlockMask | None
+
+_SCORES = ("sample", "head", "position", "key")
+_QUERIES = ("sample", "head", "position", "head_width")
+
+
+def core_sites(name: str = "core") -> dict[str, Site]:
+    """The sites of an ``AttentionCore`` that is called ``name``."""
+    folder = "forge_plugins_dense.attention_sites"
+    computed = {"module": name, "where": "input", "dims": _SCORES, "computed_from": _QUERIES}
+    return {
+        "q_rot": Site(module=name, where="input", argument=0, dims=_QUERIES),
+        "k_rot": Site(module=name, where="input", argument=1, dims=("sample", "kv_head", "key", "head_width")),
+        "attn_scores_raw": Site(**computed, compute=f"{folder}:raw_scores"),
+        "attn_scores_scaled": Site(**computed, compute=f"{folder}:scaled_scores"),
+        "attn_scores": Site(**computed, compute=f"{folder}:scores", replace=f"{folder}:mixed_by_scores"),
+        "attn_pattern": Site(**computed, compute=f"{folder}:pattern", replace=f"{folder}:mixed_by_pattern"),
+        "z": Site(module=name, dims=_QUERIES),
+    }
+
+
+def output_sites(head_size: int) -> dict[str, Site]:
+    """The sites of a mixer whose output projection is ``o``, of heads that it reads ``head_size`` features of."""
+    return {
+        "attn_head_out": Site(
+            module="o",
+            where="input",
+            dims=("sample", "position", "head", "width"),
+            compute="forge_plugins_dense.attention_sites:head_outputs",
+            computed_from=("sample", "position", "head"),
+            options={"head_size": head_size},
+        )
+    }
+
+
+def raw_scores(core: nn.Module, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """``q · k``, ``(B, H, S, T)`` fp32, before scale, cap and mask.
+
+    Args:
+        q: ``(B, H, S, head_size)``, after norms, rotation and ``logit_scale``.
+        k: ``(B, H_kv, T, head_size)``.
+    """
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    return (grouped.float() @ k.unsqueeze(2).mT.float()).flatten(1, 2)
+
+
+def scaled_scores(core: nn.Module, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """``q · k / √head_size``, ``(B, H, S, T)`` fp32."""
+    return raw_scores(core, q, k) / math.sqrt(q.shape[-1])
+
+
+def scores(
+    core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, *_: Any, **__: Any
+) -> torch.Tensor:
+    """What the softmax reads, ``(B, H, S, T)`` fp32: scaled, capped where the model caps, −∞ where a query sees no key.
+
+    Args:
+        mask, causal: as in ``BlockInputs``.
+    """
+    logits = scaled_scores(core, q, k)
+    if core.softcap is not None:
+        logits = core.softcap * torch.tanh(logits / core.softcap)
+    if isinstance(mask, BlockMask):
+        mask = create_mask(mask.mask_mod, mask.shape[0], 1, *logits.shape[-2:], device=str(logits.device))
+    elif causal:
+        mask = causal_mask(logits.shape[-1], 0, logits.device)[None, None]
+    return logits if mask is None else logits.masked_fill(~mask, -math.inf)
+
+
+def pattern(
+    core: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    causal: bool,
+    sinks: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """How much each query takes of each key, ``(B, H, S, T)`` fp32, before dropout.
+
+    Rows sum to 1; with a sink, to what the sink leaves; a query that sees no key has zeros.
+    """
+    return _softmax(scores(core, q, k, v, mask, causal), sinks)
+
+
+def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat((column, logits), dim=-1).softmax(-1)[..., 1:]
+    sees_none = (logits == -math.inf).all(-1, keepdim=True)
+    return logits.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
+
+
+def mixed_by_pattern(
+    core: nn.Module, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """What attention gives with such a pattern, ``(B, H, S, head_size of v)`` in the dtype of ``v``.
+
+    Args:
+        weights: ``(B, H, S, T)``.
+        v: ``(B, H_kv, T, head_size of v)``.
+    """
+    grouped = weights.to(v.dtype).unflatten(1, (v.shape[1], -1))
+    return (grouped @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def mixed_by_scores(
+    core: nn.Module,
+    logits: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    causal: bool,
+    sinks: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """The same with such scores, as ``scores`` gives them."""
+    return mixed_by_pattern(core, _softmax(logits, sinks), q, k, v)
+
+
+def head_outputs(o: Any, mixed: torch.Tensor, *, head_size: int) -> torch.Tensor:
+    """What each head writes, ``z_h W_O^h``, ``(B, S, H, D)``: their sum and the bias are the output of attention.
+
+    Args:
+        o: the output projection.
+        mixed: ``(B, S, H · head_size)``, what it reads.
+    """
+    weight = o.weight.to_local() if isinstance(o.weight, DTensor) else o.weight
+    by_head = weight.unflatten(1, (-1, head_size)).to(mixed.dtype)
+    return torch.einsum("bshd,ohd->bsho", mixed.unflatten(-1, (-1, head_size)), by_head)

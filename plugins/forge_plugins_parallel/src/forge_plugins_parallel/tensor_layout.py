@@ -1,0 +1,62 @@
+"""How values lie at the modules of a model that is cut over ``tp``.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, H = heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_core.contracts.model import ShardRole
+from forge_core.contracts.observation import Ends, Part
+
+_AXIS = "tp"
+_FEATURES, _HEADS = (Part(_AXIS, -1),), (Part(_AXIS, 1),)
+
+
+def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: bool) -> dict[str, Ends]:
+    """
+    Args:
+        model: one part of it.
+        plan: the role of each module by its canonical name.
+        by_position: whether each rank has a part of the positions of the residual stream.
+
+    Returns:
+        The ends of modules by their canonical names. A module that has one with the role ``row``, ``expert`` or
+        ``whole`` in it gives what that gives.
+    """
+    stream = (Part(_AXIS, "position"),) if by_position else ()
+    by_role = _by_role(stream, summed=(_AXIS,) if "sequence" in plan.values() else ())
+    ends = {name: by_role[role] for name, role in plan.items() if role in by_role}
+    for name, role in plan.items():
+        if role in ("row", "expert", "whole") and name.startswith("blocks."):
+            for owner in _owners(name):
+                ends.setdefault(owner, Ends(output=stream))
+    for layer in model.blocks:
+        ends[f"blocks.{layer}"] = Ends(inputs={0: stream}, output=stream)
+    if hasattr(model, "context_plan") and "column" in plan.values():
+        for name in model.context_plan():  # (B, H, S, head_size), of this rank's heads
+            ends[name] = Ends(inputs=dict.fromkeys(range(3), _HEADS), output=_HEADS)
+    return ends
+
+
+def _by_role(stream: tuple[Part, ...], summed: tuple[str, ...]) -> dict[ShardRole, Ends]:
+    """Without ``replicate``: a module of that role sees features that differ from model to model."""
+    return {
+        "column": Ends(output=_FEATURES, summed_inputs={0: summed}),
+        "row": Ends(inputs={0: _FEATURES}, output=stream),
+        "embedding": Ends(output=stream),
+        "vocab": Ends(summed_inputs={0: summed}),
+        "expert": Ends(output=stream, summed_inputs={0: summed}),
+        "router": Ends(),
+        "whole": Ends(output=stream),
+        "sequence": Ends(inputs={0: stream}, output=(), summed_output=summed),
+        "residual": Ends(inputs={0: stream}, output=stream),
+    }
+
+
+def _owners(name: str) -> list[str]:
+    """The modules between the block and the one of this name, the block excluded."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(3, len(parts))]
