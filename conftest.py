@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import forge_plugins_interp.plugin  # noqa: F401
 import forge_plugins_moe  # noqa: F401
 
 COMMANDS = """

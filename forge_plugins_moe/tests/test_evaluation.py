@@ -73,7 +73,7 @@ def test_earlier_positions_are_moved_by_a_later_one_only_without_a_predictor(pre
 
     before, after = (subject(one, sequence=sequence)[:, :-1] for one in (states, others))
 
-    assert torch.equal(before, after) is predictor
+    assert torch.allclose(before, after, atol=1e-6) is predictor  # threads share out the work by the number of tokens
     assert subject.looks_ahead is not predictor
     assert subject.train().looks_ahead
 

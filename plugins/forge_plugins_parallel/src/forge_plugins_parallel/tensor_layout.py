@@ -35,6 +35,9 @@ def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: boo
                 ends.setdefault(owner, Ends(output=stream))
     for layer in model.blocks:
         ends[f"blocks.{layer}"] = Ends(inputs={0: stream}, output=stream)
+    if model.head is None and model.norm is None and len(model.blocks):  # what travels to the next stage is whole
+        last = f"blocks.{list(model.blocks)[-1]}"
+        ends[last] = Ends(inputs={0: stream})
     if hasattr(model, "context_plan") and "column" in plan.values():
         for name in model.context_plan():  # (B, H, S, head_size), of this rank's heads
             ends[name] = Ends(inputs=dict.fromkeys(range(3), _HEADS), output=_HEADS)

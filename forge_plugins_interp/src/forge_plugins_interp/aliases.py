@@ -1,0 +1,67 @@
+"""Other projects' names of sites: those of TransformerLens, and modules of transformers' Llama-like models."""
+
+from __future__ import annotations
+
+import re
+
+_LENS = {
+    "hook_embed": "embed",
+    "ln_final.hook_normalized": "final_norm",
+    "unembed.hook_out": "logits",
+}
+"""Of the whole model."""
+_LENS_BLOCK = {
+    "hook_resid_pre": "resid_pre",
+    "hook_resid_mid": "resid_mid",
+    "hook_resid_post": "resid_post",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+    "hook_mlp_in": "mlp_in",
+    "ln1.hook_normalized": "attn_in",
+    "ln2.hook_normalized": "mlp_in",
+    "attn.hook_q": "q",
+    "attn.hook_k": "k",
+    "attn.hook_v": "v",
+    "attn.hook_rot_q": "q_rot",
+    "attn.hook_rot_k": "k_rot",
+    "attn.hook_attn_scores": "attn_scores",
+    "attn.hook_pattern": "attn_pattern",
+    "attn.hook_z": "z",
+    "attn.hook_result": "attn_head_out",
+    "mlp.hook_pre": "mlp_pre",
+    "mlp.hook_post": "mlp_post",
+}
+_TRANSFORMERS = {
+    "model.embed_tokens": "embed",
+    "model.norm": "final_norm",
+    "lm_head": "logits",
+}
+_TRANSFORMERS_LAYER = {
+    "": "resid_post",
+    "input_layernorm": "attn_in",
+    "self_attn": "attn_out",
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "post_attention_layernorm": "mlp_in",
+    "mlp": "mlp_out",
+    "mlp.gate_proj": "mlp_pre",
+}
+"""Outputs of the modules of a layer, ``model.layers.{i}``."""
+
+
+def canonical_site(name: str) -> str:
+    """Our name of a site that is called by another project's; any other name stays as it is.
+
+    Examples: ``blocks.3.hook_resid_post`` and ``model.layers.3`` are ``blocks.3.resid_post``.
+    """
+    whole = {**_LENS, **_TRANSFORMERS}
+    if name in whole:
+        return whole[name]
+    if match := re.fullmatch(r"blocks\.([^.]+)\.(.+)", name):
+        layer, rest = match.groups()
+        return f"blocks.{layer}.{_LENS_BLOCK[rest]}" if rest in _LENS_BLOCK else name
+    if match := re.fullmatch(r"model\.layers\.([^.]+)\.?(.*)", name):
+        layer, rest = match.groups()
+        return f"blocks.{layer}.{_TRANSFORMERS_LAYER[rest]}" if rest in _TRANSFORMERS_LAYER else name
+    return name

@@ -1,0 +1,113 @@
+"""``forge attention``: what heads look at in a prompt."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forge_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_plugins_interp.session import Session
+
+KINDS = ("pattern", "scores", "scores_scaled", "scores_raw")
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The text.")
+@click.option("--layers", help="Numbers of layers, such as 0,3; all by default.")
+@click.option("--heads", help="Numbers of heads, such as 0,1; all by default.")
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    default="pattern",
+    show_default=True,
+    help="The pattern, or the scores that it comes from: as softmax reads them, without mask and cap, without scale.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Also write all values to this .csv, or draw this .png.")
+@click.pass_obj
+def attention(
+    obj: Any, run: Path, prompt: str, layers: str | None, heads: str | None, kind: str, out: Path | None
+) -> None:
+    """Run the model of RUN on a prompt, and print for each head which tokens the last one looks at most."""
+    if out is not None and out.suffix not in (".csv", ".png"):
+        raise ConfigError(f"--out {out}: must end with .csv or .png")
+
+    import torch
+
+    from forge_plugins_interp.session import open_session
+
+    with open_session(run, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
+        tokens, words = _tokens(session, prompt)
+        names = _sites(session, kind, layers)
+        with session.observe(*names) as seen, torch.no_grad():
+            session.model(torch.tensor([tokens]))
+        values = {name: seen[name][0] for name in names}
+    chosen = {name: _heads(name, value, heads) for name, value in values.items()}
+    for name, value in values.items():
+        print(f"{name}: the last token, {words[-1]!r}, looks at")
+        for head in chosen[name]:
+            print(f"  head {head:<3} {_strongest(value[head, -1], words)}")
+    if out is not None and out.suffix == ".csv":
+        _write(out, values, chosen, words)
+    elif out is not None:
+        from forge_plugins_interp.attention_figure import attention_figure
+
+        attention_figure({name: values[name][chosen[name]] for name in names}, chosen, words).savefig(out, dpi=150)
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _tokens(session: Session, prompt: str) -> tuple[list[int], list[str]]:
+    if session.tokenizer is None:
+        raise ConfigError("the checkpoint has no tokenizer: its data did not name one, so text means nothing to it")
+    tokens = session.tokenizer.encode(prompt).tolist()
+    if not tokens:
+        raise ConfigError("--prompt: it has no token")
+    return tokens, [session.tokenizer.decode([token]) for token in tokens]
+
+
+def _sites(session: Session, kind: str, layers: str | None) -> list[str]:
+    if layers is None:
+        return [placed.name for placed in session.sites.chosen([f"blocks.*.attn_{kind}"])]
+    numbers = _numbers("--layers", layers)
+    return [name for number in numbers for name in session.sites.names(f"blocks.{number}.attn_{kind}")]
+
+
+def _heads(name: str, value: Any, heads: str | None) -> list[int]:
+    if heads is None:
+        return list(range(len(value)))
+    numbers = _numbers("--heads", heads)
+    for number in numbers:
+        if number >= len(value):
+            raise ConfigError(f"--heads {number}: {name} has the heads 0 to {len(value) - 1}")
+    return numbers
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal():
+            raise ConfigError(f"{option} {text}: must be numbers with commas between them, such as 0,3; got {part!r}")
+    return [int(part) for part in parts]
+
+
+def _strongest(row: Any, words: list[str]) -> str:
+    values, places = row.topk(min(3, len(words)))
+    pairs = zip(values.tolist(), places.tolist(), strict=True)
+    return "  ".join(f"{value:6.3f} {place}:{words[place]!r}" for value, place in pairs)
+
+
+def _write(out: Path, values: dict[str, Any], heads: dict[str, list[int]], words: list[str]) -> None:
+    with out.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["site", "head", "query", "query_token", "key", "key_token", "value"])
+        for name, value in values.items():
+            for head in heads[name]:
+                for query, row in enumerate(value[head].tolist()):
+                    for key, one in enumerate(row):
+                        rows.writerow([name, head, query, words[query], key, words[key], one])

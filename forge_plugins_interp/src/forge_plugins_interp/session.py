@@ -1,0 +1,223 @@
+"""A trained model, opened to be looked at and changed: on one process, or on the ranks that there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from forge_core.checkpoint.store import find_checkpoint
+from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.distributed.environment import find_cluster, world_size_of
+from forge_core.errors import ConfigError
+from forge_core.loading import model_problem, opened
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.discovery import discover
+from forge_core.train.build import BuiltModel
+from forge_plugins_inference.checkpoint_job import CheckpointJob
+from forge_plugins_interp.interventions import Intervention
+from forge_plugins_interp.observation import Change, intervene, observe
+from forge_plugins_interp.placement import summed, whole
+from forge_plugins_interp.sites import PlacedSite, Sites
+
+
+class Seen(Mapping[str, torch.Tensor]):
+    """The values of one observation, by site: those of the last forward. Each is whole, in the order of tokens, on all
+    ranks that hold its layer. Gathering happens as values come, on all ranks together."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[str, list[torch.Tensor]] = {}
+        """The values of every forward, by site."""
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.forwards[name][-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.forwards)
+
+    def __len__(self) -> int:
+        return len(self.forwards)
+
+    def grad(self, name: str) -> torch.Tensor:
+        """The gradient of what was differentiated, by the value of this site in the last forward. It is there once the
+        observation has ended.
+
+        Raises:
+            ConfigError: no gradient has come.
+        """
+        if name not in self._gradients:
+            raise ConfigError(
+                f"site {name}: it has no gradient; observe with gradients = True, and call backward of a number that "
+                "depends on it before the observation ends"
+            )
+        return self._gradients[name]
+
+
+@attrs.define(eq=False)
+class Session:
+    """A model and what belongs to it. It is a context manager, which closes it."""
+
+    context: PassContext
+    """Its mesh, job and device."""
+    built: BuiltModel
+    """This rank's parts."""
+    sites: Sites
+    tokenizer: Tokenizer | None = None
+    """The tokenizer that it was trained with."""
+    _stack: ExitStack = attrs.field(factory=ExitStack)
+
+    def model(self, tokens: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor | None:
+        """Run the model in evaluation mode.
+
+        Args:
+            tokens: ``(B, S)`` int64, on any device, the same on all ranks that share the model.
+            inputs: other entries of a batch, such as ``document`` and ``positions``.
+
+        Returns:
+            Logits ``(B, S, V)``; ``None`` on ranks of earlier pipeline stages.
+        """
+        device, parts = self.context.device, self.built.parts
+        batch = {name: entry.to(device) for name, entry in {"tokens": tokens, **inputs}.items()}
+        if self.context.mesh.degrees["pp"] == 1:
+            logits: torch.Tensor = parts[0](batch.pop("tokens"), **batch)
+            return logits
+        executor: Any = self.built.executor
+        if torch.is_grad_enabled() and any(one.requires_grad for one in batch.values()):
+            raise ConfigError("a pipeline gives no gradients of what it predicts; open the model with parallel.pp=1")
+        predicted: torch.Tensor | None = executor.predict(batch)
+        return predicted
+
+    @contextmanager
+    def observe(
+        self, *patterns: str, at: Mapping[str, int | Sequence[int]] | None = None, gradients: bool = False
+    ) -> Iterator[Seen]:
+        """Look at sites while the context is entered.
+
+        Args:
+            patterns: names or patterns of sites.
+            at: the part of each dimension to keep, such as ``{"position": -1}``; one index keeps the dimension.
+            gradients: keep gradients, too.
+
+        Raises:
+            ConfigError: there is no such site, or none of the forwards has come to it.
+        """
+        chosen, seen = self.sites.chosen(patterns), Seen()
+        own: dict[str, torch.Tensor] = {}
+
+        def take(placed: PlacedSite, value: torch.Tensor) -> None:
+            if gradients and value.requires_grad:
+                value.register_hook(lambda gradient: own.__setitem__(placed.name, gradient))  # type: ignore[no-untyped-call]
+            seen.forwards.setdefault(placed.name, []).append(_part(placed, whole(value, placed.cuts), at or {}))
+
+        with observe(chosen, take):
+            yield seen
+        if seen.forwards:
+            refuse_unseen(chosen, seen.forwards)
+        if gradients:
+            self._keep_gradients(chosen, own, seen, at or {})
+
+    def _keep_gradients(
+        self,
+        chosen: Sequence[PlacedSite],
+        own: Mapping[str, torch.Tensor],
+        seen: Seen,
+        at: Mapping[str, int | Sequence[int]],
+    ) -> None:
+        """Whole ones; those of parameters, which nobody has asked for, are dropped."""
+        copies = self.context.mesh.degrees["cp"]  # each rank that has the logits of a sequence differentiates them
+        for placed in chosen:
+            if placed.name in own:
+                gradient = whole(summed(own[placed.name], placed.sums), placed.cuts) / copies
+                seen._gradients[placed.name] = _part(placed, gradient, at)
+        for parameter in self.built.parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def intervene(self, *changes: Intervention) -> Iterator[None]:
+        """Change sites while the context is entered, in the order of ``changes``.
+
+        Raises:
+            ConfigError: there is no such site, or it cannot be changed so.
+        """
+        placed: list[tuple[PlacedSite, Change]] = []
+        for change in changes:
+            for one in self.sites.chosen([change.site]):
+                placed.append((one, lambda value, change=change, one=one: change.apply(one, value)))  # type: ignore[misc]
+        with intervene(placed):
+            yield
+
+    def close(self) -> None:
+        """Free the model and leave the process group."""
+        self._stack.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def refuse_unseen(chosen: Sequence[PlacedSite], seen: Mapping[str, object]) -> None:
+    """
+    Raises:
+        ConfigError: forwards have passed a site by, as a loss that takes the head's weight passes ``logits`` by.
+    """
+    for placed in chosen:
+        if placed.name not in seen:
+            raise ConfigError(f"site {placed.name}: the model has not computed it in any of the forwards")
+
+
+def _part(placed: PlacedSite, value: torch.Tensor, at: Mapping[str, int | Sequence[int]]) -> torch.Tensor:
+    for dim, index in at.items():
+        if dim in placed.site.dims:
+            indices = [index] if isinstance(index, int) else list(index)
+            number, length = placed.site.dims.index(dim), value.shape[placed.site.dims.index(dim)]
+            for one in indices:
+                if not -length <= one < length:
+                    raise ConfigError(f"at.{dim}: {one} lies beyond the {length} of site {placed.name}")
+            where = torch.tensor([one % length for one in indices], device=value.device)
+            value = value.index_select(number, where)
+    return value
+
+
+def open_session(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    catalog: Callable[[Collection[str]], Catalog] = discover,
+    log: Callable[[str], None] = print,
+) -> Session:
+    """Open a run's newest checkpoint, or a checkpoint.
+
+    On one process it has no layout. On ranks of a launcher it has that of the run, unless ``overrides`` have degrees
+    (``parallel.tp=2``).
+
+    Args:
+        path: a run's directory, or a checkpoint's.
+        overrides: settings of the job.
+        catalog: the installed plugins without these distributions.
+        log: prints a line.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it does not fit the ranks.
+    """
+    checkpoint = find_checkpoint(Path(path), log, model_problem)
+    ranks = world_size_of(os.environ, find_cluster(catalog(()), os.environ)) or 1
+    given = CheckpointJob.of(checkpoint, overrides, catalog, ranks)
+    given.table.pop("eval", None)
+    given.table.pop("evaluations", None)
+    job = given.load(overrides)
+    stack = ExitStack()
+    model = stack.enter_context(opened(checkpoint, job, catalog(job.plugins.disable), log))
+    for part in model.model.parts:
+        part.eval()
+    sites = Sites.of(model.model, model.context.mesh, ComponentBuilder(catalog(job.plugins.disable)))
+    return Session(model.context, model.model, sites, model.tokenizer, stack)

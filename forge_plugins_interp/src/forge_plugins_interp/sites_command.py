@@ -1,0 +1,61 @@
+"""``forge sites``: what can be looked at in a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from forge_plugins_interp.site_table import SiteRow
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("patterns", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print the sites as one JSON array, each by itself.")
+@click.pass_obj
+def sites(obj: Any, run: Path, patterns: tuple[str, ...], as_json: bool) -> None:
+    """List the sites of RUN, a run's directory (its newest checkpoint) or a checkpoint's: all, or those of PATTERNS.
+
+    B is the number of samples, S of positions. A dimension that an axis of the layout cuts has a part on each rank
+    along it (parallel.tp, parallel.cp); what is read of it is whole again.
+    """
+    from forge_core.commands.table import aligned
+    from forge_plugins_interp.session import open_session
+    from forge_plugins_interp.site_table import site_rows
+
+    with open_session(run, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
+        rows = site_rows(session, obj.catalog(), patterns)
+    if as_json:
+        print(json.dumps([row.table() for row in rows]))
+        return
+    head = ("site", "shape", "dimensions", "cut by")
+    lines = [(name, row.shape(), " × ".join(row.site.dims), row.cuts()) for name, row in _together(rows)]
+    print("\n".join(aligned([head, *lines])))
+
+
+def _together(rows: list[SiteRow]) -> list[tuple[str, SiteRow]]:
+    """Rows that differ in the number of the block alone as one, such as ``blocks.{0–3}.z``, ordered by the first."""
+    groups: dict[tuple[str, ...], list[SiteRow]] = {}
+    for row in rows:
+        _, _, rest = row.name.removeprefix("blocks.").partition(".")
+        key = (rest, row.shape(), row.cuts()) if row.name.startswith("blocks.") else (row.name,)
+        groups.setdefault(key, []).append(row)
+    return [(_joint_name([row.name for row in group]), group[0]) for group in groups.values()]
+
+
+def _joint_name(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    numbers = [int(name.split(".")[1]) for name in names]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    listed = ",".join(str(one[0]) if len(one) == 1 else f"{one[0]}–{one[-1]}" for one in runs)
+    return f"blocks.{{{listed}}}.{names[0].split('.', 2)[2]}"

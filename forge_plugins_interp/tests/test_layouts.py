@@ -1,0 +1,203 @@
+"""What is seen of a model, and what a change does, is the same in every layout."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import forge_plugins_interp as interp
+from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.distributed.mesh import build_mesh
+from forge_core.job import load_job, sort_passes
+from forge_core.registry.discovery import discover
+from forge_core.train.build import build_model
+from forge_plugins_interp.interventions import Intervention
+from forge_plugins_interp.session import Session
+from forge_plugins_interp.sites import Sites
+from forge_testing.several_ranks import on_ranks
+
+DENSE = """
+[model]
+name = "transformer"
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+max_seq_len = 64
+vocab_size = 40
+qk_norm = true
+init_std = 0.2
+[data]
+name = "text_files"
+path = "unused"
+[train]
+steps = 4
+seq_len = 16
+batch_size = 2
+grad_accumulation = 2
+precision = "fp32"
+[optimizer]
+name = "adamw"
+lr = 1e-3
+[scheduler]
+name = "constant"
+[parallel]
+dp_shard = 1
+"""
+MOE = DENSE.replace(
+    "[data]",
+    """[model.feed_forward]
+name = "moe"
+n_experts = 4
+shared_experts = 1
+router = { name = "softmax_topk", top_k = 2 }
+[data]""",
+)
+MODELS = {"dense": DENSE, "moe": MOE}
+TWO = {
+    "fsdp2": ["parallel.dp_shard=2"],
+    "tp2": ["parallel.tp=2"],
+    "tp2 without sp": ["parallel.tp=2", "parallel.passes.tensor_parallel.sequence_parallel=false"],
+    "cp2": ["parallel.cp=2"],
+    "pp2": ["parallel.pp=2"],
+    "recomputation": ["parallel.dp_shard=2", 'parallel.passes.activation_checkpointing.mode="full"'],
+    "ep2": ["parallel.dp_shard=2", "parallel.ep=2"],
+}
+FOUR = {
+    "tp2 cp2": ["parallel.tp=2", "parallel.cp=2"],
+    "tp2 fsdp2": ["parallel.tp=2", "parallel.dp_shard=2"],
+    "pp2 tp2": ["parallel.pp=2", "parallel.tp=2"],
+    "pp2 cp2": ["parallel.pp=2", "parallel.cp=2"],
+}
+PATTERNS = ("*", "blocks.*.*")
+TOKENS = torch.randint(0, 40, (2, 16), generator=torch.Generator().manual_seed(1))
+
+Values = dict[str, torch.Tensor]
+
+
+def session(model: str, settings: list[str], world_size: int) -> Session:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(MODELS[model])
+        job = load_job(path, settings, catalog=discover(), world_size=world_size)
+    catalog = discover()
+    device = torch.device("cpu")
+    mesh = build_mesh(job, device)
+    context, build = PassContext(mesh, job, device), ComponentBuilder(catalog)
+    built = build_model(context, 40, sort_passes(job, catalog), build)
+    for part in built.parts:
+        part.eval()
+    return Session(context, built, Sites.of(built, mesh, build))
+
+
+def changes(model: str) -> list[Intervention]:
+    """One of each kind of site: heads, neurons, the residual stream, pattern, and all of a width."""
+    generator = torch.Generator().manual_seed(2)
+    features = {"neuron": [0, 5, 70]} if model == "dense" else {"width": [0, 5, 30]}
+    scaled = "blocks.1.mlp_post" if model == "dense" else "blocks.1.shared_out"
+    return [
+        interp.Zero("blocks.0.z", at={"head": [1, 3], "position": -1}),
+        interp.Scale(scaled, factor=-2.0, at=features),
+        interp.Add("blocks.0.resid_post", value=torch.randn(32, generator=generator), at={"position": [3, 12]}),
+        interp.Project("blocks.1.resid_pre", directions=torch.randn(3, 32, generator=generator)),
+        interp.Mean("blocks.1.attn_pattern", at={"head": 0}),
+        interp.Resample("blocks.1.q_rot", seed=1),
+    ]
+
+
+def measured(model: str, settings: list[str], world_size: int) -> dict[str, Values | None]:
+    """Values, gradients, and logits after each change; on ranks without the last stage of a pipeline, no logits."""
+    one = session(model, settings, world_size)
+    has_gradients = one.context.mesh.degrees["pp"] == 1
+    with one.observe(*PATTERNS) as seen, torch.no_grad():
+        one.model(TOKENS)
+    found: dict[str, Values | None] = {"values": dict(seen), "gradients": None}
+    if has_gradients:
+        with one.observe("blocks.*.*", "final_norm", gradients=True) as differentiated:
+            logits = one.model(TOKENS)
+            (logits[0, -1, 3] + logits[1, 5, 7].square() + logits[:, 9, 2].sum()).backward()
+        found["gradients"] = {
+            name: differentiated.grad(name)
+            for name in differentiated
+            if not name.rpartition(".")[2].startswith(("attn_scores", "attn_pattern", "attn_head_out", "rout"))
+        }
+    of_changes = {}
+    for number, change in enumerate(changes(model)):
+        with one.intervene(change), torch.no_grad():
+            logits = one.model(TOKENS)
+        if logits is not None:
+            of_changes[f"{number} {change.kind}"] = logits
+    with one.intervene(interp.Patch("blocks.*.resid_mid", source=seen)), torch.no_grad():
+        logits = one.model(TOKENS)
+    if logits is not None:
+        of_changes["patched with itself"] = logits
+    with torch.no_grad():
+        logits = one.model(TOKENS)
+    if logits is not None:
+        of_changes["nothing"] = logits
+    found["changes"] = of_changes
+    return found
+
+
+class InLayouts:
+    def dense_on_two(self) -> dict[str, dict]:
+        return {name: measured("dense", settings, 2) for name, settings in TWO.items() if name != "ep2"}
+
+    def moe_on_two(self) -> dict[str, dict]:
+        layouts = {name: settings for name, settings in TWO.items() if name in ("ep2", "tp2", "cp2", "pp2")}
+        return {name: measured("moe", settings, 2) for name, settings in layouts.items()}
+
+    def dense_on_four(self) -> dict[str, dict]:
+        return {name: measured("dense", settings, 4) for name, settings in FOUR.items()}
+
+    def dense_alone(self) -> dict[str, dict]:
+        return {"alone": measured("dense", [], 1)}
+
+    def moe_alone(self) -> dict[str, dict]:
+        return {"alone": measured("moe", [], 1)}
+
+
+CASES = [("dense_on_two", 2), ("moe_on_two", 2), ("dense_on_four", 4)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {model: on_ranks(InLayouts, f"{model}_alone", 1)[0]["alone"] for model in MODELS}
+
+
+@pytest.mark.parametrize(("method", "ranks"), CASES)
+def test_values_gradients_and_changes_are_those_of_one_process(alone, method, ranks):
+    expected = alone[method.partition("_")[0]]
+    of_ranks = on_ranks(InLayouts, method, ranks)
+
+    for layout in of_ranks[0]:
+        for kind in ("values", "gradients", "changes"):
+            found: Values = {}
+            for one in of_ranks:
+                compare(f"{layout}: {kind}", one[layout][kind] or {}, expected[kind])
+                found |= one[layout][kind] or {}
+            if not (kind == "gradients" and "pp" in layout):
+                assert found.keys() == expected[kind].keys(), layout
+
+
+def compare(what: str, found: Values, expected: Values) -> None:
+    for name, value in found.items():
+        wanted = expected[name]
+        assert value.shape == wanted.shape, f"{what} {name}: {tuple(value.shape)} in place of {tuple(wanted.shape)}"
+        error = (value.double() - wanted.double()).nan_to_num(0.0).abs().max() / wanted.double().nan_to_num(
+            0.0, neginf=0.0
+        ).abs().max().clamp(min=1e-3)
+        assert error < 1e-5, f"{what} {name}: off by {error:.1e}"
+
+
+def test_a_change_does_something(alone):
+    for model, found in alone.items():
+        nothing = found["changes"]["nothing"]
+        for name, logits in found["changes"].items():
+            if name not in ("nothing", "patched with itself"):
+                assert (logits - nothing).abs().max() > 1e-3, f"{model}: {name}"
+        assert torch.equal(found["changes"]["patched with itself"], nothing)

@@ -1,0 +1,178 @@
+"""A model of a checkpoint, looked at from Python and by commands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import forge_plugins_interp as interp
+from forge_core.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def session(run):
+    with interp.open(run) as opened:
+        yield opened
+
+
+TOKENS = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_explicit_attention_is_that_of_the_kernel(session):
+    with session.observe("blocks.*.*") as seen:
+        session.model(TOKENS)
+    for layer in ("blocks.0", "blocks.1"):
+        q, k, z = (seen[f"{layer}.{name}"] for name in ("q_rot", "k_rot", "z"))
+        v = seen[f"{layer}.v"].unflatten(-1, (2, 8)).transpose(1, 2).repeat_interleave(2, dim=1)
+        raw = q @ k.repeat_interleave(2, dim=1).mT
+        assert torch.allclose(seen[f"{layer}.attn_scores_raw"], raw, atol=1e-5)
+        assert torch.allclose(seen[f"{layer}.attn_scores_scaled"], raw / 8**0.5, atol=1e-5)
+        pattern = seen[f"{layer}.attn_pattern"]
+        assert torch.allclose(pattern.sum(-1), torch.ones(()), atol=1e-5)
+        assert (pattern.triu(1) == 0).all()
+        assert torch.allclose(pattern @ v, z, atol=1e-5)
+        heads = seen[f"{layer}.attn_head_out"]
+        assert torch.allclose(heads.sum(2), seen[f"{layer}.attn_out"], atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_query_that_sees_no_key_has_zeros():
+    from forge_plugins_dense.attention import AttentionCore
+    from forge_plugins_dense.attention_sites import pattern
+
+    q = torch.randn(1, 2, 3, 4)
+    mask = torch.tensor([[False, False, False], [True, False, False], [True, True, False]])
+
+    found = pattern(AttentionCore("auto"), q, q, q, mask[None, None], False)
+
+    assert not found.isnan().any()
+    assert torch.equal(found.sum(-1), torch.tensor([0.0, 1, 1]).expand(1, 2, 3))
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(session):
+    document = torch.arange(12).div(5, rounding_mode="floor").expand(2, -1)
+    with session.observe("blocks.*.attn_pattern") as seen:
+        session.model(TOKENS, document=document)
+
+    apart = document[0][:, None] != document[0][None]
+    assert (seen["blocks.1.attn_pattern"][..., apart] == 0).all()
+
+
+@torch.no_grad()
+def test_the_identities_of_changes(session):
+    plain = session.model(TOKENS)
+    with session.observe("*", "blocks.*.*") as seen:
+        assert torch.equal(session.model(TOKENS), plain)
+    for name in ("blocks.*.resid_post", "blocks.*.z", "blocks.*.mlp_post", "embed"):
+        with session.intervene(interp.Patch(name, source=seen)):
+            assert torch.equal(session.model(TOKENS), plain)
+    for name in ("blocks.*.attn_pattern", "blocks.*.attn_scores"):
+        with session.intervene(interp.Patch(name, source=seen)):
+            assert torch.allclose(session.model(TOKENS), plain, atol=1e-5)
+    nothing = [interp.Zero("blocks.*.attn_out"), interp.Zero("blocks.*.mlp_out")]
+    with session.intervene(*nothing), session.observe("final_norm") as bare:
+        session.model(TOKENS)
+    norm = session.built.parts[0].norm
+    assert torch.allclose(bare["final_norm"], norm(seen["embed"]), atol=1e-6)
+
+
+@torch.no_grad()
+def test_changes_of_one_site_are_made_in_their_order(session):
+    first, second = interp.Add("embed", value=torch.ones(32)), interp.Scale("embed", factor=2.0)
+    with session.intervene(first, second), session.observe("embed") as seen:
+        session.model(TOKENS)
+    with session.observe("embed") as plain:
+        session.model(TOKENS)
+
+    assert torch.allclose(seen["embed"], 2 * (plain["embed"] + 1))
+
+
+def test_gradients_are_those_of_autograd(session):
+    with session.observe("blocks.0.resid_post", gradients=True) as seen:
+        session.model(TOKENS)[0, -1, 3].backward()
+    model = session.built.parts[0]
+    kept = []
+    handle = model.blocks["0"].register_forward_hook(lambda _, __, output: kept.append(output))
+    logits = model(TOKENS)
+    handle.remove()
+    (expected,) = torch.autograd.grad(logits[0, -1, 3], kept[0])
+
+    assert torch.allclose(seen.grad("blocks.0.resid_post"), expected, atol=1e-7)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_nothing_is_left_behind_by_an_error(session):
+    plain = session.model(TOKENS)
+    with pytest.raises(ConfigError), session.intervene(interp.Zero("*")), session.observe("blocks.*.*"):
+        session.model(TOKENS.repeat(1, 20))  # longer than the model takes
+    hooks = [m for m in session.built.parts[0].modules() if m._forward_hooks or m._forward_pre_hooks]
+
+    assert hooks == []
+    assert torch.equal(session.model(TOKENS), plain)
+
+
+@torch.no_grad()
+def test_several_forwards_are_kept_apart(session):
+    with session.observe("logits", at={"position": -1}) as seen:
+        logits = [session.model(TOKENS[:, :length]) for length in (5, 12)]
+
+    assert [one.shape for one in seen.forwards["logits"]] == [(2, 1, 257)] * 2
+    assert torch.equal(seen["logits"], logits[1][:, -1:])
+
+
+@torch.no_grad()
+def test_a_text_that_is_generated_with_a_cache_is_seen_and_changed(session):
+    model = session.built.parts[0]
+    cache = model.make_cache(2, 12)
+    with session.observe("blocks.*.z", "blocks.*.attn_pattern") as seen:
+        for token in TOKENS.split(4, dim=1):
+            model(token, cache=cache)
+    with session.observe("blocks.*.z") as whole:
+        session.model(TOKENS)
+
+    assert torch.allclose(torch.cat(seen.forwards["blocks.1.z"], 2), whole["blocks.1.z"], atol=1e-5)
+    assert [one.shape for one in seen.forwards["blocks.1.attn_pattern"]] == [(2, 4, 4, 4 * n) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("blocks.1.hook_resid_post", "blocks.1.resid_post"),
+        ("blocks.*.attn.hook_pattern", "blocks.*.attn_pattern"),
+        ("model.layers.1.self_attn", "blocks.1.attn_out"),
+        ("model.layers.0", "blocks.0.resid_post"),
+        ("lm_head", "logits"),
+    ],
+)
+def test_names_of_other_projects_are_understood(session, name, canonical):
+    assert session.sites.names(name) == session.sites.names(canonical)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("blocks.0.resid_pots", "site 'blocks.0.resid_pots': the model has none of that name; did you mean"),
+        ("blocks.7.z", "the model has none of that name"),
+    ],
+)
+def test_a_site_that_is_not_there_is_a_sentence(session, pattern, message):
+    with pytest.raises(ConfigError, match=message), session.observe(pattern):
+        pass
+
+
+def test_a_site_that_is_only_computed_cannot_be_changed(session):
+    change = interp.Zero("blocks.0.attn_head_out")
+    with pytest.raises(ConfigError, match="cannot be changed"), session.intervene(change):
+        pass
+
+
+def test_softmax_of_the_scores_is_the_pattern(session):
+    with torch.no_grad(), session.observe("blocks.0.attn_*") as seen:
+        session.model(TOKENS)
+
+    assert torch.allclose(F.softmax(seen["blocks.0.attn_scores"], -1), seen["blocks.0.attn_pattern"], atol=1e-6)
+    assert seen["blocks.0.attn_scores"].isneginf().any()
