@@ -23,6 +23,7 @@ attention_softcap = 5.0
 name = "text_files"
 path = "{folder}"
 pattern = "*.txt"
+validation = 0.5
 [train]
 steps = 2
 seq_len = 32
@@ -40,7 +41,9 @@ name = "constant"
 def run(tmp_path_factory):
     """The directory of a run of two steps."""
     folder = tmp_path_factory.mktemp("interp")
-    (folder / "text.txt").write_text("\n".join(f"line {i}: {(i * 7919) % 97}" for i in range(200)))
+    for file in range(4):
+        lines = (f"line {i}: {(i * 7919 + file) % 97}" for i in range(100))
+        (folder / f"{file}.txt").write_text("\n".join(lines))
     (folder / "job.toml").write_text(JOB.format(folder=folder))
     catalog = discover()
     job = load_job(folder / "job.toml", [], catalog=catalog, world_size=1)

@@ -17,3 +17,8 @@ def forge_commands() -> Iterable[Command]:
         summary="show what heads look at in a prompt",
         run="forge_plugins_interp.attention_command:attention",
     )
+    yield Command(
+        name="extract",
+        summary="write what a model computes to a store",
+        run="forge_plugins_interp.extract_command:extract",
+    )

@@ -11,8 +11,9 @@ from typing import Any
 import attrs
 import torch
 
-from forge_core.checkpoint.store import find_checkpoint
+from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.distributed.environment import find_cluster, world_size_of
@@ -21,6 +22,7 @@ from forge_core.loading import model_problem, opened
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 from forge_core.train.build import BuiltModel
+from forge_core.train.sources import EvaluatedData, TrainedOn
 from forge_plugins_inference.checkpoint_job import CheckpointJob
 from forge_plugins_interp.interventions import Intervention
 from forge_plugins_interp.observation import Change, intervene, observe
@@ -72,7 +74,20 @@ class Session:
     sites: Sites
     tokenizer: Tokenizer | None = None
     """The tokenizer that it was trained with."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that it was opened from."""
+    _open_data: Callable[[Sequence[str]], DataSource] | None = None
     _stack: ExitStack = attrs.field(factory=ExitStack)
+
+    def open_data(self, settings: Sequence[str] = ()) -> DataSource:
+        """Open data, read by index: all that ``settings`` name (``data.path=…``), or the part that the run holds out.
+
+        Raises:
+            ConfigError: the data cannot be opened, or do not fit the model.
+        """
+        if self._open_data is None:
+            raise ConfigError("this model was not opened from a checkpoint, and so has no data")
+        return self._open_data(settings)
 
     def model(self, tokens: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor | None:
         """Run the model in evaluation mode.
@@ -215,9 +230,18 @@ def open_session(
     given.table.pop("eval", None)
     given.table.pop("evaluations", None)
     job = given.load(overrides)
-    stack = ExitStack()
-    model = stack.enter_context(opened(checkpoint, job, catalog(job.plugins.disable), log))
+    of_job = catalog(job.plugins.disable)
+    stack, build = ExitStack(), ComponentBuilder(of_job)
+    model = stack.enter_context(opened(checkpoint, job, of_job, log))
     for part in model.model.parts:
         part.eval()
-    sites = Sites.of(model.model, model.context.mesh, ComponentBuilder(catalog(job.plugins.disable)))
-    return Session(model.context, model.model, sites, model.tokenizer, stack)
+
+    def open_data(settings: Sequence[str]) -> DataSource:
+        training = TrainedOn(checkpoint.state()["vocab_size"], model.tokenizer)
+        use = given.load([*overrides, *settings]).data if settings else None
+        return EvaluatedData(job, training, build, lambda: None)(use, "data")
+
+    sites = Sites.of(model.model, model.context.mesh, build)
+    return Session(
+        model.context, model.model, sites, model.tokenizer, checkpoint=checkpoint, open_data=open_data, stack=stack
+    )

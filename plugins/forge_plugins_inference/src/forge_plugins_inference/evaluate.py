@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_core.contracts.command import options_of
-from forge_core.distributed.environment import end_with_launcher, find_cluster, world_size_of
-from forge_core.errors import ConfigError
+from forge_plugins_inference.command_ranks import CommandRanks
 from forge_plugins_inference.evaluation_options import with_evaluation_options
 
 if TYPE_CHECKING:
@@ -48,30 +46,18 @@ def evaluate(
     settings of the job. One process needs no layout; several take that of the run, or what parallel.… says.
     """
     settings = with_evaluation_options(overrides, names, obj.catalog(), options_of(evaluate))
-    cluster = find_cluster(obj.catalog(), os.environ)
-    ranks = world_size_of(os.environ, cluster)
-    if ranks is not None:
-        end_with_launcher(os.environ, cluster)
-        if nproc != "1":
-            raise ConfigError(f"--nproc {nproc}: this process is one of {ranks} ranks already; leave --nproc out")
+    ranks = CommandRanks.of(obj, nproc)
 
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.config.describe import printable
-    from forge_core.launch import launch_command, processes_asked_for
     from forge_core.loading import model_problem, opened
     from forge_plugins_inference.evaluation_job import evaluation_job
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
-    world_size = ranks or processes_asked_for(nproc)
-    job = evaluation_job(checkpoint, names, settings, obj.catalog, world_size)
-    if ranks is None and world_size > 1:
-        chosen = [word for name in names for word in ("--evaluation", name)]
-        chosen += ["--weights", weights] if weights else []
-        options = [*chosen, *(["--json"] if as_json else []), *(["--debug"] if obj.debug else [])]
-        arguments = ["eval", str(checkpoint.path), *settings, *options]
-        disabled = {"FORGE_DISABLE_PLUGINS": ",".join([*obj.disabled, os.environ.get("FORGE_DISABLE_PLUGINS", "")])}
-        if code := launch_command(arguments, world_size, disabled, obj.until_the_end):
-            sys.exit(int(code))
+    job = evaluation_job(checkpoint, names, settings, obj.catalog, ranks.number())
+    chosen = [word for name in names for word in ("--evaluation", name)]
+    chosen += ["--weights", weights] if weights else []
+    if ranks.start(obj, ["eval", str(checkpoint.path), *settings, *chosen, *(["--json"] if as_json else [])]):
         return
 
     def say(line: str) -> None:

@@ -1,0 +1,283 @@
+"""Extraction: the values of sites for all samples of a source, written to a store, in any layout.
+
+Whole shards are dealt to the data-parallel ranks, so that a store is the same for any number of them. Of the ranks that
+share a model, the first one along ``tp`` and ``cp`` writes, on each pipeline stage what its layers have.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from forge_core.checkpoint.fsync import make_folder
+from forge_core.checkpoint.manifest import as_size, lack_of_room
+from forge_core.contracts.data_source import DataSource
+from forge_core.distributed.mesh import Mesh
+from forge_core.errors import ConfigError
+from forge_plugins_interp.observation import observe
+from forge_plugins_interp.placement import whole
+from forge_plugins_interp.reduction import Reduction
+from forge_plugins_interp.session import Session, refuse_unseen
+from forge_plugins_interp.sites import PlacedSite
+from forge_plugins_interp.store import (
+    TOKENS,
+    Manifest,
+    StoredSite,
+    missing_shards,
+    stored_lengths,
+    write_index,
+    write_shard,
+)
+
+_SHARD_BYTES = 64 * 2**20
+"""Of the largest site; two shards of each site are in memory at a time."""
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What is to be extracted, and where to."""
+
+    out: Path
+    sites: Sequence[str]
+    reduction: Reduction
+    samples: int = 0
+    """The first so many; 0 is all."""
+    columns: Mapping[str, np.ndarray] = attrs.field(factory=dict)
+    """Facts about samples, with ``stimulus_id``; by default their numbers."""
+    origin: Mapping[str, Any] = attrs.field(factory=dict)
+    shard_samples: int = 0
+    """0 chooses by size."""
+
+
+def extract(session: Session, source: DataSource, request: Request, log: Callable[[str], None]) -> Path:
+    """Fill the store. All ranks call it together. One that is there already is gone on with.
+
+    Raises:
+        ConfigError: a site is not there; the store is one of something else; or the disk has not enough room.
+    """
+    extraction = _Extraction(session, source, request, log)
+    extraction.run()
+    return request.out
+
+
+class _Extraction:
+    def __init__(self, session: Session, source: DataSource, request: Request, log: Callable[[str], None]) -> None:
+        self.session, self.source, self.request, self.log = session, source, request, log
+        self.lengths, self.n_kept = torch.zeros(0, dtype=torch.int64), 0
+        self.mesh: Mesh = session.context.mesh
+        self.n_samples = min(request.samples or len(source), len(source))
+        self.batch_size: int = session.context.job.train.batch_size
+        self.chosen: list[PlacedSite] = session.sites.chosen(request.sites)
+        self.values: dict[str, torch.Tensor] = {}
+        """Rows of the batch that runs, on ranks that write."""
+
+    def run(self) -> None:
+        """Find shapes, claim the folder, write all shards that are missing, and then the index."""
+        request = self.request
+        with torch.no_grad(), observe(self.chosen, self._take):
+            began = time.monotonic()
+            stored = self._first_shapes()
+            manifest = self._claim(stored, time.monotonic() - began)
+            shards = self._agreed(lambda: missing_shards(request.out, manifest, list(manifest.sites)))
+            self._write_shards(manifest, shards)
+        dist.barrier()
+        if self.mesh.rank == 0:
+            lengths = stored_lengths(request.out, manifest)
+            ids = np.arange(self.n_samples)
+            write_index(request.out, {"stimulus_id": ids, **request.columns, "length": lengths})
+            attrs.evolve(manifest, complete=True).write(request.out)
+        dist.barrier()
+
+    def _take(self, placed: PlacedSite, value: torch.Tensor) -> None:
+        made_whole = whole(value, placed.cuts)
+        if not self._writes():
+            return
+        kept = made_whole[: self.n_kept]
+        self.values[placed.name] = self.request.reduction.rows(
+            placed.site, kept, self.lengths[: self.n_kept], self.session.context.job.train.seed
+        ).cpu()
+
+    def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
+        """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids."""
+        batch = {name: torch.from_numpy(array) for name, array in self.source.read(numbers).items()}
+        tokens, positions = batch.pop("tokens"), batch.get("positions")
+        is_padded = positions is not None and bool((positions < 0).any())
+        self.lengths = (
+            (positions >= 0).sum(1)
+            if is_padded and positions is not None
+            else torch.full((len(tokens),), tokens.shape[1])
+        )
+        self.n_kept = n_kept
+        known = {name: batch[name] for name in ("positions", "document") if name in batch}
+        self.session.model(tokens, **known)
+        is_token = torch.arange(tokens.shape[1]) < self.lengths[:n_kept, None]
+        return tokens[:n_kept][is_token]
+
+    def _first_shapes(self) -> dict[str, tuple[StoredSite, float]]:
+        """How each site of this rank is stored, and how many rows a sample has."""
+        n = min(self.batch_size, self.n_samples)
+        self._forward(np.minimum(np.arange(self.batch_size), self.n_samples - 1), n)
+        if self._writes():
+            refuse_unseen(self.chosen, self.values)
+        reduction, found = self.request.reduction, {}
+        for placed in self.chosen if self._writes() else ():
+            rows = self.values[placed.name]
+            dims = reduction.dims(placed.site)
+            dtype = str(rows.dtype).removeprefix("torch.")
+            stored = StoredSite(dims=dims, sizes=tuple(rows.shape[1:]), dtype=dtype, reduced=reduction.words())
+            found[placed.name] = stored, len(rows) / n
+        return found
+
+    def _claim(self, own: Mapping[str, tuple[StoredSite, float]], seconds: float) -> Manifest:
+        """The manifest, written by rank 0, of the sites of all ranks."""
+        gathered: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(gathered, dict(own))
+        sites: dict[str, tuple[StoredSite, float]] = {}
+        for one in gathered:
+            sites |= one
+        request = self.request
+        order = [name for pattern in request.sites for name in self.session.sites.names(pattern)]
+        sites = {name: sites[name] for name in dict.fromkeys(order)}
+        of_sample = {name: stored.row_bytes() * rows for name, (stored, rows) in sites.items()}
+        by_size = max(1, int(_SHARD_BYTES // max(*of_sample.values(), 1)))
+        per_shard = request.shard_samples or min(-(-by_size // self.batch_size) * self.batch_size, self.n_samples)
+        manifest = Manifest(
+            sites={name: stored for name, (stored, _) in sites.items()},
+            n_samples=self.n_samples,
+            shard_samples=per_shard,
+            origin=request.origin,
+        )
+        size = int(sum(of_sample.values()) * self.n_samples)
+
+        def claim() -> None:
+            batches = -(-self.n_samples // (self.batch_size * self.mesh.dp_size))
+            self.log(
+                f"{self.n_samples:,} samples of {len(sites)} sites: about {as_size(size)} in "
+                f"{_shards(manifest.n_shards())} a site, about {_time(seconds * batches)}"
+            )
+            if (request.out / "manifest.json").exists():
+                manifest.refuse_other(Manifest.read(request.out), request.out)
+            elif request.out.exists() and any(request.out.iterdir()):
+                raise ConfigError(
+                    f"--out {request.out}: the folder has other files in it; give one that is empty or new"
+                )
+            make_folder(request.out)
+            left = len(missing_shards(request.out, manifest, list(sites))) / manifest.n_shards()
+            if problem := lack_of_room(request.out, int(size * left), "the store"):
+                raise ConfigError(f"--out: {problem}")
+            if not (request.out / "manifest.json").exists():
+                manifest.write(request.out)
+
+        self._agreed(claim)
+        return manifest
+
+    def _write_shards(self, manifest: Manifest, shards: Sequence[int]) -> None:
+        mesh = self.mesh
+        if len(shards) < manifest.n_shards():
+            self.log(f"{_shards(manifest.n_shards() - len(shards))} a site done before")
+        rounds = -(-len(shards) // mesh.dp_size)
+        with _Writer(self.request.out) as writer:
+            for number in range(rounds):
+                index = number * mesh.dp_size + mesh.dp_rank
+                own = shards[index] if index < len(shards) else None
+                rows = self._shard(manifest, own)
+                if own is not None and self._writes():
+                    writer.put(own, rows)
+                writer.refuse_failed()
+
+    def _shard(self, manifest: Manifest, shard: int | None) -> dict[str, list[torch.Tensor]]:
+        """The rows of a shard by site. Without one, this rank runs as many forwards as the others, for nothing."""
+        samples = range(0) if shard is None else manifest.samples_of(shard)
+        found: dict[str, list[torch.Tensor]] = {}
+        for start in range(0, manifest.shard_samples, self.batch_size):
+            numbers = start + np.arange(self.batch_size) + (samples.start if samples else 0)
+            n_kept = max(0, min(self.batch_size, (samples.stop if samples else 0) - int(numbers[0])))
+            tokens = self._forward(np.minimum(numbers, self.n_samples - 1), n_kept)
+            if n_kept and self._writes():
+                of_tokens = {TOKENS: tokens, "length": self.lengths[:n_kept]} if self._has_first_stage() else {}
+                for name, value in {**of_tokens, **self.values}.items():
+                    found.setdefault(name, []).append(value)
+        return found
+
+    def _writes(self) -> bool:
+        """Return whether this rank is the one that writes, of those with the same samples and layers."""
+        one = self.mesh.device_mesh
+        return one.get_local_rank("tp") == 0 and one.get_local_rank("cp") == 0
+
+    def _has_first_stage(self) -> bool:
+        return self.mesh.device_mesh.get_local_rank("pp") == 0
+
+    def _agreed(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives on rank 0, on all ranks; its error, too."""
+        box: list[Any] = [None, None]
+        if self.mesh.rank == 0:
+            try:
+                box[0] = work()
+            except ConfigError as error:
+                box[1] = str(error)
+        dist.broadcast_object_list(box)
+        if box[1] is not None:
+            raise ConfigError(box[1])
+        return box[0]
+
+
+class _Writer:
+    """Writes shards in a thread, while the next one is computed."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._queue: Queue[tuple[int, dict[str, list[torch.Tensor]]] | None] = Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="activation store")
+
+    def __enter__(self) -> _Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if kind is None:
+            self.refuse_failed()
+
+    def put(self, shard: int, rows: dict[str, list[torch.Tensor]]) -> None:
+        """Hand over a shard; waits while the one before last is not written."""
+        self._queue.put((shard, rows))
+
+    def refuse_failed(self) -> None:
+        """
+        Raises:
+            ConfigError: a shard could not be written.
+        """
+        if self._error is not None:
+            raise ConfigError(f"--out {self._out}: cannot be written: {self._error}") from self._error
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._error is not None:
+                continue
+            shard, rows = item
+            try:
+                lengths = rows.pop("length", None)
+                for site, parts in rows.items():
+                    more = {} if site != TOKENS or lengths is None else {"length": torch.cat(lengths)}
+                    write_shard(self._out, site, shard, {"values": torch.cat(parts), **more})
+            except BaseException as error:  # noqa: BLE001  # told by the thread that computes
+                self._error = error
+
+
+def _shards(number: int) -> str:
+    return "1 shard" if number == 1 else f"{number:,} shards"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,86 @@
+"""What is kept of a site's value: all positions, some, the last, the mean, or a projection of features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import attrs
+import torch
+
+from forge_core.contracts.observation import Site
+from forge_core.errors import ConfigError
+
+
+@attrs.frozen(kw_only=True)
+class Reduction:
+    """From the values of a batch to rows of a store. All of it is optional."""
+
+    over: Literal["none", "last", "mean"] = "none"
+    """Keep each position, the last one of a sample, or the mean over a sample."""
+    positions: Sequence[int] = ()
+    """Keep these positions of each sample, negative ones from its end."""
+    features: int = 0
+    """Project the last dimension on so many random directions, which keeps distances (Johnson and Lindenstrauss 1984);
+    0 keeps all."""
+    dtype: torch.dtype | None = None
+    """What is written; by default as the model computes."""
+
+    def words(self) -> str:
+        """For the manifest."""
+        found = [f"positions {list(self.positions)}"] if self.positions else []
+        found += [] if self.over == "none" else [self.over]
+        found += [f"{self.features} random features"] if self.features else []
+        return ", ".join(found)
+
+    def dims(self, site: Site) -> tuple[str, ...]:
+        """The dimensions of what is stored."""
+        rest = [dim for dim in site.dims if dim not in ("sample", "position")]
+        if "position" in site.dims and self.positions:
+            return ("sample", "position", *rest)
+        keeps_tokens = "position" in site.dims and self.over == "none"
+        return ("token" if keeps_tokens else "sample", *rest)
+
+    def rows(self, site: Site, value: torch.Tensor, lengths: torch.Tensor, seed: int) -> torch.Tensor:
+        """The rows of a batch.
+
+        Args:
+            value: the whole value, as the site has it, of the samples to keep.
+            lengths: ``(B,)``, the tokens of each sample; what lies beyond is padding.
+            seed: of random features.
+
+        Raises:
+            ConfigError: a position lies beyond a sample.
+        """
+        if "position" in site.dims:
+            value = value.movedim(site.dims.index("position"), 1)
+            value = self._positions(value, lengths.to(value.device))
+        if self.features:
+            value = value.float() @ _directions(value.shape[-1], self.features, seed).to(value.device)
+        return value if self.dtype is None else value.to(self.dtype)
+
+    def _positions(self, value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.positions:
+            wanted = torch.tensor(self.positions, device=value.device)
+            index = torch.where(wanted < 0, lengths[:, None] + wanted, wanted)
+            if bool(((index < 0) | (index >= lengths[:, None])).any()):
+                raise ConfigError(
+                    f"--positions {','.join(map(str, self.positions))}: a sample has {int(lengths.min())} tokens"
+                )
+            return value[torch.arange(len(value), device=value.device)[:, None], index]
+        is_token = torch.arange(value.shape[1], device=value.device) < lengths[:, None]
+        if self.over == "none":
+            return value[is_token]
+        if self.over == "last":
+            return value[torch.arange(len(value), device=value.device), lengths - 1]
+        weights = is_token.view(*is_token.shape, *[1] * (value.ndim - 2))
+        mean = value.float().where(weights, 0.0).sum(1) / lengths.view(-1, *[1] * (value.ndim - 2))
+        return mean.to(value.dtype)
+
+
+def _directions(width: int, features: int, seed: int) -> torch.Tensor:
+    """``(width, features)`` fp32, normal with variance 1 / features; equal on all ranks, for all sites of a width."""
+    generator = torch.Generator().manual_seed(seed)
+    directions: torch.Tensor = torch.randn(width, features, generator=generator)
+    return directions / math.sqrt(features)

@@ -1,0 +1,254 @@
+"""Stores of activations: the same in every layout, whole after a kill, and refused where they are another's."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import forge_plugins_interp as interp
+from forge_core.cli import main
+from forge_plugins_interp.reduction import Reduction
+from forge_plugins_interp.store import Manifest, Store, shard_file
+
+SITES = "blocks.*.resid_post,blocks.*.z,logits"
+SAMPLES = 7  # no number of ranks that is tried divides it
+
+
+def extract(run, out, *more):
+    return main(["extract", str(run), "--sites", SITES, "--samples", str(SAMPLES), "--out", str(out), *more])
+
+
+@pytest.fixture(scope="module")
+def alone(run, tmp_path_factory):
+    out = tmp_path_factory.mktemp("stores") / "alone"
+    assert extract(run, out) == 0
+    return Store(out)
+
+
+def test_a_store_has_what_is_seen(run, alone):
+    with interp.open(run) as session:
+        source = session.open_data()
+        batch = source.read(np.arange(SAMPLES))
+        with torch.no_grad(), session.observe("blocks.1.resid_post", "blocks.0.z") as seen:
+            session.model(torch.from_numpy(batch["tokens"]))
+
+    assert len(alone) == SAMPLES
+    assert alone.sites == ["blocks.0.resid_post", "blocks.1.resid_post", "blocks.0.z", "blocks.1.z", "logits"]
+    assert alone.manifest.sites["blocks.0.z"].dims == ("token", "head", "head_width")
+    for sample in range(SAMPLES):
+        assert torch.allclose(alone.read("blocks.1.resid_post", sample), seen["blocks.1.resid_post"][sample], atol=1e-5)
+        assert torch.allclose(alone.read("blocks.0.z", sample), seen["blocks.0.z"][sample].movedim(1, 0), atol=1e-5)
+        assert alone.tokens(sample).tolist() == batch["tokens"][sample].tolist()
+    assert alone.ids.tolist() == list(range(SAMPLES))
+    assert torch.equal(torch.cat(list(alone.batches("logits", 50))), alone.array("logits"))
+    assert [len(one) for one in alone.batches("logits", 50)][:-1] == [50] * (SAMPLES * 32 // 50)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.dp_shard=2"],
+        ["parallel.tp=2"],
+        ["parallel.cp=2"],
+        ["parallel.pp=2"],
+    ],
+    ids=lambda one: one[0],
+)
+def test_a_store_is_the_same_in_every_layout(run, alone, tmp_path, layout):
+    command = [sys.executable, "-m", "forge_core", "extract", str(run), "--sites", SITES, "--samples", str(SAMPLES)]
+    import fork_server
+
+    done = fork_server.run(
+        [*command, "--out", str(tmp_path / "two"), "--nproc", "2", *layout], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+
+    assert_same(Store(tmp_path / "two"), alone)
+
+
+def assert_same(found: Store, expected: Store) -> None:
+    assert found.sites == expected.sites
+    assert found.columns.keys() == expected.columns.keys()
+    for name, column in expected.columns.items():
+        assert (found.columns[name] == column).all()
+    for site in expected.sites:
+        wanted = expected.array(site)
+        assert torch.allclose(found.array(site), wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0), site
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        (["--reduce", "last"], (SAMPLES, 32)),
+        (["--reduce", "mean", "--dtype", "bfloat16"], (SAMPLES, 32)),
+        (["--positions", "0,-1"], (SAMPLES, 2, 32)),
+        (["--features", "5"], (SAMPLES * 32, 5)),
+    ],
+)
+def test_what_is_kept(run, alone, tmp_path, options, shape):
+    assert extract(run, tmp_path / "kept", *options) == 0
+    kept = Store(tmp_path / "kept").array("blocks.1.resid_post")
+    whole = alone.array("blocks.1.resid_post").view(SAMPLES, 32, 32)
+    expected = {"last": whole[:, -1], "mean": whole.mean(1).bfloat16(), "0,-1": whole[:, [0, -1]]}.get(options[1])
+
+    assert tuple(kept.shape) == shape
+    if expected is not None:
+        assert torch.allclose(kept, expected, atol=1e-5)
+
+
+def test_random_features_keep_distances():
+    from forge_core.contracts.observation import Site
+
+    values = torch.randn(1, 40, 600, generator=torch.Generator().manual_seed(0))
+    site = Site(module="", dims=("sample", "position", "width"))
+
+    rows = Reduction(features=300).rows(site, values, torch.tensor([40]), seed=0)
+
+    ratio = torch.pdist(rows) / torch.pdist(values[0])
+    assert 0.8 < ratio.min() < ratio.max() < 1.2
+
+
+def test_stimuli_have_their_ids_and_no_padding(run, tmp_path):
+    table = tmp_path / "stimuli.csv"
+    table.write_text("stimulus_id,sentence,kind\nx7,line 1,a\nx3,li,b\nx9,line 22: 1,a\n")
+    out = tmp_path / "stimuli"
+    command = ["extract", str(run), "--stimuli", str(table), "--column", "sentence", "--out", str(out)]
+    assert main([*command, "--sites", "blocks.*.resid_post"]) == 0
+    store = Store(out)
+
+    assert store.ids.tolist() == ["x7", "x3", "x9"]
+    assert store.columns["kind"].tolist() == ["a", "b", "a"]
+    assert store.columns["length"].tolist() == [6, 2, 10]
+    assert len(store.array("blocks.0.resid_post")) == 18
+    with interp.open(run) as session, torch.no_grad(), session.observe("blocks.1.resid_post") as seen:
+        session.model(torch.tensor([session.tokenizer.encode("li").tolist()]))
+    assert torch.allclose(store.read("blocks.1.resid_post", 1), seen["blocks.1.resid_post"][0], atol=1e-5)
+
+
+def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
+    out = tmp_path / "killed"
+    code = (
+        "import sys, forge_plugins_interp.extraction as e, attrs\n"
+        "make = e.Request\n"
+        "e.Request = lambda **keys: make(**{**keys, 'shard_samples': 2})\n"
+        "from forge_core.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, "extract", str(run), "--sites", SITES]
+    command += ["--samples", str(SAMPLES), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not shard_file(out, "logits", 0).exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = shard_file(out, "logits", 0).stat().st_mtime_ns
+    if not Manifest.read(out).complete:
+        assert main(["sites", str(run)]) == 0  # any other command leaves it alone
+        with pytest.raises(Exception, match="is not complete; the same forge extract goes on with it"):
+            Store(out)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert shard_file(out, "logits", 0).stat().st_mtime_ns == first
+    assert_same(Store(out), alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sites", "blocks.*.reside"], "site 'blocks.*.reside': the model has none of that name"),
+        (["--positions", "0,a"], "--positions 0,a: must be numbers with commas between them"),
+        (["--positions", "40"], "--positions 40: a sample has 32 tokens"),
+        (["--positions", "0", "--reduce", "mean"], "--positions 0: has no effect with --reduce mean"),
+        (["--stimuli", "no.csv"], "--stimuli no.csv: cannot be read"),
+        (["--stimuli", "no.txt"], "--stimuli no.txt: must end with .csv or .jsonl"),
+        (["--stimuli", "no.csv", "data.path=x"], "data.path=x: has no effect with --stimuli"),
+        (["data.path=nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_nothing_is_written(run, tmp_path, capsys, options, message):
+    out = tmp_path / "none"
+
+    assert main(["extract", str(run), "--sites", "blocks.*.resid_post", "--out", str(out), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("stimulus_id,text\na,x\na,y\n", "stimulus_id 'a' is there more than once"),
+        ("stimulus_id,text\na,x\nb,\n", "row 2 has no 'text'"),
+        ("id,text\na,x\n", "row 1 has no 'stimulus_id'; it has id, text"),
+        ("stimulus_id,text\n", "it has no stimulus"),
+        (f"stimulus_id,text\na,{'x' * 80}\n", "row 1 has 80 tokens, and the model takes 64"),
+    ],
+)
+def test_stimuli_that_cannot_be_used_are_told(run, tmp_path, capsys, rows, message):
+    table = tmp_path / "s.csv"
+    table.write_text(rows)
+
+    command = ["extract", str(run), "--sites", "logits", "--stimuli", str(table), "--out", str(tmp_path / "o")]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_store_of_something_else_is_not_gone_on_with(run, alone, capsys, tmp_path):
+    folder = alone.folder
+    assert extract(run, folder, "--reduce", "last") == 2
+    assert "a store is there already, of another reduction" in capsys.readouterr().err
+    assert main(["extract", str(run), "--sites", "logits", "--samples", "7", "--out", str(folder)]) == 2
+    assert "of another sites" in capsys.readouterr().err
+    (tmp_path / "mine.txt").write_text("x")
+    assert extract(run, tmp_path) == 2
+    assert "has other files in it" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_before_the_first_byte(run, tmp_path, capsys, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert extract(run, tmp_path / "out") == 2
+    assert "and the store needs" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"version": 9}', "a store of version 9"),
+        ('{"version": 1, "sites": {}}', "no manifest"),
+    ],
+)
+def test_a_damaged_manifest_is_a_sentence(tmp_path, text, message):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(Exception, match=message):
+        Store(tmp_path)
+
+
+def test_a_shard_that_is_cut_off_is_a_sentence(run, tmp_path):
+    assert extract(run, tmp_path / "cut") == 0
+    file = shard_file(tmp_path / "cut", "logits", 0)
+    file.write_bytes(file.read_bytes()[:100])
+
+    with pytest.raises(Exception, match=r"shard-00000\.safetensors cannot be read"):
+        Store(tmp_path / "cut").array("logits")
+
+
+def test_the_manifest_says_where_a_store_comes_from(alone):
+    origin = json.loads((Path(alone.folder) / "manifest.json").read_text())["origin"]
+
+    assert origin["run"] == "tiny"
+    assert origin["step"] == 2
+    assert len(origin["checkpoint"]) == 64
+    assert "forge-core" in origin["versions"]
