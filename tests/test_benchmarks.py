@@ -38,7 +38,11 @@ LONG = {
 }
 OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert")
 """They start processes or fork ranks themselves."""
-ELSEWHERE = {"train_gpu": "tests/test_train_gpu.py", "expert_overlap": "needs network namespaces"}
+ELSEWHERE = {
+    "train_gpu": "tests/test_train_gpu.py",
+    "expert_overlap": "needs network namespaces",
+    "two_checkouts": "needs another checkout",
+}
 CASES = [
     *(pytest.param(name, arguments, id=name, marks=pytest.mark.slow) for name, arguments in SHORT.items()),
     *(pytest.param(name, arguments, id=name, marks=pytest.mark.nightly) for name, arguments in LONG.items()),

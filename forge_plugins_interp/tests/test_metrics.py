@@ -1,0 +1,184 @@
+"""Comparisons of representations, against formulas by brute force, invariances, and published packages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core.errors import ConfigError
+from forge_plugins_interp.metrics.cca import canonical_correlations, mean_cca, pwcca, svcca
+from forge_plugins_interp.metrics.cka import MinibatchCKA, hsic_0, hsic_1, linear_cka, rbf_cka
+from forge_plugins_interp.metrics.procrustes import angular_procrustes, procrustes
+from forge_plugins_interp.metrics.rsa import compare, noise_ceiling, rdm, rsa
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X, Y = random(60, 5), random(60, 5) @ random(5, 8, seed=3) + 0.5 * random(60, 8, seed=2)
+ROTATION = torch.linalg.qr(random(5, 5, seed=5))[0]
+MAP = random(5, 5, seed=6)
+METRICS = {
+    "debiased CKA": linear_cka,
+    "biased CKA": lambda x, y: linear_cka(x, y, debiased=False),
+    "RBF CKA": rbf_cka,
+    "mean CCA": mean_cca,
+    "SVCCA": svcca,
+    "Procrustes": procrustes,
+    "angle": angular_procrustes,
+    "RSA": lambda x, y: rsa(x, y, kind="euclidean"),
+}
+UNDER_ANY_MAP = ("mean CCA", "SVCCA")  # where all directions are kept
+
+
+def centring(n):
+    return torch.eye(n, dtype=torch.float64) - 1 / n
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.filterwarnings("ignore:.*stimuli are few")
+def test_rotations_scales_and_translations_change_nothing(name):
+    metric = METRICS[name]
+
+    assert metric(3 * X @ ROTATION + 7, Y) == pytest.approx(metric(X, Y), abs=1e-7)
+    assert metric(X, X @ ROTATION) == pytest.approx(0 if name in ("Procrustes", "angle") else 1, abs=1e-6)
+    changed = metric(X @ MAP, Y) != pytest.approx(metric(X, Y), abs=1e-4)
+    assert changed is (name not in UNDER_ANY_MAP)
+
+
+@pytest.mark.parametrize("features", [8, 200], ids=["features", "kernels"])
+def test_cka_is_its_formula(features):
+    y = random(60, features, seed=4)
+    k, other, h = X @ X.T, y @ y.T, centring(60)
+    trace = torch.trace(k @ h @ other @ h)
+    assert float(hsic_0(k, other)) == pytest.approx(float(trace) / 59**2)
+    biased = trace / (torch.trace(k @ h @ k @ h) * torch.trace(other @ h @ other @ h)).sqrt()
+    assert linear_cka(X, y, debiased=False) == pytest.approx(float(biased))
+
+    def unbiased(a, b):
+        a, b = (one - one.diagonal().diag() for one in (a, b))
+        n, ones = len(a), torch.ones(len(a), dtype=torch.float64)
+        last = ones @ a @ b @ ones * 2 / (n - 2)
+        return (torch.trace(a @ b) + (ones @ a @ ones) * (ones @ b @ ones) / ((n - 1) * (n - 2)) - last) / (n * (n - 3))
+
+    assert float(hsic_1(k, other)) == pytest.approx(float(unbiased(k, other)))
+    expected = unbiased(k, other) / (unbiased(k, k) * unbiased(other, other)).sqrt()
+    assert linear_cka(X, y) == pytest.approx(float(expected))
+
+
+def test_debiased_cka_of_independent_noise_is_near_zero_and_biased_is_not():
+    x, y = random(200, 2000), random(200, 2000, seed=1)
+
+    assert linear_cka(x, y, debiased=False) > 0.85
+    assert abs(linear_cka(x, y)) < 0.05
+
+
+def test_a_wide_kernel_is_the_linear_one():
+    assert rbf_cka(X, Y, fraction=100.0, debiased=False) == pytest.approx(linear_cka(X, Y, debiased=False), abs=1e-3)
+
+
+def test_batches_estimate_the_whole():
+    x, y = random(4000, 6), random(4000, 6) + random(4000, 6, seed=1)
+    estimate = MinibatchCKA()
+    for a, b in zip(x.split(200), y.split(200), strict=True):
+        estimate.update(a, b)
+
+    assert estimate.result() == pytest.approx(linear_cka(x, y), abs=5e-3)
+    one = MinibatchCKA()
+    one.update(x, y)
+    assert one.result() == pytest.approx(linear_cka(x, y), abs=1e-9)
+
+
+def test_a_negative_self_similarity_is_nan_with_a_warning():
+    x = torch.eye(4)
+    with pytest.warns(UserWarning, match="not similar to itself"):
+        assert math.isnan(linear_cka(x, random(4, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*stimuli are few")
+def test_canonical_correlations_are_those_of_the_eigenvalue_problem():
+    x, y = (one - one.mean(0) for one in (X, Y))
+    xx, yy, xy = x.T @ x, y.T @ y, x.T @ y
+    squares = torch.linalg.eigvals(torch.linalg.solve(xx, xy) @ torch.linalg.solve(yy, xy.T)).real
+
+    assert torch.allclose(canonical_correlations(X, Y), squares.sort(descending=True).values.sqrt())
+
+
+@pytest.mark.filterwarnings("ignore:.*stimuli are few")
+def test_pwcca_weighs_correlations_by_what_they_explain():
+    x = X - X.mean(0)
+    left = torch.linalg.svd(x, full_matrices=False)[0]
+    other = torch.linalg.svd(Y - Y.mean(0), full_matrices=False)[0]
+    u, correlations, _ = torch.linalg.svd(left.T @ other, full_matrices=False)
+    directions = left @ u
+    weights = torch.stack([sum((direction @ column).abs() for column in x.T) for direction in directions.T])
+
+    assert pwcca(X, Y) == pytest.approx(float((weights * correlations).sum() / weights.sum()))
+    assert pwcca(4 * X + 1, Y @ random(8, 8, seed=9)) == pytest.approx(pwcca(X, Y))
+    assert pwcca(X, Y) != pytest.approx(pwcca(Y, X), abs=1e-4)
+
+
+def test_svcca_keeps_the_direction_that_crosses_the_threshold():
+    u = torch.linalg.qr(random(50, 4) - random(50, 4).mean(0))[0]
+    x = u * torch.tensor([10.0, 3, 1, 0.1], dtype=torch.float64)
+    from forge_plugins_interp.metrics.cca import _leading
+
+    x = x - x.mean(0)
+    assert _leading(x, 0.99, "variance").shape[1] == 2
+    assert _leading(x, 0.99, "sum").shape[1] == 3
+
+
+@pytest.mark.parametrize("kind", ["correlation", "cosine", "euclidean", "sqeuclidean"])
+def test_dissimilarities_are_those_of_scipy(kind):
+    distance = pytest.importorskip("scipy.spatial.distance")
+
+    assert np.allclose(rdm(X, kind).numpy(), distance.pdist(X.numpy(), kind))
+
+
+@pytest.mark.parametrize("by", ["spearman", "pearson"])
+def test_correlations_of_dissimilarities_are_those_of_scipy(by):
+    stats = pytest.importorskip("scipy.stats")
+    a, b = rdm(X).round(decimals=1), rdm(Y)  # with ties
+    expected = getattr(stats, f"{by}r")(a.numpy(), b.numpy()).statistic
+
+    assert compare(a, b, by) == pytest.approx(expected)
+
+
+def test_tau_a_counts_pairs():
+    a, b = torch.tensor([1.0, 2, 3, 3]), torch.tensor([1.0, 3, 2, 4])
+
+    assert compare(a, b, "kendall") == pytest.approx((4 - 1) / 6)
+
+
+def test_a_noise_ceiling_has_its_bounds():
+    truth = random(100)
+    rdms = torch.stack([truth + 0.5 * random(100, seed=seed) for seed in range(1, 7)])
+    lower, upper = noise_ceiling(rdms, "pearson")
+
+    assert lower < upper < 1
+    assert lower < sum(compare(truth, one, "pearson") for one in rdms) / 6 < upper + 0.05
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear_cka(X[:3], Y[:3]), "there are 3 stimuli, and this needs at least 4"),
+        (lambda: linear_cka(X, Y[:50]), "the first has 60 stimuli, and the second 50"),
+        (lambda: linear_cka(X, Y.masked_fill(Y > 2, float("nan"))), "the second: stimulus .* not finite in feature"),
+        (lambda: mean_cca(X[:8], Y[:8]), "more stimuli than features; there are 8, and 8"),
+        (lambda: rsa(torch.ones(5, 3), X[:5]), "stimulus 0 has the same value in all features"),
+        (lambda: noise_ceiling(torch.ones(1, 6)), "at least 2 subjects, got 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_sentence(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_few_stimuli_for_cca_are_told():
+    with pytest.warns(UserWarning, match="60 stimuli are few for 8 features"):
+        mean_cca(X, Y)
