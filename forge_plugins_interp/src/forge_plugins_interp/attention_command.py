@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from forge_core.errors import ConfigError
+from forge_plugins_interp.tidy_table import Row, refuse_other_ending, write_csv
 
 if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
@@ -34,8 +34,7 @@ def attention(
     obj: Any, run: Path, prompt: str, layers: str | None, heads: str | None, kind: str, out: Path | None
 ) -> None:
     """Run the model of RUN on a prompt, and print for each head which tokens the last one looks at most."""
-    if out is not None and out.suffix not in (".csv", ".png"):
-        raise ConfigError(f"--out {out}: must end with .csv or .png")
+    refuse_other_ending(out)
 
     import torch
 
@@ -53,9 +52,9 @@ def attention(
         for head in chosen[name]:
             print(f"  head {head:<3} {_strongest(value[head, -1], words)}")
     if out is not None and out.suffix == ".csv":
-        _write(out, values, chosen, words)
+        write_csv(out, _rows(values, chosen, words))
     elif out is not None:
-        from forge_plugins_interp.attention_figure import attention_figure
+        from forge_plugins_interp.figures.attention import attention_figure
 
         attention_figure({name: values[name][chosen[name]] for name in names}, chosen, words).savefig(out, dpi=150)
     if out is not None:
@@ -102,12 +101,19 @@ def _strongest(row: Any, words: list[str]) -> str:
     return "  ".join(f"{value:6.3f} {place}:{words[place]!r}" for value, place in pairs)
 
 
-def _write(out: Path, values: dict[str, Any], heads: dict[str, list[int]], words: list[str]) -> None:
-    with out.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["site", "head", "query", "query_token", "key", "key_token", "value"])
-        for name, value in values.items():
-            for head in heads[name]:
-                for query, row in enumerate(value[head].tolist()):
-                    for key, one in enumerate(row):
-                        rows.writerow([name, head, query, words[query], key, words[key], one])
+def _rows(values: dict[str, Any], heads: dict[str, list[int]], words: list[str]) -> list[Row]:
+    return [
+        {
+            "site": name,
+            "head": head,
+            "query": query,
+            "query_token": words[query],
+            "key": key,
+            "key_token": words[key],
+            "value": one,
+        }
+        for name, value in values.items()
+        for head in heads[name]
+        for query, row in enumerate(value[head].tolist())
+        for key, one in enumerate(row)
+    ]

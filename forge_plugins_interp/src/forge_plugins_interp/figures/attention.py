@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from forge_core.errors import ConfigError
+from forge_plugins_interp.figures.blank import blank
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +27,9 @@ def attention_figure(
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("figures need matplotlib: pip install forge-plugins-interp[figures]") from None
     columns = max(map(len, heads.values()))
     side = 1.2 + 0.12 * min(len(words), _MOST_WORDS)
-    figure = Figure(figsize=(side * columns, (side + 0.3) * len(values)), layout="constrained")
+    figure = blank(side * columns, (side + 0.3) * len(values))
     grid = figure.subplots(len(values), columns, squeeze=False)
     for row, (name, value) in zip(grid, values.items(), strict=True):
         for axes in row[len(value) :]:

@@ -1,0 +1,1 @@
+"""Pictures of what is found. They need matplotlib, and no display."""
