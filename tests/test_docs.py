@@ -38,7 +38,7 @@ DOCS = ROOT / "docs"
 GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks", "moved-modules", "passes"))
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
-HOOKS_OF_PACKAGES = ["forge_report_sections"]
+HOOKS_OF_PACKAGES = ["forge_report_sections", "forge_representation_metrics"]
 """Of kinds that packages of ours add, those that have a page."""
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in (*HOOKS, *HOOKS_OF_PACKAGES)]
 AFTERNOONS = [

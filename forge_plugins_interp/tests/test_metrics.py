@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from forge_core.errors import ConfigError
+from forge_plugins_interp.metrics import cka
 from forge_plugins_interp.metrics.cca import canonical_correlations, mean_cca, pwcca, svcca
-from forge_plugins_interp.metrics.cka import MinibatchCKA, hsic_0, hsic_1, linear_cka, rbf_cka
+from forge_plugins_interp.metrics.cka import LinearCKA, hsic_0, hsic_1, linear_cka, rbf_cka
 from forge_plugins_interp.metrics.procrustes import angular_procrustes, procrustes
 from forge_plugins_interp.metrics.rsa import compare, noise_ceiling, rdm, rsa
 
@@ -83,14 +84,26 @@ def test_a_wide_kernel_is_the_linear_one():
 
 def test_batches_estimate_the_whole():
     x, y = random(4000, 6), random(4000, 6) + random(4000, 6, seed=1)
-    estimate = MinibatchCKA()
+    estimate = LinearCKA()
     for a, b in zip(x.split(200), y.split(200), strict=True):
-        estimate.update(a, b)
+        estimate.update([a], [b])
 
-    assert estimate.result() == pytest.approx(linear_cka(x, y), abs=5e-3)
-    one = MinibatchCKA()
-    one.update(x, y)
-    assert one.result() == pytest.approx(linear_cka(x, y), abs=1e-9)
+    assert float(estimate.result()) == pytest.approx(linear_cka(x, y), abs=5e-3)
+
+
+@pytest.mark.parametrize("widths", [(3, 5, 4), (80, 90, 70)], ids=["features", "stimuli"])
+@pytest.mark.parametrize("debiased", [True, False], ids=["debiased", "biased"])
+@pytest.mark.parametrize("block", [2**28, 1000])
+def test_a_matrix_of_cka_has_each_pair(monkeypatch, widths, debiased, block):
+    monkeypatch.setattr(cka, "_BLOCK_BYTES", block)
+    xs = [random(40, width, seed=width) for width in widths]
+    ys = [random(40, width, seed=7) + xs[0].mean(1, keepdim=True) for width in (6, 60)]
+
+    for others in (None, ys):
+        estimate = LinearCKA(debiased=debiased)
+        estimate.update(xs, others)
+        expected = [[linear_cka(x, y, debiased=debiased) for y in others or xs] for x in xs]
+        assert torch.allclose(estimate.result(), torch.tensor(expected, dtype=torch.float64), atol=1e-10)
 
 
 def test_a_negative_self_similarity_is_nan_with_a_warning():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Command, hookimpl
+from forge_core.api import Command, Component, Kind, hookimpl
 
 FORGE_API = "1.1"
 
@@ -18,7 +18,45 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_interp.attention_command:attention",
     )
     yield Command(
+        name="compare",
+        summary="how alike two stores are, site by site",
+        run="forge_plugins_interp.compare_command:compare",
+    )
+    yield Command(
         name="extract",
         summary="write what a model computes to a store",
         run="forge_plugins_interp.extract_command:extract",
     )
+
+
+@hookimpl
+def forge_kinds() -> Iterable[Kind]:
+    """How alike two representations are."""
+    contract = "forge_plugins_interp.metrics.contract"
+    yield Kind(
+        name="representation_metric",
+        hook="forge_representation_metrics",
+        summary="how alike two representations of the same stimuli are",
+        contract=f"{contract}:RepresentationMetricFactory",
+        returns=f"{contract}:RepresentationMetric",
+    )
+
+
+@hookimpl
+def forge_representation_metrics() -> Iterable[Component]:
+    """Ours."""
+    metrics = {
+        "cca": ("the mean canonical correlation", "Cca", "CcaConfig"),
+        "cka": ("centred kernel alignment, debiased unless it is told otherwise", "Cka", "CkaConfig"),
+        "procrustes": ("the distance that is left after the best rotation", "Procrustes", "ProcrustesConfig"),
+        "pwcca": ("canonical correlations, weighted by what they explain", "Pwcca", "CcaConfig"),
+        "rsa": ("the correlation of dissimilarities of stimuli", "Rsa", "RsaConfig"),
+        "svcca": ("the mean canonical correlation of the leading directions", "Svcca", "SvccaConfig"),
+    }
+    for name, (summary, factory, config) in metrics.items():
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_interp.metrics.components:{factory}",
+            config=f"forge_plugins_interp.metrics.config:{config}",
+        )

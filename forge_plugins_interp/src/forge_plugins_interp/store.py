@@ -234,6 +234,17 @@ class Store:
         start = self._offsets[sample] - self._offsets[self.manifest.samples_of(shard)[0]]
         return self._values(TOKENS, shard)[start : start + self.columns["length"][sample]]
 
+    def require(self, site: str) -> str:
+        """
+        Returns:
+            The name of the site.
+
+        Raises:
+            ConfigError: the store has none of that name.
+        """
+        self._stored(site)
+        return site
+
     def _stored(self, site: str) -> StoredSite:
         if site not in self.manifest.sites:
             close = nearest(site, self.manifest.sites)

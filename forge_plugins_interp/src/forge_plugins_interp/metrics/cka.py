@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations_with_replacement, product
 
 import torch
 
@@ -16,6 +17,8 @@ from forge_plugins_interp.metrics.matrices import centred, checked
 
 LEAST_DEBIASED = 4
 """Stimuli that the unbiased estimate needs."""
+_BLOCK_BYTES = 256 * 2**20
+"""Of the rows of all kernels that are in memory at a time."""
 
 
 def linear_cka(x: torch.Tensor, y: torch.Tensor, *, debiased: bool = True) -> float:
@@ -34,17 +37,95 @@ def linear_cka(x: torch.Tensor, y: torch.Tensor, *, debiased: bool = True) -> fl
     Raises:
         ConfigError: other stimuli, fewer than 4 (debiased) or 2, or a value that is not finite.
     """
-    x, y = checked(x, y, LEAST_DEBIASED if debiased else 2)
-    x, y = centred(x), centred(y)
-    n = len(x)
-    if max(x.shape[1], y.shape[1]) >= n:
-        return _of_kernels(x @ x.T, y @ y.T, debiased=debiased)
-    products = [(b.T @ a).square().sum() for a, b in ((x, y), (x, x), (y, y))]
-    if debiased:
-        norms_x, norms_y = x.square().sum(1), y.square().sum(1)
-        pairs = ((norms_x, norms_y), (norms_x, norms_x), (norms_y, norms_y))
-        products = [_debiased(z, a, b) for z, (a, b) in zip(products, pairs, strict=True)]
-    return ratio(*(float(one) for one in products))
+    both = LinearCKA(debiased=debiased)
+    both.update([x], [y])
+    return float(both.result())
+
+
+class LinearCKA:
+    """Linear CKA of each of some representations with each of others, in one pass over batches of stimuli.
+
+    Of several batches, the estimates of HSIC are averaged, and then divided (Nguyen et al. 2020, arXiv 2010.15327).
+
+    Args:
+        debiased: by the unbiased HSIC, which needs 4 stimuli a batch.
+    """
+
+    def __init__(self, *, debiased: bool = True) -> None:
+        self._debiased = debiased
+        self._sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor] | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            xs: ``(b, p)`` each, with p of its own.
+            ys: the others; without them, ``xs`` again.
+        """
+        least = LEAST_DEBIASED if self._debiased else 2
+        every = [centred(checked(xs[0], one, least)[1]) for one in (*xs, *(ys or ()))]
+        products = _products(every, len(xs) if ys is not None else None)
+        if self._debiased:
+            norms = torch.stack([one.square().sum(1) for one in every])
+            products = _without_bias(products, norms)
+        first, second = (slice(len(xs)), slice(len(xs), None)) if ys is not None else (slice(None), slice(None))
+        own = products.diagonal()
+        batch = products[first, second], own[first], own[second]
+        self._sums = batch if self._sums is None else tuple(map(torch.add, self._sums, batch))  # type: ignore[assignment]
+
+    def result(self) -> torch.Tensor:
+        """``(len(xs), len(ys))`` float64; NaN, with a warning, where a self-similarity is not positive."""
+        assert self._sums is not None, "there was no batch"
+        both, first, second = self._sums
+        if bool((first <= 0).any() or (second <= 0).any()):
+            warnings.warn("a representation is not similar to itself: too few stimuli for debiased CKA", stacklevel=2)
+        return both / (first.where(first > 0, math.nan)[:, None] * second.where(second > 0, math.nan)).sqrt()
+
+
+def _products(every: Sequence[torch.Tensor], n_first: int | None) -> torch.Tensor:
+    """``‖YᵀX‖²`` of each pair and of each with itself, by features or by stimuli, as takes fewer operations.
+
+    Args:
+        every: centred.
+        n_first: so many are compared with the rest; ``None`` compares each with each.
+    """
+    n, wanted = len(every[0]), _pairs(len(every), n_first)
+    by_features = sum(every[i].shape[1] * every[j].shape[1] for i, j in wanted)
+    by_stimuli = (sum(one.shape[1] for one in every) + len(every) ** 2 / 2) * n / 2
+    found = every[0].new_zeros(len(every), len(every))
+    if by_features > by_stimuli:
+        return _by_stimuli(every)
+    for i, j in wanted:
+        found[i, j] = found[j, i] = (every[j].T @ every[i]).square().sum()
+    return found
+
+
+def _pairs(number: int, n_first: int | None) -> list[tuple[int, int]]:
+    if n_first is None:
+        return list(combinations_with_replacement(range(number), 2))
+    return [*product(range(n_first), range(n_first, number)), *((i, i) for i in range(number))]
+
+
+def _by_stimuli(every: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``tr(KL)`` of all pairs, from blocks of rows of all kernels at a time. A kernel is symmetric: what is right of
+    the diagonal block counts twice."""
+    n = len(every[0])
+    rows = max(1, min(n, _BLOCK_BYTES // (8 * n * len(every))))
+    found = every[0].new_zeros(len(every), len(every))
+    for start in range(0, n, rows):
+        block = torch.stack([one[start : start + rows] @ one[start:].T for one in every])
+        block[:, :, rows:] *= math.sqrt(2)
+        flat = block.flatten(1)
+        found += flat @ flat.T
+    return found
+
+
+def _without_bias(products: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """``hsic_1`` of linear kernels, from ``‖YᵀX‖²`` of centred features and their rows' squared norms ``(L, n)``."""
+    n = norms.shape[1]
+    sums = norms.sum(1)
+    ends = sums[:, None] * sums / ((n - 1) * (n - 2))
+    return (products - n / (n - 2) * (norms @ norms.T) + ends) / (n * (n - 3))
 
 
 def rbf_cka(x: torch.Tensor, y: torch.Tensor, *, fraction: float = 1.0, debiased: bool = True) -> float:
@@ -63,7 +144,7 @@ def _rbf(x: torch.Tensor, fraction: float) -> torch.Tensor:
 
 def _of_kernels(k: torch.Tensor, other: torch.Tensor, *, debiased: bool) -> float:
     hsic: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = hsic_1 if debiased else hsic_0
-    return ratio(*(float(hsic(a, b)) for a, b in ((k, other), (k, k), (other, other))))
+    return _ratio(*(float(hsic(a, b)) for a, b in ((k, other), (k, k), (other, other))))
 
 
 def hsic_0(k: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -86,35 +167,9 @@ def hsic_1(k: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return ((k * other).sum() + ends - cross) / (n * (n - 3))
 
 
-def _debiased(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``n (n − 3)`` times ``hsic_1`` of linear kernels, from features: ``a`` and ``b`` are squared norms of rows."""
-    n = len(a)
-    return product - n / (n - 2) * (a @ b) + a.sum() * b.sum() / ((n - 1) * (n - 2))
-
-
-def ratio(both: float, first: float, second: float) -> float:
+def _ratio(both: float, first: float, second: float) -> float:
     """CKA from three estimates of HSIC."""
     if first <= 0 or second <= 0:
         warnings.warn("a representation is not similar to itself: too few stimuli for debiased CKA", stacklevel=3)
         return float("nan")
     return both / math.sqrt(first * second)
-
-
-class MinibatchCKA:
-    """Debiased linear CKA in one pass over batches: estimates of HSIC are averaged, and then divided (Nguyen et al.
-    2020, arXiv 2010.15327). Each batch has at least 4 stimuli."""
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64)
-        self._batches = 0
-
-    def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add a batch ``(b, p)``, ``(b, q)``."""
-        x, y = checked(x, y, LEAST_DEBIASED)
-        k, other = x @ x.T, y @ y.T
-        self._sums += torch.stack([hsic_1(k, other), hsic_1(k, k), hsic_1(other, other)]).cpu()
-        self._batches += 1
-
-    def result(self) -> float:
-        """The estimate so far."""
-        return ratio(*(self._sums / max(self._batches, 1)).tolist())

@@ -1,0 +1,110 @@
+"""``forge compare``: how alike two stores are, site by site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.contracts.component_ref import ComponentRef
+    from forge_plugins_interp.metrics.contract import RepresentationMetric
+    from forge_plugins_interp.store import Store
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--metric", "name", default="cka", show_default=True, help="A representation_metric; forge plugins lists."
+)
+@click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@click.pass_obj
+def compare(
+    obj: Any, first: Path, second: Path, overrides: tuple[str, ...], name: str, patterns: str, out: Path | None
+) -> None:
+    """Compare each site of the store FIRST with each of SECOND, which may be the same one, on the stimuli that both
+    have.
+
+    OVERRIDES are keys of the metric, such as metric.kernel=rbf.
+    """
+    refuse_other_ending(out)
+
+    from forge_core.commands.table import aligned
+    from forge_core.config.builder import ComponentBuilder
+    from forge_plugins_interp.alignment import Alignment
+    from forge_plugins_interp.figures.similarity import similarity_figure
+    from forge_plugins_interp.store import Store
+
+    build = ComponentBuilder(obj.catalog())
+    use = _metric(build, name, overrides)
+    metric: RepresentationMetric = build(use)
+    stores = Store(first), Store(second)
+    sites = [_sites(store, patterns) for store in stores]
+    both = Alignment.of(*stores)
+    both.refuse_other_rows(sites)
+    xs = [both.values(0, site) for site in sites[0]]
+    same = stores[0].folder.resolve() == stores[1].folder.resolve()
+    values = metric.matrix(xs, None if same else [both.values(1, site) for site in sites[1]])
+    print(f"{use.name} of {len(xs[0])} rows of {len(both.samples[0])} stimuli")
+    lines = _closest(values, sites, is_distance=metric.is_distance, same=same)
+    print("\n".join(aligned([("site", use.name, "most alike"), *lines])))
+    if out is None:
+        return
+    rows = [
+        {"site_a": a, "site_b": b, "metric": use.name, "rows": len(xs[0]), "value": float(values[i, j])}
+        for i, a in enumerate(sites[0])
+        for j, b in enumerate(sites[1])
+    ]
+    write_csv(out.with_suffix(".csv"), rows)
+    if out.suffix == ".png":
+        similarity_figure(values, sites[0], sites[1], use.name).savefig(out, dpi=150)
+    print(f"wrote {out}")
+
+
+def _metric(build: Any, name: str, overrides: Sequence[str]) -> ComponentRef:
+    from forge_core.job import with_settings
+
+    table = with_settings({"metric": {"name": name}}, overrides)
+    use: ComponentRef = build.resolve("representation_metric", table["metric"])
+    return use
+
+
+def _sites(store: Store, patterns: str) -> list[str]:
+    """
+    Raises:
+        ConfigError: a pattern means no site of the store.
+    """
+    from forge_plugins_interp.aliases import canonical_site
+    from forge_plugins_interp.sites import matches
+
+    if patterns == "*":
+        return store.sites
+    wanted: set[str] = set()
+    for pattern in (part.strip() for part in patterns.split(",") if part.strip()):
+        found = [site for site in store.sites if matches(site, canonical_site(pattern))]
+        wanted |= {*found} if found else {store.require(pattern)}
+    return [site for site in store.sites if site in wanted]
+
+
+def _closest(
+    values: torch.Tensor, sites: Sequence[Sequence[str]], *, is_distance: bool, same: bool
+) -> list[tuple[str, str, str]]:
+    """For each site of the first store, the one of the second that is most alike; in one store, another one."""
+    lines = []
+    for number, (site, row) in enumerate(zip(sites[0], values, strict=True)):
+        worst = float("inf") if is_distance else float("-inf")
+        ordered = row.nan_to_num(nan=worst)
+        if same and len(sites[1]) > 1:
+            ordered[number] = worst
+        best = int(ordered.argmin() if is_distance else ordered.argmax())
+        lines.append((site, f"{float(row[best]):.4f}", sites[1][best]))
+    return lines
