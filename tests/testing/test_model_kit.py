@@ -7,6 +7,7 @@ from torch import nn
 
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.loss import LossSum
+from forge_core.contracts.observation import Site
 from forge_testing.model import ModelConformance
 from forge_testing.small_model import SmallModel
 
@@ -29,6 +30,32 @@ class CachedModel(SmallModel):
 class TestCachedModel(ModelConformance):
     def make(self, **given):
         return CachedModel(**given)
+
+
+STREAM = ("sample", "position", "width")
+
+
+def doubled(block, hidden, visible):
+    return 2 * hidden
+
+
+def halved(block, value, hidden, visible):
+    return block.forward(value / 2, visible)
+
+
+class ObservableModel(SmallModel):
+    """The small model, with sites."""
+
+    def sites(self):
+        here = f"{__name__}:"
+        found = {f"blocks.{layer}.resid_post": Site(module=f"blocks.{layer}", dims=STREAM) for layer in self.blocks}
+        computed = {"where": "input", "dims": STREAM, "compute": f"{here}doubled", "replace": f"{here}halved"}
+        return found | {"doubled": Site(module="blocks.1", **computed)}
+
+
+class TestObservableModel(ModelConformance):
+    def make(self, **given):
+        return ObservableModel(**given)
 
 
 class TiedModel(CachedModel):
@@ -99,6 +126,36 @@ def built(change):
             change(self)
 
     return Faulty
+
+
+def observable(**sites):
+    """The model with sites that are not as it declares them."""
+    return type("Liar", (CachedModel,), {"sites": lambda self: sites})
+
+
+class Disturbed(ObservableModel):
+    """A hook on a block takes it off its fast path, which computes something else."""
+
+    def forward(self, tokens, targets=None, loss=None, **inputs):
+        result = super().forward(tokens, targets, loss, **inputs)
+        return result * (1.5 if self.blocks["0"]._forward_hooks else 1)
+
+
+class GoesPastItsHead(CachedModel):
+    def sites(self):
+        return {"logits": Site(module="head", dims=("sample", "position", "vocabulary"))}
+
+    def forward(self, tokens, targets=None, loss=None, cache=None, **inputs):
+        if cache is None:
+            return super().forward(tokens, targets, loss, **inputs)
+        head, self.head = self.head, None
+        hidden = super().forward(tokens, cache=cache, **inputs)
+        self.head = head
+        return F.linear(hidden, head.weight)
+
+
+def twice(block, value, hidden, visible):
+    return block.forward(value, visible)
 
 
 def returning(change):
@@ -273,6 +330,46 @@ FAULTS = [
     (FrozenEmbedding, "test_gradients_reach_every_parameter", "no gradient reaches embed.weight"),
     (Counting, "test_forward_changes_only_accumulators", "forward changed steps"),
     (FrozenEmbedding, "test_loss_falls_in_twenty_steps", "hardly anything is learned"),
+    (
+        observable(resid=Site(module="blocks.9", dims=STREAM)),
+        "test_every_site_has_its_dims_once_a_forward",
+        "the site resid is at 'blocks.9', which is no module",
+    ),
+    (
+        observable(resid=Site(module="blocks.0", dims=("sample", "width", "position"))),
+        "test_every_site_has_its_dims_once_a_forward",
+        "resid has 16 along its dim 'position', and there are 12",
+    ),
+    (
+        observable(resid=Site(module="blocks.0", dims=STREAM[1:])),
+        "test_every_site_has_its_dims_once_a_forward",
+        r"has the shape \(2, 12, 16\), and declares 2 dims",
+    ),
+    (
+        observable(blocks=Site(module="blocks", dims=STREAM)),
+        "test_every_site_has_its_dims_once_a_forward",
+        "blocks is computed 0 times in a forward",
+    ),
+    (
+        observable(hidden=Site(module="blocks.0", where="input", argument=2, dims=STREAM)),
+        "test_every_site_has_its_dims_once_a_forward",
+        "hidden is input 2 of blocks.0, which has 2",
+    ),
+    (Disturbed, "test_looking_at_sites_changes_nothing", "the logits are others while sites are looked at"),
+    (
+        observable(
+            twice=Site(
+                module="blocks.1",
+                where="input",
+                dims=STREAM,
+                compute=f"{__name__}:doubled",
+                replace=f"{__name__}:twice",
+            )
+        ),
+        "test_a_site_put_back_gives_what_its_module_gave",
+        "the site twice: replace, of the value that compute gives, changes what blocks.1 gives",
+    ),
+    (GoesPastItsHead, "test_sites_are_there_with_a_cache", "do not compute logits twice"),
 ]
 
 
@@ -287,6 +384,6 @@ def test_a_fault_is_found_and_told(model, check, sentence):
 
 
 def test_every_check_has_a_fault_that_it_finds():
-    checks = {name for name in vars(ModelConformance) if name.startswith("test_")}
+    checks = {name for name in dir(ModelConformance) if name.startswith("test_")}
 
     assert {check for _, check, _ in FAULTS} == checks

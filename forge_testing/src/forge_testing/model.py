@@ -27,12 +27,13 @@ from forge_testing.module_state import (
     materialise,
     snapshot,
 )
+from forge_testing.observable import ObservableConformance
 from forge_testing.small_model import cross_entropy
 
 _PARTS = ("embed", "blocks", "norm", "head")
 
 
-class ModelConformance(ComponentCase):
+class ModelConformance(ObservableConformance, ComponentCase):
     """Subclass it, name the component with a small configuration, and pytest runs every check below on it."""
 
     kind = "model"
@@ -147,7 +148,7 @@ class ModelConformance(ComponentCase):
     # -- what it computes
 
     def test_logits_have_the_right_shape(self) -> None:
-        logits = self.build_model()(self._tokens(), **self._inputs())
+        logits = self.build_model()(self.tokens(), **self.inputs())
 
         expected = (2, self.seq_len, self.vocab_size)
         assert tuple(logits.shape) == expected, f"logits must be (B, S, V) = {expected}, got {tuple(logits.shape)}"
@@ -155,12 +156,12 @@ class ModelConformance(ComponentCase):
 
     def test_is_causal(self) -> None:
         model = self.build_model().eval()
-        tokens = self._tokens()
+        tokens = self.tokens()
         other = tokens.clone()
         place = self.seq_len // 2
         other[:, place] = (other[:, place] + 1) % self.vocab_size
 
-        difference = (model(other, **self._inputs()) - model(tokens, **self._inputs())).abs().amax(dim=(0, 2))
+        difference = (model(other, **self.inputs()) - model(tokens, **self.inputs())).abs().amax(dim=(0, 2))
 
         early = difference[:place].max().item()
         assert early < 1e-5, (
@@ -170,10 +171,10 @@ class ModelConformance(ComponentCase):
 
     def test_loss_is_applied_to_its_hidden_states(self) -> None:
         model = self.build_model().eval()
-        tokens, targets = self._tokens(), self._targets()
+        tokens, targets = self.tokens(), self._targets()
 
-        result = model(tokens, targets=targets, loss=cross_entropy, **self._inputs())
-        logits = model(tokens, **self._inputs())
+        result = model(tokens, targets=targets, loss=cross_entropy, **self.inputs())
+        logits = model(tokens, **self.inputs())
 
         assert isinstance(result, LossSum), f"with a loss, forward must return its LossSum, got {type(result).__name__}"
         expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -190,12 +191,12 @@ class ModelConformance(ComponentCase):
         if not self.takes_documents:
             pytest.skip("the model says that it takes no documents")
         model = self.build_model().eval()
-        tokens, cut = self._tokens(), self.seq_len // 3
+        tokens, cut = self.tokens(), self.seq_len // 3
         document = (torch.arange(self.seq_len) >= cut).long().expand(2, -1)
         positions = torch.cat([torch.arange(cut), torch.arange(self.seq_len - cut)]).expand(2, -1)
 
-        packed = model(tokens, document=document, positions=positions, **self._inputs())
-        parts = [model(tokens[:, part], **self._inputs(part)) for part in (slice(cut), slice(cut, None))]
+        packed = model(tokens, document=document, positions=positions, **self.inputs())
+        parts = [model(tokens[:, part], **self.inputs(part)) for part in (slice(cut), slice(cut, None))]
         alone = torch.cat(parts, dim=1)
 
         difference = (packed - alone).abs().max().item()
@@ -211,29 +212,29 @@ class ModelConformance(ComponentCase):
         cut = (len(keys) + 1) // 2
         _drop(first, "norm", "head", *keys[cut:])
         _drop(last, "embed", *keys[:cut])
-        tokens, targets = self._tokens(), self._targets()
+        tokens, targets = self.tokens(), self._targets()
 
-        hidden = first(tokens, **self._inputs())
-        chained = last(hidden, **self._inputs())
+        hidden = first(tokens, **self.inputs())
+        chained = last(hidden, **self.inputs())
 
-        expected = whole(tokens, **self._inputs())
+        expected = whole(tokens, **self.inputs())
         assert hidden.shape[:2] == tokens.shape, (
             f"a stage without head must return hidden states (B, S, D), got {tuple(hidden.shape)}"
         )
         difference = (chained - expected).abs().max().item()
         assert difference < 1e-4, f"two stages in a row give other logits than the whole model (by {difference:.3g})"
-        loss = last(hidden, targets=targets, loss=cross_entropy, **self._inputs())
+        loss = last(hidden, targets=targets, loss=cross_entropy, **self.inputs())
         torch.testing.assert_close(
             loss.total,
-            whole(tokens, targets=targets, loss=cross_entropy, **self._inputs()).total,
+            whole(tokens, targets=targets, loss=cross_entropy, **self.inputs()).total,
             msg="the last stage gives another loss than the whole model",
         )
         for stage in (first, last):
             _assert_roles(stage)
 
     def test_works_in_bf16(self) -> None:
-        tokens, targets = self._tokens(), self._targets()
-        inputs = self._inputs()
+        tokens, targets = self.tokens(), self._targets()
+        inputs = self.inputs()
         full = self.build_model().eval()(tokens, targets=targets, loss=cross_entropy, **inputs).total.item()
 
         model = cast_parameters(self.build_model(), torch.bfloat16).eval()
@@ -248,14 +249,14 @@ class ModelConformance(ComponentCase):
         model = self.build_model().eval()
         if not hasattr(model, "make_cache"):
             pytest.skip("the model has no make_cache")
-        tokens = self._tokens()
+        tokens = self.tokens()
         half = self.seq_len // 2
         parts = [slice(*ends) for ends in pairwise([0, half, *range(half + 2, self.seq_len + 1)])]
 
         with torch.no_grad():
-            expected = model(tokens, **self._inputs())
+            expected = model(tokens, **self.inputs())
             cache = model.make_cache(2, self.seq_len)
-            cached = torch.cat([model(tokens[:, part], cache=cache, **self._inputs(part)) for part in parts], dim=1)
+            cached = torch.cat([model(tokens[:, part], cache=cache, **self.inputs(part)) for part in parts], dim=1)
 
         difference = (cached - expected).abs().max().item()
         assert difference < 1e-4, (
@@ -266,13 +267,13 @@ class ModelConformance(ComponentCase):
         model = self.build_model().eval()
         if not hasattr(model, "make_cache"):
             pytest.skip("the model has no make_cache")
-        tokens, padding = self._tokens(), 3
+        tokens, padding = self.tokens(), 3
         positions = (torch.arange(self.seq_len) - padding).clamp(min=-1).expand(2, -1)
 
         with torch.no_grad():
-            expected = model(tokens[:, padding:], **self._inputs(slice(padding, None)))
+            expected = model(tokens[:, padding:], **self.inputs(slice(padding, None)))
             cache = model.make_cache(2, self.seq_len)
-            padded = model(tokens, cache=cache, positions=positions, **self._inputs())[:, padding:]
+            padded = model(tokens, cache=cache, positions=positions, **self.inputs())[:, padding:]
 
         difference = (padded - expected).abs().max().item()
         assert difference < 1e-4, (
@@ -285,7 +286,7 @@ class ModelConformance(ComponentCase):
         model = self.build_model().train()
         tokens = torch.arange(2 * self.seq_len).view(2, -1) % self.vocab_size
 
-        model(tokens, targets=self._targets(), loss=cross_entropy, **self._inputs()).total.backward()
+        model(tokens, targets=self._targets(), loss=cross_entropy, **self.inputs()).total.backward()
 
         assert_gradients_everywhere(model)
 
@@ -293,19 +294,19 @@ class ModelConformance(ComponentCase):
         model = self.build_model().train()
         before = snapshot(model)
 
-        model(self._tokens(), targets=self._targets(), loss=cross_entropy, **self._inputs()).total.backward()
+        model(self.tokens(), targets=self._targets(), loss=cross_entropy, **self.inputs()).total.backward()
 
         assert_forward_is_pure(before, model)
 
     def test_loss_falls_in_twenty_steps(self) -> None:
         model = self.build_model().train()
-        tokens = self._tokens()
+        tokens = self.tokens()
         targets = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
         optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate)
 
         losses = []
         for _ in range(20):
-            result = model(tokens, targets=targets, loss=cross_entropy, **self._inputs())
+            result = model(tokens, targets=targets, loss=cross_entropy, **self.inputs())
             mean = result.total / result.count
             mean.backward()
             optimizer.step()
@@ -320,7 +321,7 @@ class ModelConformance(ComponentCase):
     def _on_meta(self) -> Any:  # a Model is an nn.Module with more, which a Protocol cannot say
         return build_on_meta(functools.partial(self.make, vocab_size=self.vocab_size))
 
-    def _tokens(self) -> torch.Tensor:
+    def tokens(self) -> torch.Tensor:
         """``(2, S)`` int64."""
         return torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(0))
 
@@ -330,7 +331,7 @@ class ModelConformance(ComponentCase):
         targets[:, -2:] = IGNORED
         return targets
 
-    def _inputs(self, positions: slice = slice(None)) -> dict[str, torch.Tensor]:
+    def inputs(self, positions: slice = slice(None)) -> dict[str, torch.Tensor]:
         """What ``entries`` describe, for these positions of the two sequences: numbers from 0 to 2, always the same."""
         drawn, generator = {}, torch.Generator().manual_seed(2)
         for name, entry in self.entries.items():

@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forge_core.contracts.observation import Site
+
+STREAM = ("sample", "position", "width")
+
 
 class Jay(nn.Module):
     def __init__(self, config, /, *, vocab_size, **_):
@@ -61,6 +65,23 @@ class Jay(nn.Module):
 
     def recompute_plan(self):
         return {"aten.addmm": "keep", "aten._scaled_dot_product_flash_attention_for_cpu": "keep"}
+
+    def sites(self):
+        found = {} if self.embed is None else {"embed": Site(module="embed", dims=STREAM)}
+        for key in self.blocks:
+            block = f"blocks.{key}"
+            found[f"{block}.resid_pre"] = Site(module=block, where="input", dims=STREAM)
+            found[f"{block}.z"] = Site(module=f"{block}.mixer.look", dims=("sample", "head", "position", "head_width"))
+            found[f"{block}.attn_out"] = Site(module=f"{block}.mixer", dims=STREAM)
+            found[f"{block}.mlp_post"] = Site(
+                module=f"{block}.channel.down", where="input", dims=("sample", "position", "neuron")
+            )
+            found[f"{block}.mlp_out"] = Site(module=f"{block}.channel", dims=STREAM)
+            found[f"{block}.resid_post"] = Site(module=block, dims=STREAM)
+        if self.head is not None:
+            found["final_norm"] = Site(module="norm", dims=STREAM)
+            found["logits"] = Site(module="head", dims=("sample", "position", "vocabulary"))
+        return found
 
     def parameter_roles(self):
         return {name: _role(name) for name, _ in self.named_parameters()}
