@@ -64,3 +64,8 @@ class SurpriseConfig(EvaluationConfig):
 @attrs.frozen(kw_only=True)
 class FinalsConfig:
     """No keys."""
+
+
+@attrs.frozen(kw_only=True)
+class MeanDistanceConfig:
+    """No keys."""

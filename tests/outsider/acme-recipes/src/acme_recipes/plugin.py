@@ -79,3 +79,13 @@ def forge_report_sections():
         factory="acme_recipes.finals:Finals",
         config="acme_recipes.config:FinalsConfig",
     )
+
+
+@hookimpl(optionalhook=True)
+def forge_representation_metrics():
+    yield Component(
+        name="mean_distance",
+        summary="how far the means of two representations are from each other",
+        factory="acme_recipes.mean_distance:MeanDistance",
+        config="acme_recipes.config:MeanDistanceConfig",
+    )
