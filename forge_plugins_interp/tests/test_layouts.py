@@ -91,7 +91,7 @@ def session(model: str, settings: list[str], world_size: int) -> Session:
     built = build_model(context, 40, sort_passes(job, catalog), build)
     for part in built.parts:
         part.eval()
-    return Session(context, built, Sites.of(built, mesh, build))
+    return Session(context, built, Sites.of(built.parts, [one.use for one in built.applied], mesh, build))
 
 
 def changes(model: str) -> list[Intervention]:

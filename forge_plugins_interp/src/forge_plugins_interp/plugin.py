@@ -27,6 +27,22 @@ def forge_commands() -> Iterable[Command]:
         summary="write what a model computes to a store",
         run="forge_plugins_interp.extract_command:extract",
     )
+    yield Command(
+        name="trace",
+        summary="fingerprints of what a few steps compute, and where two runs part",
+        run="forge_plugins_interp.trace_command:trace",
+    )
+
+
+@hookimpl
+def forge_callbacks() -> Iterable[Component]:
+    """What is looked at in training."""
+    yield Component(
+        name="trace",
+        summary="fingerprints of values, gradients and updates of a few steps",
+        factory="forge_plugins_interp.trace:Trace",
+        config="forge_plugins_interp.trace_config:TraceConfig",
+    )
 
 
 @hookimpl

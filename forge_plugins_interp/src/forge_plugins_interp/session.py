@@ -241,7 +241,7 @@ def open_session(
         use = given.load([*overrides, *settings]).data if settings else None
         return EvaluatedData(job, training, build, lambda: None)(use, "data")
 
-    sites = Sites.of(model.model, model.context.mesh, build)
+    sites = Sites.of(model.model.parts, [one.use for one in model.model.applied], model.context.mesh, build)
     return Session(
         model.context, model.model, sites, model.tokenizer, checkpoint=checkpoint, open_data=open_data, stack=stack
     )

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.observation import ANY, Ends, ObservableModule, Part, Site
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
-from forge_core.train.build import BuiltModel
 from forge_plugins_interp.aliases import canonical_site
 from forge_plugins_interp.placement import Cut
 
@@ -44,15 +44,21 @@ class Sites:
     elsewhere: Sequence[str]
 
     @classmethod
-    def of(cls, model: BuiltModel, mesh: Mesh, build: ComponentBuilder) -> Sites:
+    def of(
+        cls, parts: Sequence[nn.Module], passes: Iterable[ComponentRef], mesh: Mesh, build: ComponentBuilder
+    ) -> Sites:
         """Find them. All ranks call it together.
+
+        Args:
+            parts: this rank's, of the model.
+            passes: applied to it, in their order.
 
         Raises:
             ConfigError: a pass that shares out values does not say how they lie.
         """
-        layouts = layouts_of(model, build)
+        layouts = layouts_of(parts, passes, build)
         here: dict[str, PlacedSite] = {}
-        for number, part in enumerate(model.parts):
+        for number, part in enumerate(parts):
             modules = by_canonical_name(part)
             for name, site in declared(part).items():
                 here[name] = _place(name, site, modules, [one[number] for one in layouts], mesh)
@@ -105,19 +111,21 @@ def declared(part: Any) -> dict[str, Site]:
     return found
 
 
-def layouts_of(model: BuiltModel, build: ComponentBuilder) -> list[list[Mapping[str, Ends]]]:
+def layouts_of(
+    parts: Sequence[nn.Module], passes: Iterable[ComponentRef], build: ComponentBuilder
+) -> list[list[Mapping[str, Ends]]]:
     """For each pass that shares out values, in the order of application, the ends of each part of the model."""
     found = []
-    for applied in model.applied:
-        if build.description_of(applied.use).phase != "shard":
+    for use in passes:
+        if build.description_of(use).phase != "shard":
             continue
-        one = build(applied.use)
+        one = build(use)
         if not hasattr(one, "layout"):
             raise ConfigError(
-                f"parallel.passes.{applied.use.name}: this pass shares out values and has no layout, so that a model "
+                f"parallel.passes.{use.name}: this pass shares out values and has no layout, so that a model "
                 "it is applied to cannot be observed; take it out, or ask its author for layout"
             )
-        found.append([one.layout(part) for part in model.parts])
+        found.append([one.layout(part) for part in parts])
     return found
 
 

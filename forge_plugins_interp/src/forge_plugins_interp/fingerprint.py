@@ -1,0 +1,87 @@
+"""A few numbers of a tensor, by which two runs are compared without their tensors."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+
+@attrs.frozen
+class Fingerprint:
+    """Of all samples of a step, or of a parameter. It does not depend on how ranks share them out."""
+
+    shape: tuple[int, ...]
+    """Without the samples."""
+    count: float
+    """Elements."""
+    total: float
+    squares: float
+    largest: float
+    """Absolute value."""
+    projection: float
+    """On a direction that follows from the name alone, summed over samples."""
+
+    @classmethod
+    def of(cls, name: str, value: torch.Tensor, sample_dim: int | None) -> Fingerprint:
+        """
+        Args:
+            name: chooses the direction of the projection: a random vector for each dimension, multiplied.
+            value: whole.
+            sample_dim: where samples are, which are interchangeable; ``None`` for a parameter.
+        """
+        wide = value.detach().cpu().double() if value.device.type == "mps" else value.detach().double()
+        wide = wide[None] if sample_dim is None else wide.movedim(sample_dim, 0)
+        projected = wide
+        for dim in reversed(range(1, wide.ndim)):
+            projected = projected @ _direction(f"{name}.{dim}", wide.shape[dim]).to(wide.device)
+        statistics = torch.stack([wide.sum(), wide.square().sum(), wide.abs().max(), projected.sum()]).tolist()
+        return cls(tuple(wide.shape[1:]), wide.numel(), *statistics)
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        """That of the samples of both."""
+        return Fingerprint(
+            self.shape,
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            max(self.largest, other.largest),
+            self.projection + other.projection,
+        )
+
+    def table(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "shape": list(self.shape),
+            "elements": int(self.count),
+            "mean": self.total / self.count,
+            "norm": math.sqrt(self.squares),
+            "largest": self.largest,
+            "projection": self.projection,
+        }
+
+
+def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+    """How far two tables of fingerprints are from each other: the largest of the differences of mean, norm, largest
+    value and projection, each in units of what it has for one of the two. Infinite for other shapes, or where one has
+    a value that is not finite and the other has not."""
+    if a["shape"] != b["shape"] or a["elements"] != b["elements"]:
+        return math.inf
+    numbers: Sequence[str] = ("mean", "norm", "largest", "projection")
+    if not all(math.isfinite(one[key]) for one in (a, b) for key in numbers):
+        return 0.0 if all(str(a[key]) == str(b[key]) for key in numbers) else math.inf
+    norm, largest = max(a["norm"], b["norm"]), max(a["largest"], b["largest"])
+    if norm == 0:
+        return 0.0
+    # the mean and the projection of noise are as large as norm / √elements and norm
+    units = {"mean": norm / math.sqrt(a["elements"]), "norm": norm, "largest": largest, "projection": norm}
+    return max(float(abs(a[key] - b[key]) / units[key]) for key in numbers)
+
+
+def _direction(key: str, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.randn(size, generator=generator, dtype=torch.float64)

@@ -1,0 +1,135 @@
+"""The callback ``trace``: fingerprints of what a few steps compute, in the order in which they compute it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.callback import Callback, RunContext, StepContext
+from forge_plugins_interp.fingerprint import Fingerprint
+from forge_plugins_interp.observation import observe
+from forge_plugins_interp.placement import summed, whole
+from forge_plugins_interp.sites import PlacedSite, Sites
+from forge_plugins_interp.trace_comparison import FILE
+from forge_plugins_interp.trace_config import TraceConfig
+
+STOPPED = "the last step that was to be traced"
+
+
+class Trace(Callback):
+    """Writes ``trace.jsonl``, a line for each thing of a step, in the order of computation:
+
+    1. ``site``: values of the forward, of all samples of the step;
+    2. ``site_gradient``: gradients of the loss by them, from the last to the first;
+    3. ``gradient``: gradients of parameters, from the last to the first;
+    4. ``update``: how far the optimizer moves each.
+    """
+
+    def __init__(self, config: TraceConfig, /, *, build: Builder) -> None:
+        self._config, self._build = config, build
+        self._chosen: list[PlacedSite] = []
+        self._steps = range(config.first, config.last + 1)
+        self._path = Path(config.out) / FILE
+        self._contexts = ExitStack()
+        self._values: dict[str, Fingerprint] = {}
+        self._gradients: dict[str, Fingerprint] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def run_start(self, run: RunContext) -> None:
+        mesh: Any = run.mesh
+        uses = [use for use in run.job.parallel.passes.values() if use is not None]
+        sites = Sites.of(run.parts, uses, mesh, self._build)  # type: ignore[arg-type]  # the engine's own builder
+        if self._config.sites:
+            self._chosen = sites.chosen(self._config.sites)
+        else:
+            self._chosen = [placed for placed in sites.here.values() if not placed.site.compute]
+        if run.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("", encoding="utf-8")
+
+    def step_start(self, run: RunContext, step: int) -> None:
+        if step in self._steps:
+            self._values, self._gradients = {}, {}
+            self._contexts.enter_context(observe(self._chosen, self._take))
+
+    def _take(self, placed: PlacedSite, value: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():  # the engine looks into the loss once, beside the step
+            return
+        _add(self._values, placed, whole(value, placed.cuts))
+        if value.requires_grad:
+
+            def take_gradient(gradient: torch.Tensor) -> None:
+                _add(self._gradients, placed, whole(summed(gradient, placed.sums), placed.cuts))
+
+            handle = value.register_hook(take_gradient)  # type: ignore[no-untyped-call]
+            # a pipeline receives into the same tensors in every step
+            self._contexts.callback(handle.remove)
+
+    def before_optimizer_step(self, run: RunContext, context: StepContext) -> None:
+        if context.step not in self._steps:
+            return
+        self._contexts.close()
+        self._write(run, context.step, "site", _of_samples(run, self._values))
+        gradients = {name: self._gradients[name] for name in reversed(self._values) if name in self._gradients}
+        self._write(run, context.step, "site_gradient", _of_samples(run, gradients), backward=True)
+        found = {name: one.grad for name, one in reversed([*run.parameters.items()]) if one.grad is not None}
+        self._write(run, context.step, "gradient", _of_parameters(found), backward=True)
+        self._before = {name: one.detach().clone() for name, one in run.parameters.items()}
+
+    def step_end(self, run: RunContext, context: StepContext) -> None:
+        if context.step not in self._steps:
+            return
+        moved = {name: run.parameters[name].detach() - before for name, before in self._before.items()}
+        self._before = {}
+        self._write(run, context.step, "update", _of_parameters(moved))
+        if context.step == self._steps[-1]:
+            run.log(f"traced steps {self._steps[0]} to {self._steps[-1]}: {self._path}")
+            if self._config.stop and context.step < run.total_steps:
+                run.requests.stop = STOPPED
+
+    def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
+        self._contexts.close()
+
+    def _write(
+        self, run: RunContext, step: int, kind: str, own: dict[str, Fingerprint], *, backward: bool = False
+    ) -> None:
+        of_stages = run.mesh.gather_over("pp", own)
+        if run.rank != 0:
+            return
+        found: dict[str, Fingerprint] = {}
+        for one in reversed(of_stages) if backward else of_stages:
+            found |= {name: value for name, value in one.items() if name not in found}
+        with self._path.open("a", encoding="utf-8") as file:
+            for name, fingerprint in found.items():
+                file.write(json.dumps({"step": step, "kind": kind, "name": name, **fingerprint.table()}) + "\n")
+
+
+def _add(to: dict[str, Fingerprint], placed: PlacedSite, value: torch.Tensor) -> None:
+    dims = placed.site.dims
+    one = Fingerprint.of(placed.name, value, dims.index("sample") if "sample" in dims else 0)
+    to[placed.name] = to[placed.name] + one if placed.name in to else one
+
+
+def _of_samples(run: RunContext, own: dict[str, Fingerprint]) -> dict[str, Fingerprint]:
+    """The samples of all data-parallel ranks together."""
+    for axis in ("dp_shard", "dp_replicate"):
+        first, *others = run.mesh.gather_over(axis, own)
+        own = first
+        for one in others:
+            own = {name: value + one[name] if name in one else value for name, value in own.items()}
+    return own
+
+
+def _of_parameters(tensors: dict[str, torch.Tensor]) -> dict[str, Fingerprint]:
+    """Each made whole by itself; all ranks that have a part of one call it together."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found[name] = Fingerprint.of(name, full, None)
+    return found

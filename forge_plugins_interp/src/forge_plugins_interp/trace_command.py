@@ -1,0 +1,135 @@
+"""``forge trace``: what a few steps compute, and where two runs part."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forge_core.errors import ConfigError, ExitCode
+from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--steps", default="1..3", show_default=True, metavar="FIRST..LAST", help="The steps to trace.")
+@click.option("--sites", "patterns", default="", help="Names with commas, or patterns; by default all of modules.")
+@click.option("--compare", nargs=2, type=click.Path(path_type=Path), help="Compare two traces, in place of a run.")
+@click.option("--tolerance", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Relative difference.")
+@click.option("--out", type=click.Path(path_type=Path), help="The trace's folder; with --compare, a .csv or .png.")
+@click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
+@click.pass_obj
+def trace(
+    obj: Any,
+    config: Path | None,
+    overrides: tuple[str, ...],
+    steps: str,
+    patterns: str,
+    compare: tuple[Path, Path] | None,
+    tolerance: float,
+    out: Path | None,
+    nproc: str,
+) -> None:
+    """Train CONFIG for a few steps, and write a fingerprint of each site, gradient and update to OUT.
+
+    The layout is that of the job: the same CONFIG on one process and in another layout, or on another machine, gives
+    traces that can be compared. forge trace --compare A B names the first thing that differs, and exits with 1.
+    """
+    if compare is not None:
+        if config is not None:
+            raise ConfigError(f"{config}: has no effect with --compare; leave it out")
+        _compare(*compare, tolerance, out)
+        return
+    if config is None:
+        raise ConfigError("CONFIG is missing: the job to trace; or give --compare A B")
+    if out is None:
+        raise ConfigError("--out is missing: the folder of the trace")
+    job = _job_with_trace(obj, config, overrides, nproc, {"out": str(out), **_steps(steps), "sites": _list(patterns)})
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "job.toml"
+    file.write_text(job, encoding="utf-8")
+    words = ["run", str(file), *([] if nproc == "1" else ["--nproc", nproc])]
+    code = subprocess.run([sys.executable, "-P", "-m", "forge_core", *words]).returncode
+    if code not in (ExitCode.COMPLETED, ExitCode.STOPPED):
+        click.get_current_context().exit(code)
+    print(f"wrote {out}")
+
+
+def _steps(text: str) -> dict[str, int]:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if match is None:
+        raise ConfigError(f"--steps {text}: must be a step or two, such as 1..3")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last:
+        raise ConfigError(f"--steps {text}: must count from 1, and not end before it begins")
+    return {"first": first, "last": last}
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _job_with_trace(obj: Any, config: Path, overrides: Sequence[str], nproc: str, keys: dict[str, Any]) -> str:
+    """The job as a file, with the callback, in a folder of its own, without trackers and checkpoints on the way."""
+    import tomllib
+
+    import tomli_w
+
+    from forge_core.job import dump_job, load_job
+
+    ranks = int(nproc) if nproc.isdecimal() else None
+    job = load_job(config, overrides, catalog=obj.catalog, world_size=ranks)
+    if keys["last"] > job.train.steps:
+        raise ConfigError(f"--steps: {keys['last']} is after the last step, train.steps = {job.train.steps}")
+    table = tomllib.loads(dump_job(job))
+    table["callbacks"] = [*table.get("callbacks", []), {"name": "trace", **keys, "stop": True}]
+    table["run"] = {**table["run"], "dir": str(Path(keys["out"]) / "runs"), "name": "traced"}
+    kept = {key: value for key, value in table.get("checkpoint", {}).items() if key == "load"}
+    table["checkpoint"] = {**kept, "interval": 0, "resume": _resume(job.checkpoint.resume)}
+    table.pop("trackers", None)
+    return tomli_w.dumps(table)
+
+
+def _resume(given: str) -> str:
+    """A path is where to begin; any other is about the run's own directory, which a trace has not."""
+    return given if Path(given).exists() else "never"
+
+
+def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
+    refuse_other_ending(out)
+
+    from forge_plugins_interp.trace_comparison import compare_traces, first_parting
+
+    every = compare_traces(a, b)
+    compared = [one for one in every if not math.isnan(one.difference)]
+    if not compared:
+        raise ConfigError(f"{a} and {b} have nothing in common but steps")
+    for name in dict.fromkeys(one.name for one in every if math.isnan(one.difference)):
+        print(f"only one of them has {name}")
+    for kind in dict.fromkeys(one.kind for one in compared):
+        worst = max((one for one in compared if one.kind == kind), key=lambda one: one.difference)
+        print(f"largest of kind {kind}: {worst.difference:.2e}, {worst.words()}, step {worst.step}")
+    if out is not None:
+        rows = [
+            {"order": order, "step": one.step, "kind": one.kind, "name": one.name, "difference": one.difference}
+            for order, one in enumerate(compared)
+        ]
+        write_csv(out.with_suffix(".csv"), rows)
+        if out.suffix == ".png":
+            from forge_plugins_interp.figures.parting import parting_figure
+
+            parting_figure(compared, tolerance).savefig(out, dpi=150)
+        print(f"wrote {out}")
+    parting = first_parting(compared, tolerance)
+    if parting is None:
+        print(f"{len(compared)} things of {len({one.step for one in compared})} steps agree to {tolerance:g}")
+        return
+    print(f"they part at step {parting.step}: {parting.words()} differs by {parting.difference:.2e}")
+    click.get_current_context().exit(1)

@@ -1,0 +1,26 @@
+"""The keys of the callback ``trace``."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge, min_len
+
+
+@attrs.frozen(kw_only=True)
+class TraceConfig:
+    """Fingerprints of values, gradients and updates of some steps. ``forge trace`` sets it."""
+
+    out: str = attrs.field(validator=min_len(1))
+    """The folder of ``trace.jsonl``."""
+    first: int = attrs.field(default=1, validator=ge(1))
+    """The first step."""
+    last: int = attrs.field(default=1, validator=ge(1))
+    """The last step."""
+    sites: tuple[str, ...] = ()
+    """Names or patterns of sites; by default all that modules have, without those that are computed for an observer."""
+    stop: bool = False
+    """End the run after the last one."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.last < self.first:
+            raise ValueError(f"last = {self.last}: is before first = {self.first}")
