@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from torch import nn
 
     from forge_core.config.sections import Job
     from forge_core.contracts.builder import Builder
+    from forge_core.contracts.callback import RanksByAxis
     from forge_core.contracts.component_ref import ComponentRef
     from forge_core.contracts.data_source import DataSource
     from forge_core.contracts.tokenizer import Tokenizer
@@ -76,6 +78,10 @@ class EvaluationContext(Protocol):
     """The tokenizer of the training data."""
     log: Callable[[str], None]
     """Prints a line, on rank 0."""
+    parts: Sequence[nn.Module]
+    """As in ``RunContext``."""
+    mesh: RanksByAxis
+    """As in ``RunContext``."""
 
     def losses(self, source: DataSource, *, samples: int = 0, by: Literal["source", "sample"] = "source") -> LossTotal:
         """The job's loss over the first ``samples`` of a source, or over all of it with 0.

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from forge_core.contracts.batch import NamesSources
+from forge_core.contracts.callback import RanksByAxis
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import LossTotal
 from forge_core.contracts.executor import PredictingExecutor
@@ -51,6 +52,8 @@ class ModelEvaluator:
         self.device = context.device
         self.tokenizer = tokenizer
         self.log = log
+        self.parts = model.parts
+        self.mesh: RanksByAxis = context.mesh
         self._mesh = context.mesh
         self._model = model
         self._after_batch = after_batch

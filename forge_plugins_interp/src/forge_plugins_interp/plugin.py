@@ -46,6 +46,17 @@ def forge_callbacks() -> Iterable[Component]:
 
 
 @hookimpl
+def forge_evaluations() -> Iterable[Component]:
+    """How a model changes."""
+    yield Component(
+        name="representations",
+        summary="how alike layers are to what they were at the first evaluation of the run",
+        factory="forge_plugins_interp.representations:Representations",
+        config="forge_plugins_interp.monitoring_config:RepresentationsConfig",
+    )
+
+
+@hookimpl
 def forge_kinds() -> Iterable[Kind]:
     """How alike two representations are."""
     contract = "forge_plugins_interp.metrics.contract"

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.observation import ANY, Ends, ObservableModule, Part, Site
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
+from forge_core.registry.discovery import discover
 from forge_plugins_interp.aliases import canonical_site
 from forge_plugins_interp.placement import Cut
 
@@ -91,6 +93,17 @@ class Sites:
             hint = f"did you mean {close!r}? " if close else ""
             raise ConfigError(f"site {pattern!r}: the model has none of that name; {hint}forge sites lists all")
         return found
+
+
+def sites_of_run(parts: Sequence[nn.Module], mesh: Any, job: Job) -> Sites:
+    """The sites of a model that is being trained or evaluated. All ranks call it together.
+
+    Args:
+        parts: this rank's.
+        mesh: the run's ``Mesh``.
+    """
+    uses = [use for use in job.parallel.passes.values() if use is not None]
+    return Sites.of(parts, uses, mesh, ComponentBuilder(discover(job.plugins.disable)))
 
 
 def matches(name: str, pattern: str) -> bool:

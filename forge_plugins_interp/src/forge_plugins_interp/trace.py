@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge_core.contracts.builder import Builder
 from forge_core.contracts.callback import Callback, RunContext, StepContext
 from forge_plugins_interp.fingerprint import Fingerprint
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import summed, whole
-from forge_plugins_interp.sites import PlacedSite, Sites
+from forge_plugins_interp.sites import PlacedSite, sites_of_run
 from forge_plugins_interp.trace_comparison import FILE
 from forge_plugins_interp.trace_config import TraceConfig
 
@@ -31,8 +29,8 @@ class Trace(Callback):
     4. ``update``: how far the optimizer moves each.
     """
 
-    def __init__(self, config: TraceConfig, /, *, build: Builder) -> None:
-        self._config, self._build = config, build
+    def __init__(self, config: TraceConfig, /) -> None:
+        self._config = config
         self._chosen: list[PlacedSite] = []
         self._steps = range(config.first, config.last + 1)
         self._path = Path(config.out) / FILE
@@ -42,9 +40,7 @@ class Trace(Callback):
         self._before: dict[str, torch.Tensor] = {}
 
     def run_start(self, run: RunContext) -> None:
-        mesh: Any = run.mesh
-        uses = [use for use in run.job.parallel.passes.values() if use is not None]
-        sites = Sites.of(run.parts, uses, mesh, self._build)  # type: ignore[arg-type]  # the engine's own builder
+        sites = sites_of_run(run.parts, run.mesh, run.job)
         if self._config.sites:
             self._chosen = sites.chosen(self._config.sites)
         else:

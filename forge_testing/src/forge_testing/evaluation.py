@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from forge_core.config.sections import Job
+from forge_core.contracts.callback import RanksByAxis
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.evaluation import Evaluation, EvaluationConfig, LossTotal
 from forge_core.contracts.tokenizer import Tokenizer
@@ -128,7 +129,7 @@ class SmallWorld:
         self.model = SmallModel()
         self.model.init_weights(SeededInitializer(0))
         self._barrier = threading.Barrier(ranks, timeout=self.patience)
-        self._given: dict[int, Mapping[str, float]] = {}
+        self._given: dict[int, Any] = {}
 
     def run(self, evaluations: Sequence[Evaluation]) -> list[Mapping[str, float]]:
         def one(rank: int) -> Mapping[str, float]:
@@ -138,7 +139,7 @@ class SmallWorld:
         with ThreadPoolExecutor(self.ranks) as threads:
             return list(threads.map(one, range(self.ranks)))
 
-    def exchange(self, rank: int, values: Mapping[str, float]) -> list[Mapping[str, float]]:
+    def exchange(self, rank: int, values: Any) -> list[Any]:
         """What all ranks give. One that does not ask as often as the others breaks the barrier."""
         try:
             self._barrier.wait()
@@ -152,6 +153,27 @@ class SmallWorld:
 
 
 @attrs.define
+class _Mesh:
+    """The ``RanksByAxis`` of one rank."""
+
+    world: SmallWorld
+    rank: int
+
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        axes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+        return axes | {"pp" if self.world.stages else "dp_shard": self.world.ranks}
+
+    def sum_over(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        for axis in axes:
+            value.copy_(sum(one.clone() for one in self.gather_over(axis, value.clone())))
+        return value
+
+    def gather_over(self, axis: str, value: Any) -> list[Any]:
+        return self.world.exchange(self.rank, value) if self.degrees[axis] > 1 else [value]
+
+
+@attrs.define
 class _Rank:
     """The ``EvaluationContext`` of one rank."""
 
@@ -162,9 +184,13 @@ class _Rank:
     tokenizer: Tokenizer | None = None
     log: Callable[[str], None] = print
     world_size: int = attrs.field(init=False)
+    parts: Sequence[torch.nn.Module] = attrs.field(init=False)
+    mesh: RanksByAxis = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.world_size = self.world.ranks
+        self.parts = [self.world.model] if self._is_last_stage() else []
+        self.mesh = _Mesh(self.world, self.rank)
 
     def losses(self, source: DataSource, *, samples: int = 0, by: str = "source") -> LossTotal:
         each: list[dict[str, float]] = []

@@ -1,0 +1,43 @@
+"""The keys of what looks into a model while it is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import attrs
+from attrs.validators import ge, min_len
+
+from forge_core.api import ComponentRef, Slot
+from forge_core.contracts.evaluation import EvaluationConfig
+
+
+@attrs.frozen(kw_only=True)
+class RepresentationsConfig(EvaluationConfig):
+    """How alike each layer is to what it was at the first evaluation of the run, or to a store."""
+
+    sites: tuple[str, ...] = attrs.field(default=("blocks.*.resid_post",), validator=min_len(1))
+    """Names or patterns of sites."""
+    data: Annotated[ComponentRef | None, Slot("data_source")] = None
+    """Data to look at; by default the part that ``[data]`` holds out."""
+    samples: int = attrs.field(default=64, validator=ge(1))
+    """How many sequences, from the first."""
+    over: Literal["mean", "last"] = "mean"
+    """Of a sequence: the mean over its positions, or the last one."""
+    metric: Annotated[ComponentRef, Slot("representation_metric", default="cka")]
+    """A ``representation_metric``."""
+
+
+@attrs.frozen(kw_only=True)
+class CaptureConfig:
+    """Values of sites in training steps, each captured step as a store in the run's directory."""
+
+    sites: tuple[str, ...] = attrs.field(default=("blocks.*.resid_post",), validator=min_len(1))
+    """Names or patterns of sites."""
+    interval: int = attrs.field(default=100, validator=ge(1))
+    """Steps between captures."""
+    over: Literal["none", "last", "mean"] = "none"
+    """Keep each position, the last one of a sample, or the mean over a sample."""
+    features: int = attrs.field(default=0, validator=ge(0))
+    """Project on so many random directions; 0 keeps all features."""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Of what is written; by default as computed."""
