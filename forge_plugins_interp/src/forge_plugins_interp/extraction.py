@@ -6,11 +6,9 @@ share a model, the first one along ``tp`` and ``cp`` writes, on each pipeline st
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import attrs
@@ -27,6 +25,7 @@ from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.reduction import Reduction
 from forge_plugins_interp.session import Session, refuse_unseen
+from forge_plugins_interp.shard_writer import ShardWriter
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.store import (
     TOKENS,
@@ -35,7 +34,6 @@ from forge_plugins_interp.store import (
     missing_shards,
     stored_lengths,
     write_index,
-    write_shard,
 )
 
 _SHARD_BYTES = 64 * 2**20
@@ -185,7 +183,7 @@ class _Extraction:
         if len(shards) < manifest.n_shards():
             self.log(f"{_shards(manifest.n_shards() - len(shards))} a site done before")
         rounds = -(-len(shards) // mesh.dp_size)
-        with _Writer(self.request.out) as writer:
+        with ShardWriter(self.request.out) as writer:
             for number in range(rounds):
                 index = number * mesh.dp_size + mesh.dp_rank
                 own = shards[index] if index < len(shards) else None
@@ -228,51 +226,6 @@ class _Extraction:
         if box[1] is not None:
             raise ConfigError(box[1])
         return box[0]
-
-
-class _Writer:
-    """Writes shards in a thread, while the next one is computed."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._queue: Queue[tuple[int, dict[str, list[torch.Tensor]]] | None] = Queue(maxsize=1)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="activation store")
-
-    def __enter__(self) -> _Writer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._queue.put(None)
-        self._thread.join()
-        if kind is None:
-            self.refuse_failed()
-
-    def put(self, shard: int, rows: dict[str, list[torch.Tensor]]) -> None:
-        """Hand over a shard; waits while the one before last is not written."""
-        self._queue.put((shard, rows))
-
-    def refuse_failed(self) -> None:
-        """
-        Raises:
-            ConfigError: a shard could not be written.
-        """
-        if self._error is not None:
-            raise ConfigError(f"--out {self._out}: cannot be written: {self._error}") from self._error
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if self._error is not None:
-                continue
-            shard, rows = item
-            try:
-                lengths = rows.pop("length", None)
-                for site, parts in rows.items():
-                    more = {} if site != TOKENS or lengths is None else {"length": torch.cat(lengths)}
-                    write_shard(self._out, site, shard, {"values": torch.cat(parts), **more})
-            except BaseException as error:  # noqa: BLE001  # told by the thread that computes
-                self._error = error
 
 
 def _shards(number: int) -> str:

@@ -38,6 +38,12 @@ def forge_commands() -> Iterable[Command]:
 def forge_callbacks() -> Iterable[Component]:
     """What is looked at in training."""
     yield Component(
+        name="capture",
+        summary="values of sites in some steps of training, as stores",
+        factory="forge_plugins_interp.capture:Capture",
+        config="forge_plugins_interp.monitoring_config:CaptureConfig",
+    )
+    yield Component(
         name="trace",
         summary="fingerprints of values, gradients and updates of a few steps",
         factory="forge_plugins_interp.trace:Trace",
