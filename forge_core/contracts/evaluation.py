@@ -79,9 +79,9 @@ class EvaluationContext(Protocol):
     log: Callable[[str], None]
     """Prints a line, on rank 0."""
     parts: Sequence[nn.Module]
-    """As in ``RunContext``."""
+    """This rank's parts of the model: one, unless a pipeline interleaves."""
     mesh: RanksByAxis
-    """As in ``RunContext``."""
+    """For what is gathered over ranks."""
 
     def losses(self, source: DataSource, *, samples: int = 0, by: Literal["source", "sample"] = "source") -> LossTotal:
         """The job's loss over the first ``samples`` of a source, or over all of it with 0.
