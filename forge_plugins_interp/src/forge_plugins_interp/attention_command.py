@@ -38,10 +38,12 @@ def attention(
 
     import torch
 
+    from forge_plugins_interp.prompt import encoded, texts
     from forge_plugins_interp.session import open_session
 
     with open_session(run, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
-        tokens, words = _tokens(session, prompt)
+        tokens = encoded(session, "--prompt", prompt)
+        words = texts(session, tokens)
         names = _sites(session, kind, layers)
         with session.observe(*names) as seen, torch.no_grad():
             session.model(torch.tensor([tokens]))
@@ -59,15 +61,6 @@ def attention(
         attention_figure({name: values[name][chosen[name]] for name in names}, chosen, words).savefig(out, dpi=150)
     if out is not None:
         print(f"wrote {out}")
-
-
-def _tokens(session: Session, prompt: str) -> tuple[list[int], list[str]]:
-    if session.tokenizer is None:
-        raise ConfigError("the checkpoint has no tokenizer: its data did not name one, so text means nothing to it")
-    tokens = session.tokenizer.encode(prompt).tolist()
-    if not tokens:
-        raise ConfigError("--prompt: it has no token")
-    return tokens, [session.tokenizer.decode([token]) for token in tokens]
 
 
 def _sites(session: Session, kind: str, layers: str | None) -> list[str]:

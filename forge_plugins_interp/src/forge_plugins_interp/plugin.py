@@ -28,6 +28,16 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_interp.extract_command:extract",
     )
     yield Command(
+        name="lens",
+        summary="what each layer would predict, and what it adds to a logit",
+        run="forge_plugins_interp.lens_command:lens",
+    )
+    yield Command(
+        name="patch",
+        summary="where in a model the answer to a prompt is",
+        run="forge_plugins_interp.patch_command:patch",
+    )
+    yield Command(
         name="trace",
         summary="fingerprints of what a few steps compute, and where two runs part",
         run="forge_plugins_interp.trace_command:trace",

@@ -1,0 +1,1 @@
+"""What a hidden state says in the words of the vocabulary."""

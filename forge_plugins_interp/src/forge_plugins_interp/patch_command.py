@@ -1,0 +1,94 @@
+"""``forge patch``: where in a model the answer to a prompt is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forge_core.errors import ConfigError
+from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_plugins_interp.session import Session
+
+METHODS = ("patching", "attribution", "integrated_gradients")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--clean", required=True, help="The prompt with the answer.")
+@click.option("--corrupt", required=True, help="The prompt without it, of as many tokens.")
+@click.option("--sites", "patterns", default="blocks.*.resid_post", show_default=True, help="Names or patterns.")
+@click.option("--by", default="position", show_default=True, help="A dimension of the sites or two, as position,head.")
+@click.option("--metric", default="logit_diff", show_default=True, help="logit_diff, probability, loss or kl.")
+@click.option("--answers", help="Texts of one token, with commas; by default what both prompts make likeliest.")
+@click.option("--method", type=click.Choice(METHODS), default="patching", show_default=True, help="How.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@click.pass_obj
+def patch(
+    obj: Any,
+    run: Path,
+    overrides: tuple[str, ...],
+    clean: str,
+    corrupt: str,
+    patterns: str,
+    by: str,
+    metric: str,
+    answers: str | None,
+    method: str,
+    out: Path | None,
+) -> None:
+    """Put values of the clean prompt into the corrupt one, place by place, and tell how much of the answer each brings
+    back: 0 for nothing, 1 for all."""
+    refuse_other_ending(out)
+
+    import torch
+
+    from forge_core.commands.table import aligned
+    from forge_plugins_interp.patching.metric import metric_named
+    from forge_plugins_interp.patching.sweep import Prompts, sweep
+    from forge_plugins_interp.prompt import encoded, texts
+    from forge_plugins_interp.session import open_session
+
+    dims = [one.strip() for one in by.split(",") if one.strip()]
+    sites = [one.strip() for one in patterns.split(",") if one.strip()]
+    if len(dims) not in (1, 2):
+        raise ConfigError(f"--by {by}: must be one dimension or two, such as position,head")
+    with open_session(run, overrides, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
+        tokens = [encoded(session, "--clean", clean), encoded(session, "--corrupt", corrupt)]
+        pair = [torch.tensor([one]) for one in tokens]
+        with torch.no_grad():
+            logits = [session.model(one) for one in pair]
+        chosen = _answers(session, answers, logits)
+        measure = metric_named(metric, logits[0], chosen)  # type: ignore[arg-type]  # one process has all logits
+        rows = sweep(session, Prompts(pair[0], pair[1], measure), sites, by=dims, method=method)  # type: ignore[arg-type]
+        words, shown = texts(session, tokens[0]), texts(session, chosen)
+    print(f"{metric} of {', '.join(map(repr, shown))}, by {method}")
+    best = sorted(rows, key=lambda row: -abs(row["effect"]))[:10]
+    lines = [(row["site"], *(_place(dim, row[dim], words) for dim in dims), f"{row['effect']:+.4f}") for row in best]
+    print("\n".join(aligned([("site", *dims, "effect"), *lines])))
+    if out is not None:
+        write_csv(out.with_suffix(".csv"), rows)
+        if out.suffix == ".png":
+            from forge_plugins_interp.figures.patching import patching_figure
+
+            patching_figure(rows, dims, words).savefig(out, dpi=150)
+        print(f"wrote {out}")
+
+
+def _answers(session: Session, texts: str | None, logits: list[torch.Tensor | None]) -> list[int]:
+    """Those that are given, or the likeliest next tokens of both prompts."""
+    from forge_plugins_interp.prompt import one_token
+
+    if texts is not None:
+        return [one_token(session, "--answers", text) for text in texts.split(",")]
+    return [int(one[0, -1].argmax()) for one in logits if one is not None]
+
+
+def _place(dim: str, index: int, words: list[str]) -> str:
+    return f"{index} {words[index]!r}" if dim == "position" else str(index)
