@@ -18,6 +18,11 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_interp.attention_command:attention",
     )
     yield Command(
+        name="autoencoder",
+        summary="what an autoencoder leaves of a model, and its files for SAELens and sparsify",
+        run="forge_plugins_interp.autoencoder_command:autoencoder",
+    )
+    yield Command(
         name="compare",
         summary="how alike two stores are, site by site",
         run="forge_plugins_interp.compare_command:compare",
@@ -45,6 +50,36 @@ def forge_commands() -> Iterable[Command]:
 
 
 @hookimpl
+def forge_models() -> Iterable[Component]:
+    """Sparse autoencoders, which learn from stores."""
+    models = {
+        "batch_topk_sae": ("an autoencoder by the largest latents of a batch", "BatchTopKConfig"),
+        "jumprelu_sae": ("an autoencoder by thresholds that are learned", "JumpReluConfig"),
+        "matryoshka_sae": ("an autoencoder each prefix of which reconstructs by itself", "MatryoshkaConfig"),
+        "topk_sae": ("an autoencoder by the largest latents of each row", "TopKConfig"),
+        "transcoder": ("from the input of a layer to its output, by the largest latents", "TranscoderConfig"),
+    }
+    for name, (summary, config) in models.items():
+        yield Component(
+            name=name,
+            summary=summary,
+            factory="forge_plugins_interp.autoencoders.model:Autoencoder",
+            config=f"forge_plugins_interp.autoencoders.config:{config}",
+        )
+
+
+@hookimpl
+def forge_data_sources() -> Iterable[Component]:
+    """Stores as data."""
+    yield Component(
+        name="activation_store",
+        summary="rows of a store of activations, in random order",
+        factory="forge_plugins_interp.autoencoders.store_source:ActivationRows",
+        config="forge_plugins_interp.autoencoders.config:ActivationStoreConfig",
+    )
+
+
+@hookimpl
 def forge_callbacks() -> Iterable[Component]:
     """What is looked at in training."""
     yield Component(
@@ -63,7 +98,13 @@ def forge_callbacks() -> Iterable[Component]:
 
 @hookimpl
 def forge_evaluations() -> Iterable[Component]:
-    """How a model changes."""
+    """How a model changes, and what an autoencoder explains."""
+    yield Component(
+        name="autoencoder",
+        summary="what an autoencoder explains of held-out activations, and with how many latents",
+        factory="forge_plugins_interp.autoencoders.evaluation:Explained",
+        config="forge_plugins_interp.autoencoders.config:AutoencoderEvaluationConfig",
+    )
     yield Component(
         name="representations",
         summary="how alike layers are to what they were at the first evaluation of the run",

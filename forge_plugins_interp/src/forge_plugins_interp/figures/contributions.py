@@ -27,6 +27,7 @@ def contributions_figure(parts: Sequence[str], values: Sequence[float], title: s
     axes.barh(range(len(shown)), [value for _, value in shown], color=colours)
     axes.set_yticks(range(len(shown)), [part for part, _ in shown], fontsize=6)
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     axes.axvline(0, color="0.4", linewidth=0.8)
     axes.set_xlabel(title)
     return figure

@@ -67,3 +67,8 @@ class DPOConfig:
         if hasattr(self.loss.config, "loss"):
             what = "must give log-probabilities alone, as cross_entropy and chunked_cross_entropy do"
             yield "loss", f"{what}; {self.loss.name} adds to them"
+
+
+@attrs.frozen(kw_only=True)
+class OwnLossConfig:
+    """``own`` has no keys."""

@@ -117,6 +117,12 @@ def forge_losses() -> Iterator[Component]:
         config="forge_plugins_optim.loss_config:LabelSmoothingConfig",
     )
     yield Component(
+        name="own",
+        summary="the loss that the model computes itself, as autoencoders do",
+        factory="forge_plugins_optim.own_loss:own_loss",
+        config="forge_plugins_optim.loss_config:OwnLossConfig",
+    )
+    yield Component(
         name="z_loss",
         summary="another loss and a penalty on the squared log-partition (PaLM)",
         factory="forge_plugins_optim.z_loss:z_loss",

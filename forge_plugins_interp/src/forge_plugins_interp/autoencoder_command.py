@@ -1,0 +1,66 @@
+"""``forge autoencoder``: what an autoencoder leaves of a model, and its files for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forge_core.errors import ConfigError
+
+
+@click.group()
+def autoencoder() -> None:
+    """Sparse autoencoders that forge run has trained, or that SAELens and sparsify have written."""
+
+
+@autoencoder.command(context_settings={"ignore_unknown_options": True})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("dictionary", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--site", required=True, help="Where the autoencoder stands in, such as blocks.2.resid_post.")
+@click.option("--samples", default=32, show_default=True, type=click.IntRange(min=1), help="Of held-out data.")
+@click.pass_obj
+def recover(obj: Any, run: Path, dictionary: Path, overrides: tuple[str, ...], site: str, samples: int) -> None:
+    """Put what DICTIONARY reconstructs into RUN's model, and tell how much of the loss that recovers.
+
+    DICTIONARY is a run's directory, a checkpoint's, or a folder of SAELens or sparsify.
+    """
+    from forge_core.job import settings_of
+    from forge_plugins_interp.autoencoders.splice import load_dictionary, recovery
+    from forge_plugins_interp.session import open_session
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    found = load_dictionary(dictionary, obj.catalog, say)
+    data, others = settings_of("data", overrides)
+    with open_session(run, others, catalog=obj.catalog, log=say) as session:
+        result = recovery(session, site, found, session.open_data(data), samples)
+    print(f"loss {result.original:.4f}, with the autoencoder {result.spliced:.4f}, with zeros {result.ablated:.4f}")
+    print(f"recovered {result.recovered:.4f}, KL {result.kl:.4f} nats a token")
+
+
+@autoencoder.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(["saelens", "sparsify"]), required=True, help="Whose files.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder.")
+@click.pass_obj
+def export(obj: Any, run: Path, form: str, out: Path) -> None:
+    """Write the autoencoder of RUN, a run's directory or a checkpoint's, as SAELens or sparsify read it."""
+    from forge_core.checkpoint.store import find_checkpoint
+    from forge_core.loading import model_problem
+    from forge_plugins_interp.autoencoders.formats import write
+    from forge_plugins_interp.autoencoders.splice import load_dictionary
+
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out}: the folder has files in it; give one that is empty or new")
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    found = load_dictionary(run, obj.catalog, say)
+    site = find_checkpoint(run, say, model_problem).job()["data"].get("site", "")
+    write(found, out, form, site)  # type: ignore[arg-type]  # click has checked it
+    print(f"wrote {out}")

@@ -1,0 +1,1 @@
+"""Sparse autoencoders and transcoders of what sites have."""

@@ -1,0 +1,66 @@
+"""How latents become sparse.
+
+Shapes: N = rows, F = latents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest of each row ``(N, F)``, where they are positive, and 0 elsewhere."""
+    values, indices = pre.relu().topk(k, dim=-1)
+    return torch.zeros_like(pre).scatter(-1, indices, values)
+
+
+def batch_top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
+    """The k · N largest of all rows together, where they are positive."""
+    flat = pre.relu().flatten()
+    values, indices = flat.topk(min(k * len(pre), len(flat)))
+    return torch.zeros_like(flat).scatter(0, indices, values).view_as(pre)
+
+
+def jump_relu(pre: torch.Tensor, threshold: torch.Tensor, bandwidth: float) -> torch.Tensor:
+    """``x · H(x − θ)``, with a rectangle of the bandwidth for its derivative by θ (arXiv 2407.14435, equation 11)."""
+    found: torch.Tensor = _JumpRelu.apply(pre, threshold, bandwidth)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+def step(pre: torch.Tensor, threshold: torch.Tensor, bandwidth: float) -> torch.Tensor:
+    """``H(x − θ)``, likewise (equation 12)."""
+    found: torch.Tensor = _Step.apply(pre, threshold, bandwidth)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+class _JumpRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pre: torch.Tensor, threshold: torch.Tensor, bandwidth: float) -> torch.Tensor:
+        ctx.save_for_backward(pre, threshold)
+        ctx.bandwidth = bandwidth
+        return pre * (pre > threshold)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        pre, threshold = ctx.saved_tensors
+        near = ((pre - threshold).abs() < ctx.bandwidth / 2).to(pre.dtype)
+        of_threshold = -(threshold / ctx.bandwidth) * near * gradient
+        return gradient * (pre > threshold), of_threshold.sum(0), None
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pre: torch.Tensor, threshold: torch.Tensor, bandwidth: float) -> torch.Tensor:
+        ctx.save_for_backward(pre, threshold)
+        ctx.bandwidth = bandwidth
+        return (pre > threshold).to(pre.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        pre, threshold = ctx.saved_tensors
+        near = ((pre - threshold).abs() < ctx.bandwidth / 2).to(pre.dtype)
+        return None, (-(1 / ctx.bandwidth) * near * gradient).sum(0), None

@@ -1,0 +1,87 @@
+"""Autoencoders as models, which ``forge run`` trains.
+
+Shapes: B = samples, S = rows of a sample, D = width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.contracts.loss import IGNORED, LossSum
+from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
+from forge_core.contracts.observation import Site
+from forge_plugins_interp.autoencoders.config import AutoencoderConfig
+from forge_plugins_interp.autoencoders.dictionary import Coded, Dictionary
+
+_NO_LIMIT = 2**31
+"""Rows of a sample have no order."""
+
+
+class Autoencoder(nn.Module):
+    """One dictionary as a model of one block, with nothing before and after it.
+
+    The loss of a row is the squared error a feature, and what the dictionary adds. It is the model's own: the ``loss``
+    that forward is given says no more than that one is wanted.
+    """
+
+    def __init__(self, config: AutoencoderConfig, /, *, vocab_size: int, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size, self.max_seq_len = vocab_size, _NO_LIMIT
+        self.embed, self.norm, self.head = nn.Identity(), nn.Identity(), nn.Identity()
+        self.blocks = nn.ModuleDict({"0": Dictionary(config)})
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        activation: torch.Tensor,
+        scales: torch.Tensor | None = None,
+        target_activation: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        loss: Any = None,
+        **_: Any,
+    ) -> torch.Tensor | LossSum:
+        """
+        Args:
+            activation: ``(B, S, D)``, scaled.
+            scales: ``(B, 2)``, by which rows were divided.
+            target_activation: of a transcoder, what is predicted.
+
+        Returns:
+            The reconstruction ``(B, S, E)``; with ``loss``, its ``LossSum``.
+        """
+        n_samples, length = activation.shape[:2]
+        of_rows = None if scales is None else scales.repeat_interleave(length, dim=0)
+        expected = activation if target_activation is None else target_activation
+        coded: Coded = self.blocks["0"](activation.flatten(0, 1), of_rows, expected.flatten(0, 1))
+        if loss is None:
+            return coded.reconstruction.view(n_samples, length, -1)
+        assert targets is not None, "a loss needs targets"
+        error = (expected.flatten(0, 1).float() - coded.reconstruction.float()).square().mean(-1)
+        valid = targets.flatten() != IGNORED
+        each = ((error + coded.penalty.float()) * valid).view(n_samples, length)
+        return LossSum(each.sum(), valid.sum(), each.detach())
+
+    def init_weights(self, rng: Initializer) -> None:
+        dictionary: Any = self.blocks["0"]
+        dictionary.init_weights("blocks.0", rng)
+
+    def sites(self) -> Mapping[str, Site]:
+        return {"code": Site(module="blocks.0.code", dims=("row", "latent"))}
+
+    def parallel_plan(self) -> Mapping[str, ShardRole]:
+        return {}
+
+    def recompute_plan(self) -> Mapping[str, Recompute]:
+        return {}
+
+    def parameter_roles(self) -> Mapping[str, ParameterRole]:
+        return {name: "matrix" if one.ndim == 2 else "bias" for name, one in self.named_parameters()}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Of a row."""
+        return 6.0 * sum(one.numel() for one in self.parameters() if one.ndim == 2)

@@ -1,0 +1,284 @@
+"""Autoencoders are ordinary runs: they learn, resume exactly, and are the same on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
+from forge_plugins_interp.autoencoders.codes import batch_top_k, jump_relu, step, top_k
+from forge_plugins_interp.autoencoders.config import TopKConfig, TranscoderConfig
+from forge_plugins_interp.autoencoders.formats import read, write
+from forge_plugins_interp.autoencoders.splice import load_dictionary
+from forge_plugins_interp.store import TOKENS, Manifest, StoredSite, write_index, write_shard
+
+WIDTH, PLANTED, ACTIVE, SAMPLES, LENGTH = 32, 32, 3, 40, 128
+JOB = """
+[run]
+name = "sae"
+[data]
+name = "activation_store"
+path = "acts"
+site = "blocks.0.resid_post"
+validation = 0.2
+[train]
+steps = 300
+seq_len = 32
+batch_size = 8
+precision = "fp32"
+[optimizer]
+name = "adamw"
+lr = 5e-3
+weight_decay = 0.0
+[scheduler]
+name = "linear"
+[loss]
+name = "own"
+[eval]
+interval = 0
+[[evaluations]]
+name = "autoencoder"
+[checkpoint]
+interval = 150
+[metrics]
+interval = 1
+[model]
+"""
+MODELS = {
+    "topk_sae": "k = 3",
+    "batch_topk_sae": "k = 3\nthreshold_decay = 0.9",
+    "matryoshka_sae": "k = 3\nprefixes = [8, 24]",
+    "jumprelu_sae": "l0_coefficient = 0.05\nbandwidth = 0.5\ninitial_threshold = 0.5",
+    "transcoder": f"k = 3\ntarget_width = {WIDTH + 2}\nskip = true",
+}
+
+
+def planted():
+    """Rows that are sums of few directions; and a linear map of their positive codes."""
+    generator = torch.Generator().manual_seed(0)
+    directions = F.normalize(torch.randn(PLANTED, WIDTH, generator=generator), dim=-1)
+    n = SAMPLES * LENGTH
+    chosen = torch.rand(n, PLANTED, generator=generator).topk(ACTIVE).indices
+    codes = torch.zeros(n, PLANTED).scatter(1, chosen, 1 + torch.rand(n, ACTIVE, generator=generator))
+    others = torch.randn(PLANTED, WIDTH + 2, generator=generator)
+    return directions, 5 * codes @ directions, codes @ others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("autoencoders")
+    _, rows, others = planted()
+    acts = folder / "acts"
+    acts.mkdir()
+    values = {"blocks.0.resid_post": rows.bfloat16().float(), "blocks.0.mlp_out": others}
+    per_shard = 16
+    for shard in range(-(-SAMPLES // per_shard)):
+        part = slice(shard * per_shard * LENGTH, (shard + 1) * per_shard * LENGTH)
+        for site, one in values.items():
+            write_shard(acts, site, shard, {"values": one[part]})
+        n = min(per_shard, SAMPLES - shard * per_shard)
+        tokens = torch.zeros(n * LENGTH, dtype=torch.int64)
+        write_shard(acts, TOKENS, shard, {"values": tokens, "length": torch.full((n,), LENGTH)})
+    write_index(acts, {"stimulus_id": np.arange(SAMPLES), "length": np.full(SAMPLES, LENGTH)})
+    sites = {
+        site: StoredSite(dims=("token", "width"), sizes=(one.shape[1],), dtype="float32")
+        for site, one in values.items()
+    }
+    Manifest(sites=sites, n_samples=SAMPLES, shard_samples=per_shard, origin={"run": "planted"}, complete=True).write(
+        acts
+    )
+    for name, keys in MODELS.items():
+        text = JOB + f'name = "{name}"\nwidth = {WIDTH}\nlatents = 64\ndead_after = 2000\n{keys}\n'
+        if name == "transcoder":
+            text = text.replace("validation = 0.2", 'validation = 0.2\ntarget_site = "blocks.0.mlp_out"')
+        (folder / f"{name}.toml").write_text(text)
+    return folder
+
+
+def forge(folder, *arguments, code=0):
+    command = [sys.executable, "-W", "ignore", "-m", "forge_core", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    for name in MODELS:
+        forge(folder, "run", f"{name}.toml", f"run.name={name}")
+    return folder
+
+
+def fvu_of_pca(components):
+    _, rows, _ = planted()
+    centred = (rows - rows.mean(0)).double()
+    values = torch.linalg.svdvals(centred).square()
+    return float(values[components:].sum() / values.sum())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_explains_more_than_as_many_principal_components(trained, name):
+    final = lines(trained, name)[-1]
+
+    assert final["eval/autoencoder/fvu"] < 0.5 * fvu_of_pca(ACTIVE)
+    assert 1 < final["eval/autoencoder/l0"] < 6
+    if name in ("topk_sae", "matryoshka_sae", "transcoder"):
+        assert final["eval/autoencoder/l0"] <= 3
+    logged = [line for line in lines(trained, name) if "loss" in line]
+    assert logged[-1]["loss"] < 0.5 * logged[0]["loss"]
+    assert {"l0/blocks.0", "dead/blocks.0"} <= logged[-1].keys()
+
+
+def test_the_planted_directions_are_found(trained):
+    directions, _, _ = planted()
+    dictionary = load_dictionary(trained / "runs" / "topk_sae", lambda *_: discover(), print)
+
+    similar = F.normalize(dictionary.decoder.float(), dim=-1) @ directions.T
+    assert float(similar.max(0).values.mean()) > 0.9  # mean of the maximal cosine similarities, MMCS
+
+
+def test_two_ranks_learn_as_one_process_does(trained):
+    forge(trained, "run", "topk_sae.toml", "run.name=two", "--nproc", "2", "train.batch_size=4", "train.steps=40")
+    forge(trained, "run", "topk_sae.toml", "run.name=one", "train.steps=40")
+
+    for mine, theirs in zip(lines(trained, "one"), lines(trained, "two"), strict=True):
+        for key in mine.keys() & {"loss", "grad_norm", "l0/blocks.0", "dead/blocks.0", "eval/autoencoder/fvu"}:
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-3), (mine["step"], key)
+
+
+def test_a_resumed_run_goes_on_exactly(trained):
+    forge(trained, "run", "batch_topk_sae.toml", "run.name=resumed", "checkpoint.interval=150", "train.steps=150",
+          'scheduler={name="constant"}')  # fmt: skip
+    forge(trained, "run", "batch_topk_sae.toml", "run.name=resumed", "train.steps=200", 'scheduler={name="constant"}')
+    forge(trained, "run", "batch_topk_sae.toml", "run.name=straight", "train.steps=200", 'scheduler={name="constant"}')
+
+    resumed, straight = (
+        {line["step"]: line["loss"] for line in lines(trained, name) if "loss" in line}
+        for name in ("resumed", "straight")
+    )
+    assert resumed == straight
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("topk_sae", "saelens"),
+        ("topk_sae", "sparsify"),
+        ("batch_topk_sae", "saelens"),
+        ("jumprelu_sae", "saelens"),
+        ("matryoshka_sae", "sparsify"),
+        ("transcoder", "sparsify"),
+    ],
+)
+def test_files_of_other_tools_hold_the_same_function(trained, tmp_path, name, form):
+    dictionary = load_dictionary(trained / "runs" / name, lambda *_: discover(), print)
+    _, rows, _ = planted()
+    forge(trained, "autoencoder", "export", f"runs/{name}", "--format", form, "--out", str(tmp_path / "out"))
+
+    again = read(tmp_path / "out")
+
+    expected = dictionary.reconstruct(rows[:200])
+    assert (dictionary.scales - 1).abs().max() > 0.1  # which the files have no place for
+    assert torch.allclose(again.reconstruct(rows[:200]), expected, atol=1e-3)
+    facts = json.loads((tmp_path / "out" / "cfg.json").read_text())
+    assert facts["d_in"] == WIDTH
+
+
+def test_codes_are_their_definitions():
+    pre = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, -5.0, 4.0]])
+
+    assert top_k(pre, 2).tolist() == [[3.0, 0.0, 2.0, 0.0], [0.0, pytest.approx(0.2), 0.0, 4.0]]
+    assert batch_top_k(pre, 1).tolist() == [[3.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0]]
+    threshold = torch.tensor([1.0, 1.0, 1.0, 0.48], requires_grad=True)
+    x = pre.clone().requires_grad_()
+    value = jump_relu(x, threshold, 0.1)
+    assert value.tolist() == [[3.0, 0.0, 2.0, 0.5], [0.0, 0.0, 0.0, 4.0]]
+    value.sum().backward()
+    assert x.grad.tolist() == [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+    assert threshold.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.48 / 0.1])  # one value is within 0.05 of it
+    threshold.grad = None
+    step(pre, threshold, 0.1).sum().backward()
+    assert threshold.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -1 / 0.1])
+
+
+def test_dead_latents_learn_from_what_is_left_over():
+    from forge_plugins_interp.autoencoders.dictionary import Dictionary
+
+    dictionary = Dictionary(TopKConfig(width=4, latents=6, k=1, dead_after=10))
+    with torch.no_grad():
+        for tensor in (*dictionary.parameters(), *dictionary.buffers()):
+            tensor.normal_(generator=torch.Generator().manual_seed(1))
+        dictionary.idle.zero_()
+        dictionary.idle[4:] = 100.0
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+
+    coded = dictionary(x, target=x)
+    coded.penalty.sum().backward()
+
+    assert bool((dictionary.encoder.grad[4:] != 0).any())
+    assert not bool(dictionary.encoder.grad[:4].any())
+    left = (x - coded.reconstruction).detach()
+    aux = top_k(
+        F.linear(x - dictionary.decoder_bias, dictionary.encoder, dictionary.encoder_bias).where(
+            dictionary.idle > 10, 0.0
+        ),
+        2,
+    )
+    expected = (1 / 32) * (2 / 2) * (left - aux @ F.normalize(dictionary.decoder, dim=-1)).square().mean(-1)
+    assert torch.allclose(coded.penalty, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("topk_sae", ["model.k=65"], "k = 65: must be at most latents = 64"),
+        ("topk_sae", ["model.width=8"], "8 is not the width of the site 'blocks.0.resid_post', which is 32"),
+        ("topk_sae", ["data.site=blocks.0.resid_pst"], "did you mean 'blocks.0.resid_post'"),
+        ("topk_sae", ["data.path=nowhere"], "nowhere"),
+        ("topk_sae", ['loss={name="cross_entropy"}'], "has a loss of its own, so that loss.name = 'cross_entropy'"),
+        ("topk_sae", ["data.target_site=blocks.0.mlp_out"], "reads one site; leave data.target_site out"),
+        ("transcoder", ["model.target_width=3"], "3 is not the width of data.target_site, which is 34"),
+        ("matryoshka_sae", ["model.prefixes=[8, 64]"], "must be from 1 to latents"),
+        ("matryoshka_sae", ["model.prefixes=[8, 4]"], "prefixes must grow"),
+        ("topk_sae", ["data.validation=0.0", "eval.interval=10"], "so that eval.interval has nothing to evaluate"),
+    ],
+)
+def test_bad_input_is_a_sentence(folder, name, settings, message):
+    shown = forge(folder, "run", f"{name}.toml", "run.name=wrong", *settings, code=2)
+
+    assert message in " ".join(shown.split())
+    assert not (folder / "runs" / "wrong").exists()
+
+
+def test_a_model_without_a_loss_of_its_own_says_so(folder):
+    (folder / "corpus").mkdir(exist_ok=True)
+    (folder / "corpus" / "a.txt").write_text("text " * 200)
+    job = 'data={name="text_files",path="corpus",pattern="*.txt"}'
+    model = 'model={name="transformer",dim=16,n_layers=1,n_heads=2}'
+    shown = forge(folder, "run", "topk_sae.toml", "run.name=wrong2", job, model, "evaluations=[]", code=2)
+
+    assert "this model has no loss of its own" in shown
+
+
+def test_what_the_formats_do_not_have_is_refused(tmp_path):
+    from forge_plugins_interp.autoencoders.dictionary import Dictionary
+
+    transcoder = Dictionary(TranscoderConfig(width=4, latents=6, k=1, target_width=4))
+    with pytest.raises(ConfigError, match="give a transcoder the format sparsify"):
+        write(transcoder, tmp_path / "a", "saelens", "x")
+    with pytest.raises(ConfigError, match="has no dictionary of SAELens or sparsify that can be read"):
+        read(tmp_path)
