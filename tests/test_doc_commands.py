@@ -21,7 +21,7 @@ from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
-OF_THEIR_OWN = ("docs/chat.md", "docs/published-models.md")
+OF_THEIR_OWN = ("docs/chat.md", "docs/look-into-a-model.md", "docs/published-models.md")
 """Pages that begin with the demo themselves; tests/system/test_preference.py has another one."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER), *OF_THEIR_OWN)
 
@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_downloaded_model(folder / "models/Qwen3-0.6B")
     demo = folder / "configs/demo.toml"
     short = {"steps = 400": "steps = 100", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
-    short |= {"n_layers = 4": "n_layers = 1", "{stdlib}": "corpus", ".py": ".txt"}
+    short |= {"n_layers = 4": "n_layers = 3", "{stdlib}": "corpus", ".py": ".txt"}
     text = demo.read_text()
     for long, brief in short.items():
         assert long in text, long
@@ -125,6 +125,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo.write_text(text.replace("validation = 0.03", "validation = 0.2"))
     chats = folder / "configs/chat/chat_demo.toml"
     chats.write_text(chats.read_text().replace("steps = 200", "steps = 24\nseq_len = 256\nbatch_size = 2"))
+    dictionary = folder / "configs/sae_demo.toml"
+    short = {"steps = 600": "steps = 20", "seq_len = 256": "seq_len = 16", "latents = 3072": "latents = 64"}
+    text = dictionary.read_text()
+    for long, brief in short.items():
+        assert long in text, long
+        text = text.replace(long, brief)
+    dictionary.write_text(text)
+    (folder / "sentences.csv").write_text("stimulus_id,text\na,one line\nb,another\n")
     (folder / "c.toml").write_text(C)
     (folder / "experiment.toml").write_text(EXPERIMENT)
     for name, steps in (("a", 4), ("b", 8)):
