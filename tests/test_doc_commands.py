@@ -15,13 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
-OF_THEIR_OWN = ("docs/chat.md", "docs/look-into-a-model.md", "docs/published-models.md")
+OF_THEIR_OWN = ("docs/chat.md", "docs/look-into-a-model.md", "docs/neural-recordings.md", "docs/published-models.md")
 """Pages that begin with the demo themselves; tests/system/test_preference.py has another one."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER), *OF_THEIR_OWN)
 
@@ -132,7 +133,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert long in text, long
         text = text.replace(long, brief)
     dictionary.write_text(text)
-    (folder / "sentences.csv").write_text("stimulus_id,text\na,one line\nb,another\n")
+    stimuli = [f"s{number}" for number in range(12)]
+    lines = (f"{name},line {number} of {number * 7}\n" for number, name in enumerate(stimuli))
+    (folder / "sentences.csv").write_text("stimulus_id,text\n" + "".join(lines))
+    responses = np.random.default_rng(0).normal(size=(12, 3, 5))
+    np.savez(folder / "recordings.npz", stimulus_id=stimuli, values=responses)
     (folder / "c.toml").write_text(C)
     (folder / "experiment.toml").write_text(EXPERIMENT)
     for name, steps in (("a", 4), ("b", 8)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forge_core.cli import main
@@ -12,13 +13,22 @@ from forge_core.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["docs/look-into-a-model.md", "forge_plugins_interp/README.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/look-into-a-model.md", "docs/neural-recordings.md", "forge_plugins_interp/README.md"]
+)
 def test_python_of_a_page_runs(run, tmp_path, monkeypatch, page):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/demo").symlink_to(run)
-    for store in ("acts", "sentences"):
-        assert main(["extract", "runs/demo", "--sites", "blocks.*.resid_post", "--samples", "8", "--out", store]) == 0
+    ids = [f"s{number}" for number in range(12)]
+    lines = (f"{name},word {number}\n" for number, name in enumerate(ids))
+    (tmp_path / "sentences.csv").write_text("stimulus_id,text\n" + "".join(lines))
+    np.savez(
+        tmp_path / "recordings.npz", stimulus_id=ids[::-1], values=np.random.default_rng(0).normal(size=(12, 2, 3))
+    )
+    extract = ["extract", "runs/demo", "--sites", "blocks.*.resid_post"]
+    assert main([*extract, "--samples", "8", "--out", "acts"]) == 0
+    assert main([*extract, "--stimuli", "sentences.csv", "--reduce", "last", "--out", "sentences"]) == 0
     text = (ROOT / page).read_text(encoding="utf-8").replace("blocks.2.", "blocks.1.")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
@@ -26,4 +36,4 @@ def test_python_of_a_page_runs(run, tmp_path, monkeypatch, page):
     for block in blocks:
         exec(compile(block, page, "exec"), names)
 
-    assert len(blocks) >= 2
+    assert blocks

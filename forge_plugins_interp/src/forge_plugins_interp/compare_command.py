@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.component_ref import ComponentRef
     from forge_plugins_interp.metrics.contract import RepresentationMetric
-    from forge_plugins_interp.store import Store
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -48,7 +47,7 @@ def compare(
     use = _metric(build, name, overrides)
     metric: RepresentationMetric = build(use)
     stores = Store(first), Store(second)
-    sites = [_sites(store, patterns) for store in stores]
+    sites = [store.chosen(patterns) for store in stores]
     both = Alignment.of(*stores)
     both.refuse_other_rows(sites)
     xs = [both.values(0, site) for site in sites[0]]
@@ -76,23 +75,6 @@ def _metric(build: Any, name: str, overrides: Sequence[str]) -> ComponentRef:
     table = with_settings({"metric": {"name": name}}, overrides)
     use: ComponentRef = build.resolve("representation_metric", table["metric"])
     return use
-
-
-def _sites(store: Store, patterns: str) -> list[str]:
-    """
-    Raises:
-        ConfigError: a pattern means no site of the store.
-    """
-    from forge_plugins_interp.aliases import canonical_site
-    from forge_plugins_interp.sites import matches
-
-    if patterns == "*":
-        return store.sites
-    wanted: set[str] = set()
-    for pattern in (part.strip() for part in patterns.split(",") if part.strip()):
-        found = [site for site in store.sites if matches(site, canonical_site(pattern))]
-        wanted |= {*found} if found else {store.require(pattern)}
-    return [site for site in store.sites if site in wanted]
 
 
 def _closest(

@@ -43,6 +43,21 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_interp.patch_command:patch",
     )
     yield Command(
+        name="probe",
+        summary="what can be read out of the sites of a store",
+        run="forge_plugins_interp.probe_command:probe",
+    )
+    yield Command(
+        name="score",
+        summary="layers of a model against recordings of brains",
+        run="forge_plugins_interp.score_command:score",
+    )
+    yield Command(
+        name="store",
+        summary="stores of activations in the formats of other tools",
+        run="forge_plugins_interp.store_command:store",
+    )
+    yield Command(
         name="trace",
         summary="fingerprints of what a few steps compute, and where two runs part",
         run="forge_plugins_interp.trace_command:trace",

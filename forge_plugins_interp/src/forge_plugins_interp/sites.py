@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from forge_core.contracts.observation import ANY, Ends, ObservableModule, Part, 
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
 from forge_core.registry.discovery import discover
-from forge_plugins_interp.aliases import canonical_site
+from forge_plugins_interp.aliases import canonical_site, matches
 from forge_plugins_interp.placement import Cut
 
 
@@ -104,12 +103,6 @@ def sites_of_run(parts: Sequence[nn.Module], mesh: Any, job: Job) -> Sites:
     """
     uses = [use for use in job.parallel.passes.values() if use is not None]
     return Sites.of(parts, uses, mesh, ComponentBuilder(discover(job.plugins.disable)))
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern means the site; ``*`` stands for one part of the name, or for some of its letters."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def declared(part: Any) -> dict[str, Site]:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from forge_core.checkpoint.fsync import flush, make_folder, write_durably
 from forge_core.errors import ConfigError, nearest
+from forge_plugins_interp.aliases import canonical_site, matches
 
 VERSION = 1
 TOKENS = "tokens"
@@ -234,16 +235,21 @@ class Store:
         start = self._offsets[sample] - self._offsets[self.manifest.samples_of(shard)[0]]
         return self._values(TOKENS, shard)[start : start + self.columns["length"][sample]]
 
-    def require(self, site: str) -> str:
-        """
-        Returns:
-            The name of the site.
+    def chosen(self, patterns: str) -> list[str]:
+        """The sites that names or patterns with commas between them mean; ``*`` is all.
 
         Raises:
-            ConfigError: the store has none of that name.
+            ConfigError: one means no site of the store.
         """
-        self._stored(site)
-        return site
+        if patterns == "*":
+            return self.sites
+        wanted: set[str] = set()
+        for pattern in (part.strip() for part in patterns.split(",") if part.strip()):
+            found = [site for site in self.sites if matches(site, canonical_site(pattern))]
+            if not found:
+                self._stored(pattern)
+            wanted |= {*found}
+        return [site for site in self.sites if site in wanted]
 
     def _stored(self, site: str) -> StoredSite:
         if site not in self.manifest.sites:

@@ -1,0 +1,42 @@
+"""Scores of layers as a curve, with intervals and a ceiling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from forge_plugins_interp.figures.blank import blank
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from forge_plugins_interp.tidy_table import Row
+
+
+def layers_figure(rows: Sequence[Row], title: str) -> Figure:
+    """
+    Args:
+        rows: ``site``, ``score``, ``low``, ``high`` and ``ceiling``, the last three perhaps ``None``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = blank(2.5 + 0.35 * len(rows), 3.6)
+    axes = figure.subplots()
+    places = range(len(rows))
+    axes.plot(places, [row["score"] for row in rows], "o-", color="tab:blue", markersize=4)
+    if all(row["low"] is not None for row in rows):
+        axes.fill_between(
+            places,
+            [row["low"] for row in rows],
+            [row["high"] for row in rows],
+            color="tab:blue",
+            alpha=0.2,
+            linewidth=0,
+        )
+    if rows[0]["ceiling"] is not None:
+        axes.axhline(rows[0]["ceiling"], color="0.4", linestyle="--", linewidth=1, label="ceiling")
+        axes.legend(fontsize=7)
+    axes.set_xticks(places, [row["site"] for row in rows], rotation=90, fontsize=6)
+    axes.set_ylabel(title)
+    return figure

@@ -1,0 +1,125 @@
+"""``forge probe``: what can be read out of the sites of a store."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forge_core.errors import ConfigError, nearest
+from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+
+if TYPE_CHECKING:
+    from forge_plugins_interp.probes.probe import Labelled
+    from forge_plugins_interp.store import Store
+
+
+@click.command()
+@click.argument("folder", metavar="STORE", type=click.Path(path_type=Path))
+@click.option("--labels", "path", type=click.Path(path_type=Path), help="A .csv: stimulus_id, label, perhaps token.")
+@click.option("--column", help="In place of --labels: a column of the store's index.")
+@click.option(
+    "--kind", type=click.Choice(["logistic", "mlp"]), default="logistic", show_default=True, help="The probe."
+)
+@click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
+@click.option("--seed", default=0, show_default=True, help="Of the split by documents.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+def probe(
+    folder: Path, path: Path | None, column: str | None, kind: str, patterns: str, seed: int, out: Path | None
+) -> None:
+    """Train a probe on each site of STORE, on 60 % of its samples, and print accuracies on others.
+
+    Labels are of samples, or with a column token (the place in the sample) of tokens. For tokens there is a control
+    task: each token id has a random class.
+    """
+    refuse_other_ending(out)
+    if (path is None) == (column is None):
+        raise ConfigError("give either --labels FILE or --column NAME")
+
+    from forge_core.commands.table import aligned
+    from forge_plugins_interp.probes.probe import probe as measure
+    from forge_plugins_interp.store import Store
+
+    store = Store(folder)
+    rows, lines = [], []
+    for site in store.chosen(patterns):
+        data, classes = _labelled(store, site, path, column)
+        found = measure(data, kind=kind, seed=seed)  # type: ignore[arg-type]  # click has checked it
+        keys = ("accuracy", "low", "high", "majority", "chance", "control", "selectivity")
+        values = {key: getattr(found, key) for key in keys}
+        rows.append({"site": site, "kind": kind, "classes": len(classes), **values})
+        lines.append((site, *("" if value is None else f"{value:.4f}" for value in values.values())))
+    print("\n".join(aligned([("site", *keys), *lines])))
+    if out is not None:
+        write_csv(out.with_suffix(".csv"), rows)
+        if out.suffix == ".png":
+            from forge_plugins_interp.figures.layers import layers_figure
+
+            shown = [{**row, "score": row["accuracy"], "ceiling": None} for row in rows]
+            layers_figure(shown, f"accuracy of {kind} probes").savefig(out, dpi=150)
+        print(f"wrote {out}")
+
+
+def _labelled(store: Store, site: str, path: Path | None, column: str | None) -> tuple[Labelled, list[str]]:
+    """The rows of a site that have a label, and the names of the classes."""
+    import numpy as np
+    import torch
+
+    from forge_plugins_interp.probes.probe import Labelled
+
+    is_token = store.manifest.sites[site].dims[0] == "token"
+    ends = np.cumsum(store.columns["length"])
+    starts = ends - store.columns["length"]
+    numbers, tokens, names = _labels(store, path, column, is_token=is_token)
+    if not len(numbers):
+        raise ConfigError(f"--labels: none of its stimulus_id is in {store.folder}")
+    beyond = tokens >= store.columns["length"][numbers]
+    if is_token and beyond.any():
+        first = int(beyond.argmax())
+        sample = store.ids[numbers[first]]
+        raise ConfigError(
+            f"--labels: token {tokens[first]} lies beyond the {store.columns['length'][numbers[first]]} of {sample}"
+        )
+    classes = sorted(set(names))
+    labels = torch.tensor([classes.index(name) for name in names])
+    rows = starts[numbers] + tokens if is_token else numbers
+    words = (
+        np.array([int(store.tokens(int(n))[int(t)]) for n, t in zip(numbers, tokens, strict=True)])
+        if is_token
+        else None
+    )
+    values = store.array(site)[torch.from_numpy(rows)].flatten(1)
+    return Labelled(values=values, labels=labels, documents=numbers, words=words), classes
+
+
+def _labels(store: Store, path: Path | None, column: str | None, *, is_token: bool) -> tuple[Any, Any, list[str]]:
+    """Numbers of samples, places of tokens (the last one, where none is named), and names of classes."""
+    import numpy as np
+
+    if path is None:
+        assert column is not None, "one of both was asked for"
+        if column not in store.columns:
+            close = nearest(column, store.columns)
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ConfigError(f"--column {column}: the index has {', '.join(store.columns)}{hint}")
+        return np.arange(len(store)), store.columns["length"] - 1, store.columns[column].astype(str).tolist()
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--labels {path}: cannot be read: {error}") from error
+    for name in ("stimulus_id", "label"):
+        if not table or name not in table[0]:
+            raise ConfigError(f"--labels {path}: must have a column {name!r}")
+    if "token" in table[0] and not is_token:
+        raise ConfigError(f"--labels {path}: has labels of tokens, and the store a row a sample")
+    places = {name: number for number, name in enumerate(store.ids.astype(str))}
+    known = [row for row in table if row["stimulus_id"] in places]
+    numbers = np.array([places[row["stimulus_id"]] for row in known], dtype=np.int64)
+    if "token" in table[0]:
+        tokens = np.array([int(row["token"]) for row in known], dtype=np.int64)
+    else:
+        tokens = store.columns["length"][numbers] - 1
+    return numbers, tokens, [row["label"] for row in known]

@@ -1,0 +1,1 @@
+"""What can be read out of a site."""

@@ -1,0 +1,133 @@
+"""``forge score``: layers of a model against recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_core.errors import ConfigError
+from forge_plugins_interp.tidy_table import Row, refuse_other_ending, write_csv
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from forge_plugins_interp.neuro.recordings import Recordings
+    from forge_plugins_interp.store import Store
+
+METHODS = ("ridge", "pls", "rsa", "cka")
+
+
+@click.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("recordings", type=click.Path(path_type=Path))
+@click.option("--method", type=click.Choice(METHODS), default="ridge", show_default=True, help="How they are compared.")
+@click.option("--components", default=25, show_default=True, type=click.IntRange(min=1), help="With pls.")
+@click.option("--splits", default=10, show_default=True, type=click.IntRange(min=1), help="Of ridge and pls.")
+@click.option("--null", "shuffles", default=0, type=click.IntRange(min=0), help="Shuffle stimuli so many times.")
+@click.option("--reverse", is_flag=True, help="Predict the model from the recordings.")
+@click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+def score(
+    store: Path,
+    recordings: Path,
+    method: str,
+    components: int,
+    splits: int,
+    shuffles: int,
+    reverse: bool,
+    patterns: str,
+    out: Path | None,
+) -> None:
+    """Tell for each site of STORE how alike it is to RECORDINGS (.npz, .csv, .nc, .h5), over the stimuli of both.
+
+    The store has a row for each stimulus (forge extract --stimuli … --reduce last or mean). Where recordings have
+    repetitions, scores of ridge and pls have a ceiling.
+    """
+    refuse_other_ending(out)
+    if method in ("rsa", "cka") and (shuffles or reverse):
+        raise ConfigError(
+            f"{'--null' if shuffles else '--reverse'}: has no effect with --method {method}; leave it out"
+        )
+
+    from forge_core.commands.table import aligned
+    from forge_plugins_interp.neuro.recordings import read_recordings
+    from forge_plugins_interp.store import Store
+
+    acts, brain = Store(store), read_recordings(recordings)
+    numbers, of_brain = _joined(acts, brain)
+    sites = acts.chosen(patterns)
+    measure = _measure(method, components, splits, shuffles, reverse=reverse)
+    rows = []
+    for site in sites:
+        if acts.manifest.sites[site].dims[0] != "sample":
+            raise ConfigError(f"site {site}: {store} has a row a token; extract it with --reduce last or mean")
+        values = acts.array(site)[numbers].flatten(1).double()
+        rows.append({"site": site, "method": method, "stimuli": len(numbers), **measure(values, brain, of_brain)})
+    shown = [(row["site"], *(_number(row[key]) for key in _SHOWN)) for row in rows]
+    print(f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids")
+    print("\n".join(aligned([("site", *_SHOWN), *shown])))
+    if out is not None:
+        write_csv(out.with_suffix(".csv"), rows)
+        if out.suffix == ".png":
+            from forge_plugins_interp.figures.layers import layers_figure
+
+            layers_figure(rows, method).savefig(out, dpi=150)
+        print(f"wrote {out}")
+
+
+_SHOWN = ("score", "low", "high", "ceiling", "normalised", "p_value")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _joined(store: Store, brain: Recordings) -> tuple[torch.Tensor, np.ndarray]:
+    """The numbers of the common stimuli, in both.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    import numpy as np
+    import torch
+
+    from forge_plugins_interp.alignment import refuse_repeated
+
+    ids = refuse_repeated(store.folder, store.ids.astype(str))
+    _, mine, theirs = np.intersect1d(ids, brain.ids, return_indices=True)
+    if not len(mine):
+        raise ConfigError(
+            f"{store.folder} and the recordings have no stimulus_id in common; the store has {str(ids[0])!r}, and the "
+            f"recordings {str(brain.ids[0])!r}"
+        )
+    return torch.from_numpy(mine), theirs
+
+
+def _measure(
+    method: str, components: int, splits: int, shuffles: int, *, reverse: bool
+) -> Callable[[torch.Tensor, Recordings, np.ndarray], Row]:
+    from forge_plugins_interp.metrics.cka import linear_cka
+    from forge_plugins_interp.metrics.rsa import rsa
+    from forge_plugins_interp.neuro.encoding import Splits, encode
+    from forge_plugins_interp.neuro.regression import pls, ridge
+
+    def by_similarity(x: torch.Tensor, brain: Recordings, numbers: np.ndarray) -> Row:
+        y = brain.mean[numbers]
+        value = rsa(x, y) if method == "rsa" else linear_cka(x, y)
+        return {"score": value, **dict.fromkeys(_SHOWN[1:])}
+
+    def by_encoding(x: torch.Tensor, brain: Recordings, numbers: np.ndarray) -> Row:
+        groups = None if brain.groups is None else brain.groups[numbers]
+        repetitions = brain.repetitions[numbers]
+        if reverse:
+            x, repetitions = repetitions.mean(1), x[:, None]
+        fit = ridge if method == "ridge" else partial(pls, components=components)
+        found = encode(x, repetitions, fit, splits=Splits(number=splits), groups=groups, shuffles=shuffles)
+        return {key: getattr(found, key) for key in _SHOWN}
+
+    return by_encoding if method in ("ridge", "pls") else by_similarity

@@ -1,0 +1,366 @@
+"""Encoding and probes, against published packages, brute force, and what was planted."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core.cli import main
+from forge_core.errors import ConfigError
+from forge_plugins_interp.neuro.encoding import Splits, correlations, encode, noise_ceiling
+from forge_plugins_interp.neuro.recordings import read_recordings
+from forge_plugins_interp.neuro.regression import ALPHAS, pls, ridge
+from forge_plugins_interp.probes.probe import Labelled, probe
+from forge_plugins_interp.store import Manifest, StoredSite, write_index, write_shard
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("features", [5, 80], ids=["primal", "dual"])
+@pytest.mark.parametrize("per_target", [False, True])
+def test_ridge_is_that_of_sklearn_with_leaving_one_out(features, per_target):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    x, y = random(40, features), random(40, 3, seed=1) + random(40, features) @ random(features, 3, seed=2)
+
+    found = ridge(x, y, per_target=per_target)
+
+    theirs = linear_model.RidgeCV(alphas=ALPHAS, alpha_per_target=per_target).fit(x.numpy(), y.numpy())
+    new = random(7, features, seed=3)
+    assert np.allclose(found(new), theirs.predict(new.numpy()), atol=1e-6)
+
+
+def test_ridge_with_more_features_than_stimuli_is_its_dual():
+    x, y = random(30, 100), random(30, 2, seed=1)
+
+    found = ridge(x, y, alphas=[2.0])
+
+    a, b = x - x.mean(0), y - y.mean(0)
+    dual = a.T @ torch.linalg.solve(a @ a.T + 2.0 * torch.eye(30, dtype=torch.float64), b)
+    assert torch.allclose(found.weights, dual, atol=1e-9)
+
+
+@pytest.mark.parametrize("components", [1, 4])
+def test_pls_is_that_of_sklearn(components):
+    decomposition = pytest.importorskip("sklearn.cross_decomposition")
+    x = random(50, 12)
+    y = x @ random(12, 4, seed=2) + random(50, 4, seed=1)
+
+    found = pls(x, y, components=components)
+
+    theirs = decomposition.PLSRegression(components, scale=False, tol=1e-14, max_iter=5000).fit(x.numpy(), y.numpy())
+    new = random(9, 12, seed=3)
+    assert np.allclose(found(new), theirs.predict(new.numpy()), atol=1e-5)
+    with pytest.raises(
+        ConfigError, match="13 components are more than 50 stimuli and 12 features allow; give at most 12"
+    ):
+        pls(x, y, components=13)
+
+
+def test_a_planted_map_is_found_and_shuffled_stimuli_are_not():
+    x = random(120, 20)
+    y = x @ random(20, 6, seed=1)
+    noise = 0.3 * y.std() * random(120, 8, 6, seed=2)
+
+    found = encode(x, y[:, None] + noise, ridge, shuffles=19)
+
+    assert found.score > 0.97
+    assert found.low <= found.score <= found.high
+    assert max(map(abs, found.null)) < 0.4
+    assert abs(np.mean(found.null)) < 0.1
+    assert found.p_value == pytest.approx(1 / 20)
+    assert 0.9 < found.normalised <= 1.01
+    unrelated = encode(random(120, 20, seed=9), y[:, None] + noise, ridge)
+    assert abs(unrelated.score) < 0.3
+
+
+def test_a_ceiling_is_the_reliability_of_the_mean():
+    signal = random(2000, 3)
+    repetitions = signal[:, None] + random(2000, 6, 3, seed=1)  # the mean of six has a noise variance of 1/6
+
+    assert noise_ceiling(repetitions) == pytest.approx(1 / (1 + 1 / 6), abs=0.01)
+    with pytest.raises(ConfigError, match="at least 2 repetitions"):
+        noise_ceiling(repetitions[:, :1])
+
+
+def test_no_group_is_in_training_and_test():
+    groups = np.repeat(np.arange(12), 5).astype(str)
+    for train, test in Splits(number=5, test=0.2).of(60, groups):
+        assert not set(groups[train]) & set(groups[test])
+        assert len(set(groups[test])) == 2
+    with pytest.raises(ConfigError, match="all stimuli are of the group 'a'"):
+        next(Splits().of(20, np.repeat("a", 20)))
+    with pytest.raises(ConfigError, match="needs at least 10 stimuli, and there are 9"):
+        next(Splits().of(9))
+
+
+def test_correlations_are_those_of_numpy():
+    a, b = random(30, 4), random(30, 4, seed=1)
+    assert correlations(a, b).tolist() == pytest.approx([np.corrcoef(a[:, i], b[:, i])[0, 1] for i in range(4)])
+
+
+# -- recordings, and forge score
+
+
+IDS = np.array([f"s{i}" for i in range(40)])
+
+
+@pytest.fixture
+def recorded():
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(40, 2, 3))
+
+
+def write(folder, form, values, ids=IDS):
+    path = folder / f"brain.{form}"
+    if form == "npz":
+        np.savez(path, stimulus_id=ids, values=values, neuroid_id=["a", "b", "c"])
+    elif form == "h5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file["stimulus_id"], file["values"] = ids.astype(bytes), values
+            file["neuroid_id"] = np.array([b"a", b"b", b"c"])
+    elif form == "csv":
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["repetition", "a", "stimulus_id", "b", "c"])
+            for i, name in enumerate(ids):
+                for r in range(values.shape[1]):
+                    rows.writerow([r, values[i, r, 0], name, *values[i, r, 1:]])
+    else:
+        xarray = pytest.importorskip("xarray")
+        pytest.importorskip("h5netcdf")
+        flat = values.transpose(1, 0, 2).reshape(-1, 3)
+        data = xarray.DataArray(
+            flat[:, :, None],
+            dims=("presentation", "neuroid", "time_bin"),
+            coords={
+                "stimulus_id": ("presentation", np.tile(ids, values.shape[1]).astype(object)),
+                "neuroid_id": ("neuroid", np.array(["a", "b", "c"], dtype=object)),
+            },
+            name="assembly",
+        )
+        data.to_netcdf(path, engine="h5netcdf")
+    return path
+
+
+@pytest.mark.parametrize("form", ["npz", "csv", "h5", "nc"])
+def test_every_format_holds_the_same_recordings(tmp_path, recorded, form):
+    found = read_recordings(write(tmp_path, form, recorded))
+
+    order = np.argsort(found.ids)
+    assert found.ids[order].tolist() == sorted(IDS)
+    assert np.allclose(found.repetitions[torch.from_numpy(order)], recorded[np.argsort(IDS)])
+    assert found.neuroids.tolist() == ["a", "b", "c"]
+
+
+def broken(values, change):
+    values = values.copy()
+    change(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("ids", "change", "message"),
+    [
+        (IDS, lambda v: v.__setitem__((3, 0, 1), np.nan), "stimulus s3 has no finite value for neuroid b"),
+        (IDS, lambda v: v.__setitem__((slice(None), slice(None), 2), 1.0), "neuroid c is the same for all stimuli"),
+        (np.array([*IDS[:-1], "s0"]), lambda v: None, "stimulus_id 's0' is there more than once"),
+        (IDS[:-1], lambda v: None, r"they are \(40, 2, 3\), and there are 39 ids"),
+    ],
+)
+def test_recordings_that_cannot_be_used_are_told(tmp_path, recorded, ids, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_recordings(write(tmp_path, "npz", broken(recorded, change), ids))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Two layers with a row a sample, in another order than the recordings."""
+    folder = tmp_path_factory.mktemp("score") / "acts"
+    folder.mkdir()
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    layers = {"blocks.0.resid_post": random(40, 8).float(), "blocks.1.resid_post": random(40, 10, seed=1).bfloat16()}
+    for site, values in layers.items():
+        write_shard(folder, site, 0, {"values": values[order]})
+    columns = {
+        "stimulus_id": IDS[order.numpy()],
+        "length": np.ones(40, np.int64),
+        "kind": (order.numpy() % 2).astype(str),
+    }
+    write_index(folder, columns)
+    sites = {
+        site: StoredSite(dims=("sample", "width"), sizes=(values.shape[1],), dtype=str(values.dtype)[6:])
+        for site, values in layers.items()
+    }
+    origin = {"run": "demo", "step": 4, "data": "abc"}
+    Manifest(sites=sites, n_samples=40, shard_samples=40, origin=origin, complete=True).write(folder)
+    return folder
+
+
+def test_forge_score_finds_the_layer_that_was_recorded(store, tmp_path, capsys):
+    values = (random(40, 8) @ random(8, 3, seed=4))[:, None] + 0.1 * random(40, 2, 3, seed=5)
+    path, out = write(tmp_path, "npz", values.numpy()), tmp_path / "layers.png"
+
+    assert main(["score", str(store), str(path), "--null", "5", "--out", str(out)]) == 0
+
+    with out.with_suffix(".csv").open(newline="") as file:
+        rows = {row["site"]: row for row in csv.DictReader(file)}
+    assert float(rows["blocks.0.resid_post"]["score"]) > 0.95
+    assert float(rows["blocks.1.resid_post"]["score"]) < 0.5
+    assert float(rows["blocks.0.resid_post"]["ceiling"]) > 0.95
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "ridge over 40 stimuli, 3 neuroids" in capsys.readouterr().out
+    for method in (["pls", "--components", "5"], ["rsa"], ["cka"], ["ridge", "--reverse"]):
+        assert main(["score", str(store), str(path), "--method", *method]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        first, second = (float(line.split()[1]) for line in lines if line.startswith("blocks"))
+        assert first > second, method
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "rsa", "--reverse"], "--reverse: has no effect with --method rsa"),
+        (["--method", "pls", "--components", "30"], "30 components are more than"),
+        (["--sites", "blocks.0.resid"], "did you mean"),
+        (["--out", "x.pdf"], "must end with .csv or .png"),
+    ],
+)
+def test_bad_input_of_forge_score_is_a_sentence(store, tmp_path, recorded, capsys, options, message):
+    path = write(tmp_path, "npz", recorded)
+    assert main(["score", str(store), str(path), *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_recordings_of_other_stimuli_are_refused(store, tmp_path, recorded, capsys):
+    path = write(tmp_path, "npz", recorded, np.char.add("x", IDS))
+    assert main(["score", str(store), str(path)]) == 2
+    assert "have no stimulus_id in common" in capsys.readouterr().err
+
+
+# -- stores for other tools
+
+
+def test_an_assembly_is_that_of_brain_score(store, tmp_path, capsys):
+    xarray = pytest.importorskip("xarray")
+    out = tmp_path / "acts.nc"
+    assert main(["store", "export", str(store), "--format", "netcdf", "--out", str(out)]) == 0
+    assert "blocks.1.resid_post: bf16 is written as fp32" in capsys.readouterr().err
+
+    with xarray.open_dataset(out) as data:
+        array = data["activations"]
+        assert array.dims == ("presentation", "neuroid")
+        assert array.shape == (40, 18)
+        assert data["layer"].values.tolist() == ["blocks.0.resid_post"] * 8 + ["blocks.1.resid_post"] * 10
+        assert array.attrs["identifier"] == "demo-step4"
+        place = data["stimulus_id"].values.tolist().index("s7")
+        assert np.allclose(array.values[place, :8], random(40, 8)[7], atol=1e-6)
+    assert (tmp_path / "acts.nc.stimuli.csv").read_text().startswith("stimulus_id,length,kind")
+    assert read_recordings(out).repetitions.shape == (40, 1, 18)  # and back
+
+
+@pytest.mark.parametrize("form", ["npz", "npy", "hdf5", "parquet"])
+def test_other_formats_hold_the_values(store, tmp_path, form):
+    out = tmp_path / "out"
+    assert main(["store", "export", str(store), "--format", form, "--out", str(out)]) == 0
+
+    if form == "npz":
+        values, ids = np.load(out)["blocks.0.resid_post"], np.load(out)["stimulus_id"]
+    elif form == "npy":
+        values = np.load(out / "blocks.0.resid_post.npy")
+        ids = np.array([line.split(",")[0] for line in (out / "index.csv").read_text().splitlines()[1:]])
+    elif form == "hdf5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(out) as file:
+            values, ids = file["blocks.0.resid_post"][()], file["stimulus_id"][()].astype(str)
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = parquet.read_table(out).to_pydict()
+        values, ids = np.array(table["blocks.0.resid_post"]), np.array(table["stimulus_id"])
+    assert np.allclose(values[ids.tolist().index("s7")], random(40, 8)[7], atol=1e-6)
+
+
+def test_a_file_that_is_there_is_kept(store, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    assert main(["store", "export", str(store), "--format", "npz", "--out", str(tmp_path / "out")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+# -- probes
+
+
+def planted(informative: bool):
+    generator = torch.Generator().manual_seed(0)
+    documents = np.repeat(np.arange(30), 40)
+    words = np.random.default_rng(0).integers(25, size=len(documents))
+    labels = torch.randint(3, (len(documents),), generator=generator)
+    values = torch.randn(len(documents), 12, generator=generator)
+    if informative:
+        values[:, :3] += 3 * torch.nn.functional.one_hot(labels, 3)
+    return Labelled(values=values, labels=labels, documents=documents, words=words)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "mlp"])
+def test_a_probe_reads_what_is_there_and_not_what_is_not(kind):
+    found, nothing = probe(planted(True), kind=kind), probe(planted(False), kind=kind)
+
+    assert found.accuracy > 0.9
+    assert found.low <= found.accuracy <= found.high
+    assert nothing.accuracy == pytest.approx(1 / 3, abs=0.12)
+    assert found.control < 0.5
+    assert found.selectivity == pytest.approx(found.accuracy - found.control)
+    assert found.chance == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_a_probe_is_that_of_sklearn():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    from forge_plugins_interp.probes.probe import _fit
+
+    data = planted(True)
+    mine = _fit(data.values, data.labels, 3, 1.0, "logistic", 0)(data.values)
+    theirs = linear_model.LogisticRegression(C=0.5, tol=1e-8, max_iter=1000).fit(
+        data.values.numpy(), data.labels.numpy()
+    )
+    assert (mine.numpy() == theirs.predict(data.values.numpy())).mean() > 0.995
+
+
+def test_few_documents_and_one_class_are_refused():
+    data = planted(True)
+    few = Labelled(values=data.values[:120], labels=data.labels[:120], documents=data.documents[:120])
+    with pytest.raises(ConfigError, match="at least 5 documents to hold some out, and there are 3"):
+        probe(few)
+    single = Labelled(values=data.values, labels=torch.zeros_like(data.labels), documents=data.documents)
+    with pytest.raises(ConfigError, match="a single class"):
+        probe(single)
+
+
+def test_forge_probe_reads_labels_and_columns(store, tmp_path, capsys):
+    labels = tmp_path / "labels.csv"
+    labels.write_text("stimulus_id,label\n" + "".join(f"s{i},{'even' if i % 2 == 0 else 'odd'}\n" for i in range(40)))
+    assert main(["probe", str(store), "--labels", str(labels), "--out", str(tmp_path / "p.png")]) == 0
+    by_file = capsys.readouterr().out
+    assert main(["probe", str(store), "--column", "kind"]) == 0
+    by_column = capsys.readouterr().out
+
+    assert by_file.splitlines()[1].startswith("blocks.0.resid_post")
+    assert by_column.splitlines()[0] == by_file.splitlines()[0]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give either --labels FILE or --column NAME"),
+        (["--column", "knd"], "did you mean 'kind'"),
+        (["--labels", "nowhere.csv"], "cannot be read"),
+    ],
+)
+def test_bad_input_of_forge_probe_is_a_sentence(store, capsys, options, message):
+    assert main(["probe", str(store), *options]) == 2
+    assert message in capsys.readouterr().err
