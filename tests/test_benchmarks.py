@@ -19,11 +19,14 @@ SHORT = {
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
+    "observation": ["--steps", "10", "--rounds", "1", "--dim", "32", "--positions", "64"],
     "optimizers": ["--layers", "1", "--dim", "32", "--rounds", "1"],
     "parity": ["tp2"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
+    "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],
     "step_overhead": ["--steps", "10", "--rounds", "1"],
+    "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
 }
 LONG = {
     "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
@@ -36,7 +39,7 @@ LONG = {
     "resume": [],
     "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }
-OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert")
+OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert", "store")
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
     "train_gpu": "tests/test_train_gpu.py",
