@@ -215,7 +215,7 @@ def test_forge_score_finds_the_layer_that_was_recorded(store, tmp_path, capsys):
     assert float(rows["blocks.0.resid_post"]["ceiling"]) > 0.95
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "ridge over 40 stimuli, 3 neuroids" in capsys.readouterr().out
-    for method in (["pls", "--components", "5"], ["rsa"], ["cka"], ["ridge", "--reverse"]):
+    for method in (["pls", "--components", "5"], ["rsa", "--null", "20"], ["cka"], ["ridge", "--reverse"]):
         assert main(["score", str(store), str(path), "--method", *method]) == 0
         lines = capsys.readouterr().out.splitlines()
         first, second = (float(line.split()[1]) for line in lines if line.startswith("blocks"))

@@ -13,7 +13,18 @@ from forge_plugins_interp.metrics import cka
 from forge_plugins_interp.metrics.cca import canonical_correlations, mean_cca, pwcca, svcca
 from forge_plugins_interp.metrics.cka import LinearCKA, hsic_0, hsic_1, linear_cka, rbf_cka
 from forge_plugins_interp.metrics.procrustes import angular_procrustes, procrustes
-from forge_plugins_interp.metrics.rsa import compare, noise_ceiling, rdm, rsa
+from forge_plugins_interp.metrics.rsa import (
+    bootstrap,
+    compare,
+    crossnobis,
+    noise_ceiling,
+    noise_precision,
+    permutations,
+    rdm,
+    rsa,
+    scaled_positions,
+    square,
+)
 
 
 def random(*shape, seed=0):
@@ -176,6 +187,86 @@ def test_a_noise_ceiling_has_its_bounds():
     assert lower < sum(compare(truth, one, "pearson") for one in rdms) / 6 < upper + 0.05
 
 
+def test_a_bootstrap_of_an_rdm_leaves_out_pairs_of_a_stimulus_with_itself():
+    """Against the same draws by hand; their zeros on both sides would make unrelated RDMs alike."""
+    x, y = random(12, 40), random(12, 40, seed=1)
+    found = bootstrap(rdm(x), rdm(y)[None], "pearson", samples=5)
+    generator, expected = torch.Generator().manual_seed(0), []
+    for _ in range(5):
+        drawn = torch.randint(12, (12,), generator=generator)
+        torch.randint(1, (1,), generator=generator)
+        pairs = [(a, b) for i, a in enumerate(drawn.tolist()) for b in drawn[i + 1 :].tolist() if a != b]
+        sides = [torch.stack([square(rdm(one), 12)[pair] for pair in pairs]) for one in (x, y)]
+        expected.append(np.corrcoef(*sides)[0, 1])
+
+    assert np.allclose(found, expected)
+    assert abs(bootstrap(rdm(x), rdm(y)[None], samples=100).mean()) < 0.2
+
+
+def test_the_spread_of_a_bootstrap_is_that_of_new_subjects():
+    truth = rdm(random(20, 10))
+    subjects = torch.stack([truth + 0.2 * random(190, seed=seed) for seed in range(30)])
+    draws = bootstrap(truth, subjects, "pearson", samples=200)
+    each = [compare(truth, one, "pearson") for one in subjects]
+
+    assert draws.mean() == pytest.approx(np.mean(each), abs=0.05)
+    assert draws.std() > np.std(each) / 30**0.5  # stimuli vary, too
+
+
+def test_permuted_labels_are_a_null():
+    x = random(20, 10)
+    subjects = torch.stack([rdm(x + 0.5 * random(20, 10, seed=seed)) for seed in range(3)])
+    null = permutations(rdm(x), subjects, samples=200)
+
+    assert abs(null.mean()) < 0.03
+    assert null.max() < sum(compare(rdm(x), one) for one in subjects) / 3
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    expected = sum(compare(rdm(x[order]), one) for one in subjects) / 3
+    assert float(null[0]) == pytest.approx(expected)
+
+
+def test_crossnobis_distances_are_the_formula_and_unbiased():
+    values, weights = random(4, 5, 3), random(3, 3, seed=1)
+    precision = weights @ weights.T
+    expected = []
+    for i in range(5):
+        for j in range(i + 1, 5):
+            d = values[:, i] - values[:, j]
+            pairs = [d[a] @ precision @ d[b] for a in range(4) for b in range(4) if a != b]
+            expected.append(torch.stack(pairs).mean() / 3)
+    assert torch.allclose(crossnobis(values, precision), torch.stack(expected))
+
+    noise = random(6, 40, 50)
+    assert abs(crossnobis(noise).mean()) < 0.05
+    assert rdm(noise.mean(0), "sqeuclidean").mean() / 50 > 0.3
+
+
+def test_the_precision_of_noise_is_that_of_scikit_learn():
+    covariance = pytest.importorskip("sklearn.covariance")
+    values = random(2, 30, 8) @ random(8, 8, seed=1) + random(30, 8, seed=2)
+    residuals = (values - values.mean(0)).flatten(0, 1).numpy()
+    expected = covariance.LedoitWolf(assume_centered=True).fit(residuals).covariance_ * 2
+
+    assert np.allclose(noise_precision(values).inverse(), expected)
+    assert bool(noise_precision(random(2, 4, 50)).isfinite().all())
+
+
+def test_scaled_positions_have_the_distances_of_a_plane():
+    positions = scaled_positions(rdm(random(9, 2), "euclidean"))
+
+    assert torch.allclose(rdm(positions, "euclidean"), rdm(random(9, 2), "euclidean"))
+
+
+def test_a_matrix_of_dissimilarities_is_drawn():
+    from forge_plugins_interp.figures.dissimilarity import dissimilarity_figure
+
+    figure = dissimilarity_figure(rdm(X[:8]), [f"s{one}" for one in range(8)])
+
+    image = figure.axes[0].images[0].get_array()
+    assert image.max() == 1
+    assert np.allclose(image, image.T)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -184,6 +275,7 @@ def test_a_noise_ceiling_has_its_bounds():
         (lambda: linear_cka(X, Y.masked_fill(Y > 2, float("nan"))), "the second: stimulus .* not finite in feature"),
         (lambda: mean_cca(X[:8], Y[:8]), "more stimuli than features; there are 8, and 8"),
         (lambda: rsa(torch.ones(5, 3), X[:5]), "stimulus 0 has the same value in all features"),
+        (lambda: crossnobis(torch.ones(1, 6, 2)), "at least 2 repetitions of 3 stimuli, and there are 1 of 6"),
         (lambda: noise_ceiling(torch.ones(1, 6)), "at least 2 subjects, got 1"),
     ],
 )

@@ -24,15 +24,29 @@ if TYPE_CHECKING:
     "--kind", type=click.Choice(["logistic", "mlp"]), default="logistic", show_default=True, help="The probe."
 )
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
+@click.option(
+    "--control",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="So many tokens, the last ones, decide the class of the control task.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of the split by documents.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
 def probe(
-    folder: Path, path: Path | None, column: str | None, kind: str, patterns: str, seed: int, out: Path | None
+    folder: Path,
+    path: Path | None,
+    column: str | None,
+    kind: str,
+    patterns: str,
+    control: int,
+    seed: int,
+    out: Path | None,
 ) -> None:
     """Train a probe on each site of STORE, on 60 % of its samples, and print accuracies on others.
 
     Labels are of samples, or with a column token (the place in the sample) of tokens. For tokens there is a control
-    task: each token id has a random class.
+    task: each token id, or with --control N each run of N tokens, has a random class.
     """
     refuse_other_ending(out)
     if (path is None) == (column is None):
@@ -45,7 +59,7 @@ def probe(
     store = Store(folder)
     rows, lines = [], []
     for site in store.chosen(patterns):
-        data, classes = _labelled(store, site, path, column)
+        data, classes = _labelled(store, site, path, column, control)
         found = measure(data, kind=kind, seed=seed)  # type: ignore[arg-type]  # click has checked it
         keys = ("accuracy", "low", "high", "majority", "chance", "control", "selectivity")
         values = {key: getattr(found, key) for key in keys}
@@ -62,7 +76,9 @@ def probe(
         print(f"wrote {out}")
 
 
-def _labelled(store: Store, site: str, path: Path | None, column: str | None) -> tuple[Labelled, list[str]]:
+def _labelled(
+    store: Store, site: str, path: Path | None, column: str | None, control: int
+) -> tuple[Labelled, list[str]]:
     """The rows of a site that have a label, and the names of the classes."""
     import numpy as np
     import torch
@@ -85,13 +101,23 @@ def _labelled(store: Store, site: str, path: Path | None, column: str | None) ->
     classes = sorted(set(names))
     labels = torch.tensor([classes.index(name) for name in names])
     rows = starts[numbers] + tokens if is_token else numbers
-    words = (
-        np.array([int(store.tokens(int(n))[int(t)]) for n, t in zip(numbers, tokens, strict=True)])
-        if is_token
-        else None
-    )
+    words = _runs(store, starts[numbers], tokens, control) if is_token else None
     values = store.array(site)[torch.from_numpy(rows)].flatten(1)
     return Labelled(values=values, labels=labels, documents=numbers, words=words), classes
+
+
+def _runs(store: Store, starts: Any, tokens: Any, length: int) -> Any:
+    """A number for each run of ``length`` tokens that ends at a token, of its sample alone."""
+    import numpy as np
+
+    from forge_plugins_interp.store import TOKENS
+
+    ids = store.array(TOKENS).numpy()
+    back = np.arange(length)
+    places = tokens[:, None] - back
+    runs = np.where(places >= 0, ids[np.maximum(starts[:, None] + places, 0)], -1)
+    _, found = np.unique(runs, axis=0, return_inverse=True)
+    return found.ravel()
 
 
 def _labels(store: Store, path: Path | None, column: str | None, *, is_token: bool) -> tuple[Any, Any, list[str]]:

@@ -28,7 +28,7 @@ METHODS = ("ridge", "pls", "rsa", "cka")
 @click.option("--method", type=click.Choice(METHODS), default="ridge", show_default=True, help="How they are compared.")
 @click.option("--components", default=25, show_default=True, type=click.IntRange(min=1), help="With pls.")
 @click.option("--splits", default=10, show_default=True, type=click.IntRange(min=1), help="Of ridge and pls.")
-@click.option("--null", "shuffles", default=0, type=click.IntRange(min=0), help="Shuffle stimuli so many times.")
+@click.option("--null", "shuffles", default=0, type=click.IntRange(min=0), help="Shuffle stimuli so many times, for p.")
 @click.option("--reverse", is_flag=True, help="Predict the model from the recordings.")
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
@@ -49,10 +49,10 @@ def score(
     repetitions, scores of ridge and pls have a ceiling.
     """
     refuse_other_ending(out)
-    if method in ("rsa", "cka") and (shuffles or reverse):
-        raise ConfigError(
-            f"{'--null' if shuffles else '--reverse'}: has no effect with --method {method}; leave it out"
-        )
+    if method in ("rsa", "cka") and reverse:
+        raise ConfigError(f"--reverse: has no effect with --method {method}; leave it out")
+    if method == "cka" and shuffles:
+        raise ConfigError("--null: has no effect with --method cka; leave it out")
 
     from forge_core.commands.table import aligned
     from forge_plugins_interp.neuro.recordings import read_recordings
@@ -112,14 +112,19 @@ def _measure(
     method: str, components: int, splits: int, shuffles: int, *, reverse: bool
 ) -> Callable[[torch.Tensor, Recordings, np.ndarray], Row]:
     from forge_plugins_interp.metrics.cka import linear_cka
-    from forge_plugins_interp.metrics.rsa import rsa
+    from forge_plugins_interp.metrics.rsa import permutations, rdm, rsa
     from forge_plugins_interp.neuro.encoding import Splits, encode
     from forge_plugins_interp.neuro.regression import pls, ridge
 
     def by_similarity(x: torch.Tensor, brain: Recordings, numbers: np.ndarray) -> Row:
         y = brain.mean[numbers]
-        value = rsa(x, y) if method == "rsa" else linear_cka(x, y)
-        return {"score": value, **dict.fromkeys(_SHOWN[1:])}
+        if method == "cka":
+            return {"score": linear_cka(x, y), **dict.fromkeys(_SHOWN[1:])}
+        value, p_value = rsa(x, y), None
+        if shuffles:
+            null = permutations(rdm(x), rdm(y)[None], samples=shuffles)
+            p_value = (1 + int((null >= value).sum())) / (1 + shuffles)
+        return {"score": value, **dict.fromkeys(_SHOWN[1:]), "p_value": p_value}
 
     def by_encoding(x: torch.Tensor, brain: Recordings, numbers: np.ndarray) -> Row:
         groups = None if brain.groups is None else brain.groups[numbers]

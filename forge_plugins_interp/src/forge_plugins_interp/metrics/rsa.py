@@ -6,6 +6,7 @@ features, m = n (n − 1) / 2 pairs.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -49,7 +50,7 @@ def compare(a: torch.Tensor, b: torch.Tensor, by: Comparison = "spearman") -> fl
         m = len(a)
         return float((first * second).sum() / (m * (m - 1)))
     if by == "spearman":
-        a, b = _ranks(a), _ranks(b)
+        a, b = ranks(a), ranks(b)
     if by != "cosine":
         a, b = a - a.mean(), b - b.mean()
     return float(a @ b / (a.norm() * b.norm()))
@@ -72,14 +73,132 @@ def noise_ceiling(rdms: torch.Tensor, by: Comparison = "spearman") -> tuple[floa
     """
     if len(rdms) < 2:
         raise ConfigError(f"a noise ceiling needs at least 2 subjects, got {len(rdms)}")
-    rdms = torch.stack([_ranks(one) for one in rdms]) if by == "spearman" else rdms.double()
+    rdms = torch.stack([ranks(one) for one in rdms]) if by == "spearman" else rdms.double()
     total = rdms.sum(0)
     lower = [compare(one, (total - one) / (len(rdms) - 1), by) for one in rdms]
     upper = [compare(one, total / len(rdms), by) for one in rdms]
     return sum(lower) / len(lower), sum(upper) / len(upper)
 
 
-def _ranks(values: torch.Tensor) -> torch.Tensor:
+def bootstrap(
+    model: torch.Tensor, subjects: torch.Tensor, by: Comparison = "spearman", *, samples: int = 1000, seed: int = 0
+) -> torch.Tensor:
+    """The similarity of a model to subjects over bootstrap samples of stimuli and subjects, ``(samples,)`` float64.
+
+    A stimulus that is drawn twice makes a pair with itself, which is left out (Nili et al. 2014; Schütt et al. 2023).
+    Of one subject only stimuli are drawn.
+
+    Args:
+        model: an RDM ``(m,)``.
+        subjects: ``(subjects, m)``.
+
+    Returns:
+        The mean over the subjects that are drawn; NaN of a sample in which no dissimilarity varies.
+    """
+    n = _stimuli(model)
+    whole = torch.stack([square(one, n) for one in (model, *subjects)])
+    generator = torch.Generator().manual_seed(seed)
+    upper = tuple(torch.triu_indices(n, n, offset=1))
+    found = torch.empty(samples, dtype=torch.float64)
+    for number in range(samples):
+        stimuli = torch.randint(n, (n,), generator=generator)
+        drawn = torch.randint(len(subjects), (len(subjects),), generator=generator)
+        first, second = stimuli[upper[0]], stimuli[upper[1]]
+        kept = first != second
+        rdms = whole[:, first[kept], second[kept]]
+        each = [compare(rdms[0], one, by) for one in rdms[1:]]
+        found[number] = torch.tensor(each, dtype=torch.float64)[drawn].mean()
+    return found
+
+
+def permutations(
+    model: torch.Tensor, subjects: torch.Tensor, by: Comparison = "spearman", *, samples: int = 1000, seed: int = 0
+) -> torch.Tensor:
+    """The mean similarity to subjects after the model's stimuli have changed their labels, ``(samples,)`` float64: how
+    alike RDMs of unrelated stimuli are. Arguments as in ``bootstrap``."""
+    n = _stimuli(model)
+    whole, upper = square(model, n), tuple(torch.triu_indices(n, n, offset=1))
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.empty(samples, dtype=torch.float64)
+    for number in range(samples):
+        order = torch.randperm(n, generator=generator)
+        shuffled = whole[order[upper[0]], order[upper[1]]]
+        found[number] = sum(compare(shuffled, one, by) for one in subjects) / len(subjects)
+    return found
+
+
+def crossnobis(values: torch.Tensor, precision: torch.Tensor | None = None) -> torch.Tensor:
+    """Cross-validated squared Mahalanobis distances of stimuli, ``(m,)`` float64: unbiased, so that noise alone is 0 on
+    average, and may be negative (Walther et al. 2016).
+
+    ``d_ij = (x_i − x_j)ᵀ P (x'_i − x'_j) / p``, the mean over pairs of different repetitions.
+
+    Args:
+        values: ``(repetitions, n, p)``.
+        precision: ``(p, p)``, of the noise (``noise_precision``); by default the identity.
+
+    Raises:
+        ConfigError: fewer than 2 repetitions, or 3 stimuli.
+    """
+    repetitions, n, p = values.shape
+    if repetitions < 2 or n < 3:
+        raise ConfigError(
+            f"crossnobis distances need at least 2 repetitions of 3 stimuli, and there are {repetitions} of {n}"
+        )
+    values = values.double()
+    whitened = values if precision is None else values @ precision.double()
+    # the sum over pairs of repetitions is that over all, less each with itself
+    total = whitened.sum(0) @ values.sum(0).T - torch.einsum("rip,rjp->ij", whitened, values)
+    squares = total.diagonal()
+    upper = tuple(torch.triu_indices(n, n, offset=1))
+    distances = squares[:, None] + squares[None] - total - total.T
+    return distances[upper] / (p * repetitions * (repetitions - 1))
+
+
+def noise_precision(values: torch.Tensor) -> torch.Tensor:
+    """The inverse covariance ``(p, p)`` float64 of what repetitions of a stimulus differ by, shrunk towards a multiple
+    of the identity (Ledoit and Wolf 2004), so that it exists for any number of features.
+
+    Args:
+        values: ``(repetitions, n, p)``, of at least 2 repetitions.
+    """
+    residuals = (values.double() - values.double().mean(0)).flatten(0, 1)
+    covariance, p = residuals.T @ residuals / len(residuals), residuals.shape[1]
+    scale = covariance.trace() / p
+    spread = (covariance - scale * torch.eye(p, dtype=torch.float64)).square().sum()
+    # the squared distance of each residual's outer product from the covariance, on average
+    error = (residuals.square().sum(1).square().mean() - covariance.square().sum()) / len(residuals)
+    share = (error / spread).clamp(0, 1) if spread > 0 else torch.ones((), dtype=torch.float64)
+    shrunk = (1 - share) * covariance + share * scale * torch.eye(p, dtype=torch.float64)
+    # repetitions lose one degree of freedom to their mean
+    inverse: torch.Tensor = torch.linalg.inv(shrunk) * (len(values) - 1) / len(values)
+    return inverse
+
+
+def scaled_positions(distances: torch.Tensor, dims: int = 2) -> torch.Tensor:
+    """Positions ``(n, dims)`` whose distances are near those of an RDM ``(m,)``: classical scaling (Torgerson 1952)."""
+    n = _stimuli(distances)
+    squares = square(distances, n).square()
+    centre = torch.eye(n, dtype=torch.float64) - 1 / n
+    values, vectors = torch.linalg.eigh(-centre @ squares @ centre / 2)
+    chosen = values[-dims:].flip(0).clamp(min=0).sqrt()
+    positions: torch.Tensor = vectors[:, -dims:].flip(1) * chosen
+    return positions
+
+
+def _stimuli(rdm: torch.Tensor) -> int:
+    """How many stimuli an RDM ``(m,)`` is of."""
+    return (1 + math.isqrt(1 + 8 * len(rdm))) // 2
+
+
+def square(rdm: torch.Tensor, n: int) -> torch.Tensor:
+    """An RDM ``(m,)`` as ``(n, n)`` float64, with zeros on the diagonal."""
+    whole = torch.zeros(n, n, dtype=torch.float64)
+    whole[tuple(torch.triu_indices(n, n, offset=1))] = rdm.double()
+    return whole + whole.T
+
+
+def ranks(values: torch.Tensor) -> torch.Tensor:
     """Ranks from 1, ties with their mean rank."""
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
