@@ -10,9 +10,12 @@ import torch
 
 from forge_core.cli import main
 from forge_core.errors import ConfigError
-from forge_plugins_interp.neuro.encoding import Splits, correlations, encode, noise_ceiling
-from forge_plugins_interp.neuro.recordings import read_recordings
-from forge_plugins_interp.neuro.regression import ALPHAS, pls, ridge
+from forge_plugins_interp.metrics.cka import linear_cka
+from forge_plugins_interp.metrics.rsa import rsa
+from forge_plugins_interp.neuro.encoding import Splits, correlations, encode, halves, reliabilities
+from forge_plugins_interp.neuro.recordings import Recordings, read_recordings
+from forge_plugins_interp.neuro.regression import ALPHAS, PLS, Ridge
+from forge_plugins_interp.neuro.resemblance import compared
 from forge_plugins_interp.probes.probe import Labelled, probe
 from forge_plugins_interp.store import Manifest, StoredSite, write_index, write_shard
 
@@ -27,7 +30,7 @@ def test_ridge_is_that_of_sklearn_with_leaving_one_out(features, per_target):
     linear_model = pytest.importorskip("sklearn.linear_model")
     x, y = random(40, features), random(40, 3, seed=1) + random(40, features) @ random(features, 3, seed=2)
 
-    found = ridge(x, y, per_target=per_target)
+    found = Ridge(per_target=per_target).of(x)(y)
 
     theirs = linear_model.RidgeCV(alphas=ALPHAS, alpha_per_target=per_target).fit(x.numpy(), y.numpy())
     new = random(7, features, seed=3)
@@ -37,7 +40,7 @@ def test_ridge_is_that_of_sklearn_with_leaving_one_out(features, per_target):
 def test_ridge_with_more_features_than_stimuli_is_its_dual():
     x, y = random(30, 100), random(30, 2, seed=1)
 
-    found = ridge(x, y, alphas=[2.0])
+    found = Ridge(alphas=[2.0]).of(x)(y)
 
     a, b = x - x.mean(0), y - y.mean(0)
     dual = a.T @ torch.linalg.solve(a @ a.T + 2.0 * torch.eye(30, dtype=torch.float64), b)
@@ -50,7 +53,7 @@ def test_pls_is_that_of_sklearn(components):
     x = random(50, 12)
     y = x @ random(12, 4, seed=2) + random(50, 4, seed=1)
 
-    found = pls(x, y, components=components)
+    found = PLS(components=components).of(x)(y)
 
     theirs = decomposition.PLSRegression(components, scale=False, tol=1e-14, max_iter=5000).fit(x.numpy(), y.numpy())
     new = random(9, 12, seed=3)
@@ -58,7 +61,7 @@ def test_pls_is_that_of_sklearn(components):
     with pytest.raises(
         ConfigError, match="13 components are more than 50 stimuli and 12 features allow; give at most 12"
     ):
-        pls(x, y, components=13)
+        PLS(components=13).of(x)
 
 
 def test_a_planted_map_is_found_and_shuffled_stimuli_are_not():
@@ -66,7 +69,7 @@ def test_a_planted_map_is_found_and_shuffled_stimuli_are_not():
     y = x @ random(20, 6, seed=1)
     noise = 0.3 * y.std() * random(120, 8, 6, seed=2)
 
-    found = encode(x, y[:, None] + noise, ridge, shuffles=19)
+    found = encode(x, y[:, None] + noise, Ridge(), shuffles=19)
 
     assert found.score > 0.97
     assert found.low <= found.score <= found.high
@@ -74,7 +77,7 @@ def test_a_planted_map_is_found_and_shuffled_stimuli_are_not():
     assert abs(np.mean(found.null)) < 0.1
     assert found.p_value == pytest.approx(1 / 20)
     assert 0.9 < found.normalised <= 1.01
-    unrelated = encode(random(120, 20, seed=9), y[:, None] + noise, ridge)
+    unrelated = encode(random(120, 20, seed=9), y[:, None] + noise, Ridge())
     assert abs(unrelated.score) < 0.3
 
 
@@ -82,9 +85,82 @@ def test_a_ceiling_is_the_reliability_of_the_mean():
     signal = random(2000, 3)
     repetitions = signal[:, None] + random(2000, 6, 3, seed=1)  # the mean of six has a noise variance of 1/6
 
-    assert noise_ceiling(repetitions) == pytest.approx(1 / (1 + 1 / 6), abs=0.01)
+    assert np.allclose(reliabilities(repetitions), 1 / (1 + 1 / 6), atol=0.02)
     with pytest.raises(ConfigError, match="at least 2 repetitions"):
-        noise_ceiling(repetitions[:, :1])
+        next(halves(repetitions[:, :1]))
+
+
+def test_residuals_of_ridge_are_those_of_leaving_each_stimulus_out():
+    """Brute force: the penalty of the least error of maps that were fitted without each stimulus."""
+    for features in (5, 60):
+        x, y = random(30, features), random(30, 2, seed=1) + random(30, features) @ random(features, 2, seed=2)
+        errors = []
+        for alpha in ALPHAS:
+            maps = [(one, Ridge(alphas=[alpha]).of(x[kept])(y[kept])) for one, kept in left_out(30)]
+            errors.append(sum(float((y[one] - found(x[one])).square().sum()) for one, found in maps))
+        best = ALPHAS[int(np.argmin(errors))]
+
+        assert torch.allclose(Ridge().of(x)(y).weights, Ridge(alphas=[best]).of(x)(y).weights)
+
+
+def left_out(n):
+    return [(one, torch.arange(n) != one) for one in range(n)]
+
+
+def test_pls_stops_where_nothing_covaries():
+    x = random(20, 3)
+    rank_one = x[:, :1] @ random(1, 4)
+    assert torch.allclose(PLS(components=3).of(x)(rank_one)(x), rank_one, atol=1e-9)
+    constant = torch.full((20, 4), 5.0, dtype=torch.float64)
+    assert torch.equal(PLS(components=2).of(x)(constant)(x), constant)
+
+
+def test_a_score_is_the_median_over_neuroids_and_the_mean_over_splits():
+    """Of an even number of neuroids the median is the mean of the two in the middle."""
+    x = random(60, 4)
+    y = x @ random(4, 6, seed=1) + 2 * random(60, 6, seed=2)
+    expected = []
+    for train, test in Splits().of(60):
+        predicted = Ridge().of(x[train])(y[train])(x[test]).numpy()
+        each = [np.corrcoef(a, b)[0, 1] for a, b in zip(predicted.T, y[test].numpy().T, strict=True)]
+        expected.append(np.median(each))
+
+    assert encode(x, y[:, None], Ridge()).score == pytest.approx(np.mean(expected))
+
+
+def test_more_splits_of_the_same_stimuli_do_not_make_an_interval_smaller():
+    x = random(60, 4)
+    y = x @ random(4, 6, seed=1) + 3 * random(60, 6, seed=2)
+    few, many = (encode(x, y[:, None], Ridge(), splits=Splits(number=number, test=0.2)) for number in (20, 160))
+
+    assert many.high - many.low > 0.7 * (few.high - few.low)
+
+
+def test_a_neuroid_without_a_ceiling_is_left_out_of_the_normalised_score():
+    x = random(80, 4)
+    y = (x @ random(4, 3, seed=1))[:, None] + 0.5 * random(80, 4, 3, seed=2)
+    whole = encode(x, y, Ridge())
+    unreliable = torch.cat((y, torch.tensor([1.0, 1.0, -1.0, -1.0])[None, :, None] * random(80, 1, 1, seed=3)), 2)
+
+    assert whole.ceiling_low < whole.ceiling < whole.ceiling_high
+    assert encode(x, unreliable, Ridge()).normalised == pytest.approx(whole.normalised, rel=0.2)
+
+
+def test_a_prediction_that_is_constant_predicts_nothing():
+    a, b = random(9, 1), torch.full((9, 1), 2.5)
+    assert correlations(a, b).item() == 0
+    assert bool(correlations(b, a).isnan())
+    with pytest.raises(ConfigError, match="none of the 2 neuroids varies in stimuli that are held out"):
+        encode(random(20, 3), torch.ones(20, 1, 2), Ridge())
+
+
+def test_weights_of_rows_are_repeated_rows():
+    a, b = random(12, 3), random(12, 3, seed=1)
+    counts = torch.tensor([[2, 0, 1, 1, 3, 0, 1, 0, 1, 1, 1, 1.0]], dtype=torch.float64)
+    rows = torch.repeat_interleave(torch.arange(12), counts[0].long())
+
+    expected = [np.corrcoef(a[rows, one], b[rows, one])[0, 1] for one in range(3)]
+    assert np.allclose(correlations(a, b, counts)[0], expected)
 
 
 def test_no_group_is_in_training_and_test():
@@ -215,11 +291,34 @@ def test_forge_score_finds_the_layer_that_was_recorded(store, tmp_path, capsys):
     assert float(rows["blocks.0.resid_post"]["ceiling"]) > 0.95
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "ridge over 40 stimuli, 3 neuroids" in capsys.readouterr().out
-    for method in (["pls", "--components", "5"], ["rsa", "--null", "20"], ["cka"], ["ridge", "--reverse"]):
+    assert float(rows["blocks.0.resid_post"]["null_high"]) < float(rows["blocks.0.resid_post"]["score"])
+    others = (["pls", "--components", "5"], ["rsa", "--null", "20"], ["cka", "--null", "20"], ["ridge", "--reverse"])
+    for method in others:
         assert main(["score", str(store), str(path), "--method", *method]) == 0
         lines = capsys.readouterr().out.splitlines()
         first, second = (float(line.split()[1]) for line in lines if line.startswith("blocks"))
         assert first > second, method
+    by_column = ["ridge", "--groups", "kind"]
+    assert main(["score", str(store), str(path), "--method", *by_column]) == 0
+
+
+@pytest.mark.parametrize("method", ["rsa", "cka"])
+def test_a_resemblance_has_an_interval_a_ceiling_and_a_null(method):
+    x = random(60, 8)
+    signal = x @ random(8, 30, seed=1)
+    noisy = signal[:, None] + signal.std() * random(60, 4, 30, seed=2)
+    recordings = Recordings(np.arange(60).astype(str), noisy, np.arange(30).astype(str))
+    mine = {"rsa": rsa, "cka": linear_cka}[method]
+
+    found, other = (compared(one, recordings, method=method, shuffles=20) for one in (x, random(60, 8, seed=7)))
+
+    assert found.score == pytest.approx(mine(x, noisy.mean(1)))
+    assert found.low < found.score < found.high
+    assert other.high < found.score
+    assert found.p_value == pytest.approx(1 / 21)
+    assert abs(np.mean(found.null)) < 0.05
+    assert found.ceiling_low < found.ceiling < found.ceiling_high
+    assert found.normalised == found.score / found.ceiling
 
 
 @pytest.mark.parametrize(
@@ -228,6 +327,8 @@ def test_forge_score_finds_the_layer_that_was_recorded(store, tmp_path, capsys):
         (["--method", "rsa", "--reverse"], "--reverse: has no effect with --method rsa"),
         (["--method", "pls", "--components", "30"], "30 components are more than"),
         (["--sites", "blocks.0.resid"], "did you mean"),
+        (["--groups", "knd"], "--groups knd: the index of"),
+        (["--method", "cka", "--groups", "kind"], "--groups: has no effect with --method cka"),
         (["--out", "x.pdf"], "must end with .csv or .png"),
     ],
 )

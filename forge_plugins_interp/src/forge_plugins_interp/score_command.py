@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import Row, refuse_other_ending, write_csv
+from forge_core.errors import ConfigError, nearest
+from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from forge_plugins_interp.neuro.encoding import EncodingScore
     from forge_plugins_interp.neuro.recordings import Recordings
+    from forge_plugins_interp.neuro.resemblance import Resemblance
     from forge_plugins_interp.store import Store
 
 METHODS = ("ridge", "pls", "rsa", "cka")
@@ -29,6 +31,7 @@ METHODS = ("ridge", "pls", "rsa", "cka")
 @click.option("--components", default=25, show_default=True, type=click.IntRange(min=1), help="With pls.")
 @click.option("--splits", default=10, show_default=True, type=click.IntRange(min=1), help="Of ridge and pls.")
 @click.option("--null", "shuffles", default=0, type=click.IntRange(min=0), help="Shuffle stimuli so many times, for p.")
+@click.option("--groups", metavar="COLUMN", help="Hold out whole groups by this column of the store's index.")
 @click.option("--reverse", is_flag=True, help="Predict the model from the recordings.")
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
@@ -39,6 +42,7 @@ def score(
     components: int,
     splits: int,
     shuffles: int,
+    groups: str | None,
     reverse: bool,
     patterns: str,
     out: Path | None,
@@ -46,28 +50,41 @@ def score(
     """Tell for each site of STORE how alike it is to RECORDINGS (.npz, .csv, .nc, .h5), over the stimuli of both.
 
     The store has a row for each stimulus (forge extract --stimuli … --reduce last or mean). Where recordings have
-    repetitions, scores of ridge and pls have a ceiling.
+    repetitions, scores have a ceiling. A group of the recordings is held out whole.
     """
     refuse_other_ending(out)
     if method in ("rsa", "cka") and reverse:
         raise ConfigError(f"--reverse: has no effect with --method {method}; leave it out")
-    if method == "cka" and shuffles:
-        raise ConfigError("--null: has no effect with --method cka; leave it out")
+    if method in ("rsa", "cka") and groups is not None:
+        raise ConfigError(f"--groups: has no effect with --method {method}, which fits nothing; leave it out")
+
+    import attrs
+    import numpy as np
 
     from forge_core.commands.table import aligned
     from forge_plugins_interp.neuro.recordings import read_recordings
+    from forge_plugins_interp.neuro.resemblance import compared
     from forge_plugins_interp.store import Store
 
     acts, brain = Store(store), read_recordings(recordings)
     numbers, of_brain = _joined(acts, brain)
     sites = acts.chosen(patterns)
-    measure = _measure(method, components, splits, shuffles, reverse=reverse)
+    if groups is not None:
+        brain = attrs.evolve(brain, groups=_column(acts, groups, numbers, of_brain, len(brain.ids)))
+    measure = _encoded(method, components, splits, shuffles, reverse=reverse)
+    if method in ("rsa", "cka"):
+        measure = partial(compared, method=method, shuffles=shuffles)  # type: ignore[arg-type]  # click has checked it
     rows = []
     for site in sites:
         if acts.manifest.sites[site].dims[0] != "sample":
             raise ConfigError(f"site {site}: {store} has a row a token; extract it with --reduce last or mean")
         values = acts.array(site)[numbers].flatten(1).double()
-        rows.append({"site": site, "method": method, "stimuli": len(numbers), **measure(values, brain, of_brain)})
+        found = measure(values, brain.of(of_brain))
+        null: dict[str, float | None] = {"null_mean": None, "null_high": None}
+        if found.null:
+            null = {"null_mean": float(np.mean(found.null)), "null_high": float(np.percentile(found.null, 95))}
+        known = {key: getattr(found, key) for key in (*_SHOWN, "ceiling_low", "ceiling_high")}
+        rows.append({"site": site, "method": method, "stimuli": len(numbers), **known, **null})
     shown = [(row["site"], *(_number(row[key]) for key in _SHOWN)) for row in rows]
     print(f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids")
     print("\n".join(aligned([("site", *_SHOWN), *shown])))
@@ -108,31 +125,30 @@ def _joined(store: Store, brain: Recordings) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(mine), theirs
 
 
-def _measure(
+def _column(store: Store, name: str, numbers: torch.Tensor, of_brain: np.ndarray, n: int) -> np.ndarray:
+    """A column of the store's index, in the order of n recordings."""
+    import numpy as np
+
+    if name not in store.columns:
+        close = nearest(name, store.columns)
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ConfigError(f"--groups {name}: the index of {store.folder} has {', '.join(store.columns)}{hint}")
+    found = np.full(n, "", dtype=object)
+    found[of_brain] = store.columns[name][numbers.numpy()]
+    return found.astype(str)
+
+
+def _encoded(
     method: str, components: int, splits: int, shuffles: int, *, reverse: bool
-) -> Callable[[torch.Tensor, Recordings, np.ndarray], Row]:
-    from forge_plugins_interp.metrics.cka import linear_cka
-    from forge_plugins_interp.metrics.rsa import permutations, rdm, rsa
+) -> Callable[[torch.Tensor, Recordings], EncodingScore | Resemblance]:
     from forge_plugins_interp.neuro.encoding import Splits, encode
-    from forge_plugins_interp.neuro.regression import pls, ridge
+    from forge_plugins_interp.neuro.regression import PLS, Ridge
 
-    def by_similarity(x: torch.Tensor, brain: Recordings, numbers: np.ndarray) -> Row:
-        y = brain.mean[numbers]
-        if method == "cka":
-            return {"score": linear_cka(x, y), **dict.fromkeys(_SHOWN[1:])}
-        value, p_value = rsa(x, y), None
-        if shuffles:
-            null = permutations(rdm(x), rdm(y)[None], samples=shuffles)
-            p_value = (1 + int((null >= value).sum())) / (1 + shuffles)
-        return {"score": value, **dict.fromkeys(_SHOWN[1:]), "p_value": p_value}
-
-    def by_encoding(x: torch.Tensor, brain: Recordings, numbers: np.ndarray) -> Row:
-        groups = None if brain.groups is None else brain.groups[numbers]
-        repetitions = brain.repetitions[numbers]
+    def measure(x: torch.Tensor, brain: Recordings) -> EncodingScore | Resemblance:
+        repetitions = brain.repetitions
         if reverse:
             x, repetitions = repetitions.mean(1), x[:, None]
-        fit = ridge if method == "ridge" else partial(pls, components=components)
-        found = encode(x, repetitions, fit, splits=Splits(number=splits), groups=groups, shuffles=shuffles)
-        return {key: getattr(found, key) for key in _SHOWN}
+        regression = Ridge() if method == "ridge" else PLS(components=components)
+        return encode(x, repetitions, regression, splits=Splits(number=splits), groups=brain.groups, shuffles=shuffles)
 
-    return by_encoding if method in ("ridge", "pls") else by_similarity
+    return measure

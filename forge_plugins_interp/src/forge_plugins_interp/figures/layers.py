@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def layers_figure(rows: Sequence[Row], title: str) -> Figure:
     """
     Args:
-        rows: ``site``, ``score``, ``low``, ``high`` and ``ceiling``, the last three perhaps ``None``.
+        rows: ``site``, ``score``, ``low``, ``high`` and ``ceiling``, the last three perhaps ``None``; where they have
+            them, ``ceiling_low`` and ``ceiling_high`` are drawn as a band, ``null_high`` and ``control`` as lines.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -36,6 +37,12 @@ def layers_figure(rows: Sequence[Row], title: str) -> Figure:
         )
     if rows[0]["ceiling"] is not None:
         axes.axhline(rows[0]["ceiling"], color="0.4", linestyle="--", linewidth=1, label="ceiling")
+        if rows[0].get("ceiling_low") is not None:
+            axes.axhspan(rows[0]["ceiling_low"], rows[0]["ceiling_high"], color="0.4", alpha=0.15, linewidth=0)
+    for name, words in (("null_high", "95 % of the null"), ("control", "control task")):
+        if all(row.get(name) is not None for row in rows):
+            axes.plot(places, [row[name] for row in rows], ":", color="tab:orange", linewidth=1, label=words)
+    if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7)
     axes.set_xticks(places, [row["site"] for row in rows], rotation=90, fontsize=6)
     axes.set_ylabel(title)

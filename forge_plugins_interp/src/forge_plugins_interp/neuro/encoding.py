@@ -5,7 +5,8 @@ Shapes: n = stimuli, p = features, q = neuroids, r = repetitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics.matrices import checked
-from forge_plugins_interp.neuro.regression import Fit
+from forge_plugins_interp.neuro.regression import Regression
 
 LEAST = 10
 """Stimuli."""
 _RESAMPLES = 500
+Part = tuple[torch.Tensor, torch.Tensor, np.ndarray]
+"""Of a split: recordings that are held out, what is predicted of them, and the numbers of these stimuli."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +51,7 @@ class Splits:
             yield np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True, eq=False)
 class EncodingScore:
     """A score, with what it is to be measured by."""
 
@@ -56,31 +59,30 @@ class EncodingScore:
     """Pearson's r of each neuroid on held-out stimuli: the median over neuroids, and the mean over splits."""
     low: float
     high: float
-    """The 95 % interval of a bootstrap over held-out stimuli."""
+    """The 95 % interval of a bootstrap over stimuli; maps are not fitted again."""
     of_neuroids: torch.Tensor
     """``(q,)``, the mean over splits."""
     ceiling: float | None = None
-    """What the noise of the recordings leaves to be explained, as r; ``None`` without repetitions."""
+    """The median reliability of neuroids (``reliabilities``); ``None`` without repetitions."""
+    ceiling_low: float | None = None
+    ceiling_high: float | None = None
+    """The 95 % interval of a bootstrap over stimuli."""
+    normalised: float | None = None
+    """The score with each neuroid divided by its own reliability, without neuroids whose reliability is not
+    positive. It may be above 1: all but the noise correlates as the square root of the reliability."""
     null: tuple[float, ...] = ()
     """Scores for shuffled stimuli."""
 
     @property
-    def normalised(self) -> float | None:
-        """``score / ceiling``."""
-        return None if self.ceiling is None else self.score / self.ceiling
-
-    @property
     def p_value(self) -> float | None:
         """The share of shuffled scores that are as high, the score itself counted."""
-        if not self.null:
-            return None
-        return (1 + sum(one >= self.score for one in self.null)) / (1 + len(self.null))
+        return p_value(self.score, self.null)
 
 
 def encode(
     x: torch.Tensor,
     repetitions: torch.Tensor,
-    fit: Fit,
+    regression: Regression,
     *,
     splits: Splits | None = None,
     groups: np.ndarray | None = None,
@@ -95,62 +97,138 @@ def encode(
         shuffles: how many times stimuli are shuffled for the null distribution.
 
     Raises:
-        ConfigError: too few stimuli, other numbers of them, or a value that is not finite.
+        ConfigError: too few stimuli, other numbers of them, a value that is not finite, or no neuroid that varies in
+            what is held out.
     """
     splits = splits or Splits()
     x, y = checked(x, repetitions.mean(1), LEAST)
-    parts = [(test, fit(x[train], y[train])(x[test])) for train, test in splits.of(len(x), groups)]
-    each = torch.stack([correlations(y[test], predicted) for test, predicted in parts])
-    low, high = _interval(y, parts, splits.seed)
     rng = np.random.default_rng(splits.seed + 1)
-    null = []
-    for _ in range(shuffles):
-        other = y[torch.from_numpy(rng.permutation(len(y)))]
-        scores = [
-            correlations(other[test], fit(x[train], other[train])(x[test])).nanmedian()
-            for train, test in splits.of(len(x), groups)
-        ]
-        null.append(float(torch.stack(scores).mean()))
-    ceiling = noise_ceiling(repetitions, seed=splits.seed) if repetitions.shape[1] > 1 else None
-    score = float(each.nanmedian(1).values.mean())
-    return EncodingScore(score, low, high, each.nanmean(0), ceiling, tuple(null))
+    orders = [torch.arange(len(y)), *(torch.from_numpy(rng.permutation(len(y))) for _ in range(shuffles))]
+    parts: list[list[Part]] = [[] for _ in orders]
+    for train, test in splits.of(len(x), groups):
+        fit = regression.of(x[train])
+        for part, order in zip(parts, orders, strict=True):
+            part.append((y[order[test]], fit(y[order[train]])(x[test]), test))
+    once, draws = torch.ones(1, len(y), dtype=torch.float64), resamples(len(y), splits.seed)
+    each = _correlations(parts[0], once)
+    if np.isnan(each).all():
+        raise ConfigError(f"none of the {y.shape[1]} neuroids varies in stimuli that are held out")
+    low, high = interval(_score(_correlations(parts[0], draws)))
+    score, null = float(_score(each)[0]), tuple(float(_score(_correlations(part, once))[0]) for part in parts[1:])
+    of_neuroids = torch.from_numpy(_quiet(np.nanmean, each[0], 0))
+    if repetitions.shape[1] == 1:
+        return EncodingScore(score=score, low=low, high=high, of_neuroids=of_neuroids, null=null)
+    reliable = reliabilities(repetitions, seed=splits.seed)
+    ends = interval(_quiet(np.nanmedian, reliabilities(repetitions, draws, seed=splits.seed).numpy(), 1))
+    return EncodingScore(
+        score=score,
+        low=low,
+        high=high,
+        of_neuroids=of_neuroids,
+        ceiling=float(np.nanmedian(reliable.numpy())),
+        ceiling_low=ends[0],
+        ceiling_high=ends[1],
+        normalised=float(_score(each / reliable.where(reliable > 0, torch.nan).numpy())[0]),
+        null=null,
+    )
 
 
-def correlations(y: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-    """Pearson's r of each column, ``(q,)``; NaN where one is constant."""
-    y, predicted = y - y.mean(0), predicted - predicted.mean(0)
-    found: torch.Tensor = (y * predicted).sum(0) / (y.norm(dim=0) * predicted.norm(dim=0))
-    return found
+def correlations(y: torch.Tensor, predicted: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Pearson's r of each column: NaN where the recording is constant, which has none; 0 where only the prediction is,
+    which predicts nothing.
+
+    Args:
+        y, predicted: ``(n, q)``.
+        weights: of rows, ``(b, n)`` float64, such as how often a bootstrap draws each.
+
+    Returns:
+        ``(q,)``, or ``(b, q)`` with weights.
+    """
+    # about the mean first: sums of squares of large numbers lose digits
+    y, predicted = (one.double() - one.double().mean(0) for one in (y, predicted))
+    shares = torch.full((1, len(y)), 1 / len(y), dtype=torch.float64)
+    shares = shares if weights is None else weights / weights.sum(1, keepdim=True)
+    mean_y, mean_p = shares @ y, shares @ predicted
+    var_y, var_p = (shares @ one.square() - mean.square() for one, mean in ((y, mean_y), (predicted, mean_p)))
+    r = (shares @ (y * predicted) - mean_y * mean_p) / (var_y.clamp(min=0) * var_p.clamp(min=0)).sqrt()
+    r = r.where(~_vanishes(var_p, predicted), 0.0).where(~_vanishes(var_y, y), torch.nan).clamp(-1, 1)
+    return r[0] if weights is None else r
 
 
-def noise_ceiling(repetitions: torch.Tensor, *, halvings: int = 20, seed: int = 0) -> float:
-    """The reliability of the mean over repetitions: Pearson's r of random halves over stimuli, corrected for the length
-    by Spearman–Brown, ``2r / (1 + r)``; the median over neuroids, the mean over halvings.
+def _vanishes(variance: torch.Tensor, centred: torch.Tensor) -> torch.Tensor:
+    return variance <= 1e-14 * centred.square().mean(0) + torch.finfo(torch.float64).tiny
+
+
+def reliabilities(
+    repetitions: torch.Tensor, weights: torch.Tensor | None = None, *, halvings: int = 20, seed: int = 0
+) -> torch.Tensor:
+    """How reliable the mean over repetitions is: Pearson's r over stimuli of the means of two random halves, corrected
+    for the length by Spearman–Brown, ``2r / (1 + r)``; the mean over halvings.
 
     Args:
         repetitions: ``(n, r, q)``, r at least 2.
+        weights: of stimuli, as in ``correlations``.
+
+    Returns:
+        ``(q,)``, or ``(b, q)`` with weights.
+    """
+    found = []
+    for first, second in halves(repetitions, halvings=halvings, seed=seed):
+        half = correlations(first, second, weights)
+        found.append(2 * half / (1 + half))
+    return torch.stack(found).mean(0)
+
+
+def halves(
+    repetitions: torch.Tensor, *, halvings: int = 20, seed: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The means ``(n, q)`` of two random halves of repetitions, ``halvings`` times; of two repetitions, once.
+
+    Raises:
+        ConfigError: there is one repetition only.
     """
     r = repetitions.shape[1]
     if r < 2:
         raise ConfigError(f"a ceiling needs at least 2 repetitions of each stimulus, and there is {r}")
-    rng, found = np.random.default_rng(seed), []
-    for _ in range(halvings):
+    rng = np.random.default_rng(seed)
+    for _ in range(halvings if r > 2 else 1):
         order = rng.permutation(r)
-        first, second = (
-            repetitions[:, half].mean(1).double() for half in (order[: r // 2], order[r // 2 : r // 2 * 2])
-        )
-        half = correlations(first, second)
-        found.append((2 * half / (1 + half)).nanmedian())
-    return float(torch.stack(found).mean())
+        first, second = order[: r // 2], order[r // 2 : r // 2 * 2]
+        yield repetitions[:, first].mean(1).double(), repetitions[:, second].mean(1).double()
 
 
-def _interval(y: torch.Tensor, parts: list[tuple[np.ndarray, torch.Tensor]], seed: int) -> tuple[float, float]:
-    rng, found = np.random.default_rng(seed), []
-    for _ in range(_RESAMPLES):
-        scores = []
-        for test, predicted in parts:
-            rows = torch.from_numpy(rng.integers(len(test), size=len(test)))
-            scores.append(correlations(y[test][rows], predicted[rows]).nanmedian())
-        found.append(float(torch.stack(scores).nanmean()))
-    low, high = np.nanpercentile(found, [2.5, 97.5])
+def resamples(n: int, seed: int = 0) -> torch.Tensor:
+    """How often each of n stimuli is drawn in bootstrap samples, ``(b, n)`` float64. A stimulus that several splits
+    hold out is drawn equally often in all: splits are not independent, and more of them make no interval smaller."""
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_RESAMPLES)
+    return torch.from_numpy(counts).double()
+
+
+def interval(scores: np.ndarray) -> tuple[float, float]:
+    """The middle 95 % of ``(b,)``."""
+    low, high = np.nanpercentile(scores, [2.5, 97.5])
     return float(low), float(high)
+
+
+def p_value(score: float, null: Sequence[float]) -> float | None:
+    """The share of null scores that are as high, the score itself counted; ``None`` without any."""
+    return (1 + sum(one >= score for one in null)) / (1 + len(null)) if len(null) else None
+
+
+def _correlations(parts: Sequence[Part], weights: torch.Tensor) -> np.ndarray:
+    """``(b, splits, q)``."""
+    each = [correlations(y, predicted, weights[:, test]) for y, predicted, test in parts]
+    found: np.ndarray = torch.stack(each, dim=1).numpy()
+    return found
+
+
+def _score(each: np.ndarray) -> np.ndarray:
+    """From ``(b, splits, q)`` to ``(b,)``: the median over neuroids, and the mean over splits."""
+    return _quiet(np.nanmean, _quiet(np.nanmedian, each, 2), 1)
+
+
+def _quiet(reduce: Callable[..., np.ndarray], values: np.ndarray, axis: int) -> np.ndarray:
+    """``reduce`` over what is not NaN, and NaN where all is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return reduce(values, axis=axis)

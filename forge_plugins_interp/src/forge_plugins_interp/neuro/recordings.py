@@ -33,6 +33,11 @@ class Recordings:
         """``(n, q)``, over repetitions."""
         return self.repetitions.mean(1)
 
+    def of(self, numbers: np.ndarray) -> Recordings:
+        """Those of some stimuli, by their numbers."""
+        groups = None if self.groups is None else self.groups[numbers]
+        return Recordings(self.ids[numbers], self.repetitions[torch.from_numpy(numbers)], self.neuroids, groups)
+
     @classmethod
     def checked(cls, path: Path, ids: Any, values: Any, neuroids: Any = None, groups: Any = None) -> Recordings:
         """

@@ -1,0 +1,100 @@
+"""How alike features and recordings are, without a fit: RSA and debiased CKA, with intervals, ceilings and nulls."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+import numpy as np
+import torch
+
+from forge_core.errors import ConfigError
+from forge_plugins_interp.metrics.cka import LEAST_DEBIASED, linear_cka
+from forge_plugins_interp.metrics.rsa import bootstrap, permutations, rdm, rsa
+from forge_plugins_interp.neuro.encoding import halves, interval, p_value
+from forge_plugins_interp.neuro.recordings import Recordings
+
+Method = Literal["rsa", "cka"]
+_RESAMPLES = 200
+
+
+@attrs.frozen(kw_only=True)
+class Resemblance:
+    """A score, with what it is to be measured by."""
+
+    score: float
+    low: float
+    high: float
+    """The 95 % interval: of RSA of a bootstrap over stimuli, of CKA over random halves of the stimuli."""
+    ceiling: float | None = None
+    """The score of one half of the repetitions with the other, corrected by Spearman–Brown; ``None`` without
+    repetitions."""
+    ceiling_low: float | None = None
+    ceiling_high: float | None = None
+    """The same of the interval of the first two halves."""
+    null: tuple[float, ...] = ()
+    """Scores for shuffled stimuli."""
+
+    @property
+    def normalised(self) -> float | None:
+        """``score / ceiling``; ``None`` where the ceiling is not positive."""
+        return self.score / self.ceiling if self.ceiling is not None and self.ceiling > 0 else None
+
+    @property
+    def p_value(self) -> float | None:
+        """The share of shuffled scores that are as high, the score itself counted."""
+        return p_value(self.score, self.null)
+
+
+def compared(
+    x: torch.Tensor, recordings: Recordings, *, method: Method, shuffles: int = 0, seed: int = 0
+) -> Resemblance:
+    """
+    Args:
+        x: features ``(n, p)`` of the stimuli of the recordings, in their order.
+        shuffles: how many times stimuli are shuffled for the null distribution.
+
+    Raises:
+        ConfigError: too few stimuli, or a value that is not finite.
+    """
+    y, similarity = recordings.mean, rsa if method == "rsa" else linear_cka
+    score, (low, high) = similarity(x, y), _interval(x, y, method, seed)
+    null = tuple(_null(x, y, method, shuffles, seed).tolist()) if shuffles else ()
+    if recordings.repetitions.shape[1] == 1:
+        return Resemblance(score=score, low=low, high=high, null=null)
+    pairs = list(halves(recordings.repetitions, seed=seed))
+    ends = _interval(*pairs[0], method, seed)
+    return Resemblance(
+        score=score,
+        low=low,
+        high=high,
+        ceiling=float(np.mean([_of_whole(similarity(*pair)) for pair in pairs])),
+        ceiling_low=_of_whole(ends[0]),
+        ceiling_high=_of_whole(ends[1]),
+        null=null,
+    )
+
+
+def _of_whole(half: float) -> float:
+    return 2 * half / (1 + half)
+
+
+def _interval(x: torch.Tensor, y: torch.Tensor, method: Method, seed: int) -> tuple[float, float]:
+    if method == "rsa":
+        return interval(bootstrap(rdm(x), rdm(y)[None], samples=_RESAMPLES, seed=seed).numpy())
+    n = len(x)
+    if n // 2 < LEAST_DEBIASED:
+        raise ConfigError(f"an interval of debiased CKA needs at least {2 * LEAST_DEBIASED} stimuli, and there are {n}")
+    # a stimulus that a bootstrap draws twice is similar to itself, which debiased CKA leaves out; random halves without
+    # repeats have the same spread (Politis, Romano and Wolf 1999)
+    rng = np.random.default_rng(seed)
+    parts = [torch.from_numpy(rng.permutation(n)[: n // 2]) for _ in range(_RESAMPLES)]
+    return interval(np.array([linear_cka(x[part], y[part]) for part in parts]))
+
+
+def _null(x: torch.Tensor, y: torch.Tensor, method: Method, shuffles: int, seed: int) -> np.ndarray:
+    if method == "rsa":
+        null: np.ndarray = permutations(rdm(x), rdm(y)[None], samples=shuffles, seed=seed).numpy()
+        return null
+    rng = np.random.default_rng(seed + 1)
+    return np.array([linear_cka(x, y[torch.from_numpy(rng.permutation(len(y)))]) for _ in range(shuffles)])
