@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import sys
 
 import numpy as np
 import pytest
@@ -232,6 +234,64 @@ def test_every_format_holds_the_same_recordings(tmp_path, recorded, form):
     assert found.ids[order].tolist() == sorted(IDS)
     assert np.allclose(found.repetitions[torch.from_numpy(order)], recorded[np.argsort(IDS)])
     assert found.neuroids.tolist() == ["a", "b", "c"]
+
+
+def test_spikes_of_an_nwb_file_become_rates(tmp_path):
+    pynwb = pytest.importorskip("pynwb")
+    start = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    file = pynwb.NWBFile(session_description="spikes", identifier="1", session_start_time=start)
+    file.add_trial_column("stimulus_id", "the picture")
+    for trial, stimulus in enumerate(["a", "b", "b", "a"]):
+        file.add_trial(start_time=float(trial), stop_time=trial + 0.5, stimulus_id=stimulus)
+    file.add_unit(spike_times=[0.1, 0.2, 0.7, 1.0, 3.4])  # 0.7 lies between trials, 1.0 begins one
+    file.add_unit(spike_times=[0.5, 2.1, 2.2, 2.3, 3.1])  # 0.5 ends one
+    with pynwb.NWBHDF5IO(str(tmp_path / "r.nwb"), "w") as io:
+        io.write(file)
+
+    found = read_recordings(tmp_path / "r.nwb")
+
+    assert found.ids.tolist() == ["a", "b"]
+    assert found.repetitions.tolist() == [[[4, 0], [2, 2]], [[2, 0], [0, 6]]]
+
+
+@pytest.mark.parametrize(("ending", "extra"), [("h5", "neuro"), ("nc", "neuro"), ("nwb", "nwb")])
+def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch, ending, extra):
+    for module in ("h5py", "xarray", "pynwb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / f"r.{ending}").touch()
+    with pytest.raises(ConfigError, match=rf"needs .*: pip install 'forge-plugins-interp\[{extra}\]'"):
+        read_recordings(tmp_path / f"r.{ending}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("r.npz", "PK\x03\x04 cut off", "r.npz cannot be read: "),
+        ("r.csv", "stimulus_id,a\ns,1\nt,x\n", "r.csv: line 3, column a: 'x' is no number"),
+        ("r.csv", "stimulus_id,a\ns,1\nt,\n", "r.csv: stimulus t has no finite value for neuroid a"),
+        ("r.csv", "stimulus,a\ns,1\n", "has no 'stimulus_id'; it has stimulus, a; did you mean 'stimulus'?"),
+        ("r.csv", "stimulus_id,repetition,a\ns,0,1\ns,0,2\n", "stimulus s has repetition 0 more than once"),
+        ("r.csv", "stimulus_id,repetition,group,a\ns,0,g,1\ns,1,h,2\n", "stimulus s has more than one group"),
+    ],
+)
+def test_files_that_cannot_be_used_are_a_sentence(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_recordings(tmp_path / name)
+    assert message in str(raised.value)
+
+
+def test_an_assembly_of_one_neuroid_is_read_and_one_of_several_times_is_not(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    pytest.importorskip("h5netcdf")
+    dims, ids = ("presentation", "neuroid", "time_bin"), {"image_id": ("presentation", IDS.astype(object))}
+    for name, times in (("one", 1), ("two", 2)):
+        values = np.random.default_rng(0).normal(size=(40, 1, times))
+        xarray.DataArray(values, dims=dims, coords=ids, name="a").to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")
+
+    assert read_recordings(tmp_path / "one.nc").repetitions.shape == (40, 1, 1)
+    with pytest.raises(ConfigError, match="the dimension time_bin has 2 values; choose one of them"):
+        read_recordings(tmp_path / "two.nc")
 
 
 def broken(values, change):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import attrs
 import numpy as np
 import torch
 
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, nearest
 from forge_plugins_interp.alignment import refuse_repeated
 
 
@@ -75,6 +78,8 @@ def read_recordings(path: Path) -> Recordings:
     ``.csv``    columns ``stimulus_id``, optionally ``repetition`` and ``group``; every other one is a neuroid
     ``.nc``     an assembly of BrainIO: ``presentation × neuroid``, with ``stimulus_id`` and ``neuroid_id``; a
                 stimulus that is presented several times has repetitions
+    ``.nwb``    ``trials`` with ``stimulus_id``, optionally ``group``, and ``units`` with spike times: spikes per
+                second from ``start_time`` to before ``stop_time``; trials of one stimulus are its repetitions
     ==========  ==========================================================================================
 
     Raises:
@@ -85,16 +90,18 @@ def read_recordings(path: Path) -> Recordings:
     try:
         found = _READERS[path.suffix](path)
     except ImportError as error:
-        raise ConfigError(f"{path} needs {error.name}: pip install forge-plugins-interp[neuro]") from None
+        extra = "nwb" if path.suffix == ".nwb" else "neuro"
+        raise ConfigError(f"{path} needs {error.name}: pip install 'forge-plugins-interp[{extra}]'") from None
     except KeyError as error:
         raise ConfigError(f"{path}: has no {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error, BadZipFile) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return Recordings.checked(path, **found)
 
 
 def _npz(path: Path) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as file:
+    # opened here: NumPy leaves a damaged file open
+    with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
         return _named(file)
 
 
@@ -120,25 +127,70 @@ def _csv(path: Path) -> dict[str, Any]:
         rows = list(csv.DictReader(file))
     if not rows:
         raise ConfigError(f"{path}: it has no rows")
+    if "stimulus_id" not in rows[0]:
+        close = nearest("stimulus_id", rows[0])
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ConfigError(f"{path}: has no 'stimulus_id'; it has {', '.join(rows[0])}{hint}")
     names = [name for name in rows[0] if name not in ("stimulus_id", "repetition", "group")]
-    values = np.array([[float(row[name]) if row[name] else np.nan for name in names] for row in rows])
+    values = np.array([[_number(path, line, name, row[name]) for name in names] for line, row in enumerate(rows, 2)])
     ids = np.array([row["stimulus_id"] for row in rows])
     groups = np.array([row["group"] for row in rows]) if "group" in rows[0] else None
+    shown = [(row["stimulus_id"], row.get("repetition")) for row in rows]
+    twice = [one for one, number in Counter(shown).items() if number > 1]
+    if twice and twice[0][1] is not None:
+        raise ConfigError(f"{path}: stimulus {twice[0][0]} has repetition {twice[0][1]} more than once")
     return _by_stimulus(path, ids, values, names, groups, has_repetitions="repetition" in rows[0])
+
+
+def _number(path: Path, line: int, column: str, text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        raise ConfigError(f"{path}: line {line}, column {column}: {text!r} is no number") from None
 
 
 def _nc(path: Path) -> dict[str, Any]:
     import xarray
 
     with xarray.open_dataset(path) as data:
-        array = next(iter(data.data_vars.values())).squeeze()
-        if set(array.dims) != {"presentation", "neuroid"}:
-            raise ConfigError(f"{path}: must have the dimensions presentation and neuroid, and has {array.dims}")
-        array = array.transpose("presentation", "neuroid")
+        found = [one for one in data.data_vars.values() if {"presentation", "neuroid"} <= set(one.dims)]
+        if len(found) != 1:
+            raise ConfigError(
+                f"{path}: an assembly has one variable of the dimensions presentation and neuroid, and this file has "
+                f"{len(found)}; its variables are {', '.join(map(str, data.data_vars)) or 'none'}"
+            )
+        further = [dim for dim in found[0].dims if dim not in ("presentation", "neuroid")]
+        for dim in further:
+            if found[0].sizes[dim] > 1:
+                raise ConfigError(f"{path}: the dimension {dim} has {found[0].sizes[dim]} values; choose one of them")
+        array = found[0].isel(dict.fromkeys(further, 0)).transpose("presentation", "neuroid")
         names = data["neuroid_id"].values if "neuroid_id" in data else None
         groups = data["group"].values.astype(str) if "group" in data else None
-        ids = data["stimulus_id"].values.astype(str)
+        name = "image_id" if "stimulus_id" not in data and "image_id" in data else "stimulus_id"  # older assemblies
+        ids = data[name].values.astype(str)
         return _by_stimulus(path, ids, array.values, names, groups, has_repetitions=len(set(ids)) < len(ids))
+
+
+def _nwb(path: Path) -> dict[str, Any]:
+    pynwb: Any = import_module("pynwb")  # mypy cannot see it where the extra is not installed
+
+    with pynwb.NWBHDF5IO(str(path), "r") as io:
+        file = io.read()
+        for name in ("trials", "units"):
+            if getattr(file, name) is None:
+                raise ConfigError(f"{path}: has no table {name!r}")
+        trials = file.trials
+        if "stimulus_id" not in trials.colnames:
+            raise ConfigError(f"{path}: trials have no 'stimulus_id'; they have {', '.join(trials.colnames)}")
+        start, stop = (np.asarray(trials[name][:], dtype=np.float64) for name in ("start_time", "stop_time"))
+        spikes = [np.sort(file.units.get_unit_spike_times(unit)) for unit in range(len(file.units))]
+        ids = np.asarray(trials["stimulus_id"][:]).astype(str)
+        groups = np.asarray(trials["group"][:]).astype(str) if "group" in trials.colnames else None
+        names = np.asarray(file.units.id[:]).astype(str)
+    if bool((stop <= start).any()):
+        raise ConfigError(f"{path}: trial {int((stop <= start).argmax())} ends at or before its start")
+    counts = np.stack([np.searchsorted(one, stop) - np.searchsorted(one, start) for one in spikes], axis=1)
+    return _by_stimulus(path, ids, counts / (stop - start)[:, None], names, groups, has_repetitions=True)
 
 
 def _by_stimulus(
@@ -154,6 +206,8 @@ def _by_stimulus(
             f"{counts.max()}; give all equally many"
         )
     order = np.argsort(ids, kind="stable").reshape(len(unique), -1)
+    if groups is not None and len(several := np.flatnonzero((groups[order] != groups[first][:, None]).any(1))):
+        raise ConfigError(f"{path}: stimulus {unique[several[0]]} has more than one group")
     return {
         "ids": unique,
         "values": values[order],
@@ -162,4 +216,10 @@ def _by_stimulus(
     }
 
 
-_READERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {".npz": _npz, ".h5": _h5, ".csv": _csv, ".nc": _nc}
+_READERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    ".npz": _npz,
+    ".h5": _h5,
+    ".csv": _csv,
+    ".nc": _nc,
+    ".nwb": _nwb,
+}
