@@ -446,11 +446,87 @@ def test_other_formats_hold_the_values(store, tmp_path, form):
     assert np.allclose(values[ids.tolist().index("s7")], random(40, 8)[7], atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def store_of_tokens(tmp_path_factory):
+    """Three samples in two shards, of 2, 1 and 3 tokens; and a site with a row a sample."""
+    folder = tmp_path_factory.mktemp("tokens") / "acts"
+    folder.mkdir()
+    tokens, samples = random(6, 2, 4).float(), random(3, 5).float()
+    for shard, (some, few) in enumerate(((tokens[:3], samples[:2]), (tokens[3:], samples[2:]))):
+        write_shard(folder, "blocks.0.z", shard, {"values": some})
+        write_shard(folder, "logits", shard, {"values": few})
+    write_index(folder, {"stimulus_id": np.array(["a", "b", "c"]), "length": np.array([2, 1, 3])})
+    sites = {
+        "blocks.0.z": StoredSite(dims=("token", "head", "head_width"), sizes=(2, 4), dtype="float32"),
+        "logits": StoredSite(dims=("sample", "vocabulary"), sizes=(5,), dtype="float32"),
+    }
+    Manifest(sites=sites, n_samples=3, shard_samples=2, origin={"data": "d"}, complete=True).write(folder)
+    return folder, tokens, samples
+
+
+@pytest.mark.parametrize("form", ["npz", "npy", "hdf5", "parquet"])
+def test_tokens_of_several_shards_are_written_in_their_order(store_of_tokens, tmp_path, form):
+    folder, tokens, _ = store_of_tokens
+    out = tmp_path / "out"
+    command = ["store", "export", str(folder), "--format", form, "--sites", "blocks.0.z", "--out", str(out)]
+    assert main(command) == 0
+
+    if form == "npz":
+        values = np.load(out)["blocks.0.z"]
+        assert "logits" not in np.load(out)
+    elif form == "npy":
+        values = np.load(out / "blocks.0.z.npy")
+    elif form == "hdf5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(out) as file:
+            values = file["blocks.0.z"][()]
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = parquet.read_table(out).to_pydict()
+        assert table["stimulus_id"] == ["a", "a", "b", "c", "c", "c"]
+        assert table["position"] == [0, 1, 0, 0, 1, 2]
+        values = np.array(table["blocks.0.z"], np.float32).reshape(6, 2, 4)
+    assert np.array_equal(values, tokens)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("netcdf", "blocks.0.z has a row a token; use npz or hdf5"),
+        ("parquet", "some a row a sample; choose by --sites"),
+    ],
+)
+def test_rows_that_a_format_cannot_have_are_refused(store_of_tokens, tmp_path, capsys, form, message):
+    command = ["store", "export", str(store_of_tokens[0]), "--format", form, "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_before_the_first_byte(store, tmp_path, capsys, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert main(["store", "export", str(store), "--format", "npz", "--out", str(tmp_path / "out")]) == 2
+    assert "and the export needs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_fails_leaves_nothing(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    assert main(["store", "export", str(store), "--format", "hdf5", "--out", str(tmp_path / "out")]) == 2
+    assert "--format hdf5 needs h5py: pip install 'forge-plugins-interp[neuro]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_is_there_is_kept(store, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert main(["store", "export", str(store), "--format", "npz", "--out", str(tmp_path / "out")]) == 2
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "out").read_text() == "mine"
+    assert main(["store", "export", str(store), "--format", "npz", "--out", str(tmp_path / "none" / "out")]) == 2
+    assert "the folder" in capsys.readouterr().err
 
 
 # -- probes

@@ -23,14 +23,18 @@ def store() -> None:
     required=True,
     help="netcdf is an assembly as Brain-Score reads it.",
 )
+@click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new file; of npy, a new folder.")
-def export(folder: Path, form: str, out: Path) -> None:
+def export(folder: Path, form: str, patterns: str, out: Path) -> None:
     """Write the store FOLDER in another format."""
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; give a new name")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.parent} is not there")
 
     from forge_plugins_interp.neuro.assembly import export_store
     from forge_plugins_interp.store import Store
 
-    export_store(Store(folder), form, out, lambda line: click.echo(line, err=True))
+    store = Store(folder)
+    export_store(store, store.chosen(patterns), form, out, lambda line: click.echo(line, err=True))
     print(f"wrote {out}")

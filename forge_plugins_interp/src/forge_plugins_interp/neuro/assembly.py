@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from forge_core.checkpoint.fsync import make_folder
+from forge_core.checkpoint.manifest import lack_of_room
 from forge_core.errors import ConfigError
 from forge_plugins_interp.store import Store
 
 
-def export_store(store: Store, form: str, out: Path, log: Callable[[str], None]) -> None:
-    """Write the values of all sites, with the index of samples.
+def export_store(store: Store, sites: Sequence[str], form: str, out: Path, log: Callable[[str], None]) -> None:
+    """Write the values of sites, with the index of samples, in one go: ``out`` is there once all of it is.
 
     ===========  ===============================================================================================
     ``npz``      one file: an array a site, and ``stimulus_id``, ``length`` and other columns
@@ -24,44 +27,70 @@ def export_store(store: Store, form: str, out: Path, log: Callable[[str], None])
     ``hdf5``     one file: a dataset a site, and one a column
     ``netcdf``   one file: an assembly of BrainIO, ``presentation × neuroid``, with ``stimulus_id``, ``layer`` and
                  ``neuroid_id``; and ``<out>.stimuli.csv``
-    ``parquet``  one file: a row a sample, a list a site
+    ``parquet``  one file: a row a sample, or a row a token with its ``position``; a list a site
     ===========  ===============================================================================================
 
-    bf16 becomes fp32, which is said.
+    ``npy``, ``hdf5`` and ``parquet`` have a shard in memory at a time, ``npz`` a site, ``netcdf`` all. bf16 becomes
+    fp32, which is said.
 
     Raises:
-        ConfigError: the format needs a row for each sample, or a package that is not installed.
+        ConfigError: the format needs other rows, a package is not installed, or the disk has not enough room.
     """
-    arrays = {site: _array(store, site, log) for site in store.sites}
-    if form in ("netcdf", "parquet"):
-        for site in store.sites:
-            if store.manifest.sites[site].dims[0] != "sample":
-                raise ConfigError(
-                    f"--format {form}: needs a row a sample, and {site} has a row a token; use npz or hdf5"
-                )
+    _refuse_rows(store, sites, form)
+    if problem := lack_of_room(out.absolute().parent, n_bytes(store, sites), "the export"):
+        raise ConfigError(f"--out: {problem}")
+    for site in sites:
+        if store.manifest.sites[site].dtype == "bfloat16":
+            log(f"{site}: bf16 is written as fp32")
+    temporary = out.with_name(f"{out.name}.new")
+    _remove(temporary)
     try:
-        WRITERS[form](store, arrays, out)
+        WRITERS[form](store, sites, temporary)
     except ImportError as error:
-        raise ConfigError(f"--format {form} needs {error.name}: pip install forge-plugins-interp[neuro]") from None
+        _remove(temporary)
+        raise ConfigError(f"--format {form} needs {error.name}: pip install 'forge-plugins-interp[neuro]'") from None
+    except BaseException:
+        _remove(temporary)
+        raise
+    temporary.replace(out)
+    if form == "netcdf":
+        _write_index(store, out.with_name(f"{out.name}.stimuli.csv"))
 
 
-def _array(store: Store, site: str, log: Callable[[str], None]) -> np.ndarray:
-    values = store.array(site)
-    if values.dtype == torch.bfloat16:
-        log(f"{site}: bf16 is written as fp32")
-        values = values.float()
-    return np.asarray(values.numpy())
+def n_bytes(store: Store, sites: Sequence[str]) -> int:
+    """How much the values take, bf16 as fp32."""
+    return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in (_shape(store, site) for site in sites))
 
 
-def _npz(store: Store, arrays: Mapping[str, np.ndarray], out: Path) -> None:
-    with out.open("wb") as file:
-        np.savez(file, allow_pickle=False, **{**store.columns, **arrays})
+def _refuse_rows(store: Store, sites: Sequence[str], form: str) -> None:
+    kinds = {store.manifest.sites[site].dims[0] for site in sites}
+    if form == "netcdf" and "token" in kinds:
+        (site, *_) = [site for site in sites if store.manifest.sites[site].dims[0] == "token"]
+        raise ConfigError(f"--format netcdf: needs a row a sample, and {site} has a row a token; use npz or hdf5")
+    if form == "parquet" and len(kinds) > 1:
+        raise ConfigError("--format parquet: some sites have a row a token, and some a row a sample; choose by --sites")
 
 
-def _npy(store: Store, arrays: Mapping[str, np.ndarray], out: Path) -> None:
-    make_folder(out)
-    for site, values in arrays.items():
-        np.save(out / f"{site}.npy", values, allow_pickle=False)
+def _npz(store: Store, sites: Sequence[str], out: Path) -> None:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+
+        def put(name: str, values: np.ndarray) -> None:
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, values, allow_pickle=False)
+
+        for name, values in store.columns.items():
+            put(name, values)
+        for site in sites:
+            put(site, _numpy(store.array(site)))
+
+
+def _npy(store: Store, sites: Sequence[str], out: Path) -> None:
+    out.mkdir()
+    for site in sites:
+        shape, dtype = _shape(store, site)
+        file = np.lib.format.open_memmap(out / f"{site}.npy", mode="w+", dtype=dtype, shape=shape)
+        _fill(file, store, site)
+        file.flush()
     _write_index(store, out / "index.csv")
 
 
@@ -72,18 +101,22 @@ def _write_index(store: Store, path: Path) -> None:
         writer.writerows(zip(*(column.tolist() for column in store.columns.values()), strict=True))
 
 
-def _hdf5(store: Store, arrays: Mapping[str, np.ndarray], out: Path) -> None:
+def _hdf5(store: Store, sites: Sequence[str], out: Path) -> None:
     import h5py  # type: ignore[import-untyped]
 
     with h5py.File(out, "w") as file:
-        for name, values in {**store.columns, **arrays}.items():
+        for name, values in store.columns.items():
             file[name] = np.char.encode(values, "utf-8") if values.dtype.kind == "U" else values
+        for site in sites:
+            shape, dtype = _shape(store, site)
+            _fill(file.create_dataset(site, shape=shape, dtype=dtype), store, site)
 
 
-def _netcdf(store: Store, arrays: Mapping[str, np.ndarray], out: Path) -> None:
+def _netcdf(store: Store, sites: Sequence[str], out: Path) -> None:
     import xarray
 
-    flat = {site: values.reshape(len(values), -1) for site, values in arrays.items()}
+    # NetCDF has no fp16
+    flat = {site: store.array(site).float().flatten(1).numpy() for site in sites}
     layers = np.concatenate([np.repeat(site, values.shape[1]) for site, values in flat.items()])
     neuroids = np.concatenate(
         [np.char.add(f"{site}.", np.arange(one.shape[1]).astype(str)) for site, one in flat.items()]
@@ -98,26 +131,66 @@ def _netcdf(store: Store, arrays: Mapping[str, np.ndarray], out: Path) -> None:
         attrs={"identifier": f"{run}-step{step}", "stimulus_set_identifier": str(store.manifest.origin.get("data"))},
     )
     data.to_netcdf(out, engine="h5netcdf")
-    _write_index(store, out.with_name(f"{out.name}.stimuli.csv"))
 
 
 def _column(values: np.ndarray) -> np.ndarray:
     return values.astype(object) if values.dtype.kind == "U" else values
 
 
-def _parquet(store: Store, arrays: Mapping[str, np.ndarray], out: Path) -> None:
+def _parquet(store: Store, sites: Sequence[str], out: Path) -> None:
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
-    columns = {name: values.tolist() for name, values in store.columns.items()}
-    lists = {site: list(values.reshape(len(values), -1)) for site, values in arrays.items()}
-    parquet.write_table(pyarrow.table({**columns, **lists}), out)
+    has_tokens = store.manifest.sites[sites[0]].dims[0] == "token"
+    writer = None
+    for shard, parts in enumerate(zip(*(store.shards(site) for site in sites), strict=True)):
+        samples = np.array(store.manifest.samples_of(shard))
+        columns = {name: values[samples] for name, values in store.columns.items()}
+        if has_tokens:
+            lengths = columns["length"]
+            columns = {name: np.repeat(values, lengths) for name, values in columns.items()}
+            columns["position"] = np.concatenate([np.arange(one) for one in lengths.tolist()])
+        arrays = {name: pyarrow.array(values) for name, values in columns.items()}
+        for site, part in zip(sites, parts, strict=True):
+            values = _numpy(part).reshape(len(part), -1)
+            arrays[site] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values.ravel()), values.shape[1])
+        table = pyarrow.table(arrays)
+        writer = writer or parquet.ParquetWriter(out, table.schema)
+        writer.write_table(table)
+    assert writer is not None, "a store has a shard"
+    writer.close()
 
 
-WRITERS: Mapping[str, Callable[[Store, Mapping[str, np.ndarray], Path], None]] = {
+WRITERS: Mapping[str, Callable[[Store, Sequence[str], Path], None]] = {
     "hdf5": _hdf5,
     "netcdf": _netcdf,
     "npy": _npy,
     "npz": _npz,
     "parquet": _parquet,
 }
+
+
+def _shape(store: Store, site: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    stored = store.manifest.sites[site]
+    rows = int(store.columns["length"].sum()) if stored.dims[0] == "token" else len(store)
+    return (rows, *stored.sizes), _numpy(torch.empty(0, dtype=getattr(torch, stored.dtype))).dtype
+
+
+def _fill(target: Any, store: Store, site: str) -> None:
+    """``target[start:stop] = …``, as arrays of NumPy and of h5py take it."""
+    start = 0
+    for values in store.shards(site):
+        target[start : start + len(values)] = _numpy(values)
+        start += len(values)
+
+
+def _numpy(values: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return found
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
