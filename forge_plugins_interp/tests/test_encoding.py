@@ -18,7 +18,7 @@ from forge_plugins_interp.neuro.encoding import Splits, correlations, encode, ha
 from forge_plugins_interp.neuro.recordings import Recordings, read_recordings
 from forge_plugins_interp.neuro.regression import ALPHAS, PLS, Ridge
 from forge_plugins_interp.neuro.resemblance import compared
-from forge_plugins_interp.probes.probe import Labelled, probe
+from forge_plugins_interp.probes.probe import Labelled, code_length, probe
 from forge_plugins_interp.store import Manifest, StoredSite, write_index, write_shard
 
 
@@ -543,7 +543,7 @@ def planted(informative: bool):
     return Labelled(values=values, labels=labels, documents=documents, words=words)
 
 
-@pytest.mark.parametrize("kind", ["logistic", "mlp"])
+@pytest.mark.parametrize("kind", ["logistic", "ridge", "mlp"])
 def test_a_probe_reads_what_is_there_and_not_what_is_not(kind):
     found, nothing = probe(planted(True), kind=kind), probe(planted(False), kind=kind)
 
@@ -567,6 +567,33 @@ def test_a_probe_is_that_of_sklearn():
     assert (mine.numpy() == theirs.predict(data.values.numpy())).mean() > 0.995
 
 
+def test_a_ridge_probe_is_that_of_sklearn():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    from forge_plugins_interp.probes.probe import _fit
+
+    data = planted(True)
+    mine = _fit(data.values, data.labels, 3, 5.0, "ridge", 0)(data.values)
+    theirs = linear_model.Ridge(10.0).fit(data.values.double().numpy(), np.eye(3)[data.labels.numpy()])
+    assert np.array_equal(mine.numpy(), theirs.predict(data.values.double().numpy()).argmax(1))
+
+
+def test_labels_that_are_read_take_few_bits():
+    uniform = np.log2(3)
+    assert probe(planted(True)).bits < 0.5 * uniform
+    assert probe(planted(False)).bits == pytest.approx(uniform, rel=0.25)
+    few = torch.arange(8) % 3
+    assert code_length(torch.zeros(8, 2), few, 3, 0) == pytest.approx(8 * uniform)  # the uniform code
+
+
+def test_balanced_accuracy_sees_that_a_rare_class_is_lost():
+    data = planted(False)
+    rare = Labelled(values=data.values, labels=(torch.arange(1200) % 20 == 0).long(), documents=data.documents)
+    found = probe(rare)
+
+    assert found.accuracy == found.majority > 0.9
+    assert found.balanced == 0.5
+
+
 def test_few_documents_and_one_class_are_refused():
     data = planted(True)
     few = Labelled(values=data.values[:120], labels=data.labels[:120], documents=data.documents[:120])
@@ -585,6 +612,10 @@ def test_forge_probe_reads_labels_and_columns(store, tmp_path, capsys):
     assert main(["probe", str(store), "--column", "kind"]) == 0
     by_column = capsys.readouterr().out
 
+    np.savez(tmp_path / "l.npz", stimulus_id=IDS, label=["even" if i % 2 == 0 else "odd" for i in range(40)])
+    assert main(["probe", str(store), "--labels", str(tmp_path / "l.npz")]) == 0
+    assert capsys.readouterr().out.splitlines() == by_file.splitlines()[:3]
+    assert main(["probe", str(store), "--column", "kind", "--documents", "stimulus_id"]) == 0
     assert by_file.splitlines()[1].startswith("blocks.0.resid_post")
     assert by_column.splitlines()[0] == by_file.splitlines()[0]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -596,8 +627,25 @@ def test_forge_probe_reads_labels_and_columns(store, tmp_path, capsys):
         ([], "give either --labels FILE or --column NAME"),
         (["--column", "knd"], "did you mean 'kind'"),
         (["--labels", "nowhere.csv"], "cannot be read"),
+        (["--column", "kind", "--documents", "knd"], "--documents knd: the index has"),
     ],
 )
 def test_bad_input_of_forge_probe_is_a_sentence(store, capsys, options, message):
     assert main(["probe", str(store), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("stimulus_id,token,label\na,-1,x\n", "line 2: token must be a number from 0, got '-1'"),
+        ("stimulus_id,token,label\na,0,x\na,0,y\n", "stimulus_id 'a' has a label at token 0 more than once"),
+        ("stimulus_id,token,label\na,0,\n", "line 2 has no label"),
+        ("stimulus_id,token,label\nb,1,x\n", "token 1 lies beyond the 1 of b"),
+    ],
+)
+def test_labels_that_cannot_be_used_are_a_sentence(store_of_tokens, tmp_path, capsys, rows, message):
+    (tmp_path / "l.csv").write_text(rows)
+    command = ["probe", str(store_of_tokens[0]), "--sites", "blocks.0.z", "--labels", str(tmp_path / "l.csv")]
+    assert main(command) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

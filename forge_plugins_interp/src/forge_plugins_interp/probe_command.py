@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import click
 
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", metavar="STORE", type=click.Path(path_type=Path))
-@click.option("--labels", "path", type=click.Path(path_type=Path), help="A .csv: stimulus_id, label, perhaps token.")
+@click.option(
+    "--labels", "path", type=click.Path(path_type=Path), help="A .csv or .npz: stimulus_id, label, perhaps token."
+)
+@click.option("--documents", help="A column of the store's index: what is of one document stays on one side.")
 @click.option("--column", help="In place of --labels: a column of the store's index.")
 @click.option(
-    "--kind", type=click.Choice(["logistic", "mlp"]), default="logistic", show_default=True, help="The probe."
+    "--kind", type=click.Choice(["logistic", "ridge", "mlp"]), default="logistic", show_default=True, help="The probe."
 )
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option(
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 def probe(
     folder: Path,
     path: Path | None,
+    documents: str | None,
     column: str | None,
     kind: str,
     patterns: str,
@@ -52,6 +58,8 @@ def probe(
     if (path is None) == (column is None):
         raise ConfigError("give either --labels FILE or --column NAME")
 
+    import attrs
+
     from forge_core.commands.table import aligned
     from forge_plugins_interp.probes.probe import probe as measure
     from forge_plugins_interp.store import Store
@@ -60,8 +68,10 @@ def probe(
     rows, lines = [], []
     for site in store.chosen(patterns):
         data, classes = _labelled(store, site, path, column, control)
+        if documents is not None:
+            data = attrs.evolve(data, documents=_column(store, "--documents", documents)[data.documents])
         found = measure(data, kind=kind, seed=seed)  # type: ignore[arg-type]  # click has checked it
-        keys = ("accuracy", "low", "high", "majority", "chance", "control", "selectivity")
+        keys = ("accuracy", "low", "high", "balanced", "majority", "chance", "control", "selectivity", "bits")
         values = {key: getattr(found, key) for key in keys}
         rows.append({"site": site, "kind": kind, "classes": len(classes), **values})
         lines.append((site, *("" if value is None else f"{value:.4f}" for value in values.values())))
@@ -126,22 +136,25 @@ def _labels(store: Store, path: Path | None, column: str | None, *, is_token: bo
 
     if path is None:
         assert column is not None, "one of both was asked for"
-        if column not in store.columns:
-            close = nearest(column, store.columns)
-            hint = f"; did you mean {close!r}?" if close else ""
-            raise ConfigError(f"--column {column}: the index has {', '.join(store.columns)}{hint}")
-        return np.arange(len(store)), store.columns["length"] - 1, store.columns[column].astype(str).tolist()
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            table = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--labels {path}: cannot be read: {error}") from error
+        names = _column(store, "--column", column).astype(str).tolist()
+        return np.arange(len(store)), store.columns["length"] - 1, names
+    table = _table(path)
     for name in ("stimulus_id", "label"):
         if not table or name not in table[0]:
             raise ConfigError(f"--labels {path}: must have a column {name!r}")
     if "token" in table[0] and not is_token:
         raise ConfigError(f"--labels {path}: has labels of tokens, and the store a row a sample")
     places = {name: number for number, name in enumerate(store.ids.astype(str))}
+    shown = Counter((row["stimulus_id"], row.get("token")) for row in table)
+    if twice := [one for one, number in shown.items() if number > 1]:
+        sample, token = twice[0]
+        at = "" if token is None else f" at token {token}"
+        raise ConfigError(f"--labels {path}: stimulus_id {sample!r} has a label{at} more than once")
+    for line, row in enumerate(table, 2):
+        if not row["label"]:
+            raise ConfigError(f"--labels {path}: line {line} has no label")
+        if "token" in row and not str(row["token"]).isdecimal():
+            raise ConfigError(f"--labels {path}: line {line}: token must be a number from 0, got {row['token']!r}")
     known = [row for row in table if row["stimulus_id"] in places]
     numbers = np.array([places[row["stimulus_id"]] for row in known], dtype=np.int64)
     if "token" in table[0]:
@@ -149,3 +162,27 @@ def _labels(store: Store, path: Path | None, column: str | None, *, is_token: bo
     else:
         tokens = store.columns["length"][numbers] - 1
     return numbers, tokens, [row["label"] for row in known]
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    """The rows of a .csv, or of the arrays of a .npz."""
+    import numpy as np
+
+    try:
+        if path.suffix == ".npz":
+            # opened here: NumPy leaves a damaged file open
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                columns = {name: file[name].astype(str).tolist() for name in file.files}
+            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return list(csv.DictReader(file))
+    except (OSError, ValueError, csv.Error, BadZipFile) as error:
+        raise ConfigError(f"--labels {path}: cannot be read: {error}") from error
+
+
+def _column(store: Store, option: str, name: str) -> Any:
+    if name not in store.columns:
+        close = nearest(name, store.columns)
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ConfigError(f"{option} {name}: the index has {', '.join(store.columns)}{hint}")
+    return store.columns[name]

@@ -5,6 +5,7 @@ Shapes: n = rows, p = features, c = classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,12 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core.errors import ConfigError
+from forge_plugins_interp.neuro.regression import Ridge
 
-Kind = Literal["logistic", "mlp"]
+Kind = Literal["logistic", "ridge", "mlp"]
 PENALTIES = (1e-4, 1e-2, 1.0, 100.0)
 """Of squared weights; the one with the best accuracy on validation rows is taken."""
 _RESAMPLES = 1000
 _HIDDEN = 64
+_FIRST = 8
+"""Rows, at least, of the first part of a code."""
+_PENALTY_OF_CODE = 1.0
 
 
 @attrs.frozen
@@ -37,6 +42,10 @@ class ProbeScore:
     """``Σ share²``, of drawing classes by their shares."""
     control: float | None
     """Of a probe for a control task: every word has a random class."""
+    balanced: float
+    """The mean over classes of the share of its test rows that is right: a rare class counts as much as others."""
+    bits: float
+    """Of a label of the training rows by online coding (``code_length``); a uniform code has log₂ of the classes."""
     shares: tuple[float, ...]
     """Of the classes among the test rows."""
     penalty: float
@@ -84,10 +93,35 @@ def probe(data: Labelled, *, kind: Kind = "logistic", seed: int = 0) -> ProbeSco
         high=high,
         majority=float((data.labels[test] == counts.argmax()).double().mean()),
         chance=float(shares.square().sum()),
+        balanced=float(right_by_class(right, data.labels[test]).mean()),
+        bits=code_length(values[train], data.labels[train], int(data.labels.max()) + 1, seed) / len(train),
         control=_control(values, data, train, chosen_by, test, kind, seed),
         shares=tuple(shares.tolist()),
         penalty=penalty,
     )
+
+
+def right_by_class(right: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The share that is right of each class that is there, float64."""
+    counts = labels.bincount()
+    sums = torch.zeros(len(counts), dtype=torch.float64).index_add(0, labels, right)
+    return (sums / counts)[counts > 0]
+
+
+def code_length(values: torch.Tensor, labels: torch.Tensor, classes: int, seed: int) -> float:
+    """Bits that send the labels to one who has the values: minimum description length by online coding (Voita and
+    Titov 2020, arXiv 2003.12298). Rows are sent in parts that double; the first has a uniform code, and each other
+    that of a logistic probe of the parts before it."""
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(values)))
+    values, labels = values[order], labels[order]
+    end = min(len(values), max(_FIRST, len(values) // 1024))
+    bits = end * math.log2(classes)
+    while end < len(values):
+        start, end = end, min(2 * end, len(values))
+        model = _model(values[:start], labels[:start], classes, _PENALTY_OF_CODE, "logistic", seed)
+        nats = F.cross_entropy(model(values[start:end]), labels[start:end], reduction="sum")
+        bits += float(nats.detach()) / math.log(2)
+    return bits
 
 
 def _split(data: Labelled, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,6 +164,22 @@ def _best(
 def _fit(
     x: torch.Tensor, y: torch.Tensor, classes: int, penalty: float, kind: Kind, seed: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From rows to classes."""
+    if kind == "ridge":
+        alphas = (2 * penalty,)  # of ‖w‖² beside the sum of squared errors, halved as cross-entropy's is
+        linear = Ridge(alphas=alphas).of(x.double())(F.one_hot(y, classes).double())
+        return lambda rows: linear(rows.double()).argmax(1)
+    model = _model(x, y, classes, penalty, kind, seed)
+
+    @torch.no_grad()
+    def predict(rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(rows).argmax(1)
+        return found
+
+    return predict
+
+
+def _model(x: torch.Tensor, y: torch.Tensor, classes: int, penalty: float, kind: Kind, seed: int) -> nn.Module:
     """By L-BFGS on all rows: cross-entropy, and the penalty on squared weights over n."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
@@ -152,13 +202,7 @@ def _fit(
 
     with torch.enable_grad():
         optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch's
-
-    @torch.no_grad()
-    def predict(rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(rows).argmax(1)
-        return found
-
-    return predict
+    return model
 
 
 def _control(
