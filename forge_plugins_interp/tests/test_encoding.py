@@ -17,7 +17,7 @@ from forge_plugins_interp.metrics.rsa import rsa
 from forge_plugins_interp.neuro.encoding import Splits, correlations, encode, halves, reliabilities
 from forge_plugins_interp.neuro.recordings import Recordings, read_recordings
 from forge_plugins_interp.neuro.regression import ALPHAS, PLS, Ridge
-from forge_plugins_interp.neuro.resemblance import compared
+from forge_plugins_interp.neuro.resemblance import Comparison
 from forge_plugins_interp.probes.probe import Labelled, code_length, probe
 from forge_plugins_interp.store import Manifest, StoredSite, write_index, write_shard
 
@@ -370,7 +370,8 @@ def test_a_resemblance_has_an_interval_a_ceiling_and_a_null(method):
     recordings = Recordings(np.arange(60).astype(str), noisy, np.arange(30).astype(str))
     mine = {"rsa": rsa, "cka": linear_cka}[method]
 
-    found, other = (compared(one, recordings, method=method, shuffles=20) for one in (x, random(60, 8, seed=7)))
+    comparison = Comparison(recordings, method, shuffles=20)
+    found, other = comparison.of(x), comparison.of(random(60, 8, seed=7))
 
     assert found.score == pytest.approx(mine(x, noisy.mean(1)))
     assert found.low < found.score < found.high

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,7 @@ def score(
 
     from forge_core.commands.table import aligned
     from forge_plugins_interp.neuro.recordings import read_recordings
-    from forge_plugins_interp.neuro.resemblance import compared
+    from forge_plugins_interp.neuro.resemblance import Comparison
     from forge_plugins_interp.store import Store
 
     acts, brain = Store(store), read_recordings(recordings)
@@ -71,15 +70,17 @@ def score(
     sites = acts.chosen(patterns)
     if groups is not None:
         brain = attrs.evolve(brain, groups=_column(acts, groups, numbers, of_brain, len(brain.ids)))
-    measure = _encoded(method, components, splits, shuffles, reverse=reverse)
+    brain = brain.of(of_brain)
+    measure: Callable[[torch.Tensor], EncodingScore | Resemblance]
+    measure = _encoded(brain, method, components, splits, shuffles, reverse=reverse)
     if method in ("rsa", "cka"):
-        measure = partial(compared, method=method, shuffles=shuffles)  # type: ignore[arg-type]  # click has checked it
+        measure = Comparison(brain, method, shuffles=shuffles).of  # type: ignore[arg-type]  # click has checked it
     rows = []
     for site in sites:
         if acts.manifest.sites[site].dims[0] != "sample":
             raise ConfigError(f"site {site}: {store} has a row a token; extract it with --reduce last or mean")
         values = acts.array(site)[numbers].flatten(1).double()
-        found = measure(values, brain.of(of_brain))
+        found = measure(values)
         null: dict[str, float | None] = {"null_mean": None, "null_high": None}
         if found.null:
             null = {"null_mean": float(np.mean(found.null)), "null_high": float(np.percentile(found.null, 95))}
@@ -139,12 +140,12 @@ def _column(store: Store, name: str, numbers: torch.Tensor, of_brain: np.ndarray
 
 
 def _encoded(
-    method: str, components: int, splits: int, shuffles: int, *, reverse: bool
-) -> Callable[[torch.Tensor, Recordings], EncodingScore | Resemblance]:
+    brain: Recordings, method: str, components: int, splits: int, shuffles: int, *, reverse: bool
+) -> Callable[[torch.Tensor], EncodingScore]:
     from forge_plugins_interp.neuro.encoding import Splits, encode
     from forge_plugins_interp.neuro.regression import PLS, Ridge
 
-    def measure(x: torch.Tensor, brain: Recordings) -> EncodingScore | Resemblance:
+    def measure(x: torch.Tensor) -> EncodingScore:
         repetitions = brain.repetitions
         if reverse:
             x, repetitions = repetitions.mean(1), x[:, None]

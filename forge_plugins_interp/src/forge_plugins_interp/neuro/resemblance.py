@@ -46,33 +46,35 @@ class Resemblance:
         return p_value(self.score, self.null)
 
 
-def compared(
-    x: torch.Tensor, recordings: Recordings, *, method: Method, shuffles: int = 0, seed: int = 0
-) -> Resemblance:
-    """
-    Args:
-        x: features ``(n, p)`` of the stimuli of the recordings, in their order.
-        shuffles: how many times stimuli are shuffled for the null distribution.
+class Comparison:
+    """Recordings that features are compared with. What depends on recordings alone is done once.
 
-    Raises:
-        ConfigError: too few stimuli, or a value that is not finite.
+    Args:
+        shuffles: how many times stimuli are shuffled for the null distribution.
     """
-    y, similarity = recordings.mean, rsa if method == "rsa" else linear_cka
-    score, (low, high) = similarity(x, y), _interval(x, y, method, seed)
-    null = tuple(_null(x, y, method, shuffles, seed).tolist()) if shuffles else ()
-    if recordings.repetitions.shape[1] == 1:
-        return Resemblance(score=score, low=low, high=high, null=null)
-    pairs = list(halves(recordings.repetitions, seed=seed))
-    ends = _interval(*pairs[0], method, seed)
-    return Resemblance(
-        score=score,
-        low=low,
-        high=high,
-        ceiling=float(np.mean([_of_whole(similarity(*pair)) for pair in pairs])),
-        ceiling_low=_of_whole(ends[0]),
-        ceiling_high=_of_whole(ends[1]),
-        null=null,
-    )
+
+    def __init__(self, recordings: Recordings, method: Method, *, shuffles: int = 0, seed: int = 0) -> None:
+        self._y, self._method, self._shuffles, self._seed = recordings.mean, method, shuffles, seed
+        self._similarity = rsa if method == "rsa" else linear_cka
+        self._ceiling: dict[str, float] = {}
+        if recordings.repetitions.shape[1] > 1:
+            pairs = list(halves(recordings.repetitions, seed=seed))
+            low, high = _interval(*pairs[0], method, seed)
+            whole = float(np.mean([_of_whole(self._similarity(*pair)) for pair in pairs]))
+            self._ceiling = {"ceiling": whole, "ceiling_low": _of_whole(low), "ceiling_high": _of_whole(high)}
+
+    def of(self, x: torch.Tensor) -> Resemblance:
+        """
+        Args:
+            x: features ``(n, p)`` of the stimuli of the recordings, in their order.
+
+        Raises:
+            ConfigError: too few stimuli, or a value that is not finite.
+        """
+        y, method = self._y, self._method
+        score, (low, high) = self._similarity(x, y), _interval(x, y, method, self._seed)
+        null = tuple(_null(x, y, method, self._shuffles, self._seed).tolist()) if self._shuffles else ()
+        return Resemblance(score=score, low=low, high=high, null=null, **self._ceiling)
 
 
 def _of_whole(half: float) -> float:
