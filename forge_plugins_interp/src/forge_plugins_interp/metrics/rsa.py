@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 
 from forge_core.errors import ConfigError
@@ -199,8 +200,12 @@ def square(rdm: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Ranks from 1, ties with their mean rank."""
-    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    ranks: torch.Tensor = (ends - (counts.double() - 1) / 2)[inverse]
-    return ranks
+    """Ranks from 1, ties with their mean rank, float64."""
+    array = values.cpu().numpy()
+    places = array.argsort()  # NumPy's is several times as fast as torch's on a CPU
+    ordered = array[places]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    counts = np.diff(starts, append=len(array))
+    found = np.empty(len(array))
+    found[places] = np.repeat(starts + (counts + 1) / 2, counts)
+    return torch.from_numpy(found)
