@@ -19,6 +19,8 @@ from forge_plugins_interp.neuro.regression import Regression
 LEAST = 10
 """Stimuli."""
 _RESAMPLES = 500
+_AT_ONCE = 50
+"""Bootstrap samples in memory, as neuroids may be all voxels of a brain."""
 Part = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 """Of a split: recordings that are held out, what is predicted of them, and the numbers of these stimuli."""
 
@@ -110,16 +112,20 @@ def encode(
         for part, order in zip(parts, orders, strict=True):
             part.append((y[order[test]], fit(y[order[train]])(x[test]), test))
     once, draws = torch.ones(1, len(y), dtype=torch.float64), resamples(len(y), splits.seed)
-    each = _correlations(parts[0], once)
-    if np.isnan(each).all():
+    each = torch.stack([correlations(held_out, predicted) for held_out, predicted, _ in parts[0]])
+    if bool(each.isnan().all()):
         raise ConfigError(f"none of the {y.shape[1]} neuroids varies in stimuli that are held out")
-    low, high = interval(_score(_correlations(parts[0], draws)))
-    score, null = float(_score(each)[0]), tuple(float(_score(_correlations(part, once))[0]) for part in parts[1:])
-    of_neuroids = torch.from_numpy(_quiet(np.nanmean, each[0], 0))
+    low, high = interval(_scores(parts[0], draws))
+    score, *null = (float(_scores(part, once)[0]) for part in parts)
+    of_neuroids = each.nanmean(0)
     if repetitions.shape[1] == 1:
-        return EncodingScore(score=score, low=low, high=high, of_neuroids=of_neuroids, null=null)
+        return EncodingScore(score=score, low=low, high=high, of_neuroids=of_neuroids, null=tuple(null))
     reliable = reliabilities(repetitions, seed=splits.seed)
-    ends = interval(_quiet(np.nanmedian, reliabilities(repetitions, draws, seed=splits.seed).numpy(), 1))
+    ends = interval(
+        np.concatenate(
+            [_medians(reliabilities(repetitions, some, seed=splits.seed)) for some in torch.split(draws, _AT_ONCE)]
+        )
+    )
     return EncodingScore(
         score=score,
         low=low,
@@ -128,8 +134,8 @@ def encode(
         ceiling=float(np.nanmedian(reliable.numpy())),
         ceiling_low=ends[0],
         ceiling_high=ends[1],
-        normalised=float(_score(each / reliable.where(reliable > 0, torch.nan).numpy())[0]),
-        null=null,
+        normalised=float(_scores(parts[0], once, reliable.where(reliable > 0, torch.nan))[0]),
+        null=tuple(null),
     )
 
 
@@ -215,16 +221,18 @@ def p_value(score: float, null: Sequence[float]) -> float | None:
     return (1 + sum(one >= score for one in null)) / (1 + len(null)) if len(null) else None
 
 
-def _correlations(parts: Sequence[Part], weights: torch.Tensor) -> np.ndarray:
-    """``(b, splits, q)``."""
-    each = [correlations(y, predicted, weights[:, test]) for y, predicted, test in parts]
-    found: np.ndarray = torch.stack(each, dim=1).numpy()
-    return found
+def _scores(parts: Sequence[Part], weights: torch.Tensor, ceilings: torch.Tensor | None = None) -> np.ndarray:
+    """The median over neuroids and the mean over splits, ``(b,)``, for weights of stimuli ``(b, n)``."""
+    of_splits = []
+    for y, predicted, test in parts:
+        r = (correlations(y, predicted, some[:, test]) for some in torch.split(weights, _AT_ONCE))
+        of_splits.append(np.concatenate([_medians(one if ceilings is None else one / ceilings) for one in r]))
+    return _quiet(np.nanmean, np.stack(of_splits), 0)
 
 
-def _score(each: np.ndarray) -> np.ndarray:
-    """From ``(b, splits, q)`` to ``(b,)``: the median over neuroids, and the mean over splits."""
-    return _quiet(np.nanmean, _quiet(np.nanmedian, each, 2), 1)
+def _medians(values: torch.Tensor) -> np.ndarray:
+    """``(b, q)`` to ``(b,)``; unlike torch's, the mean of two in the middle."""
+    return _quiet(np.nanmedian, values.numpy(), 1)
 
 
 def _quiet(reduce: Callable[..., np.ndarray], values: np.ndarray, axis: int) -> np.ndarray:
