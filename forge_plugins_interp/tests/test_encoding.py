@@ -13,7 +13,7 @@ import torch
 from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics.cka import linear_cka
-from forge_plugins_interp.metrics.rsa import rsa
+from forge_plugins_interp.metrics.rsa import noise_ceiling, rdm, rsa
 from forge_plugins_interp.neuro.encoding import Splits, correlations, encode, halves, reliabilities
 from forge_plugins_interp.neuro.recordings import Recordings, read_recordings
 from forge_plugins_interp.neuro.regression import ALPHAS, PLS, Ridge
@@ -380,6 +380,40 @@ def test_a_resemblance_has_an_interval_a_ceiling_and_a_null(method):
     assert abs(np.mean(found.null)) < 0.05
     assert found.ceiling_low < found.ceiling < found.ceiling_high
     assert found.normalised == found.score / found.ceiling
+
+
+def test_rsa_of_several_subjects_is_that_of_each_and_has_their_ceiling():
+    x = random(40, 8)
+    signal = x @ random(8, 60, seed=1)
+    values = (signal + signal.std() * random(40, 60, seed=2))[:, None]
+    subjects = np.repeat(["a", "b", "c"], 20)
+    recordings = Recordings(np.arange(40).astype(str), values, np.arange(60).astype(str), None, subjects)
+    parts = [values[:, 0, start : start + 20] for start in (0, 20, 40)]
+
+    found = Comparison(recordings, "rsa", shuffles=20).of(x)
+
+    assert found.score == pytest.approx(np.mean([rsa(x, part) for part in parts]))
+    assert (found.ceiling_low, found.ceiling_high) == noise_ceiling(torch.stack([rdm(part) for part in parts]))
+    assert found.low < found.score < found.high
+    assert found.p_value == pytest.approx(1 / 21)
+
+
+def test_subjects_are_read_with_their_neuroids(tmp_path, recorded):
+    xarray = pytest.importorskip("xarray")
+    pytest.importorskip("h5netcdf")
+    whose = np.array(["x", "y", "y"])
+    np.savez(tmp_path / "a.npz", stimulus_id=IDS, values=recorded, subject=whose)
+    coords = {"stimulus_id": ("presentation", IDS.astype(object)), "subject": ("neuroid", whose.astype(object))}
+    array = xarray.DataArray(recorded[:, 0], dims=("presentation", "neuroid"), coords=coords, name="a")
+    array.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+
+    for name in ("a.npz", "a.nc"):
+        found = read_recordings(tmp_path / name)
+        assert found.subjects.tolist() == ["x", "y", "y"]
+        assert found.of(np.arange(5)).subjects.tolist() == ["x", "y", "y"]
+    np.savez(tmp_path / "b.npz", stimulus_id=IDS, values=recorded, subject=whose[:2])
+    with pytest.raises(ConfigError, match="subject has 2 values, and there are 3 neuroids"):
+        read_recordings(tmp_path / "b.npz")
 
 
 @pytest.mark.parametrize(

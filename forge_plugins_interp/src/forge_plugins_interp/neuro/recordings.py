@@ -30,6 +30,8 @@ class Recordings:
     """``(q,)`` str."""
     groups: np.ndarray | None = None
     """``(n,)`` str: stimuli of one group, such as a story, are not split between training and test."""
+    subjects: np.ndarray | None = None
+    """``(q,)`` str: whose neuroid it is."""
 
     @property
     def mean(self) -> torch.Tensor:
@@ -39,10 +41,13 @@ class Recordings:
     def of(self, numbers: np.ndarray) -> Recordings:
         """Those of some stimuli, by their numbers."""
         groups = None if self.groups is None else self.groups[numbers]
-        return Recordings(self.ids[numbers], self.repetitions[torch.from_numpy(numbers)], self.neuroids, groups)
+        values = self.repetitions[torch.from_numpy(numbers)]
+        return Recordings(self.ids[numbers], values, self.neuroids, groups, self.subjects)
 
     @classmethod
-    def checked(cls, path: Path, ids: Any, values: Any, neuroids: Any = None, groups: Any = None) -> Recordings:
+    def checked(
+        cls, path: Path, ids: Any, values: Any, neuroids: Any = None, groups: Any = None, subjects: Any = None
+    ) -> Recordings:
         """
         Args:
             values: ``(n, q)`` or ``(n, r, q)``.
@@ -66,17 +71,21 @@ class Recordings:
         if constant.any():
             raise ConfigError(f"{path}: neuroid {names[constant.argmax()]} is the same for all stimuli; leave it out")
         of_groups = None if groups is None else np.asarray(groups).astype(str)
-        return cls(ids, torch.from_numpy(array), names, of_groups)
+        of_subjects = None if subjects is None else np.asarray(subjects).astype(str)
+        if of_subjects is not None and of_subjects.shape != names.shape:
+            raise ConfigError(f"{path}: subject has {of_subjects.size} values, and there are {len(names)} neuroids")
+        return cls(ids, torch.from_numpy(array), names, of_groups, of_subjects)
 
 
 def read_recordings(path: Path) -> Recordings:
     """Read a file by its ending.
 
     ==========  ==========================================================================================
-    ``.npz``    ``stimulus_id`` ``(n,)``, ``values`` ``(n, q)`` or ``(n, r, q)``; optionally ``neuroid_id``, ``group``
+    ``.npz``    ``stimulus_id`` ``(n,)``, ``values`` ``(n, q)`` or ``(n, r, q)``; optionally ``neuroid_id``,
+                ``group`` ``(n,)``, ``subject`` ``(q,)``
     ``.h5``     datasets of the same names
     ``.csv``    columns ``stimulus_id``, optionally ``repetition`` and ``group``; every other one is a neuroid
-    ``.nc``     an assembly of BrainIO: ``presentation × neuroid``, with ``stimulus_id`` and ``neuroid_id``; a
+    ``.nc``     an assembly of BrainIO: ``presentation × neuroid``, with ``stimulus_id``, ``neuroid_id``, ``subject``; a
                 stimulus that is presented several times has repetitions
     ``.nwb``    ``trials`` with ``stimulus_id``, optionally ``group``, and ``units`` with spike times: spikes per
                 second from ``start_time`` to before ``stop_time``; trials of one stimulus are its repetitions
@@ -114,7 +123,7 @@ def _h5(path: Path) -> dict[str, Any]:
 
 def _named(file: Mapping[str, Any]) -> dict[str, Any]:
     found = {"ids": file["stimulus_id"], "values": file["values"]}
-    optional = {"neuroids": "neuroid_id", "groups": "group"}
+    optional = {"neuroids": "neuroid_id", "groups": "group", "subjects": "subject"}
     return found | {key: file[name] for key, name in optional.items() if name in file}
 
 
@@ -168,7 +177,9 @@ def _nc(path: Path) -> dict[str, Any]:
         groups = data["group"].values.astype(str) if "group" in data else None
         name = "image_id" if "stimulus_id" not in data and "image_id" in data else "stimulus_id"  # older assemblies
         ids = data[name].values.astype(str)
-        return _by_stimulus(path, ids, array.values, names, groups, has_repetitions=len(set(ids)) < len(ids))
+        subjects = {"subjects": data["subject"].values} if "subject" in data else {}
+        several = len(set(ids)) < len(ids)
+        return _by_stimulus(path, ids, array.values, names, groups, has_repetitions=several) | subjects
 
 
 def _nwb(path: Path) -> dict[str, Any]:
