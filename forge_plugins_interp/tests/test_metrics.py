@@ -176,6 +176,10 @@ def test_tau_a_counts_pairs():
     a, b = torch.tensor([1.0, 2, 3, 3]), torch.tensor([1.0, 3, 2, 4])
 
     assert compare(a, b, "kendall") == pytest.approx((4 - 1) / 6)
+    for m in (2, 37, 500):
+        a, b = random(m).round(decimals=1), (random(m) + random(m, seed=1)).round(decimals=1)  # with ties
+        signs = ((a[:, None] - a).sign() * (b[:, None] - b).sign()).sum()
+        assert compare(a, b, "kendall") == pytest.approx(float(signs) / (m * (m - 1)))
 
 
 def test_a_noise_ceiling_has_its_bounds():
