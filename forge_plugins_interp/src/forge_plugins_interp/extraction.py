@@ -36,8 +36,8 @@ from forge_plugins_interp.store import (
     write_index,
 )
 
-_SHARD_BYTES = 64 * 2**20
-"""Of the largest site; two shards of each site are in memory at a time."""
+_SHARD_BYTES = 128 * 2**20
+"""Of all sites together; a few shards of each site are in memory at a time."""
 
 
 @attrs.frozen(kw_only=True)
@@ -146,7 +146,7 @@ class _Extraction:
         order = [name for pattern in request.sites for name in self.session.sites.names(pattern)]
         sites = {name: sites[name] for name in dict.fromkeys(order)}
         of_sample = {name: stored.row_bytes() * rows for name, (stored, rows) in sites.items()}
-        by_size = max(1, int(_SHARD_BYTES // max(*of_sample.values(), 1)))
+        by_size = max(1, int(_SHARD_BYTES // max(sum(of_sample.values()), 1)))
         per_shard = request.shard_samples or min(-(-by_size // self.batch_size) * self.batch_size, self.n_samples)
         manifest = Manifest(
             sites={name: stored for name, (stored, _) in sites.items()},
