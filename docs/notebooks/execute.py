@@ -54,6 +54,10 @@ def _run(source: str, where: str, namespace: dict[str, Any]) -> list[dict[str, A
 def _shown(value: Any) -> dict[str, str]:
     if hasattr(value, "_repr_svg_"):
         return {"image/svg+xml": value._repr_svg_()}
+    if hasattr(value, "savefig"):  # a figure of matplotlib
+        drawn = io.StringIO()
+        value.savefig(drawn, format="svg", dpi=100)
+        return {"image/svg+xml": drawn.getvalue()}
     return {"text/plain": repr(value)}
 
 
