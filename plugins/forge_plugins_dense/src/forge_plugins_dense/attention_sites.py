@@ -58,13 +58,18 @@ def raw_scores(core: nn.Module, q: torch.Tensor, k: torch.Tensor, *_: Any, **__:
         q: ``(B, H, S, head_size)``, after norms, rotation and ``logit_scale``.
         k: ``(B, H_kv, T, head_size)``.
     """
+    return _products(q.float(), k.float())
+
+
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     grouped = q.unflatten(1, (k.shape[1], -1))
-    return (grouped.float() @ k.unsqueeze(2).mT.float()).flatten(1, 2)
+    return (grouped @ k.unsqueeze(2).mT).flatten(1, 2)
 
 
 def scaled_scores(core: nn.Module, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """``q · k / √head_size``, ``(B, H, S, T)`` fp32."""
-    return raw_scores(core, q, k) / math.sqrt(q.shape[-1])
+    # the scale is on the smaller factor: a pass less over the scores
+    return _products(q.float() / math.sqrt(q.shape[-1]), k.float())
 
 
 def scores(
@@ -82,7 +87,7 @@ def scores(
         mask = create_mask(mask.mask_mod, mask.shape[0], 1, *logits.shape[-2:], device=str(logits.device))
     elif causal:
         mask = causal_mask(logits.shape[-1], 0, logits.device)[None, None]
-    return logits if mask is None else logits.masked_fill(~mask, -math.inf)
+    return logits if mask is None else logits.masked_fill_(~mask, -math.inf)  # they are nobody else's
 
 
 def pattern(
@@ -107,7 +112,9 @@ def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat((column, logits), dim=-1).softmax(-1)[..., 1:]
-    sees_none = (logits == -math.inf).all(-1, keepdim=True)
+    sees_none = logits.amax(-1, keepdim=True) == -math.inf
+    if not bool(sees_none.any()):
+        return logits.softmax(-1)
     return logits.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
 
 
