@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 
 _LENS = {
@@ -66,9 +65,3 @@ def canonical_site(name: str) -> str:
         layer, rest = match.groups()
         return f"blocks.{layer}.{_TRANSFORMERS_LAYER[rest]}" if rest in _TRANSFORMERS_LAYER else name
     return name
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern means the site; ``*`` stands for one part of the name, or for some of its letters."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

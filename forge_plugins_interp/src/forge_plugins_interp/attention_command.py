@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import Row, refuse_other_ending, write_csv
+from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
@@ -28,7 +28,7 @@ KINDS = ("pattern", "scores", "scores_scaled", "scores_raw")
     show_default=True,
     help="The pattern, or the scores that it comes from: as softmax reads them, without mask and cap, without scale.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Also write all values to this .csv, or draw this .png.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
 @click.pass_obj
 def attention(
     obj: Any, run: Path, prompt: str, layers: str | None, heads: str | None, kind: str, out: Path | None
@@ -38,6 +38,7 @@ def attention(
 
     import torch
 
+    from forge_plugins_interp.figures.attention import attention_figure
     from forge_plugins_interp.prompt import encoded, texts
     from forge_plugins_interp.session import open_session
 
@@ -53,14 +54,8 @@ def attention(
         print(f"{name}: the last token, {words[-1]!r}, looks at")
         for head in chosen[name]:
             print(f"  head {head:<3} {_strongest(value[head, -1], words)}")
-    if out is not None and out.suffix == ".csv":
-        write_csv(out, _rows(values, chosen, words))
-    elif out is not None:
-        from forge_plugins_interp.figures.attention import attention_figure
-
-        attention_figure({name: values[name][chosen[name]] for name in names}, chosen, words).savefig(out, dpi=150)
-    if out is not None:
-        print(f"wrote {out}")
+    shown = {name: values[name][chosen[name]] for name in names}
+    save_results(out, _rows(values, chosen, words), lambda: attention_figure(shown, chosen, words))
 
 
 def _sites(session: Session, kind: str, layers: str | None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +56,12 @@ def compare(
     print(f"{use.name} of {len(xs[0])} rows of {len(both.samples[0])} stimuli")
     lines = _closest(values, sites, is_distance=metric.is_distance, same=same)
     print("\n".join(aligned([("site", use.name, "most alike"), *lines])))
-    if out is None:
-        return
     rows = [
         {"site_a": a, "site_b": b, "metric": use.name, "rows": len(xs[0]), "value": float(values[i, j])}
         for i, a in enumerate(sites[0])
         for j, b in enumerate(sites[1])
     ]
-    write_csv(out.with_suffix(".csv"), rows)
-    if out.suffix == ".png":
-        similarity_figure(values, sites[0], sites[1], use.name).savefig(out, dpi=150)
-    print(f"wrote {out}")
+    save_results(out, rows, lambda: similarity_figure(values, sites[0], sites[1], use.name))
 
 
 def _metric(build: Any, name: str, overrides: Sequence[str]) -> ComponentRef:

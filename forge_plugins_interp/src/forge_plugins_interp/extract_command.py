@@ -10,6 +10,7 @@ import click
 
 from forge_core.errors import ConfigError
 from forge_plugins_inference.command_ranks import CommandRanks
+from forge_plugins_interp.site_pattern import listed
 
 if TYPE_CHECKING:
     from forge_core.contracts.data_source import DataSource
@@ -61,7 +62,7 @@ def extract(
     layout. The same command goes on with a store that is not complete.
     """
     ranks = CommandRanks.of(obj, nproc)
-    chosen = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    chosen = listed(patterns)
     kept = _positions(positions)
     if kept and over != "none":
         raise ConfigError(f"--positions {positions}: has no effect with --reduce {over}; leave one of them out")

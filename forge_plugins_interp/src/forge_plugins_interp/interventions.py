@@ -20,8 +20,8 @@ Index = int | Sequence[int]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Intervention(ABC):
-    """Base class."""
+class WholeIntervention(ABC):
+    """A change that is given the whole value of a site. Most changes are an ``Intervention``, which is given a part."""
 
     kind: ClassVar[str]
     site: str = attrs.field(kw_only=False)
@@ -30,25 +30,12 @@ class Intervention(ABC):
     """What is changed of each dimension: ``{"position": -1, "head": [0, 3]}``."""
 
     @abstractmethod
-    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        """The new value of what ``at`` says.
-
-        Args:
-            value: that part of it; a dimension with one index has length 1.
-            name: of the site.
-        """
-
     def apply(self, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
         """The whole value with the change in it.
 
         Raises:
             ConfigError: the site has no such dimension, or an index lies beyond it.
         """
-        if not self.at:
-            return _like(self.changed(value, placed.name), value, placed.name)
-        grid = torch.meshgrid(*self._indices(placed, value), indexing="ij")
-        part = value[grid]
-        return value.index_put(grid, _like(self.changed(part, placed.name), part, placed.name))
 
     def _indices(self, placed: PlacedSite, value: torch.Tensor) -> list[torch.Tensor]:
         dims = placed.site.dims
@@ -66,6 +53,27 @@ class Intervention(ABC):
                     raise ConfigError(f"at.{dim}: {index} lies beyond the {length} of site {placed.name}")
             found.append(torch.tensor([index % length for index in indices], device=value.device))
         return found
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Intervention(WholeIntervention):
+    """A change that is given what ``at`` says, and no more."""
+
+    @abstractmethod
+    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """The new value of what ``at`` says.
+
+        Args:
+            value: that part of it; a dimension with one index has length 1.
+            name: of the site.
+        """
+
+    def apply(self, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
+        if not self.at:
+            return _like(self.changed(value, placed.name), value, placed.name)
+        grid = torch.meshgrid(*self._indices(placed, value), indexing="ij")
+        part = value[grid]
+        return value.index_put(grid, _like(self.changed(part, placed.name), part, placed.name))
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -157,7 +165,7 @@ class Project(Intervention):
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Patch(Intervention):
+class Patch(WholeIntervention):
     """The value of the same site in another forward, such as one on a clean prompt."""
 
     kind = "patch"
@@ -178,9 +186,6 @@ class Patch(Intervention):
         grid = torch.meshgrid(*self._indices(placed, value), indexing="ij")
         return value.index_put(grid, whole[grid])
 
-    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        raise NotImplementedError("apply does it, which knows the whole value")
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class Fn(Intervention):
@@ -194,13 +199,13 @@ class Fn(Intervention):
         return self.function(value)
 
 
-KINDS: Mapping[str, type[Intervention]] = {
+KINDS: Mapping[str, type[WholeIntervention]] = {
     one.kind: one for one in (Zero, Mean, Resample, Replace, Add, Scale, Project, Patch)
 }
 """Those that can be written to a file, by their names there."""
 
 
-def to_table(change: Intervention) -> dict[str, Any]:
+def to_table(change: WholeIntervention) -> dict[str, Any]:
     """The change as a table of plain values, for TOML and JSON.
 
     Raises:
@@ -216,7 +221,7 @@ def to_table(change: Intervention) -> dict[str, Any]:
     return table
 
 
-def from_table(table: Mapping[str, Any]) -> Intervention:
+def from_table(table: Mapping[str, Any]) -> WholeIntervention:
     """The change that ``to_table`` has written.
 
     Raises:

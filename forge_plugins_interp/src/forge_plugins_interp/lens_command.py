@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import Row, refuse_other_ending, write_csv
+from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
@@ -45,17 +45,14 @@ def lens(
         raise ConfigError(f"{'--sites' if patterns else '--top'}: has no effect with --attribute; leave it out")
 
     from forge_plugins_interp.session import open_session
+    from forge_plugins_interp.site_pattern import listed
 
     with open_session(run, overrides, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
         if attribute is None:
-            rows, figure = _lens(session, prompt, [one.strip() for one in patterns.split(",") if one.strip()], top)
+            rows, figure = _lens(session, prompt, listed(patterns), top)
         else:
             rows, figure = _attribution(session, prompt, attribute, minus, heads=heads)
-    if out is not None:
-        write_csv(out.with_suffix(".csv"), rows)
-        if out.suffix == ".png":
-            figure().savefig(out, dpi=150)
-        print(f"wrote {out}")
+    save_results(out, rows, figure)
 
 
 def _lens(session: Session, prompt: str, patterns: list[str], top: int) -> tuple[list[Row], Any]:

@@ -13,7 +13,7 @@ from forge_core.contracts.evaluation import EvaluationConfig
 
 @attrs.frozen(kw_only=True)
 class RepresentationsConfig(EvaluationConfig):
-    """How alike each layer is to what it was at the first evaluation of the run, or to a store."""
+    """How alike each layer is to what it was at the first evaluation of the run."""
 
     sites: tuple[str, ...] = attrs.field(default=("blocks.*.resid_post",), validator=min_len(1))
     """Names or patterns of sites."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +50,14 @@ def patch(
     import torch
 
     from forge_core.commands.table import aligned
+    from forge_plugins_interp.figures.patching import patching_figure
     from forge_plugins_interp.patching.metric import metric_named
     from forge_plugins_interp.patching.sweep import Prompts, sweep
     from forge_plugins_interp.prompt import encoded, texts
     from forge_plugins_interp.session import open_session
+    from forge_plugins_interp.site_pattern import listed
 
-    dims = [one.strip() for one in by.split(",") if one.strip()]
-    sites = [one.strip() for one in patterns.split(",") if one.strip()]
+    dims, sites = listed(by), listed(patterns)
     if len(dims) not in (1, 2):
         raise ConfigError(f"--by {by}: must be one dimension or two, such as position,head")
     with open_session(run, overrides, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
@@ -72,13 +73,7 @@ def patch(
     best = sorted(rows, key=lambda row: -abs(row["effect"]))[:10]
     lines = [(row["site"], *(_place(dim, row[dim], words) for dim in dims), f"{row['effect']:+.4f}") for row in best]
     print("\n".join(aligned([("site", *dims, "effect"), *lines])))
-    if out is not None:
-        write_csv(out.with_suffix(".csv"), rows)
-        if out.suffix == ".png":
-            from forge_plugins_interp.figures.patching import patching_figure
-
-            patching_figure(rows, dims, words).savefig(out, dpi=150)
-        print(f"wrote {out}")
+    save_results(out, rows, lambda: patching_figure(rows, dims, words))
 
 
 def _answers(session: Session, texts: str | None, logits: list[torch.Tensor | None]) -> list[int]:

@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 import click
 
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.probes.probe import Labelled
@@ -61,6 +61,7 @@ def probe(
     import attrs
 
     from forge_core.commands.table import aligned
+    from forge_plugins_interp.figures.layers import layers_figure
     from forge_plugins_interp.probes.probe import probe as measure
     from forge_plugins_interp.store import Store
 
@@ -76,14 +77,8 @@ def probe(
         rows.append({"site": site, "kind": kind, "classes": len(classes), **values})
         lines.append((site, *("" if value is None else f"{value:.4f}" for value in values.values())))
     print("\n".join(aligned([("site", *keys), *lines])))
-    if out is not None:
-        write_csv(out.with_suffix(".csv"), rows)
-        if out.suffix == ".png":
-            from forge_plugins_interp.figures.layers import layers_figure
-
-            shown = [{**row, "score": row["accuracy"], "ceiling": None} for row in rows]
-            layers_figure(shown, f"accuracy of {kind} probes").savefig(out, dpi=150)
-        print(f"wrote {out}")
+    shown = [{**row, "score": row["accuracy"], "ceiling": None} for row in rows]
+    save_results(out, rows, lambda: layers_figure(shown, f"accuracy of {kind} probes"))
 
 
 def _labelled(

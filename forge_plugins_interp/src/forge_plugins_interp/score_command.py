@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,7 @@ def score(
     import numpy as np
 
     from forge_core.commands.table import aligned
+    from forge_plugins_interp.figures.layers import layers_figure
     from forge_plugins_interp.neuro.recordings import read_recordings
     from forge_plugins_interp.neuro.resemblance import Comparison
     from forge_plugins_interp.store import Store
@@ -89,13 +90,7 @@ def score(
     shown = [(row["site"], *(_number(row[key]) for key in _SHOWN)) for row in rows]
     print(f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids")
     print("\n".join(aligned([("site", *_SHOWN), *shown])))
-    if out is not None:
-        write_csv(out.with_suffix(".csv"), rows)
-        if out.suffix == ".png":
-            from forge_plugins_interp.figures.layers import layers_figure
-
-            layers_figure(rows, method).savefig(out, dpi=150)
-        print(f"wrote {out}")
+    save_results(out, rows, lambda: layers_figure(rows, method))
 
 
 _SHOWN = ("score", "low", "high", "ceiling", "normalised", "p_value")

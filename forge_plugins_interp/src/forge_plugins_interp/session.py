@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,9 +11,11 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.batch import KNOWN, DescribedSource
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
@@ -24,7 +27,7 @@ from forge_core.registry.discovery import discover
 from forge_core.train.build import BuiltModel
 from forge_core.train.sources import EvaluatedData, TrainedOn
 from forge_plugins_inference.checkpoint_job import CheckpointJob
-from forge_plugins_interp.interventions import Intervention
+from forge_plugins_interp.interventions import WholeIntervention
 from forge_plugins_interp.observation import Change, intervene, observe
 from forge_plugins_interp.placement import summed, whole
 from forge_plugins_interp.sites import PlacedSite, Sites
@@ -94,12 +97,18 @@ class Session:
 
         Args:
             tokens: ``(B, S)`` int64, on any device, the same on all ranks that share the model.
-            inputs: other entries of a batch, such as ``document`` and ``positions``.
+            inputs: other entries of a batch, such as ``document`` and ``positions`` (``inputs_of``).
+
+        Raises:
+            ConfigError: the model needs an entry that is not given.
 
         Returns:
             Logits ``(B, S, V)``; ``None`` on ranks of earlier pipeline stages.
         """
         device, parts = self.context.device, self.built.parts
+        for name in needed_entries(parts[0]):
+            if name not in inputs:
+                raise ConfigError(f"this model does not read tokens alone: it needs the entry {name!r} of a batch")
         batch = {name: entry.to(device) for name, entry in {"tokens": tokens, **inputs}.items()}
         if self.context.mesh.degrees["pp"] == 1:
             logits: torch.Tensor = parts[0](batch.pop("tokens"), **batch)
@@ -156,7 +165,7 @@ class Session:
             parameter.grad = None
 
     @contextmanager
-    def intervene(self, *changes: Intervention) -> Iterator[None]:
+    def intervene(self, *changes: WholeIntervention) -> Iterator[None]:
         """Change sites while the context is entered, in the order of ``changes``.
 
         Raises:
@@ -178,6 +187,28 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def needed_entries(part: nn.Module) -> list[str]:
+    """The entries, beside tokens, without which a model's forward cannot run."""
+    parameters = inspect.signature(part.forward).parameters.values()
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [one.name for one in parameters if one.kind in keyword and one.default is one.empty]
+    return [name for name in needed if name not in ("tokens", "targets", "loss")]
+
+
+def inputs_of(source: object, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The entries of a batch, but ``tokens``, that are for the model's forward.
+
+    Args:
+        source: it may describe them.
+    """
+    described = {**KNOWN, **(source.entries() if isinstance(source, DescribedSource) else {})}
+    return {
+        name: entry
+        for name, entry in batch.items()
+        if name not in ("tokens", "targets") and (name not in described or described[name].wanted_by == "model")
+    }
 
 
 def refuse_unseen(chosen: Sequence[PlacedSite], seen: Mapping[str, object]) -> None:

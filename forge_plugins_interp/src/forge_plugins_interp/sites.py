@@ -17,8 +17,9 @@ from forge_core.contracts.observation import ANY, Ends, ObservableModule, Part, 
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
 from forge_core.registry.discovery import discover
-from forge_plugins_interp.aliases import canonical_site, matches
+from forge_plugins_interp.aliases import canonical_site
 from forge_plugins_interp.placement import Cut
+from forge_plugins_interp.site_pattern import matches
 
 
 @attrs.frozen(eq=False)

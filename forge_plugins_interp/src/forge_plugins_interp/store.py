@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from forge_core.checkpoint.fsync import flush, make_folder, write_durably
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_interp.aliases import canonical_site, matches
+from forge_plugins_interp.aliases import canonical_site
+from forge_plugins_interp.site_pattern import listed, matches
 
 VERSION = 1
 TOKENS = "tokens"
@@ -244,7 +245,7 @@ class Store:
         if patterns == "*":
             return self.sites
         wanted: set[str] = set()
-        for pattern in (part.strip() for part in patterns.split(",") if part.strip()):
+        for pattern in listed(patterns):
             found = [site for site in self.sites if matches(site, canonical_site(pattern))]
             if not found:
                 self._stored(pattern)

@@ -32,8 +32,8 @@ def export(folder: Path, form: str, patterns: str, out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} is not there")
 
-    from forge_plugins_interp.neuro.assembly import export_store
     from forge_plugins_interp.store import Store
+    from forge_plugins_interp.store_export import export_store
 
     store = Store(folder)
     export_store(store, store.chosen(patterns), form, out, lambda line: click.echo(line, err=True))

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ConfigError
+from forge_plugins_interp.figures.blank import refuse_without_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 
 
-def refuse_other_ending(out: Path | None, endings: Sequence[str] = (".csv", ".png")) -> None:
-    """
+def refuse_other_ending(out: Path | None) -> None:
+    """Look at ``--out`` before the work begins.
+
     Raises:
-        ConfigError: ``--out`` ends otherwise.
+        ConfigError: it ends neither with .csv nor with .png, or a picture cannot be drawn here.
     """
-    if out is not None and out.suffix not in endings:
-        raise ConfigError(f"--out {out}: must end with {' or '.join(endings)}")
+    if out is None:
+        return
+    if out.suffix not in (".csv", ".png"):
+        raise ConfigError(f"--out {out}: must end with .csv or .png")
+    if out.suffix == ".png":
+        refuse_without_matplotlib()
+
+
+def save_results(out: Path | None, rows: Sequence[Row], draw: Callable[[], Figure]) -> None:
+    """Write ``--out``, if it is given: the rows as .csv; or the picture as .png, with the rows as .csv beside it."""
+    if out is None:
+        return
+    write_csv(out.with_suffix(".csv"), rows)
+    if out.suffix == ".png":
+        draw().savefig(out, dpi=150)
+    print(f"wrote {out}")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import click
 
 from forge_core.errors import ConfigError, ExitCode
-from forge_plugins_interp.tidy_table import refuse_other_ending, write_csv
+from forge_plugins_interp.site_pattern import listed
+from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -51,12 +53,16 @@ def trace(
         raise ConfigError("CONFIG is missing: the job to trace; or give --compare A B")
     if out is None:
         raise ConfigError("--out is missing: the folder of the trace")
-    job = _job_with_trace(obj, config, overrides, nproc, {"out": str(out), **_steps(steps), "sites": _list(patterns)})
+    job = _job_with_trace(obj, config, overrides, nproc, {"out": str(out), **_steps(steps), "sites": listed(patterns)})
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out}: the folder has files in it; give one that is empty or new")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
     file.write_text(job, encoding="utf-8")
     words = ["run", str(file), *([] if nproc == "1" else ["--nproc", nproc])]
     code = subprocess.run([sys.executable, "-P", "-m", "forge_core", *words]).returncode
+    if code == ExitCode.INVALID:
+        shutil.rmtree(out)  # it was empty or new, and there is nothing of use in it
     if code not in (ExitCode.COMPLETED, ExitCode.STOPPED):
         click.get_current_context().exit(code)
     print(f"wrote {out}")
@@ -70,10 +76,6 @@ def _steps(text: str) -> dict[str, int]:
     if not 1 <= first <= last:
         raise ConfigError(f"--steps {text}: must count from 1, and not end before it begins")
     return {"first": first, "last": last}
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _job_with_trace(obj: Any, config: Path, overrides: Sequence[str], nproc: str, keys: dict[str, Any]) -> str:
@@ -105,6 +107,7 @@ def _resume(given: str) -> str:
 def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
     refuse_other_ending(out)
 
+    from forge_plugins_interp.figures.parting import parting_figure
     from forge_plugins_interp.trace_comparison import compare_traces, first_parting
 
     every = compare_traces(a, b)
@@ -116,17 +119,11 @@ def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
     for kind in dict.fromkeys(one.kind for one in compared):
         worst = max((one for one in compared if one.kind == kind), key=lambda one: one.difference)
         print(f"largest of kind {kind}: {worst.difference:.2e}, {worst.words()}, step {worst.step}")
-    if out is not None:
-        rows = [
-            {"order": order, "step": one.step, "kind": one.kind, "name": one.name, "difference": one.difference}
-            for order, one in enumerate(compared)
-        ]
-        write_csv(out.with_suffix(".csv"), rows)
-        if out.suffix == ".png":
-            from forge_plugins_interp.figures.parting import parting_figure
-
-            parting_figure(compared, tolerance).savefig(out, dpi=150)
-        print(f"wrote {out}")
+    rows = [
+        {"order": order, "step": one.step, "kind": one.kind, "name": one.name, "difference": one.difference}
+        for order, one in enumerate(compared)
+    ]
+    save_results(out, rows, lambda: parting_figure(compared, tolerance))
     parting = first_parting(compared, tolerance)
     if parting is None:
         print(f"{len(compared)} things of {len({one.step for one in compared})} steps agree to {tolerance:g}")

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_interp.interventions import Intervention, Patch, Replace
+from forge_plugins_interp.interventions import Patch, Replace, WholeIntervention
 from forge_plugins_interp.patching.metric import Metric
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.sites import PlacedSite
@@ -181,7 +181,7 @@ _METHODS: Mapping[Method, Callable[..., dict[str, dict[Place, float]]]] = {
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _PatchRows(Intervention):
+class _PatchRows(WholeIntervention):
     """Each sample of the batch is patched at a place of its own."""
 
     kind = "patch_rows"
@@ -199,9 +199,6 @@ class _PatchRows(Intervention):
             )
             changed[(row, *index)] = source[(0, *index)]
         return changed
-
-    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        raise NotImplementedError("apply does it, which knows the whole value")
 
 
 def _places(placed: PlacedSite, value: torch.Tensor, by: Sequence[str]) -> list[Place]:
