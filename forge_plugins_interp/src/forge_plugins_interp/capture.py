@@ -42,6 +42,9 @@ class Capture(Callback):
         self._chosen: list[PlacedSite] = []
         self._contexts = ExitStack()
         self._writer: ShardWriter | None = None
+        """Of the step that was captured last."""
+        self._unfinished: tuple[Path, Manifest] | None = None
+        """The store of that step, on rank 0."""
         self._rows: dict[str, list[torch.Tensor]] = {}
         """By site and microbatch, on ranks that write."""
         self._forwards: Counter[str] = Counter()
@@ -91,7 +94,7 @@ class Capture(Callback):
         if context.step % self._config.interval:
             return
         self._contexts.close()
-        self._finish_writing()
+        self._finish(run)
         if run.device.type == "cuda":
             torch.cuda.synchronize()  # rows are on their way to the host
         self._refuse_unseen(run)
@@ -123,8 +126,8 @@ class Capture(Callback):
             self._writer.put(number * dp_size + dp_rank, shard)
 
     def _write_manifest(self, run: RunContext, step: int, folder: Path, n_samples: int) -> None:
-        """The index and the manifest, of all stages, by rank 0. The store says that it is complete before its shards
-        are; a reader of a run that goes on waits for the next step."""
+        """The index and the manifest, of all stages, by rank 0. The store is complete once all ranks have written: that
+        is known at the next capture, or at the end of the run."""
         own = {
             placed.name: StoredSite(
                 dims=self._reduction.dims(placed.site),
@@ -143,20 +146,30 @@ class Capture(Callback):
             origin = {"run": str(run.job.run.name), "step": step, "data": "the batch of the step"}
             manifest = Manifest(sites=sites, n_samples=n_samples, shard_samples=run.job.train.batch_size, origin=origin)
             write_index(folder, {"stimulus_id": np.arange(n_samples), "length": lengths.flatten().numpy()})
+            manifest.write(folder)
+            self._unfinished = folder, manifest
+
+    def _finish(self, run: RunContext) -> None:
+        """Wait for the files of the step that was captured last, on all ranks together."""
+        self._wait_for_writer()
+        for axis in run.mesh.degrees:
+            run.mesh.gather_over(axis, None)
+        if self._unfinished is not None:
+            (folder, manifest), self._unfinished = self._unfinished, None
             attrs.evolve(manifest, complete=True).write(folder)
 
-    def _finish_writing(self) -> None:
+    def _wait_for_writer(self) -> None:
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.__exit__(None)
 
     def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         with run.patient(_WRITING):
-            self._finish_writing()
+            self._finish(run)
 
     def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
         self._contexts.close()
-        self._finish_writing()
+        self._wait_for_writer()
 
 
 def _data_ranks(run: RunContext) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.reduction import Reduction
-from forge_plugins_interp.session import Session, refuse_unseen
+from forge_plugins_interp.session import Session, inputs_of, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardWriter
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.store import (
@@ -107,7 +107,7 @@ class _Extraction:
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
         """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids."""
         batch = {name: torch.from_numpy(array) for name, array in self.source.read(numbers).items()}
-        tokens, positions = batch.pop("tokens"), batch.get("positions")
+        tokens, positions = batch["tokens"], batch.get("positions")
         is_padded = positions is not None and bool((positions < 0).any())
         self.lengths = (
             (positions >= 0).sum(1)
@@ -115,8 +115,7 @@ class _Extraction:
             else torch.full((len(tokens),), tokens.shape[1])
         )
         self.n_kept = n_kept
-        known = {name: batch[name] for name in ("positions", "document") if name in batch}
-        self.session.model(tokens, **known)
+        self.session.model(tokens, **inputs_of(self.source, batch))
         is_token = torch.arange(tokens.shape[1]) < self.lengths[:n_kept, None]
         return tokens[:n_kept][is_token]
 

@@ -41,7 +41,7 @@ class ShardWriter:
             ConfigError: a shard could not be written.
         """
         if self._error is not None:
-            raise ConfigError(f"--out {self._out}: cannot be written: {self._error}") from self._error
+            raise ConfigError(f"{self._out}: cannot be written: {self._error}") from self._error
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

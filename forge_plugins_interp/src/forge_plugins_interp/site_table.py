@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from forge_core.api import PassComponent
@@ -13,7 +14,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
-from forge_plugins_interp.session import Session
+from forge_plugins_interp.session import Session, inputs_of, needed_entries
 from forge_plugins_interp.sites import dim_of, lies
 
 _SAMPLES, _POSITIONS = 3, 8
@@ -59,10 +60,10 @@ def site_rows(session: Session, catalog: Catalog, patterns: Sequence[str]) -> li
         session: on one process.
         catalog: its passes of the phase ``shard`` say how they would cut.
     """
-    tokens = torch.zeros(_SAMPLES, _POSITIONS, dtype=torch.int64)
+    tokens, inputs = _inputs(session)
     chosen = session.sites.chosen(patterns or list(session.sites.here))
     with session.observe(*(placed.name for placed in chosen)) as seen, torch.no_grad():
-        session.model(tokens)
+        session.model(tokens, **inputs)
     layouts = _layouts(session, catalog)
     rows = []
     for placed in chosen:
@@ -71,6 +72,15 @@ def site_rows(session: Session, catalog: Catalog, patterns: Sequence[str]) -> li
         by_axis = {axis: dim for axis, dim in by_axis.items() if dim}
         rows.append(SiteRow(placed.name, placed.site, tuple(value.shape), value.dtype, by_axis))
     return rows
+
+
+def _inputs(session: Session) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Some tokens; or samples of what the run holds out, of a model that does not read tokens alone."""
+    if not needed_entries(session.built.parts[0]):
+        return torch.zeros(_SAMPLES, _POSITIONS, dtype=torch.int64), {}
+    source = session.open_data()
+    batch = {name: torch.from_numpy(entry) for name, entry in source.read(np.zeros(_SAMPLES, np.int64)).items()}
+    return batch["tokens"], inputs_of(source, batch)
 
 
 def _layouts(session: Session, catalog: Catalog) -> dict[str, Any]:

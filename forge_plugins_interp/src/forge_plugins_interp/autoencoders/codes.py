@@ -1,6 +1,6 @@
 """How latents become sparse.
 
-Shapes: N = rows, F = latents.
+Shapes: ``…`` = rows in any dimensions, N of them; F = latents.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
-    """The k largest of each row ``(N, F)``, where they are positive, and 0 elsewhere."""
+    """The k largest of each row ``(…, F)``, where they are positive, and 0 elsewhere."""
     values, indices = pre.relu().topk(k, dim=-1)
     return torch.zeros_like(pre).scatter(-1, indices, values)
 
@@ -19,7 +19,8 @@ def top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
 def batch_top_k(pre: torch.Tensor, k: int) -> torch.Tensor:
     """The k · N largest of all rows together, where they are positive."""
     flat = pre.relu().flatten()
-    values, indices = flat.topk(min(k * len(pre), len(flat)))
+    n_rows = len(flat) // pre.shape[-1]
+    values, indices = flat.topk(min(k * n_rows, len(flat)))
     return torch.zeros_like(flat).scatter(0, indices, values).view_as(pre)
 
 
@@ -48,7 +49,7 @@ class _JumpRelu(torch.autograd.Function):
         pre, threshold = ctx.saved_tensors
         near = ((pre - threshold).abs() < ctx.bandwidth / 2).to(pre.dtype)
         of_threshold = -(threshold / ctx.bandwidth) * near * gradient
-        return gradient * (pre > threshold), of_threshold.sum(0), None
+        return gradient * (pre > threshold), of_threshold.flatten(0, -2).sum(0), None
 
 
 class _Step(torch.autograd.Function):
@@ -63,4 +64,4 @@ class _Step(torch.autograd.Function):
         (gradient,) = gradients
         pre, threshold = ctx.saved_tensors
         near = ((pre - threshold).abs() < ctx.bandwidth / 2).to(pre.dtype)
-        return None, (-(1 / ctx.bandwidth) * near * gradient).sum(0), None
+        return None, (-(1 / ctx.bandwidth) * near * gradient).flatten(0, -2).sum(0), None

@@ -1,6 +1,6 @@
 """The one block of an autoencoder: encoder, sparse code, decoder.
 
-Shapes: N = rows, D = width, E = width of what is reconstructed, F = latents.
+Shapes: ``…`` = rows in any dimensions, D = width, E = width of what is reconstructed, F = latents.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Coded(NamedTuple):
     """What the dictionary makes of rows."""
 
     reconstruction: torch.Tensor
-    """``(N, E)``."""
+    """``(…, E)``."""
     penalty: torch.Tensor
-    """``(N,)``: what the loss has beside the squared error a feature."""
+    """``(…)``: what the loss has beside the squared error a feature."""
 
 
 class Dictionary(nn.Module):
@@ -53,7 +53,7 @@ class Dictionary(nn.Module):
         self.skip = nn.Parameter(torch.empty(target, width)) if has_skip else None
         self.log_threshold = nn.Parameter(torch.empty(latents)) if isinstance(config, JumpReluConfig) else None
         self.code = nn.Identity()
-        """Is given the code ``(N, F)``, for whoever looks at it."""
+        """Is given the code ``(…, F)``, for whoever looks at it."""
         self.register_buffer("idle", torch.empty(latents))
         """Rows since each latent has fired."""
         self.register_buffer("scales", torch.empty(2))
@@ -93,15 +93,15 @@ class Dictionary(nn.Module):
     def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None, target: torch.Tensor | None = None) -> Coded:
         """
         Args:
-            x: ``(N, D)``, scaled.
-            scales: ``(N, 2)``, with which training is told how.
-            target: ``(N, E)``, what is to be reconstructed; without it, there is no penalty.
+            x: ``(…, D)``, scaled.
+            scales: ``(B, 2)``, how the samples of the first dimension were, for training.
+            target: ``(…, E)``, what is to be reconstructed; without it, there is no penalty.
         """
         pre = self._pre(x)
         code = self.code(self._sparse(pre))
         decoder = F.normalize(self.decoder, dim=-1)
         reconstruction = self._decode(code, decoder, x)
-        penalty = x.new_zeros(len(x))
+        penalty = x.new_zeros(x.shape[:-1])
         if target is not None:
             penalty = self._penalty(target, pre, code, decoder, reconstruction)
         if self.training and scales is not None:
@@ -145,7 +145,7 @@ class Dictionary(nn.Module):
         penalty = self._auxiliary(pre, decoder, target - reconstruction)
         if isinstance(config, MatryoshkaConfig):
             for size in config.prefixes:
-                part = code[:, :size] @ decoder[:size] + self.decoder_bias
+                part = code[..., :size] @ decoder[:size] + self.decoder_bias
                 penalty = penalty + (target - part).square().mean(-1)
         return penalty
 
@@ -155,7 +155,7 @@ class Dictionary(nn.Module):
         dead = self.idle > self.config.dead_after
         n_most = min(max(1, self.config.width // 2), self.config.latents)
         if not self.training or self.config.aux_coefficient == 0:
-            return pre.new_zeros(len(pre))
+            return pre.new_zeros(pre.shape[:-1])
         # as long as none is dead, this is 0, and connected to the graph on every rank alike
         code = top_k(pre.where(dead, 0.0), n_most)
         share = (dead.sum() / n_most).clamp(max=1)
@@ -165,12 +165,14 @@ class Dictionary(nn.Module):
 
     @torch.no_grad()
     def _count(self, code: torch.Tensor, scales: torch.Tensor) -> None:
-        active = code > 0
+        active = (code > 0).flatten(0, -2)
         self.fired += active.sum(0)
-        n_rows = len(code)
-        least = code.where(active, float("inf")).min().clamp(max=torch.finfo(torch.float32).max)
+        n_rows = len(active)
+        least = code.where(code > 0, float("inf")).min().clamp(max=torch.finfo(torch.float32).max)
         least = least.where(active.any(), 0.0)
-        new = torch.stack([torch.full_like(least, n_rows), active.sum(), *scales.sum(0), least * n_rows])
+        new = torch.stack(
+            [torch.full_like(least, n_rows), active.sum(), *scales.sum(0) * (n_rows / len(scales)), least * n_rows]
+        )
         self.sums += new.float()
 
     def accumulators(self) -> Mapping[str, torch.Tensor]:
@@ -197,7 +199,7 @@ class Dictionary(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
-        """Unscaled rows ``(N, D)`` to unscaled ones ``(N, E)``, as an evaluation does."""
+        """Unscaled rows ``(…, D)`` to unscaled ones ``(…, E)``, as an evaluation does."""
         was_training = self.training
         self.eval()
         scale = self.scales[1] if self.predicts() else self.scales[0]

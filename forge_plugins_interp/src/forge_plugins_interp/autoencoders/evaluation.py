@@ -51,7 +51,7 @@ class _Sums:
         """Rows, squares, squared errors."""
 
     def see(self, module: nn.Module, args: Any, code: torch.Tensor) -> None:
-        self._fired += (code[self.valid] > 0).sum(0)
+        self._fired += (code.flatten(0, -2)[self.valid] > 0).sum(0)
 
     def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
         x = expected.flatten(0, 1)[self.valid].to(self._total.dtype)

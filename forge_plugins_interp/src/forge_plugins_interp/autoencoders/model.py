@@ -54,16 +54,14 @@ class Autoencoder(nn.Module):
         Returns:
             The reconstruction ``(B, S, E)``; with ``loss``, its ``LossSum``.
         """
-        n_samples, length = activation.shape[:2]
-        of_rows = None if scales is None else scales.repeat_interleave(length, dim=0)
         expected = activation if target_activation is None else target_activation
-        coded: Coded = self.blocks["0"](activation.flatten(0, 1), of_rows, expected.flatten(0, 1))
+        coded: Coded = self.blocks["0"](activation, scales, expected)
         if loss is None:
-            return coded.reconstruction.view(n_samples, length, -1)
+            return coded.reconstruction
         assert targets is not None, "a loss needs targets"
-        error = (expected.flatten(0, 1).float() - coded.reconstruction.float()).square().mean(-1)
-        valid = targets.flatten() != IGNORED
-        each = ((error + coded.penalty.float()) * valid).view(n_samples, length)
+        error = (expected.float() - coded.reconstruction.float()).square().mean(-1)
+        valid = targets != IGNORED
+        each = (error + coded.penalty.float()) * valid
         return LossSum(each.sum(), valid.sum(), each.detach())
 
     def init_weights(self, rng: Initializer) -> None:
@@ -71,7 +69,7 @@ class Autoencoder(nn.Module):
         dictionary.init_weights("blocks.0", rng)
 
     def sites(self) -> Mapping[str, Site]:
-        return {"code": Site(module="blocks.0.code", dims=("row", "latent"))}
+        return {"code": Site(module="blocks.0.code", dims=("sample", "position", "latent"))}
 
     def parallel_plan(self) -> Mapping[str, ShardRole]:
         return {}

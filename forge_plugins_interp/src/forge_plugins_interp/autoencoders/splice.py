@@ -20,7 +20,7 @@ from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.formats import read
 from forge_plugins_interp.autoencoders.model import Autoencoder
 from forge_plugins_interp.interventions import Intervention, Zero
-from forge_plugins_interp.session import Session
+from forge_plugins_interp.session import Session, inputs_of
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -91,8 +91,8 @@ def recovery(session: Session, site: str, dictionary: Dictionary, source: DataSo
     for start in range(0, n, size):
         arrays = source.read(np.arange(start, min(start + size, n)))
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        tokens, targets = batch.pop("tokens"), batch.pop("targets").flatten().to(session.context.device)
-        known = {name: batch[name] for name in ("positions", "document") if name in batch}
+        tokens, targets = batch["tokens"], batch["targets"].flatten().to(session.context.device)
+        known = inputs_of(source, batch)
         valid = targets != IGNORED
         logs = []
         for change in ([], [Splice(site, dictionary=dictionary)], [Zero(site)]):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import Split
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_interp.autoencoders.config import ActivationStoreConfig
@@ -37,14 +39,15 @@ def width_of(config: ActivationStoreConfig, key: str) -> int | None:
 
 class ActivationRows:
     """A ``DataSource``. A batch has ``activation`` ``(B, S, width)`` fp32, for a transcoder ``target_activation``, and
-    ``scales`` ``(B, 2)`` fp32, by which these were divided. ``tokens`` ``(B, S)`` are the numbers of rows in the store,
-    and ``targets`` say which rows count: all.
+    ``scales`` ``(B, 2)`` fp32, by which these were divided. ``tokens`` and ``targets`` ``(B, S)`` are zeros, which the
+    engine counts: every row has something to learn.
     """
 
     tokenizer = None
     vocab_size = 1
 
     def __init__(self, config: ActivationStoreConfig, /, *, seq_len: int, split: Split, seed: int) -> None:
+        self._entries = config.entries()
         store = Store(config.path)
         names = [config.site, *([config.target_site] if config.target_site else [])]
         for key, name in zip(("site", "target_site"), names, strict=False):
@@ -82,6 +85,10 @@ class ActivationRows:
 
     def __len__(self) -> int:
         return self._length
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Same as ``DescribedSource.entries``."""
+        return self._entries
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Same as ``DataSource.read``."""
