@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
+from forge_plugins_interp.store import Manifest, StoredSite, write_index, write_shard
 
 JOB = """
 [run]
@@ -49,3 +52,53 @@ def run(tmp_path_factory):
     job = load_job(folder / "job.toml", [], catalog=catalog, world_size=1)
     run_job(job, catalog)
     return folder / "runs" / "tiny"
+
+
+IDS = np.array([f"s{i}" for i in range(40)])
+"""Of the stimuli of ``store``."""
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Two layers with a row a sample, in another order than the recordings."""
+    folder = tmp_path_factory.mktemp("score") / "acts"
+    folder.mkdir()
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    layers = {"blocks.0.resid_post": random(40, 8).float(), "blocks.1.resid_post": random(40, 10, seed=1).bfloat16()}
+    for site, values in layers.items():
+        write_shard(folder, site, 0, {"values": values[order]})
+    columns = {
+        "stimulus_id": IDS[order.numpy()],
+        "length": np.ones(40, np.int64),
+        "kind": (order.numpy() % 2).astype(str),
+    }
+    write_index(folder, columns)
+    sites = {
+        site: StoredSite(dims=("sample", "width"), sizes=(values.shape[1],), dtype=str(values.dtype)[6:])
+        for site, values in layers.items()
+    }
+    origin = {"run": "demo", "step": 4, "data": "abc"}
+    Manifest(sites=sites, n_samples=40, shard_samples=40, origin=origin, complete=True).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store_of_tokens(tmp_path_factory):
+    """Three samples in two shards, of 2, 1 and 3 tokens; and a site with a row a sample."""
+    folder = tmp_path_factory.mktemp("tokens") / "acts"
+    folder.mkdir()
+    tokens, samples = random(6, 2, 4).float(), random(3, 5).float()
+    for shard, (some, few) in enumerate(((tokens[:3], samples[:2]), (tokens[3:], samples[2:]))):
+        write_shard(folder, "blocks.0.z", shard, {"values": some})
+        write_shard(folder, "logits", shard, {"values": few})
+    write_index(folder, {"stimulus_id": np.array(["a", "b", "c"]), "length": np.array([2, 1, 3])})
+    sites = {
+        "blocks.0.z": StoredSite(dims=("token", "head", "head_width"), sizes=(2, 4), dtype="float32"),
+        "logits": StoredSite(dims=("sample", "vocabulary"), sizes=(5,), dtype="float32"),
+    }
+    Manifest(sites=sites, n_samples=3, shard_samples=2, origin={"data": "d"}, complete=True).write(folder)
+    return folder, tokens, samples
