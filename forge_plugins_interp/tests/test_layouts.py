@@ -15,7 +15,13 @@ from forge_core.distributed.mesh import build_mesh
 from forge_core.job import load_job, sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.train.build import build_model
-from forge_plugins_interp.interventions import Intervention
+from forge_plugins_interp.autoencoders.config import TopKConfig
+from forge_plugins_interp.autoencoders.dictionary import Dictionary
+from forge_plugins_interp.autoencoders.splice import Splice
+from forge_plugins_interp.interventions import WholeIntervention
+from forge_plugins_interp.lenses.logit_lens import logit_lens
+from forge_plugins_interp.patching.metric import metric_named
+from forge_plugins_interp.patching.sweep import Prompts, sweep
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.sites import Sites
 from forge_testing.several_ranks import on_ranks
@@ -94,7 +100,7 @@ def session(model: str, settings: list[str], world_size: int) -> Session:
     return Session(context, built, Sites.of(built.parts, [one.use for one in built.applied], mesh, build))
 
 
-def changes(model: str) -> list[Intervention]:
+def changes(model: str) -> list[WholeIntervention]:
     """One of each kind of site: heads, neurons, the residual stream, pattern, and all of a width."""
     generator = torch.Generator().manual_seed(2)
     features = {"neuron": [0, 5, 70]} if model == "dense" else {"width": [0, 5, 30]}
@@ -140,6 +146,29 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
     if logits is not None:
         of_changes["nothing"] = logits
     found["changes"] = of_changes
+    read = logit_lens(one, TOKENS, ["embed", "blocks.*.resid_post"])
+    found["lens"] = {name: logits for name, logits in read.items() if logits is not None}
+    found["effects"] = effects(one) if has_gradients else None
+    return found
+
+
+def effects(one: Session) -> Values:
+    """Of patching by each method, and logits with an autoencoder in the place of a site."""
+    clean, corrupt = TOKENS[:1], TOKENS[1:]
+    with torch.no_grad():
+        logits = one.model(clean)
+    prompts = Prompts(clean, corrupt, metric_named("logit_diff", logits, [3, 7]))
+    found: Values = {}
+    for method in ("patching", "attribution", "integrated_gradients"):
+        rows = sweep(one, prompts, ["blocks.0.z", "blocks.1.attn_out"], method=method)
+        found[method] = torch.tensor([row["effect"] for row in rows])
+    dictionary = Dictionary(TopKConfig(width=32, latents=64, k=4)).eval()
+    with torch.no_grad():
+        for number, tensor in enumerate((*dictionary.parameters(), *dictionary.buffers())):
+            tensor.normal_(generator=torch.Generator().manual_seed(number))
+        dictionary.scales.fill_(2)
+        with one.intervene(Splice("blocks.0.resid_post", dictionary=dictionary)):
+            found["spliced"] = one.model(TOKENS)
     return found
 
 
@@ -175,12 +204,12 @@ def test_values_gradients_and_changes_are_those_of_one_process(alone, method, ra
     of_ranks = on_ranks(InLayouts, method, ranks)
 
     for layout in of_ranks[0]:
-        for kind in ("values", "gradients", "changes"):
+        for kind in ("values", "gradients", "changes", "lens", "effects"):
             found: Values = {}
             for one in of_ranks:
                 compare(f"{layout}: {kind}", one[layout][kind] or {}, expected[kind])
                 found |= one[layout][kind] or {}
-            if not (kind == "gradients" and "pp" in layout):
+            if not (kind in ("gradients", "effects") and "pp" in layout):
                 assert found.keys() == expected[kind].keys(), layout
 
 

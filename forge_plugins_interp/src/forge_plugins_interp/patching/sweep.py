@@ -16,6 +16,7 @@ import torch
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_interp.interventions import Patch, Replace, WholeIntervention
 from forge_plugins_interp.patching.metric import Metric
+from forge_plugins_interp.placement import own_part, summed, whole
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.tidy_table import Row
@@ -166,7 +167,8 @@ def _by_integrated_gradients(
             with session.intervene(Replace(placed.name, value=point)):
                 torch.autograd.backward(prompts.metric(_logits(session, prompts.corrupt)).sum())
             assert point.grad is not None, "the metric depends on it"
-            total += point.grad
+            part = own_part(point.grad, placed.cuts)  # of what this rank has put in
+            total += whole(summed(part, placed.sums), placed.cuts) / session.context.mesh.degrees["cp"]
         for parameter in session.built.parameters.values():
             parameter.grad = None
         found[placed.name] = _summed(placed, way * total / _STEPS, by)
