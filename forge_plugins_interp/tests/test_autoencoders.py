@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.codes import batch_top_k, jump_relu, step, top_k
-from forge_plugins_interp.autoencoders.config import TopKConfig, TranscoderConfig
+from forge_plugins_interp.autoencoders.config import ActivationStoreConfig, TopKConfig, TranscoderConfig
 from forge_plugins_interp.autoencoders.formats import read, write
 from forge_plugins_interp.autoencoders.splice import load_dictionary
-from forge_plugins_interp.store import TOKENS, Manifest, StoredSite, write_index, write_shard
+from forge_plugins_interp.autoencoders.store_source import ActivationRows
+from forge_plugins_interp.store import TOKENS, Manifest, Store, StoredSite, write_index, write_shard
 
 WIDTH, PLANTED, ACTIVE, SAMPLES, LENGTH = 32, 32, 3, 40, 128
 JOB = """
@@ -171,6 +172,28 @@ def test_a_resumed_run_goes_on_exactly(trained):
         for name in ("resumed", "straight")
     )
     assert resumed == straight
+
+
+def test_codes_are_a_site_like_any_other(trained):
+    listed = json.loads(forge(trained, "sites", "runs/topk_sae", "--json").splitlines()[-1])
+    forge(trained, "extract", "runs/topk_sae", "--sites", "code", "--samples", "5", "--out", "codes")
+
+    assert [(row["name"], row["shape"]) for row in listed] == [("code", "B × S × 64")]
+    store = Store(trained / "codes")
+    values = store.array("code")
+    assert values.shape == (5 * 32, 64)  # seq_len rows a sample
+    assert ((values > 0).sum(1) <= 3).all()
+    source = ActivationRows(
+        ActivationStoreConfig(path=str(trained / "acts"), site="blocks.0.resid_post", validation=0.2),
+        seq_len=32,
+        split="validation",
+        seed=42,  # of every job
+    )
+    dictionary = load_dictionary(trained / "runs" / "topk_sae", lambda *_: discover(), print)
+    seen = []
+    dictionary.code.register_forward_hook(lambda module, args, code: seen.append(code))
+    dictionary(torch.from_numpy(source.read(np.arange(5))["activation"]))
+    assert torch.allclose(seen[0].flatten(0, 1), values, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from forge_core.errors import ConfigError
 from forge_plugins_interp.store import Store
 
 CAPTURE = """
@@ -76,6 +77,19 @@ def test_every_layout_writes_the_same_values(folder, alone, layout):
         for site in mine.sites:
             for sample in range(4):
                 assert torch.allclose(theirs.read(site, sample), mine.read(site, sample), atol=2e-4), (site, sample)
+
+
+def test_the_store_of_a_run_that_fails_is_not_complete_before_its_shards_are(folder, monkeypatch):
+    """Until all ranks have written, it says so; what an earlier step wrote is whole."""
+    failing = "anomalies={roll_back_after=1, give_up_after=0}"
+    keys = 'callbacks=[{name="capture", interval=1}]'
+    done = run_forge(folder, "run.name=failed", keys, "optimizer.lr=1e30", failing)
+
+    assert done.returncode == 4, done.stdout + done.stderr
+    first, *_, last = sorted((folder / "runs" / "failed" / "captures").iterdir())
+    assert Store(first).array("blocks.0.resid_post").isfinite().all()
+    with pytest.raises(ConfigError, match="is not complete"):
+        Store(last)
 
 
 def test_training_is_not_changed(folder, alone):

@@ -167,6 +167,15 @@ def test_bad_input_is_a_sentence(job, tmp_path, monkeypatch, capsys, arguments, 
     assert not (tmp_path / "x").exists()
 
 
+def test_a_folder_with_files_in_it_is_kept(job, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+
+    assert main(["trace", str(job), "--out", str(tmp_path)]) == 2
+
+    assert "the folder has files in it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_site_that_is_not_there_is_a_sentence(job, tmp_path):
     command = [
         sys.executable,
@@ -182,4 +191,5 @@ def test_a_site_that_is_not_there_is_a_sentence(job, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
 
     assert done.returncode == 2
+    assert not tmp_path.exists()  # nothing is left of it
     assert "site 'blocks.0.resid': the model has none of that name; did you mean 'blocks.0.resid_pre'" in done.stderr

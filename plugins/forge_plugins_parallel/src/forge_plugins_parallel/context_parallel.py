@@ -78,7 +78,9 @@ class ContextParallel:
 
     def layout(self, model: Any) -> dict[str, Ends]:
         """Same as ``LaidOutPass.layout``. All that has positions has a part of them, but for gathered keys and values,
-        whose gradients are sums over ranks."""
+        whose gradients are sums over ranks. A model without ``context_plan`` is never shared out."""
+        if not hasattr(model, "context_plan"):
+            return {}
         of_keys = dict.fromkeys((1, 2), ("cp",))
         if self._config.method == "ring":
             hidden = 'in a ring no rank has the keys of whole sequences; set method = "gather" in ' + _TABLE
