@@ -37,7 +37,10 @@ def lens(
     heads: bool,
     out: Path | None,
 ) -> None:
-    """Read the residual stream of RUN's model by its own norm and head, at each layer and position of a prompt."""
+    """Read the residual stream of RUN's model by its own norm and head, at each layer and position of a prompt.
+
+    A run with the pass tuned_lens is read through what it has trained.
+    """
     refuse_other_ending(out)
     if attribute is None and (minus is not None or heads):
         raise ConfigError(f"{'--minus' if minus is not None else '--heads'}: has no effect without --attribute")

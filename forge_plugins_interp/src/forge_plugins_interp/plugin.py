@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Command, Component, Kind, hookimpl
+from forge_core.api import Command, Component, Conflict, Kind, PassComponent, hookimpl
 
 FORGE_API = "1.1"
 
@@ -91,6 +91,23 @@ def forge_data_sources() -> Iterable[Component]:
         summary="rows of a store of activations, in random order",
         factory="forge_plugins_interp.autoencoders.store_source:ActivationRows",
         config="forge_plugins_interp.autoencoders.config:ActivationStoreConfig",
+    )
+
+
+@hookimpl
+def forge_parallel_passes() -> Iterable[Component]:
+    """What is trained beside a model that is frozen."""
+    yield PassComponent(
+        name="tuned_lens",
+        summary="a tuned lens: freezes the model, and trains an affine map of each layer to what the model predicts",
+        factory="forge_plugins_interp.lenses.tuned_lens:TunedLens",
+        config="forge_plugins_interp.lenses.config:TunedLensConfig",
+        phase="swap",
+        adds_parameters=True,
+        conflicts=(  # type: ignore[arg-type]  # mypy takes the converter's T for a type
+            Conflict("compile", "it looks at what compiled blocks read, which they show once, while they are traced"),
+            Conflict("lora", "it trains nothing but its own maps; fold the adapters first, by forge convert"),
+        ),
     )
 
 

@@ -1,17 +1,19 @@
 """The logit lens: logits that the model would give if the residual stream were read out early (nostalgebraist 2020).
+With the translators of a tuned lens, if the model has been trained with the pass ``tuned_lens``.
 
 Shapes: B = batch, S = sequence, V = vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from forge_core.errors import ConfigError
 from forge_plugins_interp.interventions import Patch
+from forge_plugins_interp.lenses.tuned_lens import translators_of
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.tidy_table import Row
 
@@ -20,7 +22,8 @@ def logit_lens(session: Session, tokens: torch.Tensor, sites: Sequence[str] = ()
     """The logits of each site, as if it were the output of the last block: norm, head, and all that comes after it.
 
     The model itself reads out: it runs once more for each site, with the last block's output replaced. So this is right
-    in every layout, and the logits of the last block's output are the model's.
+    in every layout, and the logits of the last block's output are the model's. A model with a tuned lens has values
+    translated first.
 
     Args:
         tokens: ``(B, S)`` int64.
@@ -30,10 +33,11 @@ def logit_lens(session: Session, tokens: torch.Tensor, sites: Sequence[str] = ()
         ``(B, S, V)`` by site, in the order of layers; ``None`` on ranks of earlier pipeline stages.
 
     Raises:
-        ConfigError: a site is no value of the residual stream.
+        ConfigError: a site is no value of the residual stream, or has no translator.
     """
     names = stream_sites(session, sites or ["blocks.*.resid_post"])
     last = last_residual(session)
+    translate = {name: _translator(session, name, last) for name in names}
     found: dict[str, torch.Tensor | None] = {}
     with torch.no_grad():
         with session.observe(*names, last) as seen:
@@ -41,9 +45,28 @@ def logit_lens(session: Session, tokens: torch.Tensor, sites: Sequence[str] = ()
         for name in names:
             of_stages = session.context.mesh.gather_over("pp", seen.get(name))
             value = next(one for one in of_stages if one is not None)
-            with session.intervene(Patch(last, source={last: value})):
+            with session.intervene(Patch(last, source={last: translate[name](value)})):
                 found[name] = session.model(tokens)
     return found
+
+
+def _translator(session: Session, name: str, last: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    Raises:
+        ConfigError: the model has translators, and none for this site.
+    """
+    translators = translators_of(session.built.parts[0])
+    if not translators or name == last:
+        return lambda value: value
+    *_, layer, end = name.split(".") if name.startswith("blocks.") else ("", "")
+    keys = [*translators]
+    if end == "resid_pre":
+        return translators[layer].translate
+    if end == "resid_post":
+        return translators[keys[keys.index(layer) + 1]].translate
+    raise ConfigError(
+        f"site {name}: a tuned lens has translators for what lies between blocks: blocks.*.resid_pre and resid_post"
+    )
 
 
 def stream_sites(session: Session, patterns: Sequence[str]) -> list[str]:
