@@ -15,7 +15,8 @@ import torch
 
 import forge_plugins_interp as interp
 from forge_core.cli import main
-from forge_plugins_interp.reduction import Reduction
+from forge_core.contracts.loss import IGNORED
+from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.store import Manifest, Store, shard_file
 
 SITES = "blocks.*.resid_post,blocks.*.z,logits"
@@ -252,3 +253,13 @@ def test_the_manifest_says_where_a_store_comes_from(alone):
     assert origin["step"] == 2
     assert len(origin["checkpoint"]) == 64
     assert "forge-core" in origin["versions"]
+
+
+def test_a_last_document_without_targets_is_padding():
+    document = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
+    targets = torch.tensor([[5, IGNORED, IGNORED, IGNORED], [5, 6, 7, IGNORED], [IGNORED, 5, IGNORED, IGNORED]])
+    batch = {"tokens": torch.zeros(3, 4, dtype=torch.int64), "document": document, "targets": targets}
+
+    assert token_counts(batch).tolist() == [2, 4, 4]
+    positions = torch.tensor([[0, 1, 2, -1]] * 3)
+    assert token_counts({**batch, "positions": positions}).tolist() == [3, 3, 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,13 +133,14 @@ def _stimuli(session: Session, path: Path, column: str) -> Stimuli:
 
 def _origin(session: Session, source: DataSource | Stimuli, reduced: str) -> dict[str, Any]:
     """What decides the numbers, for the manifest; a layout does not."""
+    from forge_plugins_interp.session import digest_of
+
     checkpoint = session.checkpoint
     assert checkpoint is not None, "it was opened from one"
-    manifest = (checkpoint.path / "manifest.json").read_bytes()
     return {
         "run": str(checkpoint.job().get("run", {}).get("name", "")),
         "step": checkpoint.step,
-        "checkpoint": hashlib.sha256(manifest).hexdigest(),
+        "checkpoint": digest_of(checkpoint),
         "data": source.fingerprint,
         "tokenizer": None if session.tokenizer is None else session.tokenizer.fingerprint,
         "reduction": reduced,

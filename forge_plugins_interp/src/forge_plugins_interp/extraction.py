@@ -23,7 +23,7 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
-from forge_plugins_interp.reduction import Reduction
+from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.session import Session, inputs_of, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardWriter
 from forge_plugins_interp.sites import PlacedSite
@@ -107,13 +107,7 @@ class _Extraction:
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
         """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids."""
         batch = {name: torch.from_numpy(array) for name, array in self.source.read(numbers).items()}
-        tokens, positions = batch["tokens"], batch.get("positions")
-        is_padded = positions is not None and bool((positions < 0).any())
-        self.lengths = (
-            (positions >= 0).sum(1)
-            if is_padded and positions is not None
-            else torch.full((len(tokens),), tokens.shape[1])
-        )
+        tokens, self.lengths = batch["tokens"], token_counts(batch)
         self.n_kept = n_kept
         self.session.model(tokens, **inputs_of(self.source, batch))
         is_token = torch.arange(tokens.shape[1]) < self.lengths[:n_kept, None]

@@ -85,12 +85,18 @@ def forge_models() -> Iterable[Component]:
 
 @hookimpl
 def forge_data_sources() -> Iterable[Component]:
-    """Stores as data."""
+    """Activations as data, from a store or as a model computes them."""
     yield Component(
         name="activation_store",
         summary="rows of a store of activations, in random order",
         factory="forge_plugins_interp.autoencoders.store_source:ActivationRows",
         config="forge_plugins_interp.autoencoders.config:ActivationStoreConfig",
+    )
+    yield Component(
+        name="activations_of",
+        summary="activations of a trained model, which runs for each batch",
+        factory="forge_plugins_interp.autoencoders.model_source:ActivationsOf",
+        config="forge_plugins_interp.autoencoders.config:ActivationsOfConfig",
     )
 
 

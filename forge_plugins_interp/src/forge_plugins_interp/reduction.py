@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import attrs
 import torch
 
+from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 
@@ -77,6 +78,21 @@ class Reduction:
         weights = is_token.view(*is_token.shape, *[1] * (value.ndim - 2))
         mean = value.float().where(weights, 0.0).sum(1) / lengths.view(-1, *[1] * (value.ndim - 2))
         return mean.to(value.dtype)
+
+
+def token_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens of each sample, ``(B,)`` int64, without padding at its end: positions of −1, or in a packed sample a
+    last document without any target."""
+    positions, document, targets = (batch.get(name) for name in ("positions", "document", "targets"))
+    if positions is not None and bool((positions < 0).any()):
+        return (positions >= 0).sum(1)
+    n_samples, length = batch["tokens"].shape
+    lengths = torch.full((n_samples,), length)
+    if document is None or targets is None:
+        return lengths
+    is_last = document == document[:, -1:]
+    has_targets = ((targets != IGNORED) & is_last).any(1)
+    return torch.where(has_targets, lengths, length - is_last.sum(1))
 
 
 def _directions(width: int, features: int, seed: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -187,6 +188,11 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def digest_of(checkpoint: Checkpoint) -> str:
+    """A hash of all that a checkpoint has, by its manifest."""
+    return hashlib.sha256((checkpoint.path / "manifest.json").read_bytes()).hexdigest()
 
 
 def needed_entries(part: nn.Module) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
 from attrs.validators import ge, gt, lt, min_len
 
+from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.contracts.evaluation import EvaluationConfig
@@ -35,7 +36,10 @@ class AutoencoderConfig:
         config = job.data.config
         entries = config.entries() if isinstance(config, DataSourceConfig) else {}
         if "activation" not in entries:
-            yield "", f"reads activations, which {job.data.name} does not have; choose the data source activation_store"
+            yield (
+                "",
+                f"reads activations, which {job.data.name} does not have; choose activation_store or activations_of",
+            )
             return
         size = entries["activation"].sizes[-1]
         if size is not None and size != self.width:
@@ -157,6 +161,40 @@ class ActivationStoreConfig(DataSourceConfig):
         """The store, if it is not there."""
         if not (Path(self.path) / "manifest.json").exists():
             yield f"{self.path} is no store of activations: it has no manifest.json"
+
+
+@attrs.frozen(kw_only=True)
+class ActivationsOfConfig(DataSourceConfig):
+    """What a trained model computes on its data, which is run for each batch: no store, and no end of disk. A sample is
+    one of these data, with its positions in their order. Each rank holds the whole model."""
+
+    run: str = attrs.field(validator=min_len(1))
+    """A run's directory (its newest checkpoint) or a checkpoint's. Relative to the working directory. Name a checkpoint
+    of a run that still goes on: a resume refuses another one."""
+    site: str = attrs.field(validator=min_len(1))
+    """The site whose values are read."""
+    target_site: str = ""
+    """The site that a transcoder predicts."""
+    inputs: Annotated[ComponentRef | None, Slot("data_source")] = None
+    """What the model reads; by default the data of the run."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the model."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the model runs; ``auto`` is this rank's GPU, if it has one."""
+    scale: bool = True
+    """Divide by a number, so that the mean norm of rows is √width; what a model reconstructs is scaled back."""
+
+    def entries(self) -> Mapping[str, Entry]:
+        """The activations; their widths are known once the model is there."""
+        entry = Entry(dims=("sample", "position", "width"), dtype="float32", sizes=(None, None, None))
+        names = ("activation", "target_activation") if self.target_site else ("activation",)
+        scales = Entry(dims=("sample", "which"), dtype="float32", sizes=(None, 2))
+        return {**dict.fromkeys(names, entry), "scales": scales}
+
+    def missing(self) -> Iterable[str]:
+        """The run, if it is not there."""
+        if not Path(self.run).is_dir():
+            yield f"{self.run} is no run and no checkpoint: there is no such folder"
 
 
 @attrs.frozen(kw_only=True)

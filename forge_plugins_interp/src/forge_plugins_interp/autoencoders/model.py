@@ -14,6 +14,7 @@ from torch import nn
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.contracts.observation import Site
+from forge_core.errors import ConfigError
 from forge_plugins_interp.autoencoders.config import AutoencoderConfig
 from forge_plugins_interp.autoencoders.dictionary import Coded, Dictionary
 
@@ -53,8 +54,12 @@ class Autoencoder(nn.Module):
 
         Returns:
             The reconstruction ``(B, S, E)``; with ``loss``, its ``LossSum``.
+
+        Raises:
+            ConfigError: rows have another width.
         """
         expected = activation if target_activation is None else target_activation
+        self._refuse_widths(activation, expected)
         coded: Coded = self.blocks["0"](activation, scales, expected)
         if loss is None:
             return coded.reconstruction
@@ -63,6 +68,12 @@ class Autoencoder(nn.Module):
         valid = targets != IGNORED
         each = (error + coded.penalty.float()) * valid
         return LossSum(each.sum(), valid.sum(), each.detach())
+
+    def _refuse_widths(self, activation: torch.Tensor, expected: torch.Tensor) -> None:
+        target = getattr(self.config, "target_width", self.config.width)
+        for key, wanted, value in (("width", self.config.width, activation), ("target_width", target, expected)):
+            if value.shape[-1] != wanted:
+                raise ConfigError(f"model.{key}: {wanted} is not the width of the site, which is {value.shape[-1]}")
 
     def init_weights(self, rng: Initializer) -> None:
         dictionary: Any = self.blocks["0"]

@@ -17,7 +17,7 @@ from forge_core.errors import ConfigError, nearest
 from forge_plugins_interp.autoencoders.config import ActivationStoreConfig
 from forge_plugins_interp.store import Manifest, Store
 
-_SCALED_BY = 16_384
+SCALED_BY = 16_384
 """Rows, the first ones, whose mean norm decides the scale."""
 
 
@@ -118,12 +118,16 @@ class ActivationRows:
 
 
 def _scale(shards: list[torch.Tensor]) -> float:
-    """The mean norm of the first rows over √width."""
-    first, left = [], _SCALED_BY
+    """That of the first rows."""
+    first, left = [], SCALED_BY
     for shard in shards:
         first.append(shard[:left].float())
         left -= len(first[-1])
         if left <= 0:
             break
-    rows = torch.cat(first)
+    return mean_scale(torch.cat(first))
+
+
+def mean_scale(rows: torch.Tensor) -> float:
+    """The mean norm of rows ``(n, width)`` over √width."""
     return float(rows.norm(dim=1).double().mean()) / math.sqrt(rows.shape[1])
