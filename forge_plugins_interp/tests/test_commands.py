@@ -38,6 +38,18 @@ def test_forge_sites_lists_every_site_once(run, capsys):
         assert list(rows) == list(session.sites.here)
 
 
+def test_forge_sites_tells_of_modules_by_name(run, capsys):
+    patterns = ["blocks.0.attention.o", "blocks.*.feed_forward.up.input", "blocks.1.attention.q_norm"]
+    assert main(["sites", str(run), *patterns, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+
+    assert rows["blocks.0.attention.o"]["shape"] == "B × S × 32"
+    assert rows["blocks.0.attention.o"]["cut_by"] == {"cp": "position", "tp": "position"}
+    assert rows["blocks.1.feed_forward.up.input"]["cut_by"] == {"cp": "position"}
+    assert rows["blocks.1.attention.q_norm"]["dims"] == ["sample", "position", "dim_2", "dim_3"]
+    assert rows["blocks.1.attention.q_norm"]["cut_by"] == {"cp": "position", "tp": "hidden"}
+
+
 def test_forge_attention_writes_what_it_prints(run, capsys, tmp_path):
     out = tmp_path / "a.csv"
     assert (

@@ -19,7 +19,7 @@ from forge_core.contracts.loss import IGNORED
 from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.store import Manifest, Store, shard_file
 
-SITES = "blocks.*.resid_post,blocks.*.z,logits"
+SITES = "blocks.*.resid_post,blocks.*.z,logits,blocks.1.attention.o"
 SAMPLES = 7  # no number of ranks that is tried divides it
 
 
@@ -42,8 +42,10 @@ def test_a_store_has_what_is_seen(run, alone):
             session.model(torch.from_numpy(batch["tokens"]))
 
     assert len(alone) == SAMPLES
-    assert alone.sites == ["blocks.0.resid_post", "blocks.1.resid_post", "blocks.0.z", "blocks.1.z", "logits"]
+    streams = ["blocks.0.resid_post", "blocks.1.resid_post"]
+    assert alone.sites == [*streams, "blocks.0.z", "blocks.1.z", "logits", "blocks.1.attention.o"]
     assert alone.manifest.sites["blocks.0.z"].dims == ("token", "head", "head_width")
+    assert alone.manifest.sites["blocks.1.attention.o"].dims == ("token", "features")
     for sample in range(SAMPLES):
         assert torch.allclose(alone.read("blocks.1.resid_post", sample), seen["blocks.1.resid_post"][sample], atol=1e-5)
         assert torch.allclose(alone.read("blocks.0.z", sample), seen["blocks.0.z"][sample].movedim(1, 0), atol=1e-5)

@@ -12,6 +12,7 @@ import forge_plugins_interp as interp
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh
+from forge_core.errors import ConfigError
 from forge_core.job import load_job, sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.train.build import build_model
@@ -80,6 +81,16 @@ FOUR = {
     "pp2 cp2": ["parallel.pp=2", "parallel.cp=2"],
 }
 PATTERNS = ("*", "blocks.*.*")
+MODULES = {
+    "dense": (
+        "blocks.*.attention.o",
+        "blocks.*.attention.o.input",
+        "blocks.*.attention.core",
+        "blocks.*.feed_forward.up",
+    ),
+    "moe": ("blocks.*.attention.o", "blocks.*.feed_forward.experts", "blocks.*.feed_forward.shared.down.input"),
+}
+"""By name."""
 TOKENS = torch.randint(0, 40, (2, 16), generator=torch.Generator().manual_seed(1))
 
 Values = dict[str, torch.Tensor]
@@ -112,6 +123,7 @@ def changes(model: str) -> list[WholeIntervention]:
         interp.Project("blocks.1.resid_pre", directions=torch.randn(3, 32, generator=generator)),
         interp.Mean("blocks.1.attn_pattern", at={"head": 0}),
         interp.Resample("blocks.1.q_rot", seed=1),
+        interp.Scale("blocks.0.attention.o", factor=-2.0, at={"position": [3, 12], "features": [0, 5]}),
     ]
 
 
@@ -121,7 +133,14 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
     has_gradients = one.context.mesh.degrees["pp"] == 1
     with one.observe(*PATTERNS) as seen, torch.no_grad():
         one.model(TOKENS)
-    found: dict[str, Values | None] = {"values": dict(seen), "gradients": None}
+    found: dict[str, Values | None] = {"values": dict(seen), "gradients": None, "of unnamed": of_unnamed(one)}
+    with one.observe(*MODULES[model], gradients=has_gradients) as modules, torch.set_grad_enabled(has_gradients):
+        logits = one.model(TOKENS)
+        if has_gradients:
+            logits.square().sum().backward()
+    found["modules"] = dict(modules)
+    if has_gradients:
+        found["modules"] |= {f"gradient of {name}": modules.grad(name) for name in modules}
     if has_gradients:
         with one.observe("blocks.*.*", "final_norm", gradients=True) as differentiated:
             logits = one.model(TOKENS)
@@ -150,6 +169,19 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
     found["lens"] = {name: logits for name, logits in read.items() if logits is not None}
     found["effects"] = effects(one) if has_gradients else None
     return found
+
+
+def of_unnamed(one: Session) -> Values:
+    """The value of a module of which no layout of heads says how it lies; of tensor parallelism, none."""
+    if one.context.mesh.degrees["tp"] > 1:
+        with pytest.raises(
+            ConfigError, match=r"the pass tensor_parallel does not say .*; open it with parallel\.tp = 1"
+        ):
+            one.sites.chosen(["blocks.*.attention.q_norm"])
+        return {}
+    with one.observe("blocks.*.attention.q_norm") as seen, torch.no_grad():
+        one.model(TOKENS)
+    return dict(seen)
 
 
 def effects(one: Session) -> Values:
@@ -204,13 +236,18 @@ def test_values_gradients_and_changes_are_those_of_one_process(alone, method, ra
     of_ranks = on_ranks(InLayouts, method, ranks)
 
     for layout in of_ranks[0]:
-        for kind in ("values", "gradients", "changes", "lens", "effects"):
+        for kind in ("values", "modules", "of unnamed", "gradients", "changes", "lens", "effects"):
             found: Values = {}
             for one in of_ranks:
                 compare(f"{layout}: {kind}", one[layout][kind] or {}, expected[kind])
                 found |= one[layout][kind] or {}
-            if not (kind in ("gradients", "effects") and "pp" in layout):
+            if not has_less(kind, layout):
                 assert found.keys() == expected[kind].keys(), layout
+
+
+def has_less(kind: str, layout: str) -> bool:
+    """Return whether the layout lacks some values."""
+    return "pp" in layout if kind in ("modules", "gradients", "effects") else kind == "of unnamed" and "tp" in layout
 
 
 def compare(what: str, found: Values, expected: Values) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 
 import forge_plugins_interp as interp
+from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
+from forge_plugins_interp.sites import Sites
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +157,66 @@ def test_names_of_other_projects_are_understood(session, name, canonical):
     assert session.sites.names(name) == session.sites.names(canonical)
 
 
+@torch.no_grad()
+def test_a_module_by_name_is_a_site(session):
+    names = (
+        "blocks.*.attention.o",
+        "blocks.0.attention.o.input",
+        "blocks.0.attention.q_norm",
+        "blocks.0.attention.core",
+    )
+    with session.observe(*names) as seen, session.observe("blocks.*.attn_out", "blocks.0.z") as declared:
+        session.model(TOKENS)
+
+    for layer in ("blocks.0", "blocks.1"):
+        assert torch.equal(seen[f"{layer}.attention.o"], declared[f"{layer}.attn_out"])
+    assert torch.equal(seen["blocks.0.attention.o.input"], declared["blocks.0.z"].transpose(1, 2).flatten(2))
+    assert torch.equal(seen["blocks.0.attention.core"], declared["blocks.0.z"])
+    dims = {placed.name: placed.site.dims for placed in session.sites.chosen(names)}
+    assert dims["blocks.1.attention.o"] == ("sample", "position", "features")
+    assert dims["blocks.0.attention.q_norm"] == ("sample", "position", "dim_2", "dim_3")
+    assert dims["blocks.0.attention.core"] == ("sample", "head", "position", "head_width")
+
+
+@torch.no_grad()
+def test_a_module_by_name_is_changed(session):
+    at = {"position": [2, -1], "features": 3}
+    with session.intervene(interp.Zero("blocks.0.attention.o", at=at)), session.observe("blocks.0.attn_out") as seen:
+        session.model(TOKENS)
+    with session.observe("blocks.0.attn_out") as plain:
+        session.model(TOKENS)
+
+    expected = plain["blocks.0.attn_out"].clone()
+    expected[:, [2, -1], 3] = 0
+    assert torch.equal(seen["blocks.0.attn_out"], expected)
+
+
+def test_a_value_that_is_not_of_samples_and_positions_is_a_sentence(session):
+    with torch.no_grad(), session.observe("blocks.0.attention.core.input"):
+        session.model(TOKENS)  # the model declares it, as q_rot
+    summed = torch.nn.Identity()
+    session.built.parts[0].norm.add_module("summed", summed)
+    handle = session.built.parts[0].norm.register_forward_hook(lambda _, __, output: (summed(output.sum(1)), output)[1])
+    sites = Sites.of(session.built.parts, [], session.context.mesh, ComponentBuilder(discover()))
+    again = attrs.evolve(session, sites=sites)
+    try:
+        for pattern in ("norm.summed", "norm.summed.input"):
+            with (
+                pytest.raises(ConfigError, match=rf"site {pattern}: .* samples and positions, 2 × 12 here, .* 2 × 32;"),
+                again.observe(pattern),
+            ):
+                again.model(TOKENS)
+    finally:
+        handle.remove()
+        del session.built.parts[0].norm._modules["summed"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
         ("blocks.0.resid_pots", "site 'blocks.0.resid_pots': the model has none of that name; did you mean"),
         ("blocks.7.z", "the model has none of that name"),
+        ("blocks.0.attention.cor", r"the model has none of that name; did you mean 'blocks.0.attention.core'\?"),
     ],
 )
 def test_a_site_that_is_not_there_is_a_sentence(session, pattern, message):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -78,6 +79,8 @@ def _hooked(hooks: Sequence[tuple[PlacedSite, Hook]]) -> Iterator[None]:
     with ExitStack() as stack:
         if any(site.is_compiled for site, _ in hooks):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for batch in {site.batch for site, _ in hooks if site.batch is not None}:
+            stack.enter_context(batch.watched())
         for site, hook in hooks:
             register = _hook_computed if site.site.compute else _hook_module
             stack.callback(register(site, hook).remove)
@@ -93,7 +96,7 @@ def _hook_module(placed: PlacedSite, hook: Hook) -> RemovableHandle:
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, torch.Tensor):
-            return hook(output)
+            return hook(_named(placed, output))
         changed = hook(_tensor(placed, output))
         return None if changed is None else _replaced(output, placed.site.argument, changed)
 
@@ -124,13 +127,20 @@ def _function(placed: PlacedSite, reference: str) -> Any:
 
 def _tensor(placed: PlacedSite, values: Any) -> torch.Tensor:
     index = placed.site.argument
-    if not isinstance(values, tuple) or len(values) <= index or not isinstance(values[index], torch.Tensor):
-        raise PluginError(
-            f"the model declares that {placed.name} is {placed.site.where} {index} of "
-            f"{type(placed.module).__qualname__}, and no tensor is there"
-        )
-    tensor: torch.Tensor = values[index]
-    return tensor
+    if isinstance(values, tuple) and len(values) > index and isinstance(values[index], torch.Tensor):
+        return _named(placed, values[index])
+    where = f"{placed.site.where} {index} of {type(placed.module).__qualname__}"
+    if placed.batch is not None:
+        raise ConfigError(f"site {placed.name}: {where} is no tensor, and cannot be read by the name of its module")
+    raise PluginError(f"the model declares that {placed.name} is {where}, and no tensor is there")
+
+
+def _named(placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
+    """The value; the site learns the names of its dimensions, if the model declares none."""
+    if placed.batch is not None:
+        dims = placed.batch.dims(placed.name, value, placed.cuts)
+        placed.site = attrs.evolve(placed.site, dims=dims)
+    return value
 
 
 def _replaced(values: tuple[Any, ...], index: int, value: torch.Tensor) -> tuple[Any, ...]:

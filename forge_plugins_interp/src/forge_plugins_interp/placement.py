@@ -54,6 +54,14 @@ class Cut:
         return torch.cat((chunks[self.rank], chunks[2 * self.size - 1 - self.rank]), self.dim)
 
 
+def whole_shape(part: torch.Tensor, cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """The shape of the value, from this rank's part of it."""
+    sizes = list(part.shape)
+    for cut in cuts:
+        sizes[cut.dim] *= cut.size
+    return tuple(sizes)
+
+
 @torch.no_grad()
 def whole(part: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
     """The value, detached, from this rank's part of it.

@@ -127,7 +127,7 @@ class Session:
         """Look at sites while the context is entered.
 
         Args:
-            patterns: names or patterns of sites.
+            patterns: names or patterns of sites; of modules (``blocks.0.attention.o``), where no site is called so.
             at: the part of each dimension to keep, such as ``{"position": -1}``; one index keeps the dimension.
             gradients: keep gradients, too.
 

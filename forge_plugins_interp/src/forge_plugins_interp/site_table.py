@@ -15,7 +15,7 @@ from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
 from forge_plugins_interp.session import Session, inputs_of, needed_entries
-from forge_plugins_interp.sites import dim_of, lies
+from forge_plugins_interp.sites import PassLayout, PlacedSite, dim_of, lies
 
 _SAMPLES, _POSITIONS = 3, 8
 """Of the batch by which shapes are found; no size of a model is likely to be both."""
@@ -68,7 +68,7 @@ def site_rows(session: Session, catalog: Catalog, patterns: Sequence[str]) -> li
     rows = []
     for placed in chosen:
         value = seen[placed.name]
-        by_axis = {axis: _dim(placed.name, placed.site, layout) for axis, layout in layouts.items()}
+        by_axis = {axis: _dim(placed, layout) for axis, layout in layouts.items()}
         by_axis = {axis: dim for axis, dim in by_axis.items() if dim}
         rows.append(SiteRow(placed.name, placed.site, tuple(value.shape), value.dtype, by_axis))
     return rows
@@ -83,7 +83,7 @@ def _inputs(session: Session) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return batch["tokens"], inputs_of(source, batch)
 
 
-def _layouts(session: Session, catalog: Catalog) -> dict[str, Any]:
+def _layouts(session: Session, catalog: Catalog) -> dict[str, PassLayout]:
     """How the installed pass that serves an axis lays out this model, by axis."""
     build = ComponentBuilder(catalog)
     found = {}
@@ -93,14 +93,17 @@ def _layouts(session: Session, catalog: Catalog) -> dict[str, Any]:
             one = build(build.resolve("parallel_pass", entry.qualified_name))
             if hasattr(one, "layout"):
                 (axis,) = component.serves
-                found[axis] = one.layout(session.built.parts[0])
+                found[axis] = PassLayout(component.name, component.serves, [one.layout(session.built.parts[0])])
     return found
 
 
-def _dim(name: str, site: Site, layout: Mapping[str, Any]) -> str:
+def _dim(placed: PlacedSite, layout: PassLayout) -> str:
+    site = placed.site
     try:
-        parts, _ = lies(name, site, [layout])
+        if placed.batch is not None:
+            layout.refuse_unsaid(placed.name, site)
+        parts, _ = lies(placed.name, site, [layout.ends])
     except ConfigError:
         return "hidden"
-    dims = {dim for part in parts if (dim := dim_of(site, part)) is not None}
+    dims = {dim % len(site.dims) for part in parts if (dim := dim_of(site, part)) is not None}
     return ", ".join(site.dims[dim] for dim in sorted(dims))

@@ -1,8 +1,13 @@
-"""The sites of a model in its layout: found by name, and placed over ranks."""
+"""The sites of a model in its layout: found by name, and placed over ranks.
+
+A site is one that the model declares; or a module by its canonical name, which stands for its output, and with
+``.input`` for its first argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,16 +23,18 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.aliases import canonical_site
+from forge_plugins_interp.batch_shape import BATCH, BatchShape
 from forge_plugins_interp.placement import Cut
 from forge_plugins_interp.site_pattern import matches
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class PlacedSite:
     """A site, with the module that has it on this rank."""
 
     name: str
     site: Site
+    """Of a module by name: the names of its dimensions are those of its last value, and before, those of the batch."""
     module: nn.Module
     cuts: Sequence[Cut]
     """How its value lies over ranks, from the outermost cut to the innermost."""
@@ -36,6 +43,8 @@ class PlacedSite:
 
     is_compiled: bool
     """The model, or a part of it, is."""
+    batch: BatchShape | None = None
+    """Of a module by name, of whose value the model declares nothing."""
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +52,11 @@ class Sites:
     """All sites of a model's parts on this rank, and the names of those that other pipeline stages hold."""
 
     here: Mapping[str, PlacedSite]
+    """Those that the model declares."""
     elsewhere: Sequence[str]
+    modules: Mapping[str, Callable[[], PlacedSite]]
+    """Modules by name, which are placed once they are asked for."""
+    modules_elsewhere: Sequence[str]
 
     @classmethod
     def of(
@@ -60,24 +73,31 @@ class Sites:
         """
         layouts = layouts_of(parts, passes, build)
         here: dict[str, PlacedSite] = {}
+        modules: dict[str, Callable[[], PlacedSite]] = {}
         for number, part in enumerate(parts):
-            modules = by_canonical_name(part)
-            for name, site in declared(part).items():
-                here[name] = _place(name, site, modules, [one[number] for one in layouts], mesh)
-        of_stages = mesh.gather_over("pp", list(here))
-        return cls(here, [name for names in of_stages for name in names if name not in here])
+            placing = _Placing(by_canonical_name(part), [one.of_part(number) for one in layouts], mesh)
+            sites = declared(part)
+            here |= {name: placing.declared(name, site) for name, site in sites.items()}
+            modules |= placing.modules(part, sites)
+        elsewhere, modules_elsewhere = (
+            [name for stage in mesh.gather_over("pp", list(own)) for name in stage if name not in own]
+            for own in (here, modules)
+        )
+        return cls(here, elsewhere, modules, modules_elsewhere)
 
     def chosen(self, patterns: Iterable[str]) -> list[PlacedSite]:
         """The sites on this rank that a name or a pattern (``blocks.*.resid_post``) means, in the order of the model.
-        An alias of TransformerLens or of transformers is a name, too.
+        An alias of TransformerLens or of transformers is a name, too. A pattern that means no site that the model
+        declares means modules (``blocks.*.attention.o``, ``blocks.*.attention.o.input``).
 
         Raises:
-            ConfigError: a pattern means no site of any stage.
+            ConfigError: a pattern means no site of any stage; or a pass does not say how the values of a module lie.
         """
         wanted: dict[str, None] = {}
         for pattern in patterns:
             wanted |= dict.fromkeys(self.names(pattern))
-        return [self.here[name] for name in self.here if name in wanted]
+        modules = [place() for name, place in self.modules.items() if name in wanted and name not in self.here]
+        return [self.here[name] for name in self.here if name in wanted] + modules
 
     def names(self, pattern: str) -> list[str]:
         """The names on all stages that a pattern means.
@@ -85,14 +105,15 @@ class Sites:
         Raises:
             ConfigError: there are none.
         """
-        known = [*self.here, *self.elsewhere]
+        known, modules = [*self.here, *self.elsewhere], [*self.modules, *self.modules_elsewhere]
         canonical = canonical_site(pattern)
-        found = [name for name in known if matches(name, canonical)]
-        if not found:
-            close = nearest(canonical, known)
-            hint = f"did you mean {close!r}? " if close else ""
-            raise ConfigError(f"site {pattern!r}: the model has none of that name; {hint}forge sites lists all")
-        return found
+        if found := [name for name in known if matches(name, canonical)]:
+            return found
+        if found := [name for name in modules if matches(name, pattern)]:
+            return found
+        close = nearest(canonical, [*known, *modules])
+        hint = f"did you mean {close!r}? " if close else ""
+        raise ConfigError(f"site {pattern!r}: the model has none of that name; {hint}forge sites lists all")
 
 
 def sites_of_run(parts: Sequence[nn.Module], mesh: Any, job: Job) -> Sites:
@@ -118,13 +139,55 @@ def declared(part: Any) -> dict[str, Site]:
     return found
 
 
-def layouts_of(
-    parts: Sequence[nn.Module], passes: Iterable[ComponentRef], build: ComponentBuilder
-) -> list[list[Mapping[str, Ends]]]:
-    """For each pass that shares out values, in the order of application, the ends of each part of the model."""
+@attrs.frozen(eq=False)
+class PassLayout:
+    """How one pass has values lie."""
+
+    name: str
+    """Of the pass."""
+    axes: Sequence[str]
+    """Those that it serves."""
+    parts: Sequence[Mapping[str, Ends]]
+    """The ends of the modules of each part of the model."""
+
+    def of_part(self, number: int) -> PassLayout:
+        """The same of one part alone."""
+        return attrs.evolve(self, parts=[self.parts[number]])
+
+    @property
+    def ends(self) -> Mapping[str, Ends]:
+        """The ends of the modules of the only part."""
+        (ends,) = self.parts
+        return ends
+
+    def refuse_unsaid(self, name: str, site: Site) -> None:
+        """
+        Args:
+            site: a module by name, of whose value the model declares nothing.
+
+        Raises:
+            ConfigError: the pass does not say how it lies, or says so by the name of a dimension.
+        """
+        parts, _ = lies(name, site, [self.ends])
+        is_named = site.module in self.ends or "" in self.ends
+        if not is_named or any(isinstance(part.dim, str) and part.dim not in site.dims for part in parts):
+            one = " and ".join(f"parallel.{axis} = 1" for axis in self.axes) or f"parallel.passes.{self.name} taken out"
+            raise ConfigError(
+                f"site {name}: the pass {self.name} does not say how the values of this module lie, and the model "
+                f"declares none; open it with {one}"
+            )
+
+
+def layouts_of(parts: Sequence[nn.Module], passes: Iterable[ComponentRef], build: ComponentBuilder) -> list[PassLayout]:
+    """How each pass that shares out values has them lie, in the order of application.
+
+    Raises:
+        ConfigError: one does not say.
+    """
     found = []
     for use in passes:
-        if build.description_of(use).phase != "shard":
+        description = build.description_of(use)
+        if description.phase != "shard":
             continue
         one = build(use)
         if not hasattr(one, "layout"):
@@ -132,7 +195,7 @@ def layouts_of(
                 f"parallel.passes.{use.name}: this pass shares out values and has no layout, so that a model "
                 "it is applied to cannot be observed; take it out, or ask its author for layout"
             )
-        found.append([one.layout(part) for part in parts])
+        found.append(PassLayout(use.name, description.serves, [one.layout(part) for part in parts]))
     return found
 
 
@@ -141,22 +204,55 @@ def by_canonical_name(model: nn.Module) -> dict[str, nn.Module]:
     return {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
 
-def _place(
-    name: str, site: Site, modules: Mapping[str, nn.Module], layouts: Sequence[Mapping[str, Ends]], mesh: Mesh
-) -> PlacedSite:
-    if site.module not in modules:
-        raise PluginError(f"the model declares the site {name} at {site.module!r}, which is no module of it")
-    parts, sums = lies(name, site, layouts)
-    order = list(mesh.degrees)
-    outermost_first = sorted(parts, key=lambda part: order.index(part.axis))
-    cuts = [
-        Cut.of(mesh, part.axis, dim, part.order)
-        for part in outermost_first
-        if mesh.degrees[part.axis] > 1 and (dim := dim_of(site, part)) is not None
-    ]
-    groups = [mesh.device_mesh.get_group(axis) for axis in sums if mesh.degrees[axis] > 1]
-    is_compiled = any(module._compiled_call_impl is not None for module in modules.values())
-    return PlacedSite(name, site, modules[site.module], cuts, groups, is_compiled)
+@attrs.frozen(eq=False)
+class _Placing:
+    """Of the sites of one part of a model."""
+
+    by_name: Mapping[str, nn.Module]
+    layouts: Sequence[PassLayout]
+    mesh: Mesh
+
+    def declared(self, name: str, site: Site) -> PlacedSite:
+        if site.module not in self.by_name:
+            raise PluginError(f"the model declares the site {name} at {site.module!r}, which is no module of it")
+        return self._place(name, site)
+
+    def modules(self, part: nn.Module, sites: Mapping[str, Site]) -> dict[str, Callable[[], PlacedSite]]:
+        """Each module by its name, and its first argument, to be placed."""
+        ends = {(site.module, site.where, site.argument): site for site in sites.values() if not site.compute}
+        given = Site(module="", where="input", dims=BATCH)
+        batch = BatchShape(part, self._place("", given).cuts)
+        found: dict[str, Callable[[], PlacedSite]] = {}
+        for name in self.by_name:
+            if name and not isinstance(self.by_name[name], nn.ModuleDict | nn.ModuleList):
+                output, first = Site(module=name, dims=BATCH), Site(module=name, where="input", dims=BATCH)
+                for site_name, site in ((name, output), (f"{name}.input", first)):
+                    known = ends.get((name, site.where, 0))
+                    found[site_name] = functools.cache(
+                        functools.partial(self._module, site_name, known or site, None if known else batch)
+                    )
+        return found
+
+    def _module(self, name: str, site: Site, batch: BatchShape | None) -> PlacedSite:
+        if batch is not None:
+            for layout in self.layouts:
+                if any(self.mesh.degrees.get(axis, 1) > 1 for axis in layout.axes) or not layout.axes:
+                    layout.refuse_unsaid(name, site)
+        return attrs.evolve(self._place(name, site), batch=batch)
+
+    def _place(self, name: str, site: Site) -> PlacedSite:
+        mesh = self.mesh
+        parts, sums = lies(name, site, [one.ends for one in self.layouts])
+        order = list(mesh.degrees)
+        outermost_first = sorted(parts, key=lambda part: order.index(part.axis))
+        cuts = [
+            Cut.of(mesh, part.axis, dim, part.order)
+            for part in outermost_first
+            if mesh.degrees[part.axis] > 1 and (dim := dim_of(site, part)) is not None
+        ]
+        groups = [mesh.device_mesh.get_group(axis) for axis in sums if mesh.degrees[axis] > 1]
+        is_compiled = any(module._compiled_call_impl is not None for module in self.by_name.values())
+        return PlacedSite(name, site, self.by_name[site.module], cuts, groups, is_compiled)
 
 
 def lies(name: str, site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[list[Part], list[str]]:
@@ -168,7 +264,7 @@ def lies(name: str, site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[
     parts: list[Part] = []
     sums: list[str] = []
     for layout in layouts:
-        for ends in filter(None, (layout.get(""), layout.get(site.module))):
+        for ends in filter(None, (layout.get(name) for name in dict.fromkeys(("", site.module)))):
             if ends.hidden and site.compute:
                 raise ConfigError(f"site {name}: {ends.hidden}")
             if site.where == "output":
@@ -181,7 +277,7 @@ def lies(name: str, site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[
 
 
 def dim_of(site: Site, part: Part) -> int | None:
-    """The dimension of the site's tensor that is cut; ``None`` if it has no such dimension.
+    """The dimension of the site's tensor that is cut, negative from the end; ``None`` if it has no such dimension.
 
     Raises:
         PluginError: the tensor is computed from one that is cut along a dimension that it does not have.
@@ -189,7 +285,7 @@ def dim_of(site: Site, part: Part) -> int | None:
     if isinstance(part.dim, str):
         return site.dims.index(part.dim) if part.dim in site.dims else None
     if not site.compute:
-        return part.dim % len(site.dims)
+        return part.dim
     dim = site.computed_from[part.dim]
     if dim not in site.dims:
         raise PluginError(f"a site of {site.module} is computed from a tensor that is cut along {dim!r}")

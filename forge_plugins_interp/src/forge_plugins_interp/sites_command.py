@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def sites(obj: Any, run: Path, patterns: tuple[str, ...], as_json: bool) -> None:
     """List the sites of RUN, a run's directory (its newest checkpoint) or a checkpoint's: all, or those of PATTERNS.
+    A module is a site by its name (blocks.0.attention.o).
 
     B is the number of samples, S of positions. A dimension that an axis of the layout cuts has a part on each rank
     along it (parallel.tp, parallel.cp); what is read of it is whole again.

@@ -73,12 +73,12 @@ def sweep(
     if session.context.mesh.degrees["pp"] > 1:
         raise ConfigError("patching needs the logits on all ranks; open the model with parallel.pp=1")
     chosen = session.sites.chosen(sites)
-    for placed in chosen:
-        _refuse_dims(placed, by)
     names = [placed.name for placed in chosen]
     with torch.no_grad():
         with session.observe(*names) as clean:
             of_clean = float(prompts.metric(_logits(session, prompts.clean)))
+        for placed in chosen:
+            _refuse_dims(placed, by)
         with session.observe(*names) as corrupt:
             of_corrupt = float(prompts.metric(_logits(session, prompts.corrupt)))
     if abs(of_clean - of_corrupt) < 1e-7:
