@@ -27,13 +27,14 @@ class Site:
     its positions is ``"position"``; one that has the positions of the whole sequence in every layout is ``"key"``."""
     compute: str = ""
     """``"package.module:function"`` to compute it by, where no module has it. The function is given the module and then
-    the arguments of its forward, positional and by name, and returns the tensor. ``where`` is then ``"input"``."""
+    the arguments of its forward, positional and by name, and returns the tensor. ``where`` then says whether it lies
+    over ranks as that argument does, or as the output."""
     replace: str = ""
     """``"package.module:function"`` that gives the module's output from another value of a computed tensor. It is given
     the module, that value, and then what ``compute`` is. Without it, the tensor can be read only."""
     computed_from: tuple[str, ...] = ()
-    """The names of the dimensions of that argument, for a tensor that is computed. A dimension of the same name lies
-    alike in both."""
+    """The names of the dimensions of that argument or output, for a tensor that is computed. A dimension of the same
+    name lies alike in both."""
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Given to the functions by name, such as the size of a head."""
 

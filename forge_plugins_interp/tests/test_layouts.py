@@ -80,6 +80,16 @@ FOUR = {
     "pp2 tp2": ["parallel.pp=2", "parallel.tp=2"],
     "pp2 cp2": ["parallel.pp=2", "parallel.cp=2"],
 }
+OF_EXPERTS = {
+    "tp2 cp2": FOUR["tp2 cp2"],
+    "ep4 by nodes": [
+        "parallel.dp_shard=4",
+        "parallel.ep=4",
+        "parallel.passes.expert_parallel.dispatcher.name=hierarchical",
+        "parallel.passes.expert_parallel.dispatcher.ranks_per_node=2",
+        "parallel.passes.expert_parallel.overlap=true",
+    ],
+}
 PATTERNS = ("*", "blocks.*.*")
 MODULES = {
     "dense": (
@@ -148,7 +158,9 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
         found["gradients"] = {
             name: differentiated.grad(name)
             for name in differentiated
-            if not name.rpartition(".")[2].startswith(("attn_scores", "attn_pattern", "attn_head_out", "rout"))
+            if not name.rpartition(".")[2].startswith(
+                ("attn_scores", "attn_pattern", "attn_head_out", "rout", "expert_out")
+            )
         }
     of_changes = {}
     for number, change in enumerate(changes(model)):
@@ -215,6 +227,9 @@ class InLayouts:
     def dense_on_four(self) -> dict[str, dict]:
         return {name: measured("dense", settings, 4) for name, settings in FOUR.items()}
 
+    def moe_on_four(self) -> dict[str, dict]:
+        return {name: measured("moe", settings, 4) for name, settings in OF_EXPERTS.items()}
+
     def dense_alone(self) -> dict[str, dict]:
         return {"alone": measured("dense", [], 1)}
 
@@ -222,7 +237,7 @@ class InLayouts:
         return {"alone": measured("moe", [], 1)}
 
 
-CASES = [("dense_on_two", 2), ("moe_on_two", 2), ("dense_on_four", 4)]
+CASES = [("dense_on_two", 2), ("moe_on_two", 2), ("dense_on_four", 4), ("moe_on_four", 4)]
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ _LENS_BLOCK = {
     "attn.hook_result": "attn_head_out",
     "mlp.hook_pre": "mlp_pre",
     "mlp.hook_post": "mlp_post",
+    "mlp.hook_expert_indices": "routing_expert",
 }
 _TRANSFORMERS = {
     "model.embed_tokens": "embed",
@@ -46,6 +47,10 @@ _TRANSFORMERS_LAYER = {
     "post_attention_layernorm": "mlp_in",
     "mlp": "mlp_out",
     "mlp.gate_proj": "mlp_pre",
+    "mlp.gate": "router_logits",
+    "mlp.shared_experts": "shared_out",
+    "block_sparse_moe": "mlp_out",
+    "block_sparse_moe.gate": "router_logits",
 }
 """Outputs of the modules of a layer, ``model.layers.{i}``."""
 

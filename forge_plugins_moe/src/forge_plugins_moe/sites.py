@@ -1,4 +1,4 @@
-"""What a sparse layer decides on, for whoever observes it.
+"""What a sparse layer decides on, and what its experts give, for whoever observes it.
 
 Shapes: B = batch, S = sequence, D = width of the residual stream, E = experts, k = experts a token.
 """
@@ -11,12 +11,14 @@ import torch
 
 from forge_core.contracts.observation import Site
 from forge_core.contracts.router import Routing
+from forge_plugins_moe.dispatch import Assignments
 
 _STREAM = ("sample", "position", "width")
 
 
 def moe_sites(layer: Any) -> dict[str, Site]:
-    """Logits where the router has any, and its choice where each token has the same number of experts."""
+    """Logits where the router has any; its choice, and what each chosen expert gives, where each token has the same
+    number of experts."""
     folder = "forge_plugins_moe.sites"
     of_input = {"module": "", "where": "input", "computed_from": _STREAM}
     found = {}
@@ -27,6 +29,9 @@ def moe_sites(layer: Any) -> dict[str, Site]:
         dims = ("sample", "position", "choice")
         found["routing_expert"] = Site(**of_input, dims=dims, compute=f"{folder}:chosen_experts")
         found["routing_weight"] = Site(**of_input, dims=dims, compute=f"{folder}:weights_of_experts")
+        dims = ("sample", "position", "choice", "width")
+        compute = f"{folder}:expert_outputs"
+        found["expert_out"] = Site(module="experts", dims=dims, compute=compute, computed_from=_STREAM)
     if layer.shared is not None:
         found["shared_out"] = Site(module="shared", dims=_STREAM)
     return found
@@ -54,6 +59,31 @@ def weights_of_experts(
 ) -> torch.Tensor:
     """``(B, S, k)`` fp32, what the outputs of ``chosen_experts`` are multiplied by."""
     return _routing(layer, hidden, valid, facts).weight.view(*hidden.shape[:2], -1)
+
+
+@torch.no_grad()
+def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments, *_: Any) -> torch.Tensor:
+    """``(B, S, k, D)``, what each expert of ``chosen_experts`` gives for the token, before it is weighted and summed; 0
+    for none. With ``tensor_parallel``, S are this rank's positions, as in the output of ``experts``.
+
+    The experts work once more, on a token for each assignment, and so in every layout, whatever their dispatcher sums
+    before it sends anything back.
+
+    Args:
+        hidden: ``(B, S, D)``.
+        assignments: of each token as many, one after the other.
+    """
+    given, n_assignments = assignments, len(assignments.token)
+    each = Assignments(
+        torch.arange(n_assignments, device=hidden.device),
+        given.expert,
+        torch.ones_like(given.weight),
+        top_k=1,
+        some_to_none=given.some_to_none,
+    )
+    copies = hidden.flatten(0, 1).index_select(0, given.token).view(len(hidden), -1, hidden.shape[2])
+    output: torch.Tensor = experts.forward(copies, each)
+    return output.unflatten(1, (-1, copies.shape[1] // hidden.shape[1]))
 
 
 @torch.no_grad()

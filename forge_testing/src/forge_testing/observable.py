@@ -105,7 +105,6 @@ class ObservableConformance:
         modules = _modules(model)
         for name, site in sites.items():
             assert site.module in modules, f"the site {name} is at {site.module!r}, which is no module of the model"
-            assert not site.compute or site.where == "input", f"the site {name} is computed, so where must be 'input'"
         return model, sites
 
 

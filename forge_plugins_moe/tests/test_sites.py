@@ -1,0 +1,99 @@
+"""What a sparse layer declares to be looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forge_core.config.builder import ComponentBuilder
+from forge_core.loading import SeededInitializer
+from forge_core.registry.discovery import discover
+from forge_plugins_moe.sites import expert_outputs
+from forge_testing.model import ModelConformance
+
+SPARSE = {"name": "moe", "n_experts": 4, "hidden_dim": 24, "shared_experts": 1}
+DECODER = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
+
+
+class TestSparse(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = DECODER | {"feed_forward": SPARSE | {"router": {"name": "softmax_topk", "top_k": 2}}}
+
+
+class TestSigmoid(ModelConformance):
+    component = "forge-plugins-dense:transformer"
+    config = DECODER | {"feed_forward": SPARSE | {"router": {"name": "sigmoid_topk", "top_k": 3}}}
+
+
+def layer(**keys):
+    builder = ComponentBuilder(discover())
+    table = {"name": "moe", "n_experts": 4, "hidden_dim": 24, **keys}
+    with torch.device("meta"):
+        module = builder(builder.resolve("feed_forward", table), dim=16, layer=0, n_layers=2)
+    module.to_empty(device="cpu")
+    module.init_weights(SeededInitializer(0), "blocks.0.feed_forward.", 0.3, 0.3)
+    return module
+
+
+def looked_at(module, hidden, valid=None):
+    """What the layer gives, what its experts were given, and each expert's output."""
+    seen = []
+    handle = module.experts.register_forward_hook(lambda _, args, output: seen.append((args[1], output)))
+    with torch.no_grad():
+        module(hidden, valid)
+    handle.remove()
+    ((assignments, output),) = seen
+    return assignments, output, expert_outputs(module.experts, hidden, assignments)
+
+
+@pytest.mark.parametrize("keys", [{}, {"activation": "clamped_swiglu", "bias": True}, {"hidden_dim": 23}])
+def test_each_output_is_that_of_its_expert_alone(keys):
+    module = layer(**keys)
+    hidden = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+    assignments, _, found = looked_at(module, hidden)
+
+    experts, hidden = module.experts.double(), hidden.double()
+    for row, token, expert in zip(found.flatten(0, 2), assignments.token, assignments.expert, strict=True):
+        x = hidden.flatten(0, 1)[token]
+        gate, up, down = (stack[expert] for stack in (experts.gate, experts.up, experts.down))
+        if experts.clamp is None:
+            expected = down @ (F.silu(gate @ x) * (up @ x))
+        else:
+            biases = (experts.gate_bias[expert], experts.up_bias[expert], experts.down_bias[expert])
+            expected = down @ experts.clamp(gate @ x + biases[0], up @ x + biases[1]) + biases[2]
+        assert torch.allclose(row.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_by_their_weights_sum_to_that_of_the_layer(dtype):
+    module = layer(router={"name": "softmax_topk", "top_k": 3}).to(dtype)
+    hidden = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    assignments, output, found = looked_at(module, hidden)
+
+    weight = assignments.weight.view(2, 7, 3, 1)
+    assert found.dtype == dtype
+    assert torch.equal((found.float() * weight).sum(2).to(dtype), output)
+
+
+def test_padding_has_zeros():
+    hidden = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0))
+    valid = torch.tensor([[True, True, True, False]])
+
+    _, _, found = looked_at(layer(), hidden, valid)
+
+    assert (found[0, 3] == 0).all()
+    assert (found[0, :3] != 0).any(-1).all()
+
+
+def test_what_is_dropped_in_training_has_zeros():
+    module = layer(capacity_factor=0.5).train()
+    hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+
+    assignments, _, found = looked_at(module, hidden)
+
+    dropped = assignments.expert.view(2, 8, -1) == 4
+    assert dropped.any()
+    assert ((found == 0).all(-1) == dropped).all()
