@@ -64,3 +64,49 @@ def export(obj: Any, run: Path, form: str, out: Path) -> None:
     site = find_checkpoint(run, say, model_problem).job()["data"].get("site", "")
     write(found, out, form, site)  # type: ignore[arg-type]  # click has checked it
     print(f"wrote {out}")
+
+
+@autoencoder.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A page, .html; numbers go beside it.")
+@click.option("--latents", help="Their numbers, such as 3,17; by default those that reach the strongest activations.")
+@click.option("--rows", type=click.IntRange(min=1), help="Of the store, at most; held-out samples come first.")
+@click.option("--base", type=click.Path(path_type=Path), help="The run whose activations it has learned.")
+@click.pass_obj
+def features(obj: Any, run: Path, out: Path, latents: str | None, rows: int | None, base: Path | None) -> None:
+    """Write a page about latents of RUN, a run's directory or a checkpoint's: how often each fires, on which tokens,
+    and what it does to logits.
+
+    Beside it are FILE.csv, with all latents, FILE.contexts.csv and FILE.logits.csv.
+    """
+    if out.suffix != ".html":
+        raise ConfigError(f"--out {out}: must end with .html")
+    chosen = _numbers(latents)
+
+    from forge_plugins_interp.autoencoders.dashboard import open_dashboard
+    from forge_plugins_interp.autoencoders.feature_page import features_page
+    from forge_plugins_interp.autoencoders.features_config import FeaturesConfig
+    from forge_plugins_interp.tidy_table import write_csv
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    config = FeaturesConfig() if rows is None else FeaturesConfig(rows=rows)
+    found = open_dashboard(run, config, chosen=chosen, base=base, catalog=obj.catalog, log=say)
+    out.write_text(features_page(found, f"Latents of {run}"), encoding="utf-8")
+    tables = {".csv": found.features.latent_rows(), ".contexts.csv": found.context_rows()}
+    for ending, table in {**tables, ".logits.csv": found.logit_rows()}.items():
+        if table:
+            write_csv(out.with_suffix(ending), table)
+    for note in found.notes:
+        say(f"note: {note}")
+    print(f"wrote {out}: {len(found.features.latents)} of {len(found.features.density):,} latents")
+
+
+def _numbers(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"--latents {text}: must be numbers with commas between them, such as 3,17") from None

@@ -182,3 +182,14 @@ def forge_representation_metrics() -> Iterable[Component]:
             factory=f"forge_plugins_interp.metrics.components:{factory}",
             config=f"forge_plugins_interp.metrics.config:{config}",
         )
+
+
+@hookimpl(optionalhook=True)
+def forge_report_sections() -> Iterable[Component]:
+    """For ``forge report``."""
+    yield Component(
+        name="features",
+        summary="latents of autoencoders: how often they fire, on which tokens, and what they do to logits",
+        factory="forge_plugins_interp.autoencoders.features_section:FeaturesSection",
+        config="forge_plugins_interp.autoencoders.features_config:FeaturesConfig",
+    )

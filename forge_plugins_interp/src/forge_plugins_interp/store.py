@@ -212,7 +212,11 @@ class Store:
     def shards(self, site: str) -> Iterator[torch.Tensor]:
         """The values of one shard after the other, ``(rows, …)``, mapped from the disk."""
         for shard in range(self.manifest.n_shards()):
-            yield self._values(site, shard)
+            yield self.shard(site, shard)
+
+    def shard(self, site: str, number: int) -> torch.Tensor:
+        """The values of one shard ``(rows, …)``, mapped from the disk."""
+        return self._values(site, number)
 
     def array(self, site: str) -> torch.Tensor:
         """All values ``(rows, …)`` in memory; of a store with one shard, mapped from the disk."""

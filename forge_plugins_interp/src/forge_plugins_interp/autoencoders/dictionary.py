@@ -197,15 +197,26 @@ class Dictionary(nn.Module):
         dead = (self.idle > self.config.dead_after).float().mean()
         return {"l0": self._active.float(), "dead": dead}
 
-    @torch.no_grad()
-    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
-        """Unscaled rows ``(…, D)`` to unscaled ones ``(…, E)``, as an evaluation does."""
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """The code ``(…, F)`` of unscaled rows ``(…, D)``, as an evaluation has it."""
         was_training = self.training
         self.eval()
-        scale = self.scales[1] if self.predicts() else self.scales[0]
-        found: torch.Tensor = self(x / self.scales[0]).reconstruction * scale
+        code: torch.Tensor = self.code(self._sparse(self._pre(x / self.scales[0])))
         self.train(was_training)
-        return found
+        return code
+
+    def decode(self, code: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Unscaled rows ``(…, E)`` of a code ``(…, F)``.
+
+        Args:
+            x: the unscaled rows ``(…, D)`` that it is of, which a transcoder may have a linear map of.
+        """
+        scale = self.scales[1] if self.predicts() else self.scales[0]
+        return self._decode(code, F.normalize(self.decoder, dim=-1), x / self.scales[0]) * scale
+
+    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
+        """Unscaled rows ``(…, D)`` to unscaled ones ``(…, E)``, as an evaluation does."""
+        return self.decode(self.encode(x), x)
 
     def predicts(self) -> bool:
         """Return whether it predicts another site."""

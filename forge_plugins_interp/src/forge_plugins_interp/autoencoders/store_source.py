@@ -37,6 +37,11 @@ def width_of(config: ActivationStoreConfig, key: str) -> int | None:
     return math.prod(sites[name].sizes)
 
 
+def held_out_samples(config: ActivationStoreConfig, n_samples: int) -> int:
+    """How many of the store's samples are held out; these are its last ones."""
+    return max(1, round(config.validation * n_samples)) if config.validation > 0 else 0
+
+
 class ActivationRows:
     """A ``DataSource``. A batch has ``activation`` ``(B, S, width)`` fp32, for a transcoder ``target_activation``, and
     ``scales`` ``(B, 2)`` fp32, by which these were divided. ``tokens`` and ``targets`` ``(B, S)`` are zeros, which the
@@ -69,9 +74,7 @@ class ActivationRows:
 
     def _rows(self, store: Store, config: ActivationStoreConfig, split: Split) -> range:
         """The rows of the split: the store's last samples are held out."""
-        n_held = round(config.validation * len(store))
-        if config.validation > 0:
-            n_held = max(1, n_held)
+        n_held = held_out_samples(config, len(store))
         is_token = store.manifest.sites[config.site].dims[0] == "token"
         per_sample = store.columns["length"] if is_token else np.ones(len(store), np.int64)
         border, n_rows = int(per_sample[: len(store) - n_held].sum()), int(per_sample.sum())
