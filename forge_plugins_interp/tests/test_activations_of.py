@@ -127,7 +127,9 @@ def test_padding_has_no_target(run, tmp_path):
 
 
 def test_data_of_another_vocabulary_are_refused(run):
-    inputs = ComponentBuilder(discover()).resolve("data_source", {"name": "synthetic", "vocab_size": 1000, "order": 1, "validation": 16})
+    inputs = ComponentBuilder(discover()).resolve(
+        "data_source", {"name": "synthetic", "vocab_size": 1000, "order": 1, "validation": 16}
+    )
 
     with pytest.raises(ConfigError, match="inputs: they have a vocabulary of 1000, and the model one of 257"):
         source(run, "all", inputs=inputs)

@@ -16,7 +16,7 @@ from forge_core.errors import ConfigError
 from forge_core.job import load_job, sort_passes
 from forge_core.registry.discovery import discover
 from forge_core.train.build import build_model
-from forge_plugins_interp.autoencoders.config import TopKConfig
+from forge_plugins_interp.autoencoders.config import TopKConfig, TranscoderConfig
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.splice import Splice
 from forge_plugins_interp.interventions import WholeIntervention
@@ -163,11 +163,12 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
             )
         }
     of_changes = {}
-    for number, change in enumerate(changes(model)):
+    named = {f"{number} {change.kind}": change for number, change in enumerate(changes(model))}
+    for name, change in {**named, **splices()}.items():
         with one.intervene(change), torch.no_grad():
             logits = one.model(TOKENS)
         if logits is not None:
-            of_changes[f"{number} {change.kind}"] = logits
+            of_changes[name] = logits
     with one.intervene(interp.Patch("blocks.*.resid_mid", source=seen)), torch.no_grad():
         logits = one.model(TOKENS)
     if logits is not None:
@@ -196,8 +197,28 @@ def of_unnamed(one: Session) -> Values:
     return dict(seen)
 
 
+def splices() -> dict[str, Splice]:
+    """An autoencoder in the place of a site, and a transcoder in the place of a layer."""
+    found = {}
+    for config in (
+        TopKConfig(width=32, latents=64, k=4),
+        TranscoderConfig(width=32, latents=64, k=4, target_width=32, skip=True),
+    ):
+        dictionary = Dictionary(config).eval()
+        with torch.no_grad():
+            for number, tensor in enumerate((*dictionary.parameters(), *dictionary.buffers())):
+                tensor.normal_(generator=torch.Generator().manual_seed(number))
+            dictionary.scales.copy_(torch.tensor([2.0, 3.0]))
+        if dictionary.predicts():
+            found["transcoded"] = Splice("blocks.1.mlp_out", dictionary=dictionary, reads="blocks.1.mlp_in")
+        else:
+            found["spliced"] = Splice("blocks.0.resid_post", dictionary=dictionary)
+            found["spliced in part"] = Splice("blocks.0.resid_post", dictionary=dictionary, at={"position": [2, -1]})
+    return found
+
+
 def effects(one: Session) -> Values:
-    """Of patching by each method, and logits with an autoencoder in the place of a site."""
+    """Of patching by each method."""
     clean, corrupt = TOKENS[:1], TOKENS[1:]
     with torch.no_grad():
         logits = one.model(clean)
@@ -206,13 +227,6 @@ def effects(one: Session) -> Values:
     for method in ("patching", "attribution", "integrated_gradients"):
         rows = sweep(one, prompts, ["blocks.0.z", "blocks.1.attn_out"], method=method)
         found[method] = torch.tensor([row["effect"] for row in rows])
-    dictionary = Dictionary(TopKConfig(width=32, latents=64, k=4)).eval()
-    with torch.no_grad():
-        for number, tensor in enumerate((*dictionary.parameters(), *dictionary.buffers())):
-            tensor.normal_(generator=torch.Generator().manual_seed(number))
-        dictionary.scales.fill_(2)
-        with one.intervene(Splice("blocks.0.resid_post", dictionary=dictionary)):
-            found["spliced"] = one.model(TOKENS)
     return found
 
 

@@ -19,26 +19,44 @@ def autoencoder() -> None:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("dictionary", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--site", required=True, help="Where the autoencoder stands in, such as blocks.2.resid_post.")
+@click.option("--site", help="Where it stands in, such as blocks.2.resid_post; by default where it was trained.")
+@click.option("--reads", help="The site that a transcoder reads; by default the one that it was trained on.")
 @click.option("--samples", default=32, show_default=True, type=click.IntRange(min=1), help="Of held-out data.")
 @click.pass_obj
-def recover(obj: Any, run: Path, dictionary: Path, overrides: tuple[str, ...], site: str, samples: int) -> None:
-    """Put what DICTIONARY reconstructs into RUN's model, and tell how much of the loss that recovers.
+def recover(
+    obj: Any,
+    run: Path,
+    dictionary: Path,
+    overrides: tuple[str, ...],
+    site: str | None,
+    reads: str | None,
+    samples: int,
+) -> None:
+    """Put what DICTIONARY reconstructs, or a transcoder predicts, into RUN's model, and tell how much of the loss that
+    recovers.
 
-    DICTIONARY is a run's directory, a checkpoint's, or a folder of SAELens or sparsify.
+    DICTIONARY is a run's directory, a checkpoint's, or a folder of SAELens or sparsify, which needs --site.
     """
     from forge_core.job import settings_of
-    from forge_plugins_interp.autoencoders.splice import load_dictionary, recovery
+    from forge_plugins_interp.autoencoders.splice import Splice, learned_sites, load_dictionary, recovery
     from forge_plugins_interp.session import open_session
 
     def say(line: str) -> None:
         click.echo(line, err=True)
 
     found = load_dictionary(dictionary, obj.catalog, say)
+    known_site, known_reads = learned_sites(dictionary, say)
+    site, reads = site or known_site, reads or known_reads
+    if not site:
+        raise ConfigError(f"--site: {dictionary} does not say where it stands in; name the site")
+    if found.predicts() and not reads:
+        raise ConfigError(f"--reads: {dictionary} does not say what it reads; name the site")
+    what = "transcoder" if found.predicts() else "autoencoder"
     data, others = settings_of("data", overrides)
     with open_session(run, others, catalog=obj.catalog, log=say) as session:
-        result = recovery(session, site, found, session.open_data(data), samples)
-    print(f"loss {result.original:.4f}, with the autoencoder {result.spliced:.4f}, with zeros {result.ablated:.4f}")
+        splice = Splice(site, dictionary=found, reads=reads)
+        result = recovery(session, splice, session.open_data(data), samples)
+    print(f"loss {result.original:.4f}, with the {what} {result.spliced:.4f}, with zeros {result.ablated:.4f}")
     print(f"recovered {result.recovered:.4f}, KL {result.kl:.4f} nats a token")
 
 

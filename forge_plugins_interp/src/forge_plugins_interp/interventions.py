@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import attrs
 import torch
 
 from forge_core.errors import ConfigError, nearest
-from forge_plugins_interp.sites import PlacedSite
+from forge_plugins_interp.observation import Change
+from forge_plugins_interp.sites import PlacedSite, Sites
 
 Index = int | Sequence[int]
 
@@ -28,6 +30,14 @@ class WholeIntervention(ABC):
     """A name or a pattern, such as ``blocks.*.mlp_out``."""
     at: Mapping[str, Index] = attrs.field(factory=dict)
     """What is changed of each dimension: ``{"position": -1, "head": [0, 3]}``."""
+
+    def placed_on(self, sites: Sites) -> list[tuple[PlacedSite, Change]]:
+        """The sites on this rank that are changed, each with the change of its whole value.
+
+        Raises:
+            ConfigError: there is no such site.
+        """
+        return [(one, partial(self.apply, one)) for one in sites.chosen([self.site])]
 
     @abstractmethod
     def apply(self, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from forge_core.train.build import BuiltModel
 from forge_core.train.sources import EvaluatedData, TrainedOn
 from forge_plugins_inference.checkpoint_job import CheckpointJob
 from forge_plugins_interp.interventions import WholeIntervention
-from forge_plugins_interp.observation import Change, intervene, observe
+from forge_plugins_interp.observation import intervene, observe
 from forge_plugins_interp.placement import summed, whole
 from forge_plugins_interp.sites import PlacedSite, Sites
 
@@ -172,11 +172,7 @@ class Session:
         Raises:
             ConfigError: there is no such site, or it cannot be changed so.
         """
-        placed: list[tuple[PlacedSite, Change]] = []
-        for change in changes:
-            for one in self.sites.chosen([change.site]):
-                placed.append((one, lambda value, change=change, one=one: change.apply(one, value)))  # type: ignore[misc]
-        with intervene(placed):
+        with intervene([place for change in changes for place in change.placed_on(self.sites)]):
             yield
 
     def close(self) -> None:

@@ -19,26 +19,89 @@ from forge_core.loading import load_model, model_problem
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.formats import read
 from forge_plugins_interp.autoencoders.model import Autoencoder
-from forge_plugins_interp.interventions import Intervention, Zero
+from forge_plugins_interp.interventions import WholeIntervention, Zero
+from forge_plugins_interp.observation import Change
 from forge_plugins_interp.session import Session, inputs_of
+from forge_plugins_interp.sites import PlacedSite, Sites
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Splice(Intervention):
-    """What an autoencoder makes of a site's value, in its place."""
+class Splice(WholeIntervention):
+    """What a dictionary makes of a site's value, in its place: an autoencoder's reconstruction, or what a transcoder
+    predicts from the value of another site in the same forward. Gradients pass through it.
+    """
 
     kind = "splice"
     dictionary: Dictionary
+    reads: str = ""
+    """The site that a transcoder reads, which comes before ``site`` in the forward; an autoencoder has none."""
 
-    def changed(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        width = self.dictionary.config.width
-        if self.dictionary.predicts():
-            raise ConfigError(f"site {name}: a transcoder predicts another site, and cannot stand in for this one")
-        if value.shape[-1] != width:
-            raise ConfigError(f"site {name}: has {value.shape[-1]} features, and the autoencoder reads {width}")
+    def placed_on(self, sites: Sites) -> list[tuple[PlacedSite, Change]]:
+        """Same as ``WholeIntervention.placed_on``. What a transcoder reads keeps its value, which is remembered.
+
+        Raises:
+            ConfigError: ``reads`` is missing or of no use, or in a pipeline the two sites are not of one block.
+        """
+        if self.dictionary.predicts() != bool(self.reads):
+            raise ConfigError(
+                f"site {self.site}: a transcoder predicts it from another site; name that as reads"
+                if self.dictionary.predicts()
+                else f"reads: {self.reads!r} has no effect, as an autoencoder reads the site that it stands in for"
+            )
+        if not self.reads:
+            return super().placed_on(sites)
+        (target, read) = (_only(sites, pattern) for pattern in (self.site, self.reads))
+        if sites.elsewhere and _block(target) != _block(read):
+            raise ConfigError(f"{read} and {target} are of different blocks, which a pipeline parts; use parallel.pp=1")
+        if target not in sites.here:
+            return []
+        seen: list[torch.Tensor] = []
+
+        def remember(value: torch.Tensor) -> torch.Tensor:
+            seen[:] = [value]
+            return value
+
+        def predict(value: torch.Tensor) -> torch.Tensor:
+            if not seen:
+                raise ConfigError(f"reads: {read} comes after {target}, and so cannot predict it")
+            return self._put(sites.here[target], value, seen[0])
+
+        return [(sites.here[read], remember), (sites.here[target], predict)]
+
+    def apply(self, placed: PlacedSite, value: torch.Tensor) -> torch.Tensor:
+        """The whole value of an autoencoder's site with the reconstruction in it."""
+        return self._put(placed, value, value)
+
+    def _put(self, placed: PlacedSite, value: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """The value with what the dictionary makes of ``read`` in it, where ``at`` says so."""
         dictionary = self.dictionary.to(value.device)
-        rows = dictionary.reconstruct(value.reshape(-1, width).float())
-        return rows.view_as(value).to(value.dtype)
+        width, target_width = dictionary.config.width, dictionary.decoder.shape[1]
+        if (read.shape[-1], value.shape[-1]) != (width, target_width) or read.shape[:-1] != value.shape[:-1]:
+            raise ConfigError(
+                f"site {placed.name}: is {_shape(value)}, from {_shape(read)}; the dictionary makes rows of "
+                f"{target_width} features from rows of {width}"
+            )
+        made = dictionary.reconstruct(read.float()).to(value.dtype)
+        if not self.at:
+            return made
+        grid = torch.meshgrid(*self._indices(placed, value), indexing="ij")
+        return value.index_put(grid, made[grid])
+
+
+def _only(sites: Sites, pattern: str) -> str:
+    names = sites.names(pattern)
+    if len(names) > 1:
+        raise ConfigError(f"site {pattern!r}: means {len(names)} sites, and a transcoder reads one and predicts one")
+    return names[0]
+
+
+def _block(name: str) -> list[str]:
+    """The beginning of a site's name, which all sites of a block have."""
+    return name.split(".")[:2]
+
+
+def _shape(value: torch.Tensor) -> str:
+    return " × ".join(map(str, value.shape))
 
 
 @attrs.frozen
@@ -75,13 +138,23 @@ def load_dictionary(path: Path, catalog: Callable[..., Any], log: Callable[[str]
     return found
 
 
+def learned_sites(path: Path, log: Callable[[str], None]) -> tuple[str, str]:
+    """The site that the dictionary of a run or a checkpoint stands in for, and the one that a transcoder reads; empty
+    where that is not known, as for folders of SAELens and sparsify."""
+    if (path / "cfg.json").exists():
+        return "", ""
+    data = find_checkpoint(path, log, model_problem).job()["data"]
+    site, target = str(data.get("site", "")), str(data.get("target_site", ""))
+    return (target, site) if target else (site, "")
+
+
 @torch.no_grad()
-def recovery(session: Session, site: str, dictionary: Dictionary, source: DataSource, samples: int) -> Recovery:
+def recovery(session: Session, splice: Splice, source: DataSource, samples: int) -> Recovery:
     """What is left of the model's predictions over the first samples of a source, on one process or on ranks that have
     logits.
 
     Raises:
-        ConfigError: the session is a pipeline, or the autoencoder is not for this site.
+        ConfigError: the session is a pipeline, or the dictionary is not for this site.
     """
     if session.context.mesh.degrees["pp"] > 1:
         raise ConfigError("this needs the logits on all ranks; open the model with parallel.pp=1")
@@ -95,7 +168,7 @@ def recovery(session: Session, site: str, dictionary: Dictionary, source: DataSo
         known = inputs_of(source, batch)
         valid = targets != IGNORED
         logs = []
-        for change in ([], [Splice(site, dictionary=dictionary)], [Zero(site)]):
+        for change in ([], [splice], [Zero(splice.site)]):
             with session.intervene(*change):
                 logits = session.model(tokens, **known)
             assert logits is not None, "a pipeline was refused"
