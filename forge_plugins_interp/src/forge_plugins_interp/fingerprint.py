@@ -65,6 +65,12 @@ class Fingerprint:
         }
 
 
+def add_samples(to: dict[str, Fingerprint], name: str, value: torch.Tensor, sample_dim: int) -> None:
+    """Add the fingerprint of some more samples to what is there by that name."""
+    one = Fingerprint.of(name, value, sample_dim)
+    to[name] = to[name] + one if name in to else one
+
+
 def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     """How far two tables of fingerprints are from each other: the largest of the differences of mean, norm, largest
     value and projection, each in units of what it has for one of the two. Infinite for other shapes, or where one has

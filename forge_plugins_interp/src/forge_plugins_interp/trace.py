@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.callback import Callback, RunContext, StepContext
-from forge_plugins_interp.fingerprint import Fingerprint
+from forge_plugins_interp.fingerprint import Fingerprint, add_samples
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import summed, whole
 from forge_plugins_interp.sites import PlacedSite, sites_of_run
-from forge_plugins_interp.trace_comparison import FILE
+from forge_plugins_interp.trace_comparison import FILE, trace_lines
 from forge_plugins_interp.trace_config import TraceConfig
 
 STOPPED = "the last step that was to be traced"
@@ -102,14 +101,12 @@ class Trace(Callback):
         for one in reversed(of_stages) if backward else of_stages:
             found |= {name: value for name, value in one.items() if name not in found}
         with self._path.open("a", encoding="utf-8") as file:
-            for name, fingerprint in found.items():
-                file.write(json.dumps({"step": step, "kind": kind, "name": name, **fingerprint.table()}) + "\n")
+            file.write(trace_lines(step, kind, found))
 
 
 def _add(to: dict[str, Fingerprint], placed: PlacedSite, value: torch.Tensor) -> None:
     dims = placed.site.dims
-    one = Fingerprint.of(placed.name, value, dims.index("sample") if "sample" in dims else 0)
-    to[placed.name] = to[placed.name] + one if placed.name in to else one
+    add_samples(to, placed.name, value, dims.index("sample") if "sample" in dims else 0)
 
 
 def _of_samples(run: RunContext, own: dict[str, Fingerprint]) -> dict[str, Fingerprint]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import click
 
-from forge_core.errors import ConfigError, ExitCode
+from forge_core.errors import ConfigError, ExitCode, and_more
 from forge_plugins_interp.site_pattern import listed
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
@@ -21,41 +20,57 @@ from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--steps", default="1..3", show_default=True, metavar="FIRST..LAST", help="The steps to trace.")
+@click.option("--steps", metavar="FIRST..LAST", help="The steps to trace; by default 1..3, with --huggingface 1.")
 @click.option("--sites", "patterns", default="", help="Names with commas, or patterns; by default all of modules.")
 @click.option("--compare", nargs=2, type=click.Path(path_type=Path), help="Compare two traces, in place of a run.")
 @click.option("--tolerance", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Relative difference.")
 @click.option("--out", type=click.Path(path_type=Path), help="The trace's folder; with --compare, a .csv or .png.")
 @click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
+@click.option(
+    "--huggingface",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Trace a model of transformers on the batches of CONFIG, in place of a run.",
+)
 @click.pass_obj
 def trace(
     obj: Any,
     config: Path | None,
     overrides: tuple[str, ...],
-    steps: str,
+    steps: str | None,
     patterns: str,
     compare: tuple[Path, Path] | None,
     tolerance: float,
     out: Path | None,
     nproc: str,
+    huggingface: Path | None,
 ) -> None:
     """Train CONFIG for a few steps, and write a fingerprint of each site, gradient and update to OUT.
 
     The layout is that of the job: the same CONFIG on one process and in another layout, or on another machine, gives
     traces that can be compared. forge trace --compare A B names the first thing that differs, and exits with 1.
+
+    --huggingface FOLDER writes what a model of transformers computes in one step: values at the sites that it shares
+    with ours, and gradients of the loss by them. It runs on one process in fp32, with the weights of FOLDER. Gradients
+    of parameters and updates are not traced.
     """
     if compare is not None:
         if config is not None:
             raise ConfigError(f"{config}: has no effect with --compare; leave it out")
+        if huggingface is not None:
+            raise ConfigError(f"--huggingface {huggingface}: has no effect with --compare; leave it out")
         _compare(*compare, tolerance, out)
         return
     if config is None:
         raise ConfigError("CONFIG is missing: the job to trace; or give --compare A B")
     if out is None:
         raise ConfigError("--out is missing: the folder of the trace")
-    job = _job_with_trace(obj, config, overrides, nproc, {"out": str(out), **_steps(steps), "sites": listed(patterns)})
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out {out}: the folder has files in it; give one that is empty or new")
+    if huggingface is not None:
+        _trace_huggingface(obj, config, overrides, huggingface, steps or "1", listed(patterns), out, nproc)
+        return
+    keys = {"out": str(out), **_steps(steps or "1..3"), "sites": listed(patterns)}
+    job = _job_with_trace(obj, config, overrides, nproc, keys)
+    _refuse_files(out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
     file.write_text(job, encoding="utf-8")
@@ -65,6 +80,38 @@ def trace(
         shutil.rmtree(out)  # it was empty or new, and there is nothing of use in it
     if code not in (ExitCode.COMPLETED, ExitCode.STOPPED):
         click.get_current_context().exit(code)
+    print(f"wrote {out}")
+
+
+def _refuse_files(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out}: the folder has files in it; give one that is empty or new")
+
+
+def _trace_huggingface(
+    obj: Any,
+    config: Path,
+    overrides: Sequence[str],
+    folder: Path,
+    steps: str,
+    patterns: Sequence[str],
+    out: Path,
+    nproc: str,
+) -> None:
+    if nproc != "1":
+        raise ConfigError(f"--nproc {nproc}: --huggingface runs on one process; leave it out")
+    span = _steps(steps)
+    if span["first"] != span["last"]:
+        raise ConfigError(f"--steps {steps}: --huggingface traces one step, as it updates nothing; give one")
+
+    from forge_core.job import load_job
+    from forge_plugins_interp.huggingface_trace import trace_huggingface
+
+    job = load_job(config, overrides, catalog=obj.catalog, world_size=1)
+    _refuse_files(out)
+    catalog = obj.catalog(job.plugins.disable)
+    found = trace_huggingface(job, catalog, folder, step=span["first"], patterns=patterns, out=out)
+    print(f"{found.architecture}: {found.n_sites} sites at step {span['first']}, loss {found.loss:.6f}")
     print(f"wrote {out}")
 
 
@@ -111,14 +158,19 @@ def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
     from forge_plugins_interp.trace_comparison import compare_traces, first_parting
 
     every = compare_traces(a, b)
-    compared = [one for one in every if not math.isnan(one.difference)]
+    compared = [one for one in every if one.only is None]
     if not compared:
         raise ConfigError(f"{a} and {b} have nothing in common but steps")
-    for name in dict.fromkeys(one.name for one in every if math.isnan(one.difference)):
-        print(f"only one of them has {name}")
+    for folder, kind in dict.fromkeys((one.only, one.kind) for one in every if one.only):
+        names = [*dict.fromkeys(one.name for one in every if (one.only, one.kind) == (folder, kind))]
+        print(f"only {folder} has {len(names)} of kind {kind}: {', '.join(names[:5])}{and_more(len(names), 5)}")
     for kind in dict.fromkeys(one.kind for one in compared):
-        worst = max((one for one in compared if one.kind == kind), key=lambda one: one.difference)
-        print(f"largest of kind {kind}: {worst.difference:.2e}, {worst.words()}, step {worst.step}")
+        of_kind = [one for one in compared if one.kind == kind]
+        worst = max(of_kind, key=lambda one: one.difference)
+        print(
+            f"compared {len(of_kind)} of kind {kind}; the largest difference is {worst.difference:.2e}, "
+            f"{worst.words()}, step {worst.step}"
+        )
     rows = [
         {"order": order, "step": one.step, "kind": one.kind, "name": one.name, "difference": one.difference}
         for order, one in enumerate(compared)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.fingerprint import difference
+from forge_plugins_interp.fingerprint import Fingerprint, difference
 
 FILE = "trace.jsonl"
 
@@ -26,6 +26,8 @@ class Compared:
     difference: float
     """Relative, as ``fingerprint.difference`` has it; NaN if one of the two has not computed it, as a loss that takes
     the head's weight does without ``logits``."""
+    only: Path | None = None
+    """The one of the two that has it, if the other has not."""
 
     def words(self) -> str:
         """Such as ``the gradient of blocks.1.attention.q.weight``."""
@@ -35,6 +37,12 @@ class Compared:
             "gradient": f"the gradient of {self.name}",
             "update": f"the update of {self.name}",
         }[self.kind]
+
+
+def trace_lines(step: int, kind: str, found: Mapping[str, Fingerprint]) -> str:
+    """Lines of a trace: a JSON object for each name."""
+    facts = ({"step": step, "kind": kind, "name": name, **one.table()} for name, one in found.items())
+    return "".join(f"{json.dumps(line)}\n" for line in facts)
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:
@@ -71,8 +79,8 @@ def compare_traces(a: Path, b: Path) -> list[Compared]:
     for key, line in mine.items():
         if key[0] in steps:
             other = theirs.get(key)
-            found.append(Compared(*key, math.nan if other is None else difference(line, other)))
-    found += [Compared(*key, math.nan) for key in theirs if key[0] in steps and key not in mine]
+            found.append(Compared(*key, math.nan, a) if other is None else Compared(*key, difference(line, other)))
+    found += [Compared(*key, math.nan, b) for key in theirs if key[0] in steps and key not in mine]
     return found
 
 
