@@ -46,6 +46,9 @@ def write(folder, form, values, ids=IDS):
             for i, name in enumerate(ids):
                 for r in range(values.shape[1]):
                     rows.writerow([r, values[i, r, 0], name, *values[i, r, 1:]])
+    elif form == "mat":
+        io = pytest.importorskip("scipy.io")
+        io.savemat(path, {"stimulus_id": ids.astype(object), "values": values, "neuroid_id": ["a", "b", "c"]})
     else:
         xarray = pytest.importorskip("xarray")
         pytest.importorskip("h5netcdf")
@@ -63,7 +66,7 @@ def write(folder, form, values, ids=IDS):
     return path
 
 
-@pytest.mark.parametrize("form", ["npz", "csv", "h5", "nc"])
+@pytest.mark.parametrize("form", ["npz", "csv", "h5", "nc", "mat"])
 def test_every_format_holds_the_same_recordings(tmp_path, recorded, form):
     found = read_recordings(write(tmp_path, form, recorded))
 
@@ -91,9 +94,9 @@ def test_spikes_of_an_nwb_file_become_rates(tmp_path):
     assert found.repetitions.tolist() == [[[4, 0], [2, 2]], [[2, 0], [0, 6]]]
 
 
-@pytest.mark.parametrize(("ending", "extra"), [("h5", "neuro"), ("nc", "neuro"), ("nwb", "nwb")])
+@pytest.mark.parametrize(("ending", "extra"), [("h5", "neuro"), ("nc", "neuro"), ("mat", "neuro"), ("nwb", "nwb")])
 def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch, ending, extra):
-    for module in ("h5py", "xarray", "pynwb"):
+    for module in ("h5py", "xarray", "scipy", "pynwb"):
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / f"r.{ending}").touch()
     with pytest.raises(ConfigError, match=rf"needs .*: pip install 'forge-plugins-interp\[{extra}\]'"):
@@ -129,6 +132,42 @@ def test_an_assembly_of_one_neuroid_is_read_and_one_of_several_times_is_not(tmp_
     assert read_recordings(tmp_path / "one.nc").repetitions.shape == (40, 1, 1)
     with pytest.raises(ConfigError, match="the dimension time_bin has 2 values; choose one of them"):
         read_recordings(tmp_path / "two.nc")
+
+
+def test_a_file_of_matlab_may_have_numbers_for_names_and_one_neuroid(tmp_path):
+    io = pytest.importorskip("scipy.io")
+    values, names = np.random.default_rng(0).normal(size=(12, 3)), np.arange(12.0)[:, None]
+    groups = np.repeat(["story", "a"], 6)  # rows of characters, filled up with spaces
+    io.savemat(tmp_path / "a.mat", {"stimulus_id": names, "values": values, "group": groups, "note": "mine"})
+    io.savemat(tmp_path / "b.mat", {"stimulus_id": names, "values": values, "neuroid_id": "unit"})
+
+    found, of_one = read_recordings(tmp_path / "a.mat"), read_recordings(tmp_path / "b.mat")
+
+    assert found.ids.tolist() == [str(number) for number in range(12)]
+    assert found.repetitions.shape == (12, 1, 3)
+    assert found.groups.tolist() == ["story"] * 6 + ["a"] * 6
+    assert of_one.repetitions[:, :, 0].tolist() == values.tolist()  # three repetitions, as MATLAB stores (12, 3, 1)
+    assert of_one.neuroids.tolist() == ["unit"]
+
+
+def test_a_file_of_matlab_that_cannot_be_read_is_a_sentence(tmp_path):
+    io, h5py = pytest.importorskip("scipy.io"), pytest.importorskip("h5py")
+    whole, path = tmp_path / "whole.mat", tmp_path / "r.mat"
+    io.savemat(whole, {"stimulus_id": np.arange(9), "values": np.zeros((9, 2))}, do_compression=True)
+    content = whole.read_bytes()
+    for damaged in (content[:100], content[:150], content[:-20], content[:140] + b"garbage" + content[147:], b"text"):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"r\.mat"):
+            read_recordings(path)
+    with h5py.File(tmp_path / "h5", "w", userblock_size=512) as file:
+        file["values"] = np.zeros((2, 9))
+    header = b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM"
+    path.write_bytes(header.ljust(512, b"\x00") + (tmp_path / "h5").read_bytes()[512:])
+    with pytest.raises(ConfigError, match=r"is a file of MATLAB 7\.3; save it with the option -v7, or as \.h5"):
+        read_recordings(path)
+    io.savemat(path, {"values": np.zeros((9, 2))})
+    with pytest.raises(ConfigError, match="has no 'stimulus_id'"):
+        read_recordings(path)
 
 
 def broken(values, change):

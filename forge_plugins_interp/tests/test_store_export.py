@@ -10,6 +10,7 @@ import torch
 
 from forge_core.cli import main
 from forge_plugins_interp.neuro.recordings import read_recordings
+from forge_plugins_interp.store import Store, write_index
 
 
 def random(*shape, seed=0):
@@ -34,7 +35,7 @@ def test_an_assembly_is_that_of_brain_score(store, tmp_path, capsys):
     assert read_recordings(out).repetitions.shape == (40, 1, 18)  # and back
 
 
-@pytest.mark.parametrize("form", ["npz", "npy", "hdf5", "parquet"])
+@pytest.mark.parametrize("form", ["npz", "npy", "hdf5", "parquet", "zarr", "mat"])
 def test_other_formats_hold_the_values(store, tmp_path, form):
     out = tmp_path / "out"
     assert main(["store", "export", str(store), "--format", form, "--out", str(out)]) == 0
@@ -48,6 +49,15 @@ def test_other_formats_hold_the_values(store, tmp_path, form):
         h5py = pytest.importorskip("h5py")
         with h5py.File(out) as file:
             values, ids = file["blocks.0.resid_post"][()], file["stimulus_id"][()].astype(str)
+    elif form == "zarr":
+        group = pytest.importorskip("zarr").open_group(out, mode="r")
+        values, ids = group["blocks.0.resid_post"][:], group["stimulus_id"][:]
+        assert group["blocks.1.resid_post"].dtype == np.float32  # of bf16
+    elif form == "mat":
+        file = pytest.importorskip("scipy.io").loadmat(out)
+        values, ids = file["blocks_0_resid_post"], np.array([one.item() for one in file["stimulus_id"][:, 0]])
+        assert [one.item() for one in file["sites"][:, 0]] == ["blocks.0.resid_post", "blocks.1.resid_post"]
+        assert file["length"].shape == (40, 1)
     else:
         parquet = pytest.importorskip("pyarrow.parquet")
         table = parquet.read_table(out).to_pydict()
@@ -55,7 +65,7 @@ def test_other_formats_hold_the_values(store, tmp_path, form):
     assert np.allclose(values[ids.tolist().index("s7")], random(40, 8)[7], atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["npz", "npy", "hdf5", "parquet"])
+@pytest.mark.parametrize("form", ["npz", "npy", "hdf5", "parquet", "zarr", "mat"])
 def test_tokens_of_several_shards_are_written_in_their_order(store_of_tokens, tmp_path, form):
     folder, tokens, _ = store_of_tokens
     out = tmp_path / "out"
@@ -71,6 +81,13 @@ def test_tokens_of_several_shards_are_written_in_their_order(store_of_tokens, tm
         h5py = pytest.importorskip("h5py")
         with h5py.File(out) as file:
             values = file["blocks.0.z"][()]
+    elif form == "zarr":
+        group = pytest.importorskip("zarr").open_group(out, mode="r")
+        assert "logits" not in group
+        assert group["blocks.0.z"].chunks == (3, 2, 4)
+        values = group["blocks.0.z"][:]
+    elif form == "mat":
+        values = pytest.importorskip("scipy.io").loadmat(out)["blocks_0_z"]
     else:
         parquet = pytest.importorskip("pyarrow.parquet")
         table = parquet.read_table(out).to_pydict()
@@ -94,6 +111,25 @@ def test_rows_that_a_format_cannot_have_are_refused(store_of_tokens, tmp_path, c
     assert message in capsys.readouterr().err
 
 
+def test_names_and_sizes_that_matlab_has_not_are_refused(store, tmp_path, capsys, monkeypatch):
+    write_index(store, {**Store(store).columns, "blocks_0_resid_post": np.arange(40)})
+    out = tmp_path / "out.mat"
+    export = ["store", "export", str(store), "--format", "mat", "--out", str(out)]
+    try:
+        assert main(export) == 2
+        said = capsys.readouterr().err
+        assert "blocks.0.resid_post and blocks_0_resid_post would both be called blocks_0_resid_post" in said
+        assert main([*export, "--sites", "blocks.1.resid_post"]) == 0
+    finally:
+        columns = {name: one for name, one in Store(store).columns.items() if name != "blocks_0_resid_post"}
+        write_index(store, columns)
+    out.unlink()
+    monkeypatch.setattr("forge_plugins_interp.store_export._MAT_BYTES", 1000)
+    assert main(export) == 2
+    assert "blocks.0.resid_post takes 1.2 KiB, and a matrix of MATLAB 5" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_full_disk_is_told_before_the_first_byte(store, tmp_path, capsys, monkeypatch):
     import shutil
 
@@ -104,10 +140,11 @@ def test_a_full_disk_is_told_before_the_first_byte(store, tmp_path, capsys, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_that_fails_leaves_nothing(store, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    assert main(["store", "export", str(store), "--format", "hdf5", "--out", str(tmp_path / "out")]) == 2
-    assert "--format hdf5 needs h5py: pip install 'forge-plugins-interp[neuro]'" in capsys.readouterr().err
+@pytest.mark.parametrize(("form", "library"), [("hdf5", "h5py"), ("zarr", "zarr"), ("mat", "scipy")])
+def test_an_export_that_fails_leaves_nothing(store, tmp_path, capsys, monkeypatch, form, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["store", "export", str(store), "--format", form, "--out", str(tmp_path / "out")]) == 2
+    assert f"--format {form} needs {library}: pip install 'forge-plugins-interp[neuro]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -46,10 +46,11 @@ def score(
     patterns: str,
     out: Path | None,
 ) -> None:
-    """Tell for each site of STORE how alike it is to RECORDINGS (.npz, .csv, .nc, .h5, .nwb), over the stimuli of both.
+    """Tell for each site of STORE how alike it is to RECORDINGS, over the stimuli of both.
 
-    The store has a row for each stimulus (forge extract --stimuli … --reduce last or mean). Where recordings have
-    repetitions, scores have a ceiling. A group of the recordings is held out whole.
+    RECORDINGS end with .npz, .csv, .nc, .h5, .mat or .nwb. The store has a row for each stimulus (forge extract
+    --stimuli … --reduce last or mean). Where recordings have repetitions, scores have a ceiling. A group of the
+    recordings is held out whole.
     """
     refuse_other_ending(out)
     if method in ("rsa", "cka") and reverse:

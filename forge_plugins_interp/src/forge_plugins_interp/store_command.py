@@ -19,12 +19,14 @@ def store() -> None:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["npz", "npy", "hdf5", "netcdf", "parquet"]),
+    type=click.Choice(["npz", "npy", "hdf5", "netcdf", "parquet", "zarr", "mat"]),
     required=True,
     help="netcdf is an assembly as Brain-Score reads it.",
 )
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new file; of npy, a new folder.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="A new file; of npy and zarr, a new folder."
+)
 def export(folder: Path, form: str, patterns: str, out: Path) -> None:
     """Write the store FOLDER in another format."""
     if out.exists():

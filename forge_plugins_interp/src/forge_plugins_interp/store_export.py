@@ -1,9 +1,10 @@
-"""Stores in the formats of other tools: NumPy, HDF5, Parquet, and assemblies as Brain-Score reads them."""
+"""Stores in the formats of other tools: of NumPy, HDF5, Zarr, MATLAB, Parquet, and assemblies of Brain-Score."""
 
 from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_core.checkpoint.manifest import lack_of_room
+from forge_core.checkpoint.manifest import as_size, lack_of_room
 from forge_core.errors import ConfigError
 from forge_plugins_interp.store import Store
+
+_MAT_BYTES = 2**31 - 1
+"""A matrix of MATLAB 5 has so many at most."""
 
 
 def export_store(store: Store, sites: Sequence[str], form: str, out: Path, log: Callable[[str], None]) -> None:
@@ -28,10 +32,13 @@ def export_store(store: Store, sites: Sequence[str], form: str, out: Path, log: 
     ``netcdf``   one file: an assembly of BrainIO, ``presentation × neuroid``, with ``stimulus_id``, ``layer`` and
                  ``neuroid_id``; and ``<out>.stimuli.csv``
     ``parquet``  one file: a row a sample, or a row a token with its ``position``; a list a site
+    ``zarr``     a folder: a group of Zarr 2 with an array a site, and one a column
+    ``mat``      one file of MATLAB 5: a matrix a site, ``blocks_0_resid_post``, a column vector or cells a column, and
+                 the cells ``sites`` with our names
     ===========  ===============================================================================================
 
-    ``npy``, ``hdf5`` and ``parquet`` have a shard in memory at a time, ``npz`` a site, ``netcdf`` all. bf16 becomes
-    fp32, which is said.
+    ``npy``, ``hdf5``, ``zarr`` and ``parquet`` have a shard in memory at a time, ``npz`` a site, ``netcdf`` and ``mat``
+    all. bf16 becomes fp32, which is said.
 
     Raises:
         ConfigError: the format needs other rows, a package is not installed, or the disk has not enough room.
@@ -69,6 +76,8 @@ def _refuse_rows(store: Store, sites: Sequence[str], form: str) -> None:
         raise ConfigError(f"--format netcdf: needs a row a sample, and {site} has a row a token; use npz or hdf5")
     if form == "parquet" and len(kinds) > 1:
         raise ConfigError("--format parquet: some sites have a row a token, and some a row a sample; choose by --sites")
+    if form == "mat":
+        _refuse_for_matlab(store, sites)
 
 
 def _npz(store: Store, sites: Sequence[str], out: Path) -> None:
@@ -161,12 +170,60 @@ def _parquet(store: Store, sites: Sequence[str], out: Path) -> None:
     writer.close()
 
 
+def _zarr(store: Store, sites: Sequence[str], out: Path) -> None:
+    import zarr
+
+    # version 2 has strings of a fixed length, and every reader knows it
+    group = zarr.open_group(out, mode="w", zarr_format=2)
+    for name, values in store.columns.items():
+        group.create_array(name, data=values)
+    for site in sites:
+        shape, dtype = _shape(store, site)
+        chunk = (max(1, len(next(store.shards(site)))), *shape[1:])
+        _fill(group.create_array(site, shape=shape, dtype=dtype, chunks=chunk), store, site)
+
+
+def _mat(store: Store, sites: Sequence[str], out: Path) -> None:
+    from scipy import io  # type: ignore[import-untyped]
+
+    # neither fp16 nor fixed-length strings are in the format
+    found = {_mat_name(name): _column(values) for name, values in store.columns.items()}
+    for site in sites:
+        values = _numpy(store.array(site))
+        found[_mat_name(site)] = values.astype(np.float32) if values.dtype == np.float16 else values
+    found["sites"] = np.array(sites, dtype=object)
+    with out.open("wb") as file:  # it would add an ending to a path
+        io.savemat(file, found, oned_as="column")
+
+
+def _mat_name(name: str) -> str:
+    """A name that MATLAB can type, as its ``makeValidName`` makes them."""
+    found = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return found if found[0].isalpha() else f"x{found}"
+
+
+def _refuse_for_matlab(store: Store, sites: Sequence[str]) -> None:
+    names = [*store.columns, *sites]
+    by_name: dict[str, str] = {"sites": "the list of sites"}
+    for name in names:
+        if (other := by_name.setdefault(_mat_name(name), name)) != name:
+            raise ConfigError(f"--format mat: {name} and {other} would both be called {_mat_name(name)}; use hdf5")
+    for site in sites:
+        if (size := n_bytes(store, [site])) > _MAT_BYTES:
+            raise ConfigError(
+                f"--format mat: {site} takes {as_size(size)}, and a matrix of MATLAB 5 {as_size(_MAT_BYTES)} at most; "
+                "use hdf5"
+            )
+
+
 WRITERS: Mapping[str, Callable[[Store, Sequence[str], Path], None]] = {
     "hdf5": _hdf5,
+    "mat": _mat,
     "netcdf": _netcdf,
     "npy": _npy,
     "npz": _npz,
     "parquet": _parquet,
+    "zarr": _zarr,
 }
 
 

@@ -84,6 +84,7 @@ def read_recordings(path: Path) -> Recordings:
     ``.npz``    ``stimulus_id`` ``(n,)``, ``values`` ``(n, q)`` or ``(n, r, q)``; optionally ``neuroid_id``,
                 ``group`` ``(n,)``, ``subject`` ``(q,)``
     ``.h5``     datasets of the same names
+    ``.mat``    variables of the same names, of MATLAB up to 7.2; names are cells of texts, characters or numbers
     ``.csv``    columns ``stimulus_id``, optionally ``repetition`` and ``group``; every other one is a neuroid
     ``.nc``     an assembly of BrainIO: ``presentation × neuroid``, with ``stimulus_id``, ``neuroid_id``, ``subject``; a
                 stimulus that is presented several times has repetitions
@@ -121,14 +122,44 @@ def _h5(path: Path) -> dict[str, Any]:
         return _named({name: _text(file[name][()]) for name in file})
 
 
+_OPTIONAL = {"neuroids": "neuroid_id", "groups": "group", "subjects": "subject"}
+
+
 def _named(file: Mapping[str, Any]) -> dict[str, Any]:
     found = {"ids": file["stimulus_id"], "values": file["values"]}
-    optional = {"neuroids": "neuroid_id", "groups": "group", "subjects": "subject"}
-    return found | {key: file[name] for key, name in optional.items() if name in file}
+    return found | {key: file[name] for key, name in _OPTIONAL.items() if name in file}
 
 
 def _text(values: Any) -> Any:
     return np.char.decode(values.astype(bytes), "utf-8") if values.dtype.kind in "OS" else values
+
+
+def _mat(path: Path) -> dict[str, Any]:
+    from scipy import io  # type: ignore[import-untyped]
+
+    try:
+        file = io.loadmat(path)
+    except NotImplementedError:
+        raise ConfigError(f"{path}: is a file of MATLAB 7.3; save it with the option -v7, or as .h5") from None
+    except Exception as error:  # SciPy has no one kind for damaged files
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    # other variables may be of any kind
+    texts = {name: _mat_texts(file[name]) for name in ("stimulus_id", *_OPTIONAL.values()) if name in file}
+    found = _named({"values": file["values"], **texts})
+    values = found["values"]
+    if not isinstance(values, np.ndarray):  # sparse
+        values = values.toarray()
+    if values.ndim == 2 and values.shape[1] > len(found.get("neuroids", values[0])) == 1:
+        values = values[:, :, None]  # MATLAB drops a last dimension of 1
+    return {**found, "values": values}
+
+
+def _mat_texts(values: np.ndarray) -> np.ndarray:
+    """Cells, rows of characters or numbers as texts ``(n,)``; a whole number without a point."""
+    cells = [np.ravel(cell) for cell in values.ravel()]
+    firsts = [cell[0] if cell.size else "" for cell in cells]
+    whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in firsts)
+    return np.array([str(one).rstrip() for one in whole])
 
 
 def _csv(path: Path) -> dict[str, Any]:
@@ -230,6 +261,7 @@ def _by_stimulus(
 _READERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     ".npz": _npz,
     ".h5": _h5,
+    ".mat": _mat,
     ".csv": _csv,
     ".nc": _nc,
     ".nwb": _nwb,
