@@ -1,12 +1,15 @@
-"""What is seen of a model, and what a change does, is the same in every layout."""
+"""What is seen of a model, what a change does, and what a store has, is the same in every layout."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import forge_plugins_interp as interp
 from forge_core.config.builder import ComponentBuilder
@@ -19,12 +22,15 @@ from forge_core.train.build import build_model
 from forge_plugins_interp.autoencoders.config import TopKConfig, TranscoderConfig
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.splice import Splice
+from forge_plugins_interp.extraction import Request, extract
 from forge_plugins_interp.interventions import WholeIntervention
 from forge_plugins_interp.lenses.logit_lens import logit_lens
 from forge_plugins_interp.patching.metric import metric_named
 from forge_plugins_interp.patching.sweep import Prompts, sweep
+from forge_plugins_interp.reduction import Reduction
 from forge_plugins_interp.session import Session
 from forge_plugins_interp.sites import Sites
+from forge_plugins_interp.store import Store
 from forge_testing.several_ranks import on_ranks
 
 DENSE = """
@@ -75,6 +81,7 @@ TWO = {
     "ep2": ["parallel.dp_shard=2", "parallel.ep=2"],
 }
 FOUR = {
+    "hsdp2x2": ["parallel.dp_replicate=2", "parallel.dp_shard=2"],
     "tp2 cp2": ["parallel.tp=2", "parallel.cp=2"],
     "tp2 fsdp2": ["parallel.tp=2", "parallel.dp_shard=2"],
     "pp2 tp2": ["parallel.pp=2", "parallel.tp=2"],
@@ -181,6 +188,38 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
     read = logit_lens(one, TOKENS, ["embed", "blocks.*.resid_post"])
     found["lens"] = {name: logits for name, logits in read.items() if logits is not None}
     found["effects"] = effects(one) if has_gradients else None
+    found["store"] = stored(one)
+    return found
+
+
+class Samples:
+    """Five samples, which no number of ranks divides."""
+
+    fingerprint = "samples"
+    tokens = torch.randint(0, 40, (5, 16), generator=torch.Generator().manual_seed(3)).numpy()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {"tokens": self.tokens[indices], "targets": self.tokens[indices]}
+
+
+def stored(one: Session) -> Values:
+    """The store that the ranks write together."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    folder = Path(str(box[0]))
+    patterns = ["*", *(f"blocks.*.{name}" for name in ("resid_post", "z", "attn_pattern", "mlp_out"))]
+    request = Request(out=folder / "acts", sites=patterns, reduction=Reduction(), shard_samples=2)
+    extract(one, Samples(), request, lambda line: None)
+    found: Values = {}
+    if dist.get_rank() == 0:
+        store = Store(folder / "acts")
+        found = {site: store.array(site) for site in store.sites}
+        found["tokens of samples"] = torch.stack([store.tokens(sample) for sample in range(len(store))])
+        found["ids"] = torch.from_numpy(store.ids)
+        shutil.rmtree(folder)
     return found
 
 
@@ -232,7 +271,9 @@ def effects(one: Session) -> Values:
 
 class InLayouts:
     def dense_on_two(self) -> dict[str, dict]:
-        return {name: measured("dense", settings, 2) for name, settings in TWO.items() if name != "ep2"}
+        found = {name: measured("dense", settings, 2) for name, settings in TWO.items() if name != "ep2"}
+        compiled = session("dense", ["parallel.dp_shard=2", "parallel.passes.compile={}"], 2)
+        return {**found, "compiled": {"store": stored(compiled)}}
 
     def moe_on_two(self) -> dict[str, dict]:
         layouts = {name: settings for name, settings in TWO.items() if name in ("ep2", "tp2", "cp2", "pp2")}
@@ -265,7 +306,7 @@ def test_values_gradients_and_changes_are_those_of_one_process(alone, method, ra
     of_ranks = on_ranks(InLayouts, method, ranks)
 
     for layout in of_ranks[0]:
-        for kind in ("values", "modules", "of unnamed", "gradients", "changes", "lens", "effects"):
+        for kind in of_ranks[0][layout]:
             found: Values = {}
             for one in of_ranks:
                 compare(f"{layout}: {kind}", one[layout][kind] or {}, expected[kind])
