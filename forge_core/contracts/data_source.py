@@ -72,6 +72,15 @@ class DataSource(Protocol):
 
 
 @runtime_checkable
+class TokenlessSource(Protocol):
+    """A source whose batches have neither ``tokens`` nor ``targets``, for a model with a loss of its own. The engine
+    adds both, with which it counts: zeros, and targets of −100 where an entry ``positions`` is −1."""
+
+    counted_in: str
+    """The entry that has a row for each position: ``(B, S, …)``."""
+
+
+@runtime_checkable
 class PositionedSource(Protocol):
     """A source that says itself which sample stands at each position of the run, and so has neither length nor epochs.
 

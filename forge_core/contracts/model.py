@@ -120,7 +120,8 @@ class Model(Protocol):
     """An ``nn.Module`` made of an embedding, blocks, a norm and a head. It is built on the meta device. Once its
     tensors are not named as they were, it has ``state_version`` and ``load_state`` (``VersionedModule``).
 
-    The four parts are attributes with these names, and ``None`` on a pipeline stage that does not hold them.
+    The four parts are attributes with these names, and ``None`` on a pipeline stage that does not hold them. ``embed``,
+    ``norm`` and ``head`` may be ``None`` of a whole model, such as an autoencoder, which no pipeline cuts.
     """
 
     embed: nn.Module | None

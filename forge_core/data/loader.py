@@ -13,6 +13,7 @@ import torch
 
 from forge_core.contracts.data_source import DataSource, PositionedSource
 from forge_core.contracts.loss import IGNORED
+from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError, ForgeError
 
@@ -257,10 +258,10 @@ def evaluation_batches(
         samples: 0 for all, and at most so many as there are.
     """
     samples = min(samples or len(source), len(source))
-    together = batch_size * dp_size
+    together, counted_in = batch_size * dp_size, counted_entry(source)
     for start in range(0, samples, together):
         indices = start + dp_rank * batch_size + np.arange(batch_size)
-        arrays = source.read(np.minimum(indices, samples - 1))
+        arrays = with_counts(source.read(np.minimum(indices, samples - 1)), counted_in)
         if indices[-1] >= samples:
             arrays["targets"] = np.where((indices < samples)[:, None], arrays["targets"], IGNORED)
         yield _tensors(arrays)

@@ -10,6 +10,7 @@ import numpy as np
 
 from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.data_source import PositionedSource, Source
+from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.permutation import permute
 from forge_core.data.streams import StreamsByPosition
 
@@ -34,6 +35,7 @@ class SampleStream:
         # asked once, as protocols take their time to answer
         self._indexed = None if isinstance(source, PositionedSource) else source
         self._positioned = cast("PositionedSource", source)
+        self._counted_in = counted_entry(source)
         self.streams = source if isinstance(source, StreamsByPosition) else None
         self.seed = seed
         self.shuffle = shuffle
@@ -41,10 +43,10 @@ class SampleStream:
         self._order_of_block = functools.lru_cache(maxsize=8)(self._permuted_block)
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """The samples at ``positions`` ``(B,)``, any integers from 0, as ``DataSource.read`` returns them."""
+        """The samples at ``positions`` ``(B,)``, any integers from 0, as ``DataSource.read`` returns them, counted."""
         if self._indexed is None:
-            return self._positioned.read_at(self.numbers(positions))
-        return self._indexed.read(self.indices(positions))
+            return with_counts(self._positioned.read_at(self.numbers(positions)), self._counted_in)
+        return with_counts(self._indexed.read(self.indices(positions)), self._counted_in)
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Which samples of an indexed source are at ``positions`` ``(B,)``: int64 ``(B,)``."""

@@ -15,6 +15,7 @@ from forge_core.contracts.batch import KNOWN, DescribedSource, Entry
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import CheckedSource, DataSource, PositionedSource, Source, Split, StreamedSource
 from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.streams import StreamsByPosition
 from forge_core.distributed.collective_errors import run_slowly_on_all_ranks, run_slowly_on_rank0
 from forge_core.errors import ConfigError, PluginError
@@ -140,4 +141,4 @@ def entries_of(source: Source) -> dict[str, Entry | None]:
         )
     first = np.zeros(1, dtype=np.int64)
     batch = source.read_at(first) if isinstance(source, PositionedSource) else source.read(first)
-    return {name: described.get(name) for name in batch}
+    return {name: described.get(name) for name in with_counts(batch, counted_entry(source))}

@@ -14,7 +14,6 @@ import torch
 
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
-from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.config import ActivationsOfConfig
@@ -101,7 +100,7 @@ def test_rows_are_those_of_a_store(run, tmp_path, site):
         values = torch.from_numpy(batch[entry] * batch["scales"][0, number]).flatten(0, 1)
         assert torch.allclose(values, expected, atol=1e-5), entry
         assert found.entries()[entry].sizes[-1] == expected.shape[1]
-    assert (batch["targets"] == 0).all()
+    assert (batch["positions"] == np.arange(32)).all()
 
 
 def test_rows_are_scaled_to_the_root_of_their_width(run):
@@ -112,7 +111,7 @@ def test_rows_are_scaled_to_the_root_of_their_width(run):
     assert source(run, scale=False).scales == [1.0]
 
 
-def test_padding_has_no_target(run, tmp_path):
+def test_padding_is_no_row(run, tmp_path):
     lines = [json.dumps({"prompt": "line", "completion": f" {number}" * (1 + number % 3)}) for number in range(6)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     table = {"name": "prompt_completion", "path": str(tmp_path / "pairs.jsonl"), "tokenizer": "bytes"}
@@ -120,7 +119,7 @@ def test_padding_has_no_target(run, tmp_path):
 
     batch = source(run, "all", inputs=inputs).read(np.arange(2))
 
-    is_padding = batch["targets"] == IGNORED
+    is_padding = batch["positions"] == -1
     assert is_padding.any()
     assert (batch["activation"][is_padding] == 0).all()
     assert (np.abs(batch["activation"][~is_padding]).sum(-1) > 0).all()

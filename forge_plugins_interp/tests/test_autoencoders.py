@@ -20,6 +20,7 @@ from forge_plugins_interp.autoencoders.formats import read, write
 from forge_plugins_interp.autoencoders.splice import load_dictionary
 from forge_plugins_interp.autoencoders.store_source import ActivationRows
 from forge_plugins_interp.store import TOKENS, Manifest, Store, StoredSite, write_index, write_shard
+from forge_testing.data_source import DataSourceConformance
 
 WIDTH, PLANTED, ACTIVE, SAMPLES, LENGTH = 32, 32, 3, 40, 128
 JOB = """
@@ -122,6 +123,14 @@ def trained(folder):
     for name in MODELS:
         forge(folder, "run", f"{name}.toml", f"run.name={name}")
     return folder
+
+
+class TestStoreSource(DataSourceConformance):
+    component = "forge-plugins-interp:activation_store"
+
+    @pytest.fixture(autouse=True)
+    def _of_the_store(self, folder):
+        self.config = {"path": str(folder / "acts"), "site": "blocks.0.resid_post", "validation": 0.2}
 
 
 def fvu_of_pca(components):

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from forge_core.data.loader import evaluation_batches
 from forge_core.data.stream import SampleStream
+from forge_core.train.sources import entries_of
 
 
 class NumberedSource:
@@ -108,3 +110,27 @@ def test_a_source_with_an_order_of_its_own_is_asked_for_positions_of_the_whole_s
     read = stream.read(np.array([0, 2, 3, 10**12]))["tokens"][:, 0] // 10
 
     np.testing.assert_array_equal(read, [0, 2, 5, 10**12 + 2])
+
+
+class RowsWithoutTokens:
+    """Sample i has i + 1 rows, and padding."""
+
+    vocab_size, tokenizer, fingerprint = 1, None, "rows"
+    counted_in = "rows"
+
+    def __len__(self):
+        return 4
+
+    def read(self, indices):
+        positions = np.where(np.arange(4) <= indices[:, None], np.arange(4), -1)
+        return {"rows": np.zeros((len(indices), 4, 7), np.float32), "positions": positions}
+
+
+def test_a_source_without_tokens_is_counted_in_its_rows():
+    batch = SampleStream(RowsWithoutTokens(), seed=1, shuffle=False).read(np.arange(4))
+
+    assert batch["tokens"].shape == (4, 4)
+    assert (batch["targets"] != -100).sum(1).tolist() == [1, 2, 3, 4]
+    (last,) = evaluation_batches(RowsWithoutTokens(), batch_size=8, dp_rank=0, dp_size=1, samples=3)
+    assert (last["targets"] != -100).sum(1).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert entries_of(RowsWithoutTokens()).keys() == {"tokens", "targets", "rows", "positions"}

@@ -24,7 +24,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.reduction import Reduction, token_counts
-from forge_plugins_interp.session import Session, inputs_of, refuse_unseen
+from forge_plugins_interp.session import Session, inputs_of, read_batch, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardWriter
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.store import (
@@ -106,7 +106,7 @@ class _Extraction:
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
         """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids."""
-        batch = {name: torch.from_numpy(array) for name, array in self.source.read(numbers).items()}
+        batch = read_batch(self.source, numbers)
         tokens, self.lengths = batch["tokens"], token_counts(batch)
         self.n_kept = n_kept
         self.session.model(tokens, **inputs_of(self.source, batch))

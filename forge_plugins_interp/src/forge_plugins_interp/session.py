@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ from forge_core.contracts.batch import KNOWN, DescribedSource
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.counts import counted_entry, with_counts
 from forge_core.distributed.environment import find_cluster, world_size_of
 from forge_core.errors import ConfigError
 from forge_core.loading import model_problem, opened
@@ -189,6 +191,12 @@ class Session:
 def digest_of(checkpoint: Checkpoint) -> str:
     """A hash of all that a checkpoint has, by its manifest."""
     return hashlib.sha256((checkpoint.path / "manifest.json").read_bytes()).hexdigest()
+
+
+def read_batch(source: DataSource, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+    """Samples of a source, with ``tokens`` and ``targets``, also of one that has none."""
+    arrays = with_counts(source.read(numbers), counted_entry(source))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def needed_entries(part: nn.Module) -> list[str]:

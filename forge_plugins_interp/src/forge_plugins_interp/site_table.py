@@ -14,7 +14,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog
-from forge_plugins_interp.session import Session, inputs_of, needed_entries
+from forge_plugins_interp.session import Session, inputs_of, needed_entries, read_batch
 from forge_plugins_interp.sites import PassLayout, PlacedSite, dim_of, lies
 
 _SAMPLES, _POSITIONS = 3, 8
@@ -79,7 +79,7 @@ def _inputs(session: Session) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if not needed_entries(session.built.parts[0]):
         return torch.zeros(_SAMPLES, _POSITIONS, dtype=torch.int64), {}
     source = session.open_data()
-    batch = {name: torch.from_numpy(entry) for name, entry in source.read(np.zeros(_SAMPLES, np.int64)).items()}
+    batch = read_batch(source, np.zeros(_SAMPLES, np.int64))
     return batch["tokens"], inputs_of(source, batch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import attrs
 from attrs.validators import ge, gt, lt, min_len
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 @attrs.frozen(kw_only=True)
 class AutoencoderConfig:
     """The keys of every autoencoder. ``[loss] name = "own"`` goes with them: they have losses of their own."""
+
+    vocab_size: ClassVar[int] = 1
+    """They predict no tokens."""
 
     width: int = attrs.field(validator=ge(1))
     """Features of the site, or of the one that a transcoder reads."""

@@ -33,7 +33,7 @@ class Autoencoder(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size, self.max_seq_len = vocab_size, _NO_LIMIT
-        self.embed, self.norm, self.head = nn.Identity(), nn.Identity(), nn.Identity()
+        self.embed = self.norm = self.head = None
         self.blocks = nn.ModuleDict({"0": Dictionary(config)})
 
     def forward(

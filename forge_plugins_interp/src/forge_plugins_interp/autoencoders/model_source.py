@@ -20,7 +20,6 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import DataSource, PositionedSource, Split, StreamedSource
-from forge_core.contracts.loss import IGNORED
 from forge_core.distributed.mesh import choose_device
 from forge_core.errors import ConfigError
 from forge_core.loading import LoadedModel, load_model, model_problem
@@ -30,7 +29,7 @@ from forge_plugins_interp.autoencoders.store_source import SCALED_BY, mean_scale
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.one_process import OneProcess
 from forge_plugins_interp.reduction import Reduction, token_counts
-from forge_plugins_interp.session import digest_of, inputs_of
+from forge_plugins_interp.session import digest_of, inputs_of, read_batch
 from forge_plugins_interp.sites import PlacedSite, Sites
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,8 +37,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 class ActivationsOf:
     """A ``DataSource``, whose batches are those of ``ActivationRows``. Sample i has the positions of sample i of the
-    data that the model reads, in their order; where these have padding, there is no target."""
+    data that the model reads, in their order; ``positions`` is −1 at their padding."""
 
+    counted_in = "activation"
     tokenizer = None
     vocab_size = 1
 
@@ -86,8 +86,7 @@ class ActivationsOf:
             activation[is_token] = values.numpy() / scale
             found[name] = activation
         return {
-            "tokens": np.zeros(is_token.shape, np.int64),
-            "targets": np.where(is_token, 0, IGNORED),
+            "positions": np.where(is_token, np.arange(is_token.shape[1]), -1),
             **found,
             "scales": np.tile(np.array([*self.scales, 1.0][:2], np.float32), (len(indices), 1)),
         }
@@ -103,7 +102,7 @@ class ActivationsOf:
 
     def _run(self, indices: np.ndarray) -> tuple[list[torch.Tensor], np.ndarray]:
         """The rows of each site, ``(n, width)`` fp32, and which of the positions ``(B, S)`` they are."""
-        batch = {name: torch.from_numpy(array) for name, array in self._source.read(indices).items()}
+        batch = read_batch(self._source, indices)
         inputs = {name: entry.to(self._device) for name, entry in inputs_of(self._source, batch).items()}
         tokens, lengths = batch["tokens"], token_counts(batch)
         found: dict[str, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from forge_plugins_interp.autoencoders.formats import read
 from forge_plugins_interp.autoencoders.model import Autoencoder
 from forge_plugins_interp.interventions import WholeIntervention, Zero
 from forge_plugins_interp.observation import Change
-from forge_plugins_interp.session import Session, inputs_of
+from forge_plugins_interp.session import Session, inputs_of, read_batch
 from forge_plugins_interp.sites import PlacedSite, Sites
 
 
@@ -162,8 +162,7 @@ def recovery(session: Session, splice: Splice, source: DataSource, samples: int)
     size = session.context.job.train.batch_size
     n = min(samples or len(source), len(source))
     for start in range(0, n, size):
-        arrays = source.read(np.arange(start, min(start + size, n)))
-        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch = read_batch(source, np.arange(start, min(start + size, n)))
         tokens, targets = batch["tokens"], batch["targets"].flatten().to(session.context.device)
         known = inputs_of(source, batch)
         valid = targets != IGNORED

@@ -44,10 +44,10 @@ def held_out_samples(config: ActivationStoreConfig, n_samples: int) -> int:
 
 class ActivationRows:
     """A ``DataSource``. A batch has ``activation`` ``(B, S, width)`` fp32, for a transcoder ``target_activation``, and
-    ``scales`` ``(B, 2)`` fp32, by which these were divided. ``tokens`` and ``targets`` ``(B, S)`` are zeros, which the
-    engine counts: every row has something to learn.
+    ``scales`` ``(B, 2)`` fp32, by which these were divided.
     """
 
+    counted_in = "activation"
     tokenizer = None
     vocab_size = 1
 
@@ -101,8 +101,6 @@ class ActivationRows:
         names = ("activation", "target_activation")
         scales = np.array([*self.scales, 1.0][:2], np.float32)
         return {
-            "tokens": np.zeros_like(rows),
-            "targets": np.zeros_like(rows),
             **dict(zip(names, found, strict=False)),
             "scales": np.tile(scales, (len(indices), 1)),
         }

@@ -43,12 +43,15 @@ class Pipeline:
         """Same as ``SplitPass.split``.
 
         Raises:
-            ConfigError: the model has fewer blocks than there are stages, or shares a tensor between stages that is not
-                the table of embedding and head.
+            ConfigError: the model has no embedding or no head, has fewer blocks than there are stages, or shares a
+                tensor between stages that is not the table of embedding and head.
         """
         pp = context.mesh.degrees["pp"]
         if pp == 1:
             return [model], []
+        for name in ("embed", "head"):
+            if getattr(model, name) is None:
+                raise ConfigError(f"parallel.pp: the model has no {name}, and is not cut into stages; set it to 1")
         n_stages = pp * self._config.stages_a_rank
         at_head = getattr(model, "n_predictors", 0)
         head_cost = 6 * model.head.weight.numel() * (1 + at_head)
