@@ -14,9 +14,11 @@ import torch.nn.functional as F
 
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
+from forge_plugins_interp.autoencoders import similarity
 from forge_plugins_interp.autoencoders.codes import batch_top_k, jump_relu, step, top_k
 from forge_plugins_interp.autoencoders.config import ActivationStoreConfig, TopKConfig, TranscoderConfig
 from forge_plugins_interp.autoencoders.formats import read, write
+from forge_plugins_interp.autoencoders.similarity import mmcs
 from forge_plugins_interp.autoencoders.splice import load_dictionary
 from forge_plugins_interp.autoencoders.store_source import ActivationRows
 from forge_plugins_interp.store import TOKENS, Manifest, Store, StoredSite, write_index, write_shard
@@ -157,8 +159,19 @@ def test_the_planted_directions_are_found(trained):
     directions, _, _ = planted()
     dictionary = load_dictionary(trained / "runs" / "topk_sae", lambda *_: discover(), print)
 
-    similar = F.normalize(dictionary.decoder.float(), dim=-1) @ directions.T
-    assert float(similar.max(0).values.mean()) > 0.9  # mean of the maximal cosine similarities, MMCS
+    assert mmcs(directions, dictionary.decoder) > 0.9
+    assert mmcs(dictionary.decoder, directions) < mmcs(directions, dictionary.decoder)  # it has twice as many
+
+
+def test_mmcs_is_the_mean_of_the_best_cosines(monkeypatch):
+    monkeypatch.setattr(similarity, "_ROWS", 3)
+    first, second = (torch.randn(n, 5, generator=torch.Generator().manual_seed(n)) for n in (7, 9))
+
+    cosines = [[float(F.cosine_similarity(a.double(), b.double(), dim=0)) for b in second] for a in first]
+    assert mmcs(first, second) == pytest.approx(np.mean([max(row) for row in cosines]), abs=1e-6)
+    assert mmcs(first, torch.cat((second, -2 * first, 3 * first))) == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(ConfigError, match="directions of 5 and of 4 features"):
+        mmcs(first, second[:, :4])
 
 
 def test_two_ranks_learn_as_one_process_does(trained):

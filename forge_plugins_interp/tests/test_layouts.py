@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -249,10 +250,13 @@ def splices() -> dict[str, Splice]:
                 tensor.normal_(generator=torch.Generator().manual_seed(number))
             dictionary.scales.copy_(torch.tensor([2.0, 3.0]))
         if dictionary.predicts():
-            found["transcoded"] = Splice("blocks.1.mlp_out", dictionary=dictionary, reads="blocks.1.mlp_in")
+            made = Splice("blocks.1.mlp_out", dictionary=dictionary, reads="blocks.1.mlp_in")
+            found |= {"transcoded": made, "steered in a layer": attrs.evolve(made, values={7: 3.0}, error=True)}
         else:
-            found["spliced"] = Splice("blocks.0.resid_post", dictionary=dictionary)
-            found["spliced in part"] = Splice("blocks.0.resid_post", dictionary=dictionary, at={"position": [2, -1]})
+            made = Splice("blocks.0.resid_post", dictionary=dictionary)
+            found |= {"spliced": made, "spliced in part": attrs.evolve(made, at={"position": [2, -1]})}
+            found["steered"] = attrs.evolve(made, values={3: 5.0, 40: 0.0}, factors={9: -2.0}, error=True)
+            found["spliced with its error"] = attrs.evolve(made, error=True)
     return found
 
 
@@ -334,6 +338,7 @@ def test_a_change_does_something(alone):
     for model, found in alone.items():
         nothing = found["changes"]["nothing"]
         for name, logits in found["changes"].items():
-            if name not in ("nothing", "patched with itself"):
+            if name not in ("nothing", "patched with itself", "spliced with its error"):
                 assert (logits - nothing).abs().max() > 1e-3, f"{model}: {name}"
         assert torch.equal(found["changes"]["patched with itself"], nothing)
+        assert torch.equal(found["changes"]["spliced with its error"], nothing)

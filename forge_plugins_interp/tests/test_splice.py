@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import forge_plugins_interp as interp
 from forge_core.cli import main
@@ -216,3 +217,69 @@ def test_an_autoencoder_reads_where_it_stands_in(session):
         session.intervene(Splice(TARGET, dictionary=dictionary, reads=READ)),
     ):
         pass
+
+
+def random_dictionary(config):
+    made = Dictionary(config).requires_grad_(requires_grad=False).eval()
+    for number, tensor in enumerate((*made.parameters(), *made.buffers())):
+        tensor.normal_(generator=torch.Generator().manual_seed(number))
+    made.scales.copy_(torch.tensor([2.0, 3.0]))
+    made.encoder_bias[7] = 20.0  # so that it fires everywhere
+    return made
+
+
+CONFIGS = [TopKConfig(width=32, latents=12, k=3), TranscoderConfig(width=32, latents=12, k=3, target_width=32)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_changed_latents_move_the_value_along_their_directions(session, config):
+    dictionary = random_dictionary(config)
+    reads = {"reads": READ} if dictionary.predicts() else {}
+    with session.observe(TARGET, READ) as plain:
+        session.model(TOKENS)
+
+    change = {"values": {4: 6.0}, "factors": {7: -1.5}}
+    found = {}
+    for error in (False, True):
+        splice = Splice(TARGET, dictionary=dictionary, **reads, **change, error=error)
+        with session.intervene(splice), session.observe("blocks.1.resid_post", "blocks.1.resid_mid") as seen:
+            session.model(TOKENS)
+        found[error] = seen["blocks.1.resid_post"] - seen["blocks.1.resid_mid"]
+
+    code = dictionary.encode(plain[READ] if reads else plain[TARGET])
+    assert bool((code[..., 7] > 0).any())
+    directions = F.normalize(dictionary.decoder, dim=-1) * (3.0 if reads else 2.0)
+    moved = (6.0 - code[..., 4, None]) * directions[4] - 2.5 * code[..., 7, None] * directions[7]
+    made = dictionary.reconstruct(plain[READ] if reads else plain[TARGET])
+    assert torch.allclose(found[False], made + moved, atol=1e-4)
+    assert torch.allclose(found[True], plain[TARGET] + moved, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_with_its_error_and_no_changed_latent_nothing_changes(session, config):
+    dictionary = random_dictionary(config)
+    reads = {"reads": READ} if dictionary.predicts() else {}
+    plain = session.model(TOKENS)
+
+    with session.intervene(Splice(TARGET, dictionary=dictionary, **reads, error=True)):
+        kept = session.model(TOKENS)
+    with session.intervene(Splice(TARGET, dictionary=dictionary, **reads)):
+        without = session.model(TOKENS)
+
+    assert torch.equal(kept, plain)
+    assert (without - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": {12: 1.0}}, "values: latent 12: the dictionary has the latents 0 to 11"),
+        ({"factors": {-1: 1.0}}, "factors: latent -1: the dictionary has the latents 0 to 11"),
+        ({"values": {3: 1.0}, "factors": {3: 0.0}}, "factors: latent 3 has a new activation in values"),
+    ],
+)
+def test_latents_that_are_not_there_or_changed_twice_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        Splice(TARGET, dictionary=random_dictionary(CONFIGS[0]), **change)

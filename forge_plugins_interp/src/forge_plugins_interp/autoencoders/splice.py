@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
 from forge_core.loading import load_model, model_problem
+from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.formats import read
 from forge_plugins_interp.autoencoders.model import Autoencoder
@@ -28,13 +29,32 @@ from forge_plugins_interp.sites import PlacedSite, Sites
 @attrs.frozen(kw_only=True, eq=False)
 class Splice(WholeIntervention):
     """What a dictionary makes of a site's value, in its place: an autoencoder's reconstruction, or what a transcoder
-    predicts from the value of another site in the same forward. Gradients pass through it.
+    predicts from the value of another site in the same forward. Latents may be changed on the way, which steers by
+    features (Templeton et al. 2024). Gradients pass through it.
     """
 
     kind = "splice"
     dictionary: Dictionary
     reads: str = ""
     """The site that a transcoder reads, which comes before ``site`` in the forward; an autoencoder has none."""
+    values: Mapping[int, float] = attrs.field(factory=dict)
+    """New activations of latents, by their numbers, in each row. The unit is that of the code, which is of scaled
+    rows, as on pages of latents."""
+    factors: Mapping[int, float] = attrs.field(factory=dict)
+    """By which activations of latents are multiplied, by their numbers; 0 switches a latent off."""
+    error: bool = False
+    """Add what the dictionary does not explain of the value (Marks et al. 2024, arXiv 2403.19647, section 3.1): the
+    value then changes by what the latents change, and without a changed latent stays what it is."""
+
+    def __attrs_post_init__(self) -> None:
+        n_latents = self.dictionary.config.latents
+        for key, changed in (("values", self.values), ("factors", self.factors)):
+            for number in changed:
+                if not 0 <= number < n_latents:
+                    raise ConfigError(f"{key}: latent {number}: the dictionary has the latents 0 to {n_latents - 1}")
+        for number in self.values:
+            if number in self.factors:
+                raise ConfigError(f"factors: latent {number} has a new activation in values; leave one of them out")
 
     def placed_on(self, sites: Sites) -> list[tuple[PlacedSite, Change]]:
         """Same as ``WholeIntervention.placed_on``. What a transcoder reads keeps its value, which is remembered.
@@ -81,11 +101,25 @@ class Splice(WholeIntervention):
                 f"site {placed.name}: is {_shape(value)}, from {_shape(read)}; the dictionary makes rows of "
                 f"{target_width} features from rows of {width}"
             )
-        made = dictionary.reconstruct(read.float()).to(value.dtype)
+        rows = read.float()
+        code = dictionary.encode(rows)
+        made = dictionary.decode(self._changed(code), rows)
+        if self.error:
+            made = value.float() + (made - dictionary.decode(code, rows))
+        made = made.to(value.dtype)
         if not self.at:
             return made
         grid = torch.meshgrid(*self._indices(placed, value), indexing="ij")
         return value.index_put(grid, made[grid])
+
+    def _changed(self, code: torch.Tensor) -> torch.Tensor:
+        """The code ``(…, F)`` with the latents changed."""
+        changed = code.clone()
+        for number, value in self.values.items():
+            changed[..., number] = value
+        for number, factor in self.factors.items():
+            changed[..., number] = factor * code[..., number]
+        return changed
 
 
 def _only(sites: Sites, pattern: str) -> str:
@@ -121,12 +155,19 @@ class Recovery:
         return (self.ablated - self.spliced) / (self.ablated - self.original)
 
 
-def load_dictionary(path: Path, catalog: Callable[..., Any], log: Callable[[str], None]) -> Dictionary:
-    """From a run or a checkpoint of ``forge run``, or from a folder of SAELens or sparsify.
+def load_dictionary(
+    path: str | Path, catalog: Callable[..., Any] = discover, log: Callable[[str], None] = print
+) -> Dictionary:
+    """From a run or a checkpoint of ``forge run``, or from a folder of SAELens or sparsify. It is on the CPU, in fp32.
+
+    Args:
+        catalog: the installed plugins without these distributions.
+        log: prints a line.
 
     Raises:
         ConfigError: there is none.
     """
+    path = Path(path)
     if (path / "cfg.json").exists():
         return read(path)
     checkpoint = find_checkpoint(path, log, model_problem)
