@@ -334,6 +334,20 @@ def test_a_report_from_another_folder_finds_the_store(here, monkeypatch, tmp_pat
     assert "<h4>Latent " in (tmp_path / "report.html").read_text()
 
 
+def test_a_page_of_a_transcoder_names_what_it_predicts(here):
+    transcoder = SAE.replace('"topk_sae"', '"transcoder"\ntarget_width = 32').replace('"sae"', '"predicting"')
+    (here / "transcoder.toml").write_text(transcoder.replace("[model]", 'target_site = "blocks.1.mlp_out"\n[model]'))
+    sites = ["--sites", "blocks.1.mlp_in,blocks.1.mlp_out", "--out", "ends"]
+    assert main(["extract", "runs/tiny", "--stimuli", "texts.jsonl", *sites]) == 0
+    assert main(["run", "transcoder.toml", "data.path=ends", "data.site=blocks.1.mlp_in"]) == 0
+
+    assert main(["autoencoder", "features", "runs/predicting", "--out", "page.html"]) == 0
+
+    html = (here / "page.html").read_text()
+    assert "24 latents of blocks.1.mlp_in to blocks.1.mlp_out, over" in html
+    assert 'class="logits"' in html  # of what is predicted, which is added to the stream
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -33,6 +33,8 @@ class Dashboard:
 
     site: str
     """The site that it reads."""
+    target_site: str
+    """The site that a transcoder predicts; empty for an autoencoder."""
     features: Features
     tokenizer: Tokenizer | None
     """``None`` if the model is not there any more, or has none."""
@@ -102,7 +104,15 @@ def open_dashboard(
             )
         except ConfigError as error:
             notes.append(f"No logits are told: {error}.")
-    return Dashboard(site=data.site, features=found, tokenizer=tokenizer, weights=weights, notes=notes, config=config)
+    return Dashboard(
+        site=data.site,
+        target_site=data.target_site,
+        features=found,
+        tokenizer=tokenizer,
+        weights=weights,
+        notes=notes,
+        config=config,
+    )
 
 
 def data_of(job: Mapping[str, Any], directory: Path) -> ActivationStoreConfig:
@@ -116,7 +126,8 @@ def data_of(job: Mapping[str, Any], directory: Path) -> ActivationStoreConfig:
     if str(table.get("name", "")).rpartition(":")[2] != _SOURCE:
         raise ConfigError(f"{directory}: has learned from {table.get('name')!r}, and contexts come from an {_SOURCE}")
     path, runs = Path(table["path"]), Path(job.get("run", {}).get("dir", "runs"))
-    started_in = directory.resolve().parents[len(runs.parts)] if not runs.is_absolute() else directory
+    above = directory.resolve().parents
+    started_in = above[min(len(runs.parts), len(above) - 1)]
     places = [path, started_in / path]
     there = next((one for one in places if (one / "manifest.json").exists()), None)
     if there is None:

@@ -54,9 +54,10 @@ def features_html(dashboard: Dashboard) -> str:
     found = dashboard.features
     notes = "".join(f'<p class="problem">{escape(note)}</p>' for note in dashboard.notes)
     held_out = "all" if found.held_out == found.rows else f"{found.held_out:,}"
+    target = f" to {dashboard.target_site}" if dashboard.target_site else ""
     words = (
-        f"{len(found.density):,} latents of {dashboard.site}, over {found.rows:,} rows, {held_out} of them held out. "
-        f"{found.silent:.1%} of the latents are silent: they fire in none of these rows."
+        f"{len(found.density):,} latents of {dashboard.site}{target}, over {found.rows:,} rows, {held_out} of them "
+        f"held out. {found.silent:.1%} of the latents are silent: they fire in none of these rows."
     )
     cards = "\n".join(_card(latent, dashboard) for latent in found.latents)
     return (
