@@ -1,13 +1,15 @@
-"""Writes the pages that are made of data: the configuration reference, and tables of hooks, passes and moved modules.
+"""Writes the pages that are made of data: the configuration reference, and tables of hooks, passes, sites and moved
+modules.
 
-``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Nothing
-heavy is imported: config classes are free of torch.
+``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Only the
+table of sites imports torch, to build small models: config classes are free of it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +38,7 @@ def write_reference(folder: Path) -> None:
         "hooks.md": hook_table(catalog),
         "moved-modules.md": moved_modules(),
         "passes.md": pass_tables(catalog),
+        "sites.md": site_tables(catalog),
     }
     for name, lines in pages.items():
         page, text = folder / name, "\n".join(lines) + "\n"
@@ -176,6 +179,109 @@ def _moves(table: Mapping[str, str]) -> Iterator[str]:
     yield "|---|---|---|"
     for old, new in sorted(table.items()):
         yield _row((_code(old), _code(new), new.partition(".")[0].replace("_", "-")))
+
+
+MODELS = {
+    "A dense decoder": "",
+    "Latent attention": """
+[model.latent_attention]
+kv_rank = 20
+plain_dim = 8
+rotary_dim = 4
+value_dim = 10
+""",
+    "Sparse layers": """
+[model.feed_forward]
+name = "moe"
+n_experts = 6
+hidden_dim = 56
+shared_experts = 1
+router = { name = "softmax_topk", top_k = 2 }
+""",
+}
+"""What the models of the table of sites add to the first one."""
+_SMALL = """
+[model]
+name = "transformer"
+dim = 48
+n_layers = 1
+n_heads = 4
+n_kv_heads = {kv_heads}
+max_seq_len = 64
+[data]
+name = "text_files"
+path = "unused"
+[train]
+steps = 1
+seq_len = 16
+batch_size = 2
+precision = "fp32"
+[optimizer]
+name = "adamw"
+lr = 1e-3
+"""
+
+
+def site_tables(catalog: Catalog) -> Iterator[str]:
+    """The sites of small models, how layouts cut them, and what other projects call them."""
+    from forge_plugins_interp.aliases import other_names
+
+    yield "# Table of sites"
+    yield ""
+    yield "Generated from what small models of one block declare; `forge sites RUN` says the same of your own. B is the"
+    yield "number of samples, S of positions. The width is 48, with 4 heads of 12 features, 2 of them for keys and"
+    yield "values, and 40 tokens. The last two columns name the dimension of which each rank along that axis has a"
+    yield "part; what is read is whole."
+    first: list[tuple[str, ...]] = []
+    for title, table in MODELS.items():
+        yield ""
+        yield f"## {title}"
+        yield ""
+        rows = [*_site_rows(table, catalog)]
+        if first:
+            names = {name for name, *_ in rows}
+            missing = ", ".join(name for name, *_ in first if name not in names)
+            yield f"Without {missing}. These sites the dense decoder has not, or has otherwise:"
+            yield ""
+        yield "| site | shape | dimensions | dtype | where | `tp` | `cp` |"
+        yield "|---|---|---|---|---|---|---|"
+        yield from (_row(row) for row in rows if row not in first)
+        first = first or rows
+    yield ""
+    yield "## Names of other projects"
+    yield ""
+    yield "| site | TransformerLens | transformers |"
+    yield "|---|---|---|"
+    for ours, names in other_names().items():
+        yield _row((_code(ours), *(", ".join(map(_code, theirs)) for theirs in names)))
+
+
+def _site_rows(table: str, catalog: Catalog) -> Iterator[tuple[str, ...]]:
+    """The cells of each site of a model."""
+    import torch
+    import torch.distributed as dist
+
+    from forge_core.distributed.mesh import join_process_group
+    from forge_core.job import load_job
+    from forge_plugins_interp.session import initial_session
+    from forge_plugins_interp.site_table import site_rows
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(_SMALL.format(kv_heads=4 if "latent" in table else 2) + table, encoding="utf-8")
+        job = load_job(path, catalog=catalog, world_size=1)
+    device = torch.device("cpu")
+    join_process_group(device)
+    try:
+        rows = site_rows(initial_session(job, catalog, 40, device), catalog, [])
+    finally:
+        dist.destroy_process_group()
+    for row in rows:
+        site, name = row.site, row.name.replace(".0.", ".{i}.")
+        end = "computed at" if site.compute else "output of" if site.where == "output" else f"input {site.argument} of"
+        module = _code(site.module.replace(".0", ".{i}"))
+        dims, axes = " × ".join(site.dims), (row.by_axis.get(axis, "") for axis in ("tp", "cp"))
+        yield (_code(name), row.shape(), dims, _code(str(row.dtype)[6:]), f"{end} {module}", *axes)
 
 
 def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:

@@ -35,7 +35,7 @@ from forge_core.registry.imports import load_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks", "moved-modules", "passes"))
+GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks", "moved-modules", "passes", "sites"))
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOKS_OF_PACKAGES = ["forge_report_sections", "forge_representation_metrics"]

@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 import forge_plugins_interp as interp
-from forge_core.config.builder import ComponentBuilder
-from forge_core.contracts.parallel_pass import PassContext
-from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError
-from forge_core.job import load_job, sort_passes
+from forge_core.job import load_job
 from forge_core.registry.discovery import discover
-from forge_core.train.build import build_model
 from forge_plugins_interp.autoencoders.config import TopKConfig, TranscoderConfig
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.splice import Splice
@@ -29,8 +25,7 @@ from forge_plugins_interp.lenses.logit_lens import logit_lens
 from forge_plugins_interp.patching.metric import metric_named
 from forge_plugins_interp.patching.sweep import Prompts, sweep
 from forge_plugins_interp.reduction import Reduction
-from forge_plugins_interp.session import Session
-from forge_plugins_interp.sites import Sites
+from forge_plugins_interp.session import Session, initial_session
 from forge_plugins_interp.store import Store
 from forge_testing.several_ranks import on_ranks
 
@@ -119,14 +114,7 @@ def session(model: str, settings: list[str], world_size: int) -> Session:
         path = Path(folder) / "job.toml"
         path.write_text(MODELS[model])
         job = load_job(path, settings, catalog=discover(), world_size=world_size)
-    catalog = discover()
-    device = torch.device("cpu")
-    mesh = build_mesh(job, device)
-    context, build = PassContext(mesh, job, device), ComponentBuilder(catalog)
-    built = build_model(context, 40, sort_passes(job, catalog), build)
-    for part in built.parts:
-        part.eval()
-    return Session(context, built, Sites.of(built.parts, [one.use for one in built.applied], mesh, build))
+    return initial_session(job, discover(), 40, torch.device("cpu"))
 
 
 def changes(model: str) -> list[WholeIntervention]:

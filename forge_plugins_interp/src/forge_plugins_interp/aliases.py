@@ -70,3 +70,17 @@ def canonical_site(name: str) -> str:
         layer, rest = match.groups()
         return f"blocks.{layer}.{_TRANSFORMERS_LAYER[rest]}" if rest in _TRANSFORMERS_LAYER else name
     return name
+
+
+def other_names() -> dict[str, tuple[list[str], list[str]]]:
+    """By our name, with ``{i}`` for the layer: the names of TransformerLens, and those of transformers."""
+    of_lens = _LENS | {f"blocks.{{i}}.{theirs}": f"blocks.{{i}}.{ours}" for theirs, ours in _LENS_BLOCK.items()}
+    of_layers = {
+        f"model.layers.{{i}}.{theirs}".rstrip("."): f"blocks.{{i}}.{ours}"
+        for theirs, ours in _TRANSFORMERS_LAYER.items()
+    }
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for project, names in enumerate((of_lens, _TRANSFORMERS | of_layers)):
+        for theirs, ours in names.items():
+            found.setdefault(ours, ([], []))[project].append(theirs)
+    return found

@@ -17,17 +17,20 @@ from torch import nn
 
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import Job
 from forge_core.contracts.batch import KNOWN, DescribedSource
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.counts import counted_entry, with_counts
 from forge_core.distributed.environment import find_cluster, world_size_of
+from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError
+from forge_core.job import sort_passes
 from forge_core.loading import model_problem, opened
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
-from forge_core.train.build import BuiltModel
+from forge_core.train.build import BuiltModel, build_model
 from forge_core.train.sources import EvaluatedData, TrainedOn
 from forge_plugins_inference.checkpoint_job import CheckpointJob
 from forge_plugins_interp.interventions import WholeIntervention
@@ -242,6 +245,20 @@ def _part(placed: PlacedSite, value: torch.Tensor, at: Mapping[str, int | Sequen
             where = torch.tensor([one % length for one in indices], device=value.device)
             value = value.index_select(number, where)
     return value
+
+
+def initial_session(job: Job, catalog: Catalog, vocab_size: int, device: torch.device) -> Session:
+    """Open a model with its initial values, in the layout of the job. All ranks of a process group call it together.
+
+    Args:
+        job: for as many ranks.
+    """
+    mesh, build = build_mesh(job, device), ComponentBuilder(catalog)
+    context = PassContext(mesh, job, device)
+    built = build_model(context, vocab_size, sort_passes(job, catalog), build)
+    for part in built.parts:
+        part.eval()
+    return Session(context, built, Sites.of(built.parts, [one.use for one in built.applied], mesh, build))
 
 
 def open_session(
