@@ -262,6 +262,6 @@ def test_a_last_document_without_targets_is_padding():
     targets = torch.tensor([[5, IGNORED, IGNORED, IGNORED], [5, 6, 7, IGNORED], [IGNORED, 5, IGNORED, IGNORED]])
     batch = {"tokens": torch.zeros(3, 4, dtype=torch.int64), "document": document, "targets": targets}
 
-    assert token_counts(batch).tolist() == [2, 4, 4]
+    assert token_counts(batch, 3, 4).tolist() == [2, 4, 4]
     positions = torch.tensor([[0, 1, 2, -1]] * 3)
-    assert token_counts({**batch, "positions": positions}).tolist() == [3, 3, 3]
+    assert token_counts({**batch, "positions": positions}, 3, 4).tolist() == [3, 3, 3]

@@ -10,7 +10,7 @@ from typing import Any
 
 _CHANGES = ("Add", "Fn", "Mean", "Patch", "Project", "Replace", "Resample", "Scale", "Zero")
 
-__all__ = [*_CHANGES, "Session", "open"]
+__all__ = [*_CHANGES, "Session", "open", "wrap"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +18,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("forge_plugins_interp.interventions"), name)
     if name in ("Session", "open"):
         return getattr(import_module("forge_plugins_interp.session"), {"open": "open_session"}.get(name, name))
+    if name == "wrap":
+        return import_module("forge_plugins_interp.wrapped").wrap
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,6 +72,16 @@ def canonical_site(name: str) -> str:
     return name
 
 
+def module_names(name: str) -> list[str]:
+    """The modules of transformers whose output is called so by us, such as ``model.layers.3`` for
+    ``blocks.3.resid_post``."""
+    if match := re.fullmatch(r"blocks\.([^.]+)\.(.+)", name):
+        layer, site = match.groups()
+        of_layer = [theirs for theirs, ours in _TRANSFORMERS_LAYER.items() if ours == site]
+        return [f"model.layers.{layer}.{theirs}".rstrip(".") for theirs in of_layer]
+    return [theirs for theirs, ours in _TRANSFORMERS.items() if ours == name]
+
+
 def other_names() -> dict[str, tuple[list[str], list[str]]]:
     """By our name, with ``{i}`` for the layer: the names of TransformerLens, and those of transformers."""
     of_lens = _LENS | {f"blocks.{{i}}.{theirs}": f"blocks.{{i}}.{ours}" for theirs, ours in _LENS_BLOCK.items()}

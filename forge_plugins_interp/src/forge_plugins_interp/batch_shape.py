@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.placement import Cut, whole_shape
 
 BATCH = ("sample", "position")
-"""The dimensions that a batch of tokens has, and that the value of a module must begin with."""
+"""The dimensions that a batch of tokens has."""
 
 
 class BatchShape:
@@ -22,10 +23,12 @@ class BatchShape:
     Args:
         part: of the model.
         cuts: how what it is given lies over ranks.
+        dims: the names of the first dimensions of the first tensor that it is given.
+        needed: with so many of them the value of a module must begin.
     """
 
-    def __init__(self, part: nn.Module, cuts: Sequence[Cut]) -> None:
-        self._part, self._cuts = part, cuts
+    def __init__(self, part: nn.Module, cuts: Sequence[Cut], dims: tuple[str, ...], needed: int) -> None:
+        self._part, self._cuts, self._dims, self._needed = part, cuts, dims, needed
         self._sizes: tuple[int, ...] = ()
 
     @contextmanager
@@ -38,28 +41,31 @@ class BatchShape:
             handle.remove()
 
     def dims(self, name: str, value: torch.Tensor, cuts: Sequence[Cut]) -> tuple[str, ...]:
-        """The names of the dimensions of a module's value: ``sample``, ``position``, and ``features`` for one more, or
-        ``dim_2``, ``dim_3``, … for several.
+        """The names of the dimensions of a module's value: those of the batch that it has as many of, and then
+        ``features`` for one more, or ``dim_2``, ``dim_3``, … by their number for several.
 
         Args:
             name: of the site.
             value: this rank's part.
 
         Raises:
-            ConfigError: it does not begin with the samples and positions of the batch.
+            ConfigError: it does not begin with those of the batch.
         """
-        shape = whole_shape(value, cuts) if value.ndim >= len(BATCH) else tuple(value.shape)
-        if shape[: len(BATCH)] != self._sizes:
+        shape = whole_shape(value, cuts) if value.ndim >= self._needed else tuple(value.shape)
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(shape, self._sizes, strict=False))
+        known = len([*alike])
+        if known < self._needed:
+            begins = " and ".join(f"{dim}s" for dim in self._dims[: self._needed])
             raise ConfigError(
-                f"site {name}: a value that is read by the name of its module begins with samples and positions, "
+                f"site {name}: a value that is read by the name of its module begins with {begins}, "
                 f"{_words(self._sizes)} here, and this one has the shape {_words(shape)}; the model must declare it"
             )
-        further = value.ndim - len(BATCH)
-        return BATCH + (("features",) if further == 1 else tuple(f"dim_{2 + number}" for number in range(further)))
+        further = [f"dim_{number}" for number in range(known, value.ndim)]
+        return (*self._dims[:known], *(["features"] if len(further) == 1 else further))
 
     def _see(self, part: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         first = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-        self._sizes = whole_shape(first, self._cuts)[: len(BATCH)]
+        self._sizes = whole_shape(first, self._cuts)[: len(self._dims)]
 
 
 def _words(sizes: Sequence[int]) -> str:

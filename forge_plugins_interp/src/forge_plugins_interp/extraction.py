@@ -24,7 +24,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.reduction import Reduction, token_counts
-from forge_plugins_interp.session import Session, inputs_of, read_batch, refuse_unseen
+from forge_plugins_interp.session import ObservedModel, read_batch, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardWriter
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.store import (
@@ -56,7 +56,7 @@ class Request:
     """0 chooses by size."""
 
 
-def extract(session: Session, source: DataSource, request: Request, log: Callable[[str], None]) -> Path:
+def extract(session: ObservedModel, source: DataSource, request: Request, log: Callable[[str], None]) -> Path:
     """Fill the store. All ranks call it together. One that is there already is gone on with.
 
     Raises:
@@ -68,12 +68,14 @@ def extract(session: Session, source: DataSource, request: Request, log: Callabl
 
 
 class _Extraction:
-    def __init__(self, session: Session, source: DataSource, request: Request, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, session: ObservedModel, source: DataSource, request: Request, log: Callable[[str], None]
+    ) -> None:
         self.session, self.source, self.request, self.log = session, source, request, log
         self.lengths, self.n_kept = torch.zeros(0, dtype=torch.int64), 0
-        self.mesh: Mesh = session.context.mesh
+        self.mesh: Mesh = session.mesh
         self.n_samples = min(request.samples or len(source), len(source))
-        self.batch_size: int = session.context.job.train.batch_size
+        self.batch_size = session.batch_size
         self.chosen: list[PlacedSite] = session.sites.chosen(request.sites)
         self.values: dict[str, torch.Tensor] = {}
         """Rows of the batch that runs, on ranks that write."""
@@ -101,17 +103,22 @@ class _Extraction:
             return
         kept = made_whole[: self.n_kept]
         self.values[placed.name] = self.request.reduction.rows(
-            placed.site, kept, self.lengths[: self.n_kept], self.session.context.job.train.seed
+            placed.site, kept, self.lengths[: self.n_kept], self.session.seed
         ).cpu()
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
-        """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids."""
+        """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids, of which
+        there are none where the model reads something else."""
         batch = read_batch(self.source, numbers)
-        tokens, self.lengths = batch["tokens"], token_counts(batch)
+        first = batch.get("tokens", next(iter(batch.values())))
+        n_positions = first.shape[1] if "position" in self.session.batch_dims else 1
+        self.lengths = token_counts(batch, len(first), n_positions)
         self.n_kept = n_kept
-        self.session.model(tokens, **inputs_of(self.source, batch))
-        is_token = torch.arange(tokens.shape[1]) < self.lengths[:n_kept, None]
-        return tokens[:n_kept][is_token]
+        self.session.run_batch(self.source, batch)
+        if "tokens" not in batch:
+            return torch.zeros(0, dtype=torch.int64)
+        is_token = torch.arange(n_positions) < self.lengths[:n_kept, None]
+        return first[:n_kept][is_token]
 
     def _first_shapes(self) -> dict[str, tuple[StoredSite, float]]:
         """How each site of this rank is stored, and how many rows a sample has."""

@@ -90,9 +90,13 @@ def _hooked(hooks: Sequence[tuple[PlacedSite, Hook]]) -> Iterator[None]:
 def _hook_module(placed: PlacedSite, hook: Hook) -> RemovableHandle:
     """On a tensor that a module is given or gives."""
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        changed = hook(_tensor(placed, args))
-        return None if changed is None else _replaced(args, placed.site.argument, changed)
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args or not kwargs:
+            changed = hook(_tensor(placed, args))
+            return None if changed is None else (_replaced(args, placed.site.argument, changed), kwargs)
+        names = [*kwargs]
+        changed = hook(_tensor(placed, tuple(kwargs.values())))
+        return None if changed is None else (args, {**kwargs, names[placed.site.argument]: changed})
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, torch.Tensor):
@@ -101,7 +105,7 @@ def _hook_module(placed: PlacedSite, hook: Hook) -> RemovableHandle:
         return None if changed is None else _replaced(output, placed.site.argument, changed)
 
     if placed.site.where == "input":
-        return placed.module.register_forward_pre_hook(before)
+        return placed.module.register_forward_pre_hook(before, with_kwargs=True)
     return placed.module.register_forward_hook(after)
 
 

@@ -80,19 +80,18 @@ class Reduction:
         return mean.to(value.dtype)
 
 
-def token_counts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def token_counts(batch: Mapping[str, torch.Tensor], n_samples: int, n_positions: int) -> torch.Tensor:
     """The tokens of each sample, ``(B,)`` int64, without padding at its end: positions of −1, or in a packed sample a
     last document without any target."""
     positions, document, targets = (batch.get(name) for name in ("positions", "document", "targets"))
     if positions is not None and bool((positions < 0).any()):
         return (positions >= 0).sum(1)
-    n_samples, length = batch["tokens"].shape
-    lengths = torch.full((n_samples,), length)
+    lengths = torch.full((n_samples,), n_positions)
     if document is None or targets is None:
         return lengths
     is_last = document == document[:, -1:]
     has_targets = ((targets != IGNORED) & is_last).any(1)
-    return torch.where(has_targets, lengths, length - is_last.sum(1))
+    return torch.where(has_targets, lengths, n_positions - is_last.sum(1))
 
 
 def _directions(width: int, features: int, seed: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.counts import counted_entry, with_counts
 from forge_core.distributed.environment import find_cluster, world_size_of
-from forge_core.distributed.mesh import build_mesh
+from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ConfigError
 from forge_core.job import sort_passes
 from forge_core.loading import model_problem, opened
@@ -33,6 +34,8 @@ from forge_core.registry.discovery import discover
 from forge_core.train.build import BuiltModel, build_model
 from forge_core.train.sources import EvaluatedData, TrainedOn
 from forge_plugins_inference.checkpoint_job import CheckpointJob
+from forge_plugins_interp.aliases import canonical_site, module_names
+from forge_plugins_interp.batch_shape import BATCH
 from forge_plugins_interp.interventions import WholeIntervention
 from forge_plugins_interp.observation import intervene, observe
 from forge_plugins_interp.placement import summed, whole
@@ -49,7 +52,8 @@ class Seen(Mapping[str, torch.Tensor]):
         self._gradients: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.forwards[name][-1]
+        names = (name, canonical_site(name), *module_names(canonical_site(name)))
+        return self.forwards[next((one for one in names if one in self.forwards), name)][-1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.forwards)
@@ -72,8 +76,102 @@ class Seen(Mapping[str, torch.Tensor]):
         return self._gradients[name]
 
 
+class ObservedModel(ABC):
+    """A model that is looked at and changed by its sites."""
+
+    sites: Sites
+
+    @property
+    @abstractmethod
+    def mesh(self) -> Mesh:
+        """The ranks that it is on."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """This rank's."""
+
+    @property
+    @abstractmethod
+    def batch_dims(self) -> tuple[str, ...]:
+        """The names of the first dimensions of what it reads."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Samples of a forward of an extraction."""
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Of random features."""
+
+    @abstractmethod
+    def run_batch(self, source: object, batch: Mapping[str, torch.Tensor]) -> None:
+        """Run the model on what a data source has read.
+
+        Args:
+            source: it may describe the entries.
+        """
+
+    @contextmanager
+    def observe(
+        self, *patterns: str, at: Mapping[str, int | Sequence[int]] | None = None, gradients: bool = False
+    ) -> Iterator[Seen]:
+        """Look at sites while the context is entered.
+
+        Args:
+            patterns: names or patterns of sites; of modules (``blocks.0.attention.o``), where no site is called so.
+            at: the part of each dimension to keep, such as ``{"position": -1}``; one index keeps the dimension.
+            gradients: keep gradients, too.
+
+        Raises:
+            ConfigError: there is no such site, or none of the forwards has come to it.
+        """
+        chosen, seen = self.sites.chosen(patterns), Seen()
+        own: dict[str, torch.Tensor] = {}
+
+        def take(placed: PlacedSite, value: torch.Tensor) -> None:
+            if gradients and value.requires_grad:
+                value.register_hook(lambda gradient: own.__setitem__(placed.name, gradient))  # type: ignore[no-untyped-call]
+            seen.forwards.setdefault(placed.name, []).append(_part(placed, whole(value, placed.cuts), at or {}))
+
+        with observe(chosen, take):
+            yield seen
+        if seen.forwards:
+            refuse_unseen(chosen, seen.forwards)
+        if gradients:
+            self._keep_gradients(chosen, own, seen, at or {})
+
+    def _keep_gradients(
+        self,
+        chosen: Sequence[PlacedSite],
+        own: Mapping[str, torch.Tensor],
+        seen: Seen,
+        at: Mapping[str, int | Sequence[int]],
+    ) -> None:
+        """Whole ones; those of parameters, which nobody has asked for, are dropped."""
+        copies = self.mesh.degrees["cp"]  # each rank that has the logits of a sequence differentiates them
+        for placed in chosen:
+            if placed.name in own:
+                gradient = whole(summed(own[placed.name], placed.sums), placed.cuts) / copies
+                seen._gradients[placed.name] = _part(placed, gradient, at)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def intervene(self, *changes: WholeIntervention) -> Iterator[None]:
+        """Change sites while the context is entered, in the order of ``changes``.
+
+        Raises:
+            ConfigError: there is no such site, or it cannot be changed so.
+        """
+        with intervene([place for change in changes for place in change.placed_on(self.sites)]):
+            yield
+
+
 @attrs.define(eq=False)
-class Session:
+class Session(ObservedModel):
     """A model and what belongs to it. It is a context manager, which closes it."""
 
     context: PassContext
@@ -125,60 +223,28 @@ class Session:
         predicted: torch.Tensor | None = executor.predict(batch)
         return predicted
 
-    @contextmanager
-    def observe(
-        self, *patterns: str, at: Mapping[str, int | Sequence[int]] | None = None, gradients: bool = False
-    ) -> Iterator[Seen]:
-        """Look at sites while the context is entered.
+    @property
+    def mesh(self) -> Mesh:
+        return self.context.mesh
 
-        Args:
-            patterns: names or patterns of sites; of modules (``blocks.0.attention.o``), where no site is called so.
-            at: the part of each dimension to keep, such as ``{"position": -1}``; one index keeps the dimension.
-            gradients: keep gradients, too.
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self.built.parameters
 
-        Raises:
-            ConfigError: there is no such site, or none of the forwards has come to it.
-        """
-        chosen, seen = self.sites.chosen(patterns), Seen()
-        own: dict[str, torch.Tensor] = {}
+    @property
+    def batch_dims(self) -> tuple[str, ...]:
+        return BATCH
 
-        def take(placed: PlacedSite, value: torch.Tensor) -> None:
-            if gradients and value.requires_grad:
-                value.register_hook(lambda gradient: own.__setitem__(placed.name, gradient))  # type: ignore[no-untyped-call]
-            seen.forwards.setdefault(placed.name, []).append(_part(placed, whole(value, placed.cuts), at or {}))
+    @property
+    def batch_size(self) -> int:
+        return self.context.job.train.batch_size
 
-        with observe(chosen, take):
-            yield seen
-        if seen.forwards:
-            refuse_unseen(chosen, seen.forwards)
-        if gradients:
-            self._keep_gradients(chosen, own, seen, at or {})
+    @property
+    def seed(self) -> int:
+        return self.context.job.train.seed
 
-    def _keep_gradients(
-        self,
-        chosen: Sequence[PlacedSite],
-        own: Mapping[str, torch.Tensor],
-        seen: Seen,
-        at: Mapping[str, int | Sequence[int]],
-    ) -> None:
-        """Whole ones; those of parameters, which nobody has asked for, are dropped."""
-        copies = self.context.mesh.degrees["cp"]  # each rank that has the logits of a sequence differentiates them
-        for placed in chosen:
-            if placed.name in own:
-                gradient = whole(summed(own[placed.name], placed.sums), placed.cuts) / copies
-                seen._gradients[placed.name] = _part(placed, gradient, at)
-        for parameter in self.built.parameters.values():
-            parameter.grad = None
-
-    @contextmanager
-    def intervene(self, *changes: WholeIntervention) -> Iterator[None]:
-        """Change sites while the context is entered, in the order of ``changes``.
-
-        Raises:
-            ConfigError: there is no such site, or it cannot be changed so.
-        """
-        with intervene([place for change in changes for place in change.placed_on(self.sites)]):
-            yield
+    def run_batch(self, source: object, batch: Mapping[str, torch.Tensor]) -> None:
+        self.model(batch["tokens"], **inputs_of(source, batch))
 
     def close(self) -> None:
         """Free the model and leave the process group."""

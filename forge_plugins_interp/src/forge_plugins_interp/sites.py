@@ -22,7 +22,7 @@ from forge_core.contracts.observation import ANY, Ends, ObservableModule, Part, 
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
 from forge_core.registry.discovery import discover
-from forge_plugins_interp.aliases import canonical_site
+from forge_plugins_interp.aliases import canonical_site, module_names
 from forge_plugins_interp.batch_shape import BATCH, BatchShape
 from forge_plugins_interp.placement import Cut
 from forge_plugins_interp.site_pattern import matches
@@ -71,14 +71,31 @@ class Sites:
         Raises:
             ConfigError: a pass that shares out values does not say how they lie.
         """
-        layouts = layouts_of(parts, passes, build)
+        return cls.placed(parts, layouts_of(parts, passes, build), mesh)
+
+    @classmethod
+    def placed(
+        cls,
+        parts: Sequence[nn.Module],
+        layouts: Sequence[PassLayout],
+        mesh: Mesh,
+        *,
+        dims: tuple[str, ...] = BATCH,
+        needed: int = len(BATCH),
+    ) -> Sites:
+        """Find them in these layouts. All ranks call it together.
+
+        Args:
+            dims, needed: as of ``BatchShape``.
+        """
         here: dict[str, PlacedSite] = {}
         modules: dict[str, Callable[[], PlacedSite]] = {}
         for number, part in enumerate(parts):
             placing = _Placing(by_canonical_name(part), [one.of_part(number) for one in layouts], mesh)
             sites = declared(part)
             here |= {name: placing.declared(name, site) for name, site in sites.items()}
-            modules |= placing.modules(part, sites)
+            given = placing.declared("", Site(module="", where="input", dims=dims))
+            modules |= placing.modules(sites, BatchShape(part, given.cuts, dims, needed))
         elsewhere, modules_elsewhere = (
             [name for stage in mesh.gather_over("pp", list(own)) for name in stage if name not in own]
             for own in (here, modules)
@@ -109,8 +126,9 @@ class Sites:
         canonical = canonical_site(pattern)
         if found := [name for name in known if matches(name, canonical)]:
             return found
-        if found := [name for name in modules if matches(name, pattern)]:
-            return found
+        for called in (pattern, *module_names(canonical)):
+            if found := [name for name in modules if matches(name, called)]:
+                return found
         close = nearest(canonical, [*known, *modules])
         hint = f"did you mean {close!r}? " if close else ""
         raise ConfigError(f"site {pattern!r}: the model has none of that name; {hint}forge sites lists all")
@@ -128,9 +146,12 @@ def sites_of_run(parts: Sequence[nn.Module], mesh: Any, job: Job) -> Sites:
 
 
 def declared(part: Any) -> dict[str, Site]:
-    """The sites that a model, or a part of one, declares; without any, the ends of its blocks."""
+    """The sites that a model, or a part of one, declares; without any, the ends of its blocks,
+    if it has some."""
     if isinstance(part, ObservableModule):
         return dict(part.sites())
+    if not isinstance(getattr(part, "blocks", None), nn.ModuleDict):
+        return {}
     stream = ("sample", "position", "width")
     found = {}
     for layer in part.blocks:
@@ -217,11 +238,9 @@ class _Placing:
             raise PluginError(f"the model declares the site {name} at {site.module!r}, which is no module of it")
         return self._place(name, site)
 
-    def modules(self, part: nn.Module, sites: Mapping[str, Site]) -> dict[str, Callable[[], PlacedSite]]:
+    def modules(self, sites: Mapping[str, Site], batch: BatchShape) -> dict[str, Callable[[], PlacedSite]]:
         """Each module by its name, and its first argument, to be placed."""
         ends = {(site.module, site.where, site.argument): site for site in sites.values() if not site.compute}
-        given = Site(module="", where="input", dims=BATCH)
-        batch = BatchShape(part, self._place("", given).cuts)
         found: dict[str, Callable[[], PlacedSite]] = {}
         for name in self.by_name:
             if name and not isinstance(self.by_name[name], nn.ModuleDict | nn.ModuleList):

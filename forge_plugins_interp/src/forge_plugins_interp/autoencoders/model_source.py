@@ -104,7 +104,7 @@ class ActivationsOf:
         """The rows of each site, ``(n, width)`` fp32, and which of the positions ``(B, S)`` they are."""
         batch = read_batch(self._source, indices)
         inputs = {name: entry.to(self._device) for name, entry in inputs_of(self._source, batch).items()}
-        tokens, lengths = batch["tokens"], token_counts(batch)
+        tokens, lengths = batch["tokens"], token_counts(batch, *batch["tokens"].shape)
         found: dict[str, torch.Tensor] = {}
 
         def take(placed: PlacedSite, value: torch.Tensor) -> None:
