@@ -99,6 +99,7 @@ def test_a_change_that_does_not_fit_is_a_sentence(change, message):
     [
         Zero("blocks.*.z", at={"head": [0, 2]}),
         Mean("logits"),
+        Scale("embed", factor=2.0, tokens=[3, 5], steps=[0]),
         Resample("embed", seed=4),
         Add("embed", value=torch.tensor([0.5, -2.0]), scale=0.25, at={"position": -1}),
         Project("embed", directions=AXES, keep=True),
@@ -119,6 +120,11 @@ def test_a_change_survives_json(change):
         ({"change": "zeros", "site": "z"}, "change: must be one of zero, mean, .* got 'zeros'; did you mean 'zero'"),
         ({"change": "scale", "site": "z"}, "factor: the change 'scale' needs it"),
         ({"change": "zero", "site": "z", "att": {}}, "att: no key of the change 'zero'; did you mean 'at'"),
+        (
+            {"change": "zero", "site": "z", "tokens": [1, -2]},
+            r"tokens: must be a list of whole numbers .* got \[1, -2\]",
+        ),
+        ({"change": "zero", "site": "z", "steps": 3}, "steps: must be a list of whole numbers from 0, got 3"),
         ({"change": "add", "site": "z", "value": "x"}, "value: must be a number or lists of numbers"),
     ],
 )

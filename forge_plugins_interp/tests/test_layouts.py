@@ -258,6 +258,9 @@ def effects(one: Session) -> Values:
     for method in ("patching", "attribution", "integrated_gradients"):
         rows = sweep(one, prompts, ["blocks.0.z", "blocks.1.attn_out"], method=method)
         found[method] = torch.tensor([row["effect"] for row in rows])
+    of_tokens = interp.Scale("blocks.0.attn_out", factor=-2.0, tokens=TOKENS[0, [3, 9]].tolist())
+    with torch.no_grad(), one.intervene(of_tokens):
+        found["tokens"] = one.model(TOKENS)
     return found
 
 

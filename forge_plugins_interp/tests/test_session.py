@@ -67,6 +67,33 @@ def test_packed_documents_do_not_see_each_other(session):
 
 
 @torch.no_grad()
+def test_a_change_of_some_tokens_is_made_where_they_are(session):
+    wanted = [int(TOKENS[0, 3]), int(TOKENS[1, 7])]
+    change = interp.Scale("blocks.0.z", factor=2.0, at={"head": 1}, tokens=wanted)
+    with session.observe("blocks.0.z") as plain:
+        session.model(TOKENS)
+    with session.intervene(change), session.observe("blocks.0.attention.o.input") as seen:
+        session.model(TOKENS)
+
+    expected = plain["blocks.0.z"].clone()
+    for sample, position in torch.isin(TOKENS, torch.tensor(wanted)).nonzero().tolist():
+        expected[sample, 1, position] *= 2
+    assert torch.equal(seen["blocks.0.attention.o.input"], expected.transpose(1, 2).flatten(2))
+    assert not torch.equal(expected, plain["blocks.0.z"])
+
+
+@torch.no_grad()
+def test_a_change_of_some_steps_is_made_in_these_forwards(session):
+    model = session.built.parts[0]
+    with session.intervene(interp.Zero("blocks.0.attn_out", steps=[1])), session.observe("blocks.0.attn_out") as seen:
+        cache = model.make_cache(2, 12)
+        for token in TOKENS.split(4, dim=1):
+            model(token, cache=cache)
+
+    assert [bool((one == 0).all()) for one in seen.forwards["blocks.0.attn_out"]] == [False, True, False]
+
+
+@torch.no_grad()
 def test_the_identities_of_changes(session):
     plain = session.model(TOKENS)
     with session.observe("*", "blocks.*.*") as seen:
@@ -228,6 +255,16 @@ def test_a_site_that_is_only_computed_cannot_be_changed(session):
     change = interp.Zero("blocks.0.attn_head_out")
     with pytest.raises(ConfigError, match="cannot be changed"), session.intervene(change):
         pass
+
+
+def test_tokens_of_a_site_without_positions_are_a_sentence(session):
+    change = interp.Zero("blocks.0.k_rot", tokens=[3])
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match=r"tokens: site blocks.0.k_rot has the dimensions .* and no positions"),
+        session.intervene(change),
+    ):
+        session.model(TOKENS)
 
 
 def test_softmax_of_the_scores_is_the_pattern(session):

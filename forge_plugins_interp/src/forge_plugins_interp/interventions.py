@@ -1,7 +1,8 @@
 """Changes of a value, each a small class that says what is put in its place.
 
 A change is for the sites of a name or a pattern, and for what ``at`` says of its dimensions, by the names of
-``Site.dims``: an index, a list of indices, or nothing for all. All but ``Fn`` can be written to TOML or JSON and read.
+``Site.dims``: an index, a list of indices, or nothing for all. ``tokens`` and ``steps`` say at which tokens, and in
+which forwards. All but ``Fn`` can be written to TOML or JSON and read.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class WholeIntervention(ABC):
     """A name or a pattern, such as ``blocks.*.mlp_out``."""
     at: Mapping[str, Index] = attrs.field(factory=dict)
     """What is changed of each dimension: ``{"position": -1, "head": [0, 3]}``."""
+    tokens: Sequence[int] = ()
+    """Ids of tokens: only positions with one of these are changed; nothing for all."""
+    steps: Sequence[int] = ()
+    """Numbers of forwards, from 0 for the first one, such as those of a text that is generated; nothing for all."""
 
     def placed_on(self, sites: Sites) -> list[tuple[PlacedSite, Change]]:
         """The sites on this rank that are changed, each with the change of its whole value.
@@ -226,7 +231,7 @@ def to_table(change: WholeIntervention) -> dict[str, Any]:
     table = {"change": change.kind}
     for field in attrs.fields(type(change)):
         value = getattr(change, field.name)
-        if value is not None and not (field.name == "at" and not value):
+        if value is not None and not (field.name in ("at", "tokens", "steps") and not value):
             table[field.name] = _plain(value)
     return table
 
@@ -254,6 +259,9 @@ def from_table(table: Mapping[str, Any]) -> WholeIntervention:
             raise ConfigError(f"{name}: the change {kind!r} needs it")
     tensors = ("value", "directions")
     read: dict[str, Any] = {key: _tensor(key, value) if key in tensors else value for key, value in keys.items()}
+    for key in read.keys() & {"tokens", "steps"}:
+        if not isinstance(read[key], list) or any(type(one) is not int or one < 0 for one in read[key]):
+            raise ConfigError(f"{key}: must be a list of whole numbers from 0, got {read[key]!r}")
     if "source" in read:
         read["source"] = {name: _tensor(f"source.{name}", value) for name, value in read["source"].items()}
     return KINDS[kind](**read)

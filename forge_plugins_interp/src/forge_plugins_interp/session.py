@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from forge_core.train.sources import EvaluatedData, TrainedOn
 from forge_plugins_inference.checkpoint_job import CheckpointJob
 from forge_plugins_interp.aliases import canonical_site, module_names
 from forge_plugins_interp.batch_shape import BATCH
+from forge_plugins_interp.forwards import Forwards
 from forge_plugins_interp.interventions import WholeIntervention
 from forge_plugins_interp.observation import intervene, observe
 from forge_plugins_interp.placement import summed, whole
@@ -166,7 +168,15 @@ class ObservedModel(ABC):
         Raises:
             ConfigError: there is no such site, or it cannot be changed so.
         """
-        with intervene([place for change in changes for place in change.placed_on(self.sites)]):
+        chosen = [(change, *place) for change in changes for place in change.placed_on(self.sites)]
+        is_selective = any(change.tokens or change.steps for change in changes)
+        if is_selective and self.mesh.degrees["pp"] > 1:
+            raise ConfigError(
+                "tokens, steps: a stage of a pipeline does not know them; open the model with parallel.pp=1"
+            )
+        forwards = Forwards(self.sites.given[0])
+        placed = [(one, functools.partial(forwards.changed, change, one, make)) for change, one, make in chosen]
+        with forwards.watched() if is_selective else nullcontext(), intervene(placed):
             yield
 
 

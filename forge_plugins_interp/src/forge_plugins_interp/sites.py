@@ -57,6 +57,8 @@ class Sites:
     modules: Mapping[str, Callable[[], PlacedSite]]
     """Modules by name, which are placed once they are asked for."""
     modules_elsewhere: Sequence[str]
+    given: Sequence[PlacedSite]
+    """What each part of the model on this rank is given first: tokens, or hidden states of an earlier stage."""
 
     @classmethod
     def of(
@@ -90,17 +92,18 @@ class Sites:
         """
         here: dict[str, PlacedSite] = {}
         modules: dict[str, Callable[[], PlacedSite]] = {}
+        given = []
         for number, part in enumerate(parts):
             placing = _Placing(by_canonical_name(part), [one.of_part(number) for one in layouts], mesh)
             sites = declared(part)
             here |= {name: placing.declared(name, site) for name, site in sites.items()}
-            given = placing.declared("", Site(module="", where="input", dims=dims))
-            modules |= placing.modules(sites, BatchShape(part, given.cuts, dims, needed))
+            given.append(placing.declared("", Site(module="", where="input", dims=dims)))
+            modules |= placing.modules(sites, BatchShape(part, given[-1].cuts, dims, needed))
         elsewhere, modules_elsewhere = (
             [name for stage in mesh.gather_over("pp", list(own)) for name in stage if name not in own]
             for own in (here, modules)
         )
-        return cls(here, elsewhere, modules, modules_elsewhere)
+        return cls(here, elsewhere, modules, modules_elsewhere, given)
 
     def chosen(self, patterns: Iterable[str]) -> list[PlacedSite]:
         """The sites on this rank that a name or a pattern (``blocks.*.resid_post``) means, in the order of the model.
