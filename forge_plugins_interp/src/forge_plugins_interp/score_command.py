@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from forge_plugins_interp.neuro.recordings import Recordings
     from forge_plugins_interp.neuro.resemblance import Resemblance
     from forge_plugins_interp.store import Store
+    from forge_plugins_interp.tidy_table import Row
 
-METHODS = ("ridge", "pls", "rsa", "cka")
+METHODS = ("ridge", "pls", "banded_ridge", "rsa", "cka")
 
 
 @click.command()
@@ -28,9 +29,11 @@ METHODS = ("ridge", "pls", "rsa", "cka")
 @click.argument("recordings", type=click.Path(path_type=Path))
 @click.option("--method", type=click.Choice(METHODS), default="ridge", show_default=True, help="How they are compared.")
 @click.option("--components", default=25, show_default=True, type=click.IntRange(min=1), help="With pls.")
-@click.option("--splits", default=10, show_default=True, type=click.IntRange(min=1), help="Of ridge and pls.")
+@click.option("--draws", default=100, show_default=True, type=click.IntRange(min=1), help="With banded_ridge.")
+@click.option("--splits", default=10, show_default=True, type=click.IntRange(min=1), help="Of methods that predict.")
 @click.option("--null", "shuffles", default=0, type=click.IntRange(min=0), help="Shuffle stimuli so many times, for p.")
 @click.option("--groups", metavar="COLUMN", help="Hold out whole groups by this column of the store's index.")
+@click.option("--delays", metavar="ROWS", help="Predict from rows so much earlier in the store, such as 1,2,3.")
 @click.option("--reverse", is_flag=True, help="Predict the model from the recordings.")
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
@@ -39,9 +42,11 @@ def score(
     recordings: Path,
     method: str,
     components: int,
+    draws: int,
     splits: int,
     shuffles: int,
     groups: str | None,
+    delays: str | None,
     reverse: bool,
     patterns: str,
     out: Path | None,
@@ -51,18 +56,18 @@ def score(
     RECORDINGS end with .npz, .csv, .nc, .h5, .mat or .nwb. The store has a row for each stimulus (forge extract
     --stimuli … --reduce last or mean). Where recordings have repetitions, scores have a ceiling. A group of the
     recordings is held out whole.
+
+    banded_ridge predicts from all sites together, with a penalty for each, and tells each one's part of the score. With
+    --delays, rows of the store are in the order of time within each group of --groups.
     """
     refuse_other_ending(out)
-    if method in ("rsa", "cka") and reverse:
-        raise ConfigError(f"--reverse: has no effect with --method {method}; leave it out")
-    if method in ("rsa", "cka") and groups is not None:
-        raise ConfigError(f"--groups: has no effect with --method {method}, which fits nothing; leave it out")
+    _refuse_options(method, groups=groups, delays=delays, shuffles=shuffles, reverse=reverse)
+    earlier = _rows_earlier(delays) if delays is not None else []
 
     import attrs
-    import numpy as np
 
-    from forge_core.commands.table import aligned
     from forge_plugins_interp.figures.layers import layers_figure
+    from forge_plugins_interp.neuro.delays import delayed
     from forge_plugins_interp.neuro.recordings import read_recordings
     from forge_plugins_interp.neuro.resemblance import Comparison
     from forge_plugins_interp.store import Store
@@ -73,25 +78,117 @@ def score(
     if groups is not None:
         brain = attrs.evolve(brain, groups=_column(acts, groups, numbers, of_brain, len(brain.ids)))
     brain = brain.of(of_brain)
+    for site in sites:
+        if acts.manifest.sites[site].dims[0] != "sample":
+            raise ConfigError(f"site {site}: {store} has a row a token; extract it with --reduce last or mean")
+
+    def features(site: str) -> torch.Tensor:
+        values = acts.array(site).flatten(1).double()
+        if earlier:
+            assert groups is not None, "it was refused"
+            values = delayed(values, earlier, acts.columns[groups])
+        return values[numbers]
+
+    print(f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids")
+    if method == "banded_ridge":
+        known = {"method": method, "stimuli": len(numbers)}
+        rows = _banded({site: features(site) for site in sites}, brain, draws, splits, shuffles)
+        save_results(out, [{**row, **known} for row in rows], lambda: layers_figure(_as_scores(rows[1:]), "part of r"))
+        return
     measure: Callable[[torch.Tensor], EncodingScore | Resemblance]
     measure = _encoded(brain, method, components, splits, shuffles, reverse=reverse)
     if method in ("rsa", "cka"):
         measure = Comparison(brain, method, shuffles=shuffles).of  # type: ignore[arg-type]  # click has checked it
-    rows = []
-    for site in sites:
-        if acts.manifest.sites[site].dims[0] != "sample":
-            raise ConfigError(f"site {site}: {store} has a row a token; extract it with --reduce last or mean")
-        values = acts.array(site)[numbers].flatten(1).double()
-        found = measure(values)
-        null: dict[str, float | None] = {"null_mean": None, "null_high": None}
-        if found.null:
-            null = {"null_mean": float(np.mean(found.null)), "null_high": float(np.percentile(found.null, 95))}
-        known = {key: getattr(found, key) for key in (*_SHOWN, "ceiling_low", "ceiling_high")}
-        rows.append({"site": site, "method": method, "stimuli": len(numbers), **known, **null})
-    shown = [(row["site"], *(_number(row[key]) for key in _SHOWN)) for row in rows]
-    print(f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids")
-    print("\n".join(aligned([("site", *_SHOWN), *shown])))
+    rows = [
+        {"site": site, "method": method, "stimuli": len(numbers), **_facts(measure(features(site)))} for site in sites
+    ]
+    print("\n".join(_table(rows)))
     save_results(out, rows, lambda: layers_figure(rows, method))
+
+
+def _refuse_options(method: str, *, groups: str | None, delays: str | None, shuffles: int, reverse: bool) -> None:
+    if method in ("rsa", "cka"):
+        for option, given in (("--groups", groups is not None), ("--delays", delays is not None)):
+            if given:
+                raise ConfigError(f"{option}: has no effect with --method {method}, which fits nothing; leave it out")
+    if reverse and method in ("rsa", "cka", "banded_ridge"):
+        raise ConfigError(f"--reverse: has no effect with --method {method}; leave it out")
+    if delays is not None and reverse:
+        raise ConfigError("--delays: are of the model's features, and --reverse predicts these; leave one of them out")
+    if delays is not None and groups is None:
+        raise ConfigError(
+            "--delays: needs --groups, a column of the store, such as the story: neighbours in time are alike, and "
+            "those of one group are not in training and test"
+        )
+    if delays is not None and shuffles:
+        raise ConfigError(
+            "--null: has no effect with --delays: neighbours in time are alike, which shuffled ones are not, so that p "
+            "would be too small; leave it out"
+        )
+
+
+def _rows_earlier(delays: str) -> list[int]:
+    """
+    Raises:
+        ConfigError: they are no list of different numbers from 0.
+    """
+    found = [part.strip() for part in delays.split(",")]
+    if not all(part.isdecimal() for part in found) or len(set(map(int, found))) < len(found):
+        raise ConfigError(f"--delays {delays}: must be different whole numbers from 0 with commas, such as 1,2,3")
+    return [int(part) for part in found]
+
+
+def _banded(
+    bands: Mapping[str, torch.Tensor], brain: Recordings, draws: int, splits: int, shuffles: int
+) -> list[dict[str, Any]]:
+    """The score of all bands together, then each band's part of it."""
+    import torch
+
+    from forge_core.commands.table import aligned
+    from forge_plugins_interp.neuro.banded_ridge import BandedRidge
+    from forge_plugins_interp.neuro.encoding import Splits, encode
+
+    if len(bands) < 2:
+        raise ConfigError(
+            f"--method banded_ridge: needs two sites at least, and there is {', '.join(bands)}; use ridge"
+        )
+    widths = [band.shape[1] for band in bands.values()]
+    found = encode(
+        torch.cat(list(bands.values()), 1),
+        brain.repetitions,
+        BandedRidge(widths=widths, draws=draws),
+        splits=Splits(number=splits),
+        groups=brain.groups,
+        shuffles=shuffles,
+        widths=widths,
+    )
+    assert found.of_bands is not None, "it was asked for"
+    parts = found.of_bands.nanmean(1).tolist()
+    together = {"site": "all", **_facts(found), "part": sum(parts)}
+    nothing = dict.fromkeys(_facts(found))
+    rows = [together, *({"site": site, **nothing, "part": part} for site, part in zip(bands, parts, strict=True))]
+    print("\n".join(_table([together])))
+    print("\n".join(aligned([("site", "part of r"), *((row["site"], _number(row["part"])) for row in rows)])))
+    return rows
+
+
+def _as_scores(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [{"site": row["site"], "score": row["part"], "low": None, "ceiling": None} for row in rows]
+
+
+def _facts(found: EncodingScore | Resemblance) -> dict[str, float | None]:
+    import numpy as np
+
+    null: dict[str, float | None] = {"null_mean": None, "null_high": None}
+    if found.null:
+        null = {"null_mean": float(np.mean(found.null)), "null_high": float(np.percentile(found.null, 95))}
+    return {key: getattr(found, key) for key in (*_SHOWN, "ceiling_low", "ceiling_high")} | null
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    from forge_core.commands.table import aligned
+
+    return aligned([("site", *_SHOWN), *((row["site"], *(_number(row[key]) for key in _SHOWN)) for row in rows)])
 
 
 _SHOWN = ("score", "low", "high", "ceiling", "normalised", "p_value")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -14,13 +15,15 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics.matrices import checked
-from forge_plugins_interp.neuro.regression import Regression
+from forge_plugins_interp.neuro.regression import LinearMap, Regression
 
 LEAST = 10
 """Stimuli."""
 _RESAMPLES = 500
 _AT_ONCE = 50
 """Bootstrap samples in memory, as neuroids may be all voxels of a brain."""
+_TARGETS = 10_000
+"""Fitted at once, as there are weights of each in memory."""
 Part = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 """Of a split: recordings that are held out, what is predicted of them, and the numbers of these stimuli."""
 
@@ -74,6 +77,9 @@ class EncodingScore:
     positive. It may be above 1: all but the noise correlates as the square root of the reliability."""
     null: tuple[float, ...] = ()
     """Scores for shuffled stimuli."""
+    of_bands: torch.Tensor | None = None
+    """``(bands, q)``: each band's part of r (``split_correlations``), the mean over splits; ``None`` without bands. The
+    sum over bands is ``of_neuroids``."""
 
     @property
     def p_value(self) -> float | None:
@@ -89,6 +95,7 @@ def encode(
     splits: Splits | None = None,
     groups: np.ndarray | None = None,
     shuffles: int = 0,
+    widths: Sequence[int] = (),
 ) -> EncodingScore:
     """The encoding score of features for recordings.
 
@@ -97,6 +104,7 @@ def encode(
         repetitions: ``(n, r, q)``; their mean is predicted.
         groups: ``(n,)``, which are not split.
         shuffles: how many times stimuli are shuffled for the null distribution.
+        widths: features of each band, where their parts of the score are wanted.
 
     Raises:
         ConfigError: too few stimuli, other numbers of them, a value that is not finite, or no neuroid that varies in
@@ -107,19 +115,24 @@ def encode(
     rng = np.random.default_rng(splits.seed + 1)
     orders = [torch.arange(len(y)), *(torch.from_numpy(rng.permutation(len(y))) for _ in range(shuffles))]
     parts: list[list[Part]] = [[] for _ in orders]
+    of_bands: list[torch.Tensor] = []
     for train, test in splits.of(len(x), groups):
-        fit = regression.of(x[train])
-        for part, order in zip(parts, orders, strict=True):
-            part.append((y[order[test]], fit(y[order[train]])(x[test]), test))
+        fit = regression.of(x[train], None if groups is None else groups[train])
+        maps = _fitted(fit, [y[order[train]] for order in orders], together=regression.per_target)
+        for part, order, found in zip(parts, orders, maps, strict=True):
+            part.append((y[order[test]], found(x[test]), test))
+            if widths and order is orders[0]:
+                of_bands.append(split_correlations(y[test], found.parts(x[test], widths)))
     once, draws = torch.ones(1, len(y), dtype=torch.float64), resamples(len(y), splits.seed)
     each = torch.stack([correlations(held_out, predicted) for held_out, predicted, _ in parts[0]])
     if bool(each.isnan().all()):
         raise ConfigError(f"none of the {y.shape[1]} neuroids varies in stimuli that are held out")
     low, high = interval(_scores(parts[0], draws))
     score, *null = (float(_scores(part, once)[0]) for part in parts)
-    of_neuroids = each.nanmean(0)
+    known: dict[str, Any] = {"score": score, "low": low, "high": high, "of_neuroids": each.nanmean(0)}
+    known |= {"null": tuple(null), "of_bands": torch.stack(of_bands).nanmean(0) if of_bands else None}
     if repetitions.shape[1] == 1:
-        return EncodingScore(score=score, low=low, high=high, of_neuroids=of_neuroids, null=tuple(null))
+        return EncodingScore(**known)
     reliable = reliabilities(repetitions, seed=splits.seed)
     ends = interval(
         np.concatenate(
@@ -127,16 +140,26 @@ def encode(
         )
     )
     return EncodingScore(
-        score=score,
-        low=low,
-        high=high,
-        of_neuroids=of_neuroids,
+        **known,
         ceiling=float(np.nanmedian(reliable.numpy())),
         ceiling_low=ends[0],
         ceiling_high=ends[1],
         normalised=float(_scores(parts[0], once, reliable.where(reliable > 0, torch.nan))[0]),
-        null=tuple(null),
     )
+
+
+def _fitted(
+    fit: Callable[[torch.Tensor], LinearMap], targets: Sequence[torch.Tensor], *, together: bool
+) -> Iterator[LinearMap]:
+    """The map of each of several ``(n, q)``.
+
+    Args:
+        together: fit as many at a time as there is room for.
+    """
+    size = targets[0].shape[1]
+    at_once = max(1, _TARGETS // size) if together else 1
+    for start in range(0, len(targets), at_once):
+        yield from fit(torch.cat(list(targets[start : start + at_once]), 1)).split(size)
 
 
 def correlations(y: torch.Tensor, predicted: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,6 +182,26 @@ def correlations(y: torch.Tensor, predicted: torch.Tensor, weights: torch.Tensor
     r = (shares @ (y * predicted) - mean_y * mean_p) / (var_y.clamp(min=0) * var_p.clamp(min=0)).sqrt()
     r = r.where(~_vanishes(var_p, predicted), 0.0).where(~_vanishes(var_y, y), torch.nan).clamp(-1, 1)
     return r[0] if weights is None else r
+
+
+def split_correlations(y: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Pearson's r of the sum of predictions, shared out: ``cov(y, ŷ_b) / (σ_y σ_ŷ)`` of each band b, whose sum is r.
+
+    It is the product measure of Dupré la Tour et al. 2022, of r in place of R². A band that misleads has a negative
+    part.
+
+    Args:
+        y: ``(n, q)``.
+        parts: ``(bands, n, q)``.
+
+    Returns:
+        ``(bands, q)``; NaN where the recording is constant, 0 where only the prediction is.
+    """
+    y, parts = y - y.mean(0), parts - parts.mean(1, keepdim=True)
+    whole = parts.sum(0)
+    covariances, var_y, var_p = (parts * y).mean(1), y.square().mean(0), whole.square().mean(0)
+    r = covariances / (var_y * var_p).sqrt()
+    return r.where(~_vanishes(var_p, whole), 0.0).where(~_vanishes(var_y, y), torch.nan)
 
 
 def _vanishes(variance: torch.Tensor, centred: torch.Tensor) -> torch.Tensor:

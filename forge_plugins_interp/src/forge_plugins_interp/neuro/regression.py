@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
+import numpy as np
 import torch
 
 from forge_core.errors import ConfigError
@@ -29,12 +30,36 @@ class LinearMap:
         """``(n, p)`` to ``(n, q)``."""
         return (x - self.x_mean) @ self.weights + self.y_mean
 
+    def parts(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """What each band of features adds to the mean, ``(bands, n, q)``; together with it they are the prediction.
+
+        Args:
+            widths: features of each band.
+        """
+        sizes = list(widths)
+        bands = zip(torch.split(x - self.x_mean, sizes, 1), torch.split(self.weights, sizes), strict=True)
+        return torch.stack([some @ weights for some, weights in bands])
+
+    def split(self, size: int) -> list[LinearMap]:
+        """The maps of ``size`` targets after another."""
+        parts = zip(torch.split(self.weights, size, 1), torch.split(self.y_mean, size), strict=True)
+        return [LinearMap(weights, self.x_mean, y_mean) for weights, y_mean in parts]
+
 
 class Regression(Protocol):
     """A way to find maps. What depends on features alone is done once, for any number of targets."""
 
-    def of(self, x: torch.Tensor) -> Callable[[torch.Tensor], LinearMap]:
-        """From features ``(n, p)`` to the fit of targets ``(n, q)``, float64."""
+    @property
+    def per_target(self) -> bool:
+        """Each target has the map that it would have alone, so that several sets of targets can be fitted as one."""
+        ...
+
+    def of(self, x: torch.Tensor, groups: np.ndarray | None = None) -> Callable[[torch.Tensor], LinearMap]:
+        """From features ``(n, p)`` to the fit of targets ``(n, q)``, float64.
+
+        Args:
+            groups: ``(n,)``, which are not split where stimuli are held out to choose something.
+        """
         ...
 
 
@@ -50,8 +75,8 @@ class Ridge:
     per_target: bool = False
     """Choose a penalty for each target, in place of one for all."""
 
-    def of(self, x: torch.Tensor) -> Callable[[torch.Tensor], LinearMap]:
-        """Decompose features ``(n, p)``."""
+    def of(self, x: torch.Tensor, groups: np.ndarray | None = None) -> Callable[[torch.Tensor], LinearMap]:
+        """Decompose features ``(n, p)``. Each stimulus is left out by itself, of any group."""
         x_mean = x.mean(0)
         u, s, vt = torch.linalg.svd(x - x_mean, full_matrices=False)
         squares, alphas = u.square(), torch.tensor(self.alphas, dtype=x.dtype, device=x.device)
@@ -78,8 +103,9 @@ class PLS:
     """Partial least squares, PLS2 (Wold 1975; Wegelin 2000), without scaling."""
 
     components: int = 25
+    per_target = False
 
-    def of(self, x: torch.Tensor) -> Callable[[torch.Tensor], LinearMap]:
+    def of(self, x: torch.Tensor, groups: np.ndarray | None = None) -> Callable[[torch.Tensor], LinearMap]:
         """
         Raises:
             ConfigError: more components than features or stimuli.
