@@ -13,6 +13,7 @@ from itertools import combinations_with_replacement, product
 
 import torch
 
+from forge_core.errors import ConfigError
 from forge_plugins_interp.metrics.matrices import centred, checked
 
 LEAST_DEBIASED = 4
@@ -21,7 +22,7 @@ _BLOCK_BYTES = 256 * 2**20
 """Of the rows of all kernels that are in memory at a time."""
 
 
-def linear_cka(x: torch.Tensor, y: torch.Tensor, *, debiased: bool = True) -> float:
+def linear_cka(x: torch.Tensor, y: torch.Tensor, *, debiased: bool = True, sampled_features: bool = False) -> float:
     """CKA with linear kernels.
 
     Biased: ``‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖)`` of centred matrices. Debiased: by the unbiased HSIC (Song et al. 2012; Nguyen et
@@ -30,14 +31,16 @@ def linear_cka(x: torch.Tensor, y: torch.Tensor, *, debiased: bool = True) -> fl
 
     Args:
         x, y: ``(n, p)`` and ``(n, q)``.
+        sampled_features: as in ``LinearCKA``.
 
     Returns:
-        At most 1; NaN, with a warning, where an unbiased self-similarity is not positive.
+        At most 1, but for noise with ``sampled_features``; NaN, with a warning, where an unbiased self-similarity is
+        not positive.
 
     Raises:
         ConfigError: other stimuli, fewer than 4 (debiased) or 2, or a value that is not finite.
     """
-    both = LinearCKA(debiased=debiased)
+    both = LinearCKA(debiased=debiased, sampled_features=sampled_features)
     both.update([x], [y])
     return float(both.result())
 
@@ -49,10 +52,15 @@ class LinearCKA:
 
     Args:
         debiased: by the unbiased HSIC, which needs 4 stimuli a batch.
+        sampled_features: features are a sample, such as neurons of an area, and CKA is that of all there are. HSIC is
+            the mean over pairs of features, one of each side; of a representation with itself, pairs of a feature with
+            itself are too many, and are left out (Chun et al. 2025, arXiv 2502.15104). It needs ``debiased``. Features
+            of different representations are samples that do not depend on each other.
     """
 
-    def __init__(self, *, debiased: bool = True) -> None:
-        self._debiased = debiased
+    def __init__(self, *, debiased: bool = True, sampled_features: bool = False) -> None:
+        assert debiased or not sampled_features, "it is an unbiased estimate"
+        self._debiased, self._sampled_features = debiased, sampled_features
         self._sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def update(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor] | None = None) -> None:
@@ -68,6 +76,9 @@ class LinearCKA:
         if self._debiased:
             norms = torch.stack([one.square().sum(1) for one in every])
             products = _without_bias(products, norms)
+        if self._sampled_features:
+            for number, one in enumerate(every):
+                products[number, number] = _of_sampled(one, products[number, number])
         first, second = (slice(len(xs)), slice(len(xs), None)) if ys is not None else (slice(None), slice(None))
         own = products.diagonal()
         batch = products[first, second], own[first], own[second]
@@ -78,7 +89,8 @@ class LinearCKA:
         assert self._sums is not None, "there was no batch"
         both, first, second = self._sums
         if bool((first <= 0).any() or (second <= 0).any()):
-            warnings.warn("a representation is not similar to itself: too few stimuli for debiased CKA", stacklevel=2)
+            few = "stimuli or features" if self._sampled_features else "stimuli"
+            warnings.warn(f"a representation is not similar to itself: too few {few} for debiased CKA", stacklevel=2)
         return both / (first.where(first > 0, math.nan)[:, None] * second.where(second > 0, math.nan)).sqrt()
 
 
@@ -126,6 +138,22 @@ def _without_bias(products: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     sums = norms.sum(1)
     ends = sums[:, None] * sums / ((n - 1) * (n - 2))
     return (products - n / (n - 2) * (norms @ norms.T) + ends) / (n * (n - 3))
+
+
+def _of_sampled(x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """``hsic_1`` of a linear kernel with itself, without pairs of a feature with itself, as of equally many pairs.
+
+    Args:
+        x: centred, ``(n, p)``.
+        own: with all pairs.
+    """
+    n, p = x.shape
+    if p < 2:
+        raise ConfigError("sampled_features: needs at least 2 features of each representation, and one has 1")
+    squares = x.square()
+    sums = squares.sum(0).square()
+    of_features = (sums - n / (n - 2) * squares.square().sum(0) + sums / ((n - 1) * (n - 2))) / (n * (n - 3))
+    return (own - of_features.sum()) * p / (p - 1)
 
 
 def rbf_cka(x: torch.Tensor, y: torch.Tensor, *, fraction: float = 1.0, debiased: bool = True) -> float:

@@ -30,8 +30,9 @@ class Cka(RepresentationMetric):
     def matrix(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         if self._config.kernel == "rbf":
             return super().matrix(xs, ys)
-        estimate, n = LinearCKA(debiased=self._config.debiased), len(xs[0])
-        for rows in _batches(n, self._config.batch):
+        config, n = self._config, len(xs[0])
+        estimate = LinearCKA(debiased=config.debiased, sampled_features=config.sampled_features)
+        for rows in _batches(n, config.batch):
             estimate.update([x[rows] for x in xs], None if ys is None else [y[rows] for y in ys])
         return estimate.result()
 

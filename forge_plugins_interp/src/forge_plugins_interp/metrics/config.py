@@ -15,6 +15,8 @@ class CkaConfig:
     """Of the features; ``rbf`` is Gaussian."""
     debiased: bool = True
     """Estimate without bias; with it, wide representations seem alike that have nothing in common."""
+    sampled_features: bool = False
+    """Features are a sample, such as the neurons of an area that were recorded: estimate the value of all there are."""
     fraction: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))
     """With ``rbf``: the width of the kernel, in median distances of stimuli."""
     batch: int = attrs.field(default=0, validator=attrs.validators.ge(0))
@@ -25,6 +27,8 @@ class CkaConfig:
             raise ValueError(f"batch = {self.batch}: has no effect with kernel = 'rbf'")
         if self.kernel == "linear" and self.fraction != 1:
             raise ValueError(f"fraction = {self.fraction}: has no effect with kernel = 'linear'")
+        if self.sampled_features and (self.kernel == "rbf" or not self.debiased):
+            raise ValueError("sampled_features = true: needs kernel = 'linear' and debiased = true")
         if self.batch and not self.debiased:
             raise ValueError("batch: an average over batches is right for debiased = true only")
         if 0 < self.batch < 4:
