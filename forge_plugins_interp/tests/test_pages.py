@@ -29,6 +29,10 @@ def test_python_of_a_page_runs(run, tmp_path, monkeypatch, page):
     extract = ["extract", "runs/demo", "--sites", "blocks.*.resid_post"]
     assert main([*extract, "--samples", "8", "--out", "acts"]) == 0
     assert main([*extract, "--stimuli", "sentences.csv", "--reduce", "last", "--out", "sentences"]) == 0
+    for checkpoint in sorted((tmp_path / "runs/demo/checkpoints").glob("step_*")):
+        assert (
+            main(["extract", str(checkpoint), *extract[2:], "--samples", "8", "--out", f"sweep/{checkpoint.name}"]) == 0
+        )
     if "sae_demo" in (ROOT / page).read_text(encoding="utf-8"):
         small = ["model.width=32", "model.latents=24", "model.k=3", "train.steps=4", "train.seq_len=8"]
         data = ["data.path=acts", "data.site=blocks.1.resid_post", "evaluations=[]"]
