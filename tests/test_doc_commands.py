@@ -7,6 +7,7 @@ word. Commands that need what a test does not have are named with the reason.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import shlex
@@ -22,9 +23,10 @@ from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
-OF_THEIR_OWN = ("docs/chat.md", "docs/look-into-a-model.md", "docs/neural-recordings.md", "docs/published-models.md")
-"""Pages that begin with the demo themselves; tests/system/test_preference.py has another one."""
-PAGES = ("README.md", *(f"docs/{name}.md" for name in BY_A_READER), *OF_THEIR_OWN)
+LOOKING = ("look-into-a-model", "interventions", "stores", "compare-representations", "sparse-autoencoders")
+OF_THEIR_OWN = (("chat",), LOOKING, ("neural-recordings",), ("published-models",))
+"""Pages that begin with the demo themselves, with those that go on; tests/system/test_preference.py has another one."""
+PAGES = ("README.md", *(f"docs/{name}.md" for name in (*BY_A_READER, *itertools.chain(*OF_THEIR_OWN))))
 
 ELSEWHERE = {
     r"^make (demo|test)\b": "CI runs the second, and its reader the first",
@@ -237,19 +239,18 @@ def wrong(type_in):
 def test_what_a_page_types_works_and_says_what_it_shows(wrong, folder, monkeypatch, tmp_path):
     """README first; each page begins where its reader is then."""
     found = []
-    for page in PAGES:
-        if page not in OF_THEIR_OWN:
-            monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
-            found += wrong(page)
+    for page in ("README.md", *(f"docs/{name}.md" for name in BY_A_READER)):
+        monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
+        found += wrong(page)
     assert not found, "\n".join(found)
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["demo", "four", "wider"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", OF_THEIR_OWN)
-def test_what_a_page_that_begins_with_the_demo_types_works(wrong, page, folder, monkeypatch, tmp_path):
+@pytest.mark.parametrize("pages", OF_THEIR_OWN, ids=lambda pages: pages[0])
+def test_what_a_page_that_begins_with_the_demo_types_works(wrong, pages, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(shutil.copytree(folder, tmp_path / "reader", ignore=shutil.ignore_patterns("runs")))
-    found = wrong(page)
+    found = [problem for page in pages for problem in wrong(f"docs/{page}.md")]
     assert not found, "\n".join(found)
 
 

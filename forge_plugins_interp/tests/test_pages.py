@@ -14,7 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/look-into-a-model.md", "docs/neural-recordings.md", "forge_plugins_interp/README.md"]
+    "page",
+    [
+        "docs/look-into-a-model.md",
+        "docs/interventions.md",
+        "docs/stores.md",
+        "docs/compare-representations.md",
+        "docs/neural-recordings.md",
+        "docs/sparse-autoencoders.md",
+        "forge_plugins_interp/README.md",
+    ],
 )
 def test_python_of_a_page_runs(run, tmp_path, monkeypatch, page):
     monkeypatch.chdir(tmp_path)
@@ -29,15 +38,16 @@ def test_python_of_a_page_runs(run, tmp_path, monkeypatch, page):
     extract = ["extract", "runs/demo", "--sites", "blocks.*.resid_post"]
     assert main([*extract, "--samples", "8", "--out", "acts"]) == 0
     assert main([*extract, "--stimuli", "sentences.csv", "--reduce", "last", "--out", "sentences"]) == 0
-    for checkpoint in sorted((tmp_path / "runs/demo/checkpoints").glob("step_*")):
-        assert (
-            main(["extract", str(checkpoint), *extract[2:], "--samples", "8", "--out", f"sweep/{checkpoint.name}"]) == 0
-        )
-    if "sae_demo" in (ROOT / page).read_text(encoding="utf-8"):
+    of_page = (ROOT / page).read_text(encoding="utf-8")
+    checkpoints = sorted((tmp_path / "runs/demo/checkpoints").glob("step_*")) if '"sweep"' in of_page else ()
+    for checkpoint in checkpoints:
+        of_it = ["extract", str(checkpoint), *extract[2:], "--samples", "8", "--out", f"sweep/{checkpoint.name}"]
+        assert main(of_it) == 0
+    if "load_dictionary" in of_page:
         small = ["model.width=32", "model.latents=24", "model.k=3", "train.steps=4", "train.seq_len=8"]
         data = ["data.path=acts", "data.site=blocks.1.resid_post", "evaluations=[]"]
         assert main(["run", str(ROOT / "configs/sae_demo.toml"), *small, *data]) == 0
-    text = (ROOT / page).read_text(encoding="utf-8").replace("blocks.2.", "blocks.1.")
+    text = of_page.replace("blocks.2.", "blocks.1.")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
     names: dict[str, object] = {}

@@ -140,7 +140,7 @@ def _origin(session: Session, source: DataSource | Stimuli, reduced: str) -> dic
     return {
         "run": str(checkpoint.job().get("run", {}).get("name", "")),
         "step": checkpoint.step,
-        "checkpoint": digest_of(checkpoint),
+        "checkpoint": digest_of(checkpoint.path),
         "data": source.fingerprint,
         "tokenizer": None if session.tokenizer is None else session.tokenizer.fingerprint,
         "reduction": reduced,

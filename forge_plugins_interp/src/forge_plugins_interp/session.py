@@ -267,9 +267,9 @@ class Session(ObservedModel):
         self.close()
 
 
-def digest_of(checkpoint: Checkpoint) -> str:
-    """A hash of all that a checkpoint has, by its manifest."""
-    return hashlib.sha256((checkpoint.path / "manifest.json").read_bytes()).hexdigest()
+def digest_of(checkpoint: Path) -> str:
+    """A hash of all that a checkpoint has, by the manifest in its folder."""
+    return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
 
 
 def read_batch(source: DataSource, numbers: np.ndarray) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ Shapes: N = directions, D = width, V = vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from forge_core.checkpoint.manifest import as_size
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint, open_checkpoint
 from forge_core.errors import ConfigError
 from forge_core.loading import LoadedModel, load_model, model_problem
+from forge_plugins_interp.session import digest_of
 from forge_plugins_interp.store import Store
 
 _STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "shared_out")
@@ -62,9 +62,8 @@ def base_at(path: Path, store: Store, log: Callable[[str], None]) -> Checkpoint:
 
 
 def _is_of(path: Path, store: Store) -> bool:
-    file = path / "manifest.json"
     known = store.manifest.origin.get("checkpoint")
-    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
+    return (path / "manifest.json").is_file() and digest_of(path) == known
 
 
 def load_base(checkpoint: Checkpoint, catalog: Callable[..., Any], most_gib: float) -> LoadedModel:

@@ -62,7 +62,7 @@ class ActivationsOf:
         self._widths: list[int] = []
         self._measure(seq_len, scale=config.scale)
         facts = [config.site, config.target_site, seq_len, config.scale, config.precision]
-        origin = [digest_of(checkpoint), self._source.fingerprint]
+        origin = [digest_of(checkpoint.path), self._source.fingerprint]
         self.fingerprint = hashlib.sha256(json.dumps([*facts, *origin]).encode()).hexdigest()
 
     def __len__(self) -> int:
