@@ -54,7 +54,7 @@ def trace_huggingface(
     """Write ``trace.jsonl`` with the lines ``site`` and ``site_gradient`` of one step, as the callback ``trace`` does.
 
     The step has the samples that it has in a run of ``job``, in their order, and the loss of ``job``; weights are those
-    of the folder, whatever step it is. Nothing is dropped out, and the model is not updated.
+    of the folder. Nothing is dropped out, losses of routers are left out, and the model is not updated.
 
     Args:
         folder: ``config.json`` and weights, as ``save_pretrained`` writes them. No code in it is run.
@@ -77,10 +77,10 @@ def trace_huggingface(
     join_process_group(device)
     try:
         source = open_source(job, job.data, "data", "train", build, lambda: None)
+        _refuse_other_data(source, loss, model, build.words_for(job.loss))
+        batches = [{name: one.to(device) for name, one in batch.items()} for batch in _microbatches(job, source, step)]
     finally:
         dist.destroy_process_group()
-    _refuse_other_data(source, loss, model, build.words_for(job.loss))
-    batches = [{name: one.to(device) for name, one in batch.items()} for batch in _microbatches(job, source, step)]
     values: dict[str, Fingerprint] = {}
     gradients: dict[str, Fingerprint] = {}
     scale, mean = 1 / (sum(map(_weight_of_targets, batches)) or 1), 0.0
@@ -118,12 +118,13 @@ def _opened(folder: Path) -> Any:
 
 
 def _refuse_other_models(folder: Path, model: Any) -> None:
-    base = model.base_model
-    if lacking := [name for name in ("embed_tokens", "layers", "norm") if not hasattr(base, name)]:
-        raise ConfigError(
-            f"--huggingface {folder}: a {type(model).__name__} has no module model.{lacking[0]}; a trace is of models "
-            "whose modules are named as those of Llama"
-        )
+    names = dict(model.named_modules())
+    for name in ("model.embed_tokens", "model.layers", "model.norm", "lm_head"):
+        if name not in names:
+            raise ConfigError(
+                f"--huggingface {folder}: a {type(model).__name__} has no module {name}; a trace is of models whose "
+                "modules are named as those of Llama"
+            )
     for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if (value := getattr(model.config, key, None)) not in (None, 1):
             raise ConfigError(
@@ -157,16 +158,14 @@ def _sites(model: Any) -> dict[str, _Place]:
         site = canonical_site(name)
         if site != name:
             found[site] = _Place(module)
-    for layer, block in model.base_model.layers.named_children():
+    for layer, block in model.model.layers.named_children():
         for name, (site, take) in inputs.items():
             if (full := f"model.layers.{layer}.{name}".rstrip(".")) in named:
                 found[f"blocks.{layer}.{site}"] = _Place(named[full], is_input=True, take=take)
-        if hasattr(
-            block, "post_feedforward_layernorm"
-        ):  # then the norm after attention is not the one before the layer
-            for site in ("mlp_in", "resid_mid"):
-                found.pop(f"blocks.{layer}.{site}", None)
-    if type(model.base_model.embed_tokens) is not nn.Embedding:  # it multiplies by a factor, which our embed does not
+        if hasattr(block, "post_feedforward_layernorm"):
+            # the norm after attention is then one of what attention gives
+            del found[f"blocks.{layer}.mlp_in"], found[f"blocks.{layer}.resid_mid"]
+    if type(model.model.embed_tokens) is not nn.Embedding:  # it multiplies by a factor, which our embed does not
         del found["embed"]
     return found
 
@@ -257,7 +256,7 @@ def _watched(
 
 def _loss(model: Any, loss: Any, batch: Batch) -> torch.Tensor:
     """The summed loss of a microbatch."""
-    hidden = model.base_model(
+    hidden = model.model(
         input_ids=batch["tokens"],
         position_ids=batch.get("positions"),
         attention_mask=_mask(batch),

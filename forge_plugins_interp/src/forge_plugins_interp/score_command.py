@@ -89,10 +89,11 @@ def score(
             values = delayed(values, earlier, acts.columns[groups])
         return values[numbers]
 
-    print(f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids")
+    heading = f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids"
     if method == "banded_ridge":
         known = {"method": method, "stimuli": len(numbers)}
         rows = _banded({site: features(site) for site in sites}, brain, draws, splits, shuffles)
+        print("\n".join([heading, *_table(rows[:1]), *_parts(rows)]))
         save_results(out, [{**row, **known} for row in rows], lambda: layers_figure(_as_scores(rows[1:]), "part of r"))
         return
     measure: Callable[[torch.Tensor], EncodingScore | Resemblance]
@@ -102,7 +103,7 @@ def score(
     rows = [
         {"site": site, "method": method, "stimuli": len(numbers), **_facts(measure(features(site)))} for site in sites
     ]
-    print("\n".join(_table(rows)))
+    print("\n".join([heading, *_table(rows)]))
     save_results(out, rows, lambda: layers_figure(rows, method))
 
 
@@ -144,7 +145,6 @@ def _banded(
     """The score of all bands together, then each band's part of it."""
     import torch
 
-    from forge_core.commands.table import aligned
     from forge_plugins_interp.neuro.banded_ridge import BandedRidge
     from forge_plugins_interp.neuro.encoding import Splits, encode
 
@@ -166,10 +166,13 @@ def _banded(
     parts = found.of_bands.nanmean(1).tolist()
     together = {"site": "all", **_facts(found), "part": sum(parts)}
     nothing = dict.fromkeys(_facts(found))
-    rows = [together, *({"site": site, **nothing, "part": part} for site, part in zip(bands, parts, strict=True))]
-    print("\n".join(_table([together])))
-    print("\n".join(aligned([("site", "part of r"), *((row["site"], _number(row["part"])) for row in rows)])))
-    return rows
+    return [together, *({"site": site, **nothing, "part": part} for site, part in zip(bands, parts, strict=True))]
+
+
+def _parts(rows: Sequence[Row]) -> list[str]:
+    from forge_core.commands.table import aligned
+
+    return aligned([("site", "part of r"), *((row["site"], _number(row["part"])) for row in rows)])
 
 
 def _as_scores(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -158,7 +158,7 @@ def _mat_texts(values: np.ndarray) -> np.ndarray:
     """Cells, rows of characters or numbers as texts ``(n,)``; a whole number without a point."""
     cells = [np.ravel(cell) for cell in values.ravel()]
     firsts = [cell[0] if cell.size else "" for cell in cells]
-    whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in firsts)
+    whole = (int(one) if isinstance(one, float | np.floating) and one.is_integer() else one for one in firsts)
     return np.array([str(one).rstrip() for one in whole])
 
 
