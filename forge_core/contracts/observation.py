@@ -31,7 +31,9 @@ class Site:
     over ranks as that argument does, or as the output."""
     replace: str = ""
     """``"package.module:function"`` that gives the module's output from another value of a computed tensor. It is given
-    the module, that value, and then what ``compute`` is. Without it, the tensor can be read only."""
+    the module, that value, and then what ``compute`` is; and where the tensor lies as the output, ``part``, a function
+    from a tensor with these dimensions that lies as the argument to this rank's part of it. Without it, the tensor can
+    be read only."""
     computed_from: tuple[str, ...] = ()
     """The names of the dimensions of that argument or output, for a tensor that is computed. A dimension of the same
     name lies alike in both."""

@@ -122,7 +122,9 @@ def changes(model: str) -> list[WholeIntervention]:
     generator = torch.Generator().manual_seed(2)
     features = {"neuron": [0, 5, 70]} if model == "dense" else {"width": [0, 5, 30]}
     scaled = "blocks.1.mlp_post" if model == "dense" else "blocks.1.shared_out"
+    of_experts = [interp.Scale("blocks.0.expert_out", factor=-2.0, at={"choice": 1, "position": [3, 12]})]
     return [
+        *(of_experts if model == "moe" else []),
         interp.Zero("blocks.0.z", at={"head": [1, 3], "position": -1}),
         interp.Scale(scaled, factor=-2.0, at=features),
         interp.Add("blocks.0.resid_post", value=torch.randn(32, generator=generator), at={"position": [3, 12]}),
@@ -165,7 +167,9 @@ def measured(model: str, settings: list[str], world_size: int) -> dict[str, Valu
             logits = one.model(TOKENS)
         if logits is not None:
             of_changes[name] = logits
-    with one.intervene(interp.Patch("blocks.*.resid_mid", source=seen)), torch.no_grad():
+    itself = [interp.Patch("blocks.*.resid_mid", source=seen)]
+    itself += [interp.Patch("blocks.*.expert_out", source=seen)] if model == "moe" else []
+    with one.intervene(*itself), torch.no_grad():
         logits = one.model(TOKENS)
     if logits is not None:
         of_changes["patched with itself"] = logits
@@ -271,7 +275,7 @@ class InLayouts:
         return {**found, "compiled": {"store": stored(compiled)}}
 
     def moe_on_two(self) -> dict[str, dict]:
-        layouts = {name: settings for name, settings in TWO.items() if name in ("ep2", "tp2", "cp2", "pp2")}
+        layouts = {name: settings for name, settings in TWO.items() if name not in ("fsdp2", "recomputation")}
         return {name: measured("moe", settings, 2) for name, settings in layouts.items()}
 
     def dense_on_four(self) -> dict[str, dict]:

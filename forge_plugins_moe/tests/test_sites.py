@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from forge_core.config.builder import ComponentBuilder
 from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
-from forge_plugins_moe.sites import expert_outputs
+from forge_plugins_moe.sites import expert_outputs, weighted_sum
 from forge_testing.model import ModelConformance
 
 SPARSE = {"name": "moe", "n_experts": 4, "hidden_dim": 24, "shared_experts": 1}
@@ -44,7 +44,8 @@ def looked_at(module, hidden, valid=None):
         module(hidden, valid)
     handle.remove()
     ((assignments, output),) = seen
-    return assignments, output, expert_outputs(module.experts, hidden, assignments)
+    with torch.no_grad():
+        return assignments, output, expert_outputs(module.experts, hidden, assignments)
 
 
 @pytest.mark.parametrize("keys", [{}, {"activation": "clamped_swiglu", "bias": True}, {"hidden_dim": 23}])
@@ -73,9 +74,30 @@ def test_outputs_by_their_weights_sum_to_that_of_the_layer(dtype):
 
     assignments, output, found = looked_at(module, hidden)
 
-    weight = assignments.weight.view(2, 7, 3, 1)
     assert found.dtype == dtype
-    assert torch.equal((found.float() * weight).sum(2).to(dtype), output)
+    assert torch.equal(weighted_sum(module.experts, found, hidden, assignments, part=lambda weight: weight), output)
+
+
+def test_gradients_go_through_what_is_put_back():
+    module = layer()
+    hidden = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+
+    def put_back(experts, args, output):
+        given, assignments = args[:2]
+        outputs = expert_outputs(experts, given, assignments)
+        return weighted_sum(experts, outputs, given, assignments, part=lambda weight: weight)
+
+    gradients = []
+    for hooks in ([], [put_back]):
+        handles = [module.experts.register_forward_hook(one) for one in hooks]
+        module.zero_grad()
+        module(hidden).square().sum().backward()
+        gradients.append([one.grad.clone() for one in module.parameters()])
+        for handle in handles:
+            handle.remove()
+
+    for found, expected in zip(*reversed(gradients), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_padding_has_zeros():

@@ -6,6 +6,7 @@ that is compiled runs eagerly meanwhile: a hook in a compiled block would run wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -114,13 +115,14 @@ def _hook_computed(placed: PlacedSite, hook: Hook) -> RemovableHandle:
     site = placed.site
     compute = _function(placed, site.compute)
     replace = _function(placed, site.replace) if site.replace else None
+    own = {"part": functools.partial(own_part, cuts=placed.beyond_argument)} if site.where == "output" else {}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         changed = hook(compute(module, *args, **kwargs, **site.options))
         if changed is None:
             return None
         assert replace is not None, "refused before"
-        return replace(module, changed, *args, **kwargs, **site.options)
+        return replace(module, changed, *args, **kwargs, **site.options, **own)
 
     return placed.module.register_forward_hook(after, with_kwargs=True)
 

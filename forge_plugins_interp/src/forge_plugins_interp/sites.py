@@ -43,6 +43,8 @@ class PlacedSite:
 
     is_compiled: bool
     """The model, or a part of it, is."""
+    beyond_argument: Sequence[Cut] = ()
+    """Of one that is computed and lies as the output: the cuts that the argument does not have."""
     batch: BatchShape | None = None
     """Of a module by name, of whose value the model declares nothing."""
 
@@ -274,7 +276,11 @@ class _Placing:
         ]
         groups = [mesh.device_mesh.get_group(axis) for axis in sums if mesh.degrees[axis] > 1]
         is_compiled = any(module._compiled_call_impl is not None for module in self.by_name.values())
-        return PlacedSite(name, site, self.by_name[site.module], cuts, groups, is_compiled)
+        beyond: Sequence[Cut] = ()
+        if site.compute and site.where == "output":
+            given, _ = lies(name, attrs.evolve(site, where="input"), [one.ends for one in self.layouts])
+            beyond = [cut for cut in cuts if cut.axis not in {part.axis for part in given}]
+        return PlacedSite(name, site, self.by_name[site.module], cuts, groups, is_compiled, beyond)
 
 
 def lies(name: str, site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[list[Part], list[str]]:

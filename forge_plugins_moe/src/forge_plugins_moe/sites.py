@@ -5,6 +5,7 @@ Shapes: B = batch, S = sequence, D = width of the residual stream, E = experts, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def moe_sites(layer: Any) -> dict[str, Site]:
         found["routing_expert"] = Site(**of_input, dims=dims, compute=f"{folder}:chosen_experts")
         found["routing_weight"] = Site(**of_input, dims=dims, compute=f"{folder}:weights_of_experts")
         dims = ("sample", "position", "choice", "width")
-        compute = f"{folder}:expert_outputs"
-        found["expert_out"] = Site(module="experts", dims=dims, compute=compute, computed_from=_STREAM)
+        functions = {"compute": f"{folder}:expert_outputs", "replace": f"{folder}:weighted_sum"}
+        found["expert_out"] = Site(module="experts", dims=dims, computed_from=_STREAM, **functions)
     if layer.shared is not None:
         found["shared_out"] = Site(module="shared", dims=_STREAM)
     return found
@@ -61,7 +62,6 @@ def weights_of_experts(
     return _routing(layer, hidden, valid, facts).weight.view(*hidden.shape[:2], -1)
 
 
-@torch.no_grad()
 def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments, *_: Any) -> torch.Tensor:
     """``(B, S, k, D)``, what each expert of ``chosen_experts`` gives for the token, before it is weighted and summed; 0
     for none. With ``tensor_parallel``, S are this rank's positions, as in the output of ``experts``.
@@ -84,6 +84,19 @@ def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments,
     copies = hidden.flatten(0, 1).index_select(0, given.token).view(len(hidden), -1, hidden.shape[2])
     output: torch.Tensor = experts.forward(copies, each)
     return output.unflatten(1, (-1, copies.shape[1] // hidden.shape[1]))
+
+
+def weighted_sum(
+    experts: Any,
+    outputs: torch.Tensor,
+    hidden: torch.Tensor,
+    assignments: Assignments,
+    *_: Any,
+    part: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What ``experts`` give if each gives this, ``(B, S, k, D)`` to ``(B, S, D)``."""
+    weight = part(assignments.weight.view(*hidden.shape[:2], -1))[..., None]
+    return (outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * weight).sum(2).to(outputs.dtype)
 
 
 @torch.no_grad()

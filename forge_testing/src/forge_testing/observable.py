@@ -69,7 +69,8 @@ class ObservableConformance:
 
             def after(module: nn.Module, args: Any, kwargs: Any, output: Any, site: Site = site) -> None:
                 value = function(name, site.compute)(module, *args, **kwargs, **site.options)  # noqa: B023
-                given = function(name, site.replace)(module, value, *args, **kwargs, **site.options)  # noqa: B023
+                own = {"part": lambda tensor: tensor} if site.where == "output" else {}
+                given = function(name, site.replace)(module, value, *args, **kwargs, **site.options, **own)  # noqa: B023
                 pairs.append((given, output))  # noqa: B023
 
             handle = modules[site.module].register_forward_hook(after, with_kwargs=True)
