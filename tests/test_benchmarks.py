@@ -30,6 +30,7 @@ SHORT = {
 }
 LONG = {
     "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
+    "look_into_demo": ["--steps", "24", "--sae-steps", "24"],
     "lost_peers": ["--repeats", "1"],
     "lr_transfer": ["--widths", "32", "64", "--steps", "2"],
     "mixture": [],
@@ -39,7 +40,7 @@ LONG = {
     "resume": [],
     "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }
-OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert", "store")
+OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert", "store", "look_into_demo")
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
     "train_gpu": "tests/test_train_gpu.py",

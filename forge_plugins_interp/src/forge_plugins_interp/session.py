@@ -24,7 +24,7 @@ from forge_core.contracts.batch import KNOWN, DescribedSource
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_core.data.counts import counted_entry, with_counts
+from forge_core.data.stream import SampleStream
 from forge_core.distributed.environment import find_cluster, world_size_of
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ConfigError
@@ -274,7 +274,7 @@ def digest_of(checkpoint: Path) -> str:
 
 def read_batch(source: DataSource, numbers: np.ndarray) -> dict[str, torch.Tensor]:
     """Samples of a source, with ``tokens`` and ``targets``, also of one that has none."""
-    arrays = with_counts(source.read(numbers), counted_entry(source))
+    arrays = SampleStream(source, seed=0, shuffle=False).read(numbers)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -292,7 +292,7 @@ def lies(name: str, site: Site, layouts: Sequence[Mapping[str, Ends]]) -> tuple[
     parts: list[Part] = []
     sums: list[str] = []
     for layout in layouts:
-        for ends in filter(None, (layout.get(name) for name in dict.fromkeys(("", site.module)))):
+        for ends in filter(None, (layout.get(module) for module in dict.fromkeys(("", site.module)))):
             if ends.hidden and site.compute:
                 raise ConfigError(f"site {name}: {ends.hidden}")
             if site.where == "output":

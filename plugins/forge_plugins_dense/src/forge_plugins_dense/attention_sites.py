@@ -83,11 +83,15 @@ def scores(
     logits = scaled_scores(core, q, k)
     if core.softcap is not None:
         logits = core.softcap * torch.tanh(logits / core.softcap)
+    seen = _seen(mask, causal, q, k)
+    return logits if seen is None else logits.masked_fill_(~seen, -math.inf)  # they are nobody else's
+
+
+def _seen(mask: Mask, causal: bool, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """Which keys each query sees, ``(B or 1, 1, S, T)`` bool; ``None`` is all."""
     if isinstance(mask, BlockMask):
-        mask = create_mask(mask.mask_mod, mask.shape[0], 1, *logits.shape[-2:], device=str(logits.device))
-    elif causal:
-        mask = causal_mask(logits.shape[-1], 0, logits.device)[None, None]
-    return logits if mask is None else logits.masked_fill_(~mask, -math.inf)  # they are nobody else's
+        return create_mask(mask.mask_mod, mask.shape[0], 1, q.shape[-2], k.shape[-2], device=str(q.device))
+    return causal_mask(k.shape[-2], 0, q.device)[None, None] if causal else mask
 
 
 def pattern(
@@ -105,15 +109,27 @@ def pattern(
 
     Rows sum to 1; with a sink, to what the sink leaves; a query that sees no key has zeros.
     """
-    return _softmax(scores(core, q, k, v, mask, causal), sinks)
+    seen = _seen(mask, causal, q, k)  # from the mask, as looking for it in scores is one more pass over these
+    sees_none = None if seen is None else ~seen.any(-1, keepdim=True)
+    logits = scores(core, q, k, v, mask, causal)
+    if sinks is None and logits.device.type == "cpu" and not (logits.requires_grad or _any(sees_none)):
+        return torch.softmax(logits, -1, out=logits)  # the pages of new memory cost a CPU more than the softmax
+    return _softmax(logits, sinks, sees_none)
 
 
-def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def _any(where: torch.Tensor | None) -> bool:
+    return where is not None and bool(where.any())
+
+
+def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None, sees_none: torch.Tensor | None) -> torch.Tensor:
+    """
+    Args:
+        sees_none: the queries whose scores are all −∞; ``None``: there are none.
+    """
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat((column, logits), dim=-1).softmax(-1)[..., 1:]
-    sees_none = logits.amax(-1, keepdim=True) == -math.inf
-    if not bool(sees_none.any()):
+    if sees_none is None or not _any(sees_none):
         return logits.softmax(-1)
     return logits.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
 
@@ -144,7 +160,8 @@ def mixed_by_scores(
     **__: Any,
 ) -> torch.Tensor:
     """The same with such scores, as ``scores`` gives them."""
-    return mixed_by_pattern(core, _softmax(logits, sinks), q, k, v)
+    sees_none = logits.amax(-1, keepdim=True) == -math.inf
+    return mixed_by_pattern(core, _softmax(logits, sinks, sees_none), q, k, v)
 
 
 def head_outputs(o: Any, mixed: torch.Tensor, *, head_size: int) -> torch.Tensor:
