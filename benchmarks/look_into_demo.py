@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import json
 import os
 import signal
@@ -31,11 +32,11 @@ from forge_plugins_interp.store import Store
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SAMPLES = 196
 """Of 256 tokens each."""
+TEXTS = 800
+"""Samples that the lines of the probe are from."""
 ACTIVE = 16
 """Latents of the autoencoder in a row."""
 END_OF_DOCUMENT = 256
-_LEAST = 32
-"""Bytes by which a piece of a sample is found again in its file."""
 
 
 def main() -> None:
@@ -88,35 +89,34 @@ def layers(early: int) -> None:
 
 
 def probe() -> None:
-    """Is a byte inside a string? By ``tokenize``, of the files that the samples are from."""
-    store, files = Store("acts"), _files()
-    ids: list[object] = []
-    places: list[int] = []
-    labels: list[str] = []
-    for sample in range(len(store)):
-        for start, piece in _pieces(store.tokens(sample).tolist()):
-            if (inside := _inside(piece, files)) is None:
-                continue
-            ids += [store.ids[sample]] * len(inside)
-            places += range(start, start + len(inside))
-            labels += np.where(inside, "string", "code").tolist()
+    """Is a byte inside a string? Of lines of samples, which were held out, by ``tokenize``."""
+    forge("extract", "runs/demo", "--sites", "embed", "--samples", TEXTS, "--reduce", "last", "--out", "texts")
+    lines = dict.fromkeys(line.strip() for text in _texts(Store("texts")) for line in text.splitlines()[1:-1])
+    known = [(line, inside) for line in lines if (inside := _inside(line)) is not None]
+    with Path("lines.jsonl").open("w") as file:
+        for number, (line, _) in enumerate(known):
+            file.write(json.dumps({"stimulus_id": number, "text": line}) + "\n")
+    ids = np.concatenate([np.full(len(inside), number) for number, (_, inside) in enumerate(known)])
+    places = np.concatenate([np.arange(len(inside)) for _, inside in known])
+    labels = np.where(np.concatenate([inside for _, inside in known]), "string", "code")
     np.savez("labels.npz", stimulus_id=ids, token=places, label=labels)
-    print(f"{'':9} {len(labels):,} bytes with a label, {np.mean(np.array(labels) == 'string'):.3f} inside a string")
-    sites = ("--sites", "embed,blocks.2.resid_post")
-    forge("probe", "acts", "--labels", "labels.npz", "--control", 4, *sites, "--out", "probe.csv", shows=4)
+    print(f"{'':9} {len(known):,} lines, {np.mean(labels == 'string'):.3f} of their bytes inside a string")
+    sites = "embed,blocks.2.resid_post"
+    forge("extract", "runs/demo", "--sites", sites, "--stimuli", "lines.jsonl", "--out", "lines")
+    forge("probe", "lines", "--labels", "labels.npz", "--control", 4, "--out", "probe.csv", shows=4)
 
 
 def patch() -> None:
     """Which layer carries the last identifier of a prompt?"""
-    prompts = ("--clean", "def f(name):\n    return ", "--corrupt", "def f(line):\n    return ", "--answers", "n,l")
+    prompts = ("--clean", "raise Typ", "--corrupt", "raise Val", "--answers", "e,u")
     forge("patch", "runs/demo", *prompts, "--sites", "embed,blocks.*.resid_post", "--out", "patch.png")
     with Path("patch.csv").open(newline="") as file:
         rows = [(row["site"], int(row["position"]), float(row["effect"])) for row in csv.DictReader(file)]
     last = max(position for _, position, _ in rows)
     for site in dict.fromkeys(site for site, _, _ in rows):
-        name = sum(effect for one, place, effect in rows if one == site and 6 <= place < 10)
+        before = sum(effect for one, place, effect in rows if one == site and place < last)
         end = sum(effect for one, place, effect in rows if one == site and place == last)
-        print(f"{'':9} {site:20} at the identifier {name:6.3f}, at the end {end:6.3f}")
+        print(f"{'':9} {site:20} at its last letter {end:6.3f}, at the others {before:6.3f}")
 
 
 def autoencoder(steps: int) -> None:
@@ -157,44 +157,25 @@ def forge(*words: object, until: Callable[[], bool] | None = None, by: int = 0, 
         print(f"{'':9} {line}")
 
 
-def _files() -> list[tuple[bytes, np.ndarray]]:
-    """The standard library's modules, and which of their bytes are inside a string."""
-    found = []
-    for path in sorted(Path(os.__file__).parent.rglob("*.py")):
-        if "site-packages" in path.parts:
-            continue
-        text = path.read_bytes()
-        lines = np.cumsum([0, *(len(line) for line in text.splitlines(keepends=True))])
-        inside, starts = np.zeros(len(text), bool), []
-        try:
-            for token in tokenize.tokenize(io.BytesIO(text).readline):
-                kind = tokenize.tok_name[token.type]
-                if kind == "FSTRING_START":
-                    starts.append(token.start)
-                elif kind in ("STRING", "FSTRING_END"):
-                    begin = starts.pop() if kind == "FSTRING_END" else token.start
-                    inside[lines[begin[0] - 1] + begin[1] + 1 : lines[token.end[0] - 1] + token.end[1] - 1] = True
-        except (tokenize.TokenError, SyntaxError, IndexError):
-            continue
-        if text.isascii():  # else columns are no bytes
-            found.append((text, inside))
-    return found
+def _texts(store: Store) -> Iterator[str]:
+    """Of the documents in the samples, as far as they are ASCII."""
+    for sample in range(len(store)):
+        tokens = store.tokens(sample)
+        ends = [-1, *(tokens == END_OF_DOCUMENT).nonzero().flatten().tolist(), len(tokens)]
+        for start, end in itertools.pairwise(ends):
+            yield bytes(tokens[start + 1 : end].tolist()).decode("ascii", "ignore")
 
 
-def _pieces(tokens: list[int]) -> Iterator[tuple[int, bytes]]:
-    """Of a sample, those of each document, with where they begin."""
-    start = 0
-    for end in [place for place, token in enumerate(tokens) if token == END_OF_DOCUMENT] + [len(tokens)]:
-        if end - start >= _LEAST:
-            yield start, bytes(tokens[start:end])
-        start = end + 1
-
-
-def _inside(piece: bytes, files: list[tuple[bytes, np.ndarray]]) -> np.ndarray | None:
-    for text, inside in files:
-        if (place := text.find(piece)) >= 0:
-            return inside[place : place + len(piece)]
-    return None
+def _inside(line: str) -> np.ndarray | None:
+    """For each byte, whether it is inside a string; ``None`` of a line that has none, or is no Python by itself."""
+    inside = np.zeros(len(line), bool)
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(line).readline):
+            if token.type == tokenize.STRING:
+                inside[token.start[1] + 1 : token.end[1] - 1] = True
+    except (tokenize.TokenError, SyntaxError):
+        return None
+    return inside if inside.any() else None
 
 
 def _of_components() -> float:
