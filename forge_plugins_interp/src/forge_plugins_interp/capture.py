@@ -20,7 +20,7 @@ from forge_plugins_interp.monitoring_config import CaptureConfig
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.reduction import Reduction
-from forge_plugins_interp.shard_writer import ShardWriter
+from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.sites import PlacedSite, sites_of_run
 from forge_plugins_interp.store import TOKENS, Manifest, StoredSite, write_index
 
@@ -120,10 +120,11 @@ class Capture(Callback):
         self._writer = ShardWriter(folder)
         self._writer.__enter__()
         for number in range(n_micro):
-            shard: dict[str, list[torch.Tensor]] = {name: [rows[number]] for name, rows in self._rows.items()}
+            shard = {name: rows[number] for name, rows in self._rows.items()}
             if self._tokens:
-                shard |= {TOKENS: [self._tokens[number]], "length": [lengths[number * size : (number + 1) * size]]}
-            self._writer.put(number * dp_size + dp_rank, shard)
+                shard[TOKENS] = self._tokens[number]
+            own = lengths[number * size : (number + 1) * size] if self._tokens else None
+            self._writer.put(ShardPart(shard=number * dp_size + dp_rank, rows=shard, lengths=own, is_last=True))
 
     def _write_manifest(self, run: RunContext, step: int, folder: Path, n_samples: int) -> None:
         """The index and the manifest, of all stages, by rank 0. The store is complete once all ranks have written: that

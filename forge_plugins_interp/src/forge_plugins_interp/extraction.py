@@ -25,7 +25,7 @@ from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.session import ObservedModel, read_batch, refuse_unseen
-from forge_plugins_interp.shard_writer import ShardWriter
+from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.sites import PlacedSite
 from forge_plugins_interp.store import (
     TOKENS,
@@ -37,7 +37,7 @@ from forge_plugins_interp.store import (
 )
 
 _SHARD_BYTES = 128 * 2**20
-"""Of all sites together; a few shards of each site are in memory at a time."""
+"""Of all sites together. After a kill, so much is computed again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -187,24 +187,26 @@ class _Extraction:
             for number in range(rounds):
                 index = number * mesh.dp_size + mesh.dp_rank
                 own = shards[index] if index < len(shards) else None
-                rows = self._shard(manifest, own)
-                if own is not None and self._writes():
-                    writer.put(own, rows)
+                self._shard(manifest, own, writer)
                 writer.refuse_failed()
 
-    def _shard(self, manifest: Manifest, shard: int | None) -> dict[str, list[torch.Tensor]]:
-        """The rows of a shard by site. Without one, this rank runs as many forwards as the others, for nothing."""
+    def _shard(self, manifest: Manifest, shard: int | None, writer: ShardWriter) -> None:
+        """Hand over the rows of a shard. Without one, this rank runs as many forwards as the others, for nothing."""
         samples = range(0) if shard is None else manifest.samples_of(shard)
-        found: dict[str, list[torch.Tensor]] = {}
         for start in range(0, manifest.shard_samples, self.batch_size):
             numbers = start + np.arange(self.batch_size) + (samples.start if samples else 0)
             n_kept = max(0, min(self.batch_size, (samples.stop if samples else 0) - int(numbers[0])))
             tokens = self._forward(np.minimum(numbers, self.n_samples - 1), n_kept)
-            if n_kept and self._writes():
-                of_tokens = {TOKENS: tokens, "length": self.lengths[:n_kept]} if self._has_first_stage() else {}
-                for name, value in {**of_tokens, **self.values}.items():
-                    found.setdefault(name, []).append(value)
-        return found
+            if shard is not None and n_kept and self._writes():
+                of_tokens = {TOKENS: tokens} if self._has_first_stage() else {}
+                writer.put(
+                    ShardPart(
+                        shard=shard,
+                        rows={**of_tokens, **self.values},
+                        lengths=self.lengths[:n_kept] if of_tokens else None,
+                        is_last=int(numbers[0]) + n_kept == samples.stop,
+                    )
+                )
 
     def _writes(self) -> bool:
         """Return whether this rank is the one that writes, of those with the same samples and layers."""

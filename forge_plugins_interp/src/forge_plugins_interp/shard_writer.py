@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from queue import Queue
 
+import attrs
 import torch
 
 from forge_core.errors import ConfigError
-from forge_plugins_interp.store import TOKENS, write_shard
+from forge_plugins_interp.shard_file import ShardFile
+from forge_plugins_interp.store import TOKENS
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ShardPart:
+    """Rows of some samples of a shard."""
+
+    shard: int
+    rows: Mapping[str, torch.Tensor]
+    """By site, on the CPU."""
+    lengths: torch.Tensor | None
+    """Tokens of each of the samples, ``(n,)``; ``None`` where another rank writes the tokens."""
+    is_last: bool
+    """No rows of this shard come after it."""
 
 
 class ShardWriter:
-    """Writes shards of a store in a thread, while the next one is computed."""
+    """Writes shards of a store in a thread, while the next rows are computed. It holds few parts at a time, and takes
+    no more memory for large stores."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._queue: Queue[tuple[int, dict[str, list[torch.Tensor]]] | None] = Queue(maxsize=1)
+        self._queue: Queue[ShardPart | None] = Queue(maxsize=2)
         self._error: BaseException | None = None
+        self._files: dict[str, ShardFile] = {}
+        self._lengths: list[torch.Tensor] = []
         self._thread = threading.Thread(target=self._run, name="activation store")
 
     def __enter__(self) -> ShardWriter:
@@ -31,9 +50,9 @@ class ShardWriter:
         if kind is None:
             self.refuse_failed()
 
-    def put(self, shard: int, rows: dict[str, list[torch.Tensor]]) -> None:
-        """Hand over a shard; waits while the one before last is not written."""
-        self._queue.put((shard, rows))
+    def put(self, part: ShardPart) -> None:
+        """Hand over the next part; waits while earlier ones are not written."""
+        self._queue.put(part)
 
     def refuse_failed(self) -> None:
         """
@@ -44,14 +63,25 @@ class ShardWriter:
             raise ConfigError(f"{self._out}: cannot be written: {self._error}") from self._error
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (part := self._queue.get()) is not None:
             if self._error is not None:
                 continue
-            shard, rows = item
             try:
-                lengths = rows.pop("length", None)
-                for site, parts in rows.items():
-                    more = {} if site != TOKENS or lengths is None else {"length": torch.cat(lengths)}
-                    write_shard(self._out, site, shard, {"values": torch.cat(parts), **more})
+                self._write(part)
             except BaseException as error:  # noqa: BLE001  # told by the thread that computes
                 self._error = error
+        for file in self._files.values():
+            file.discard()
+
+    def _write(self, part: ShardPart) -> None:
+        for site, rows in part.rows.items():
+            if site in self._files:
+                self._files[site].append(rows)
+            else:
+                self._files[site] = ShardFile(self._out, site, part.shard, rows)
+        self._lengths += [] if part.lengths is None else [part.lengths]
+        if part.is_last:
+            lengths, self._lengths = self._lengths, []
+            for site in list(self._files):
+                self._files[site].commit({"length": torch.cat(lengths)} if site == TOKENS and lengths else {})
+                del self._files[site]
