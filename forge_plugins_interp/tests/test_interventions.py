@@ -134,5 +134,5 @@ def test_a_table_that_is_no_change_is_a_sentence(table, message):
 
 
 def test_a_function_cannot_be_written():
-    with pytest.raises(ConfigError, match="cannot be written: it has a function"):
+    with pytest.raises(ConfigError, match="cannot be written: it holds a function"):
         to_table(Fn("z", function=torch.neg))

@@ -224,10 +224,10 @@ def to_table(change: WholeIntervention) -> dict[str, Any]:
     """The change as a table of plain values, for TOML and JSON.
 
     Raises:
-        ConfigError: it has a function in it.
+        ConfigError: it holds a function or a model.
     """
     if change.kind not in KINDS:
-        raise ConfigError(f"a change {type(change).__name__} cannot be written: it has a function of Python in it")
+        raise ConfigError(f"a change {type(change).__name__} cannot be written: it holds a function or a model of Python")
     table = {"change": change.kind}
     for field in attrs.fields(type(change)):
         value = getattr(change, field.name)
