@@ -227,7 +227,9 @@ def to_table(change: WholeIntervention) -> dict[str, Any]:
         ConfigError: it holds a function or a model.
     """
     if change.kind not in KINDS:
-        raise ConfigError(f"a change {type(change).__name__} cannot be written: it holds a function or a model of Python")
+        raise ConfigError(
+            f"a change {type(change).__name__} cannot be written: it holds a function or a model of Python"
+        )
     table = {"change": change.kind}
     for field in attrs.fields(type(change)):
         value = getattr(change, field.name)

@@ -18,7 +18,7 @@ from forge_plugins_interp.metrics.contract import RepresentationMetric
 from forge_plugins_interp.monitoring_config import RepresentationsConfig
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
-from forge_plugins_interp.reduction import Reduction
+from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.sites import PlacedSite, sites_of_run
 
 
@@ -60,11 +60,7 @@ class Representations(Evaluation):
             forwards.clear()
             with observe(chosen, take):
                 context.predict(batch)
-            positions = batch.get("positions")
-            tokens = batch["tokens"]
-            lengths = (
-                (positions >= 0).sum(1) if positions is not None else tokens.new_full((len(tokens),), tokens.shape[1])
-            )
+            lengths = token_counts(batch, *batch["tokens"].shape)
             is_sample = (batch["targets"] != IGNORED).flatten(1).any(1)
             for placed in chosen:
                 if placed.name not in forwards:
