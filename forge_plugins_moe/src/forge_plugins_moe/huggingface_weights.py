@@ -7,7 +7,7 @@ in one. Both are read, and either is written.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -26,6 +26,26 @@ class Made:
     reads: tuple[str, ...]
     make: Callable[..., torch.Tensor]
     """Given those, in this order."""
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """Makes a tensor of entries of another along one dimension, in this order."""
+
+    order: torch.Tensor
+    dim: int = 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_select(self.dim, self.order.to(tensor.device))
+
+    def part(
+        self, read: Callable[[str, Sequence[slice]], torch.Tensor], part: Sequence[slice], *, name: str
+    ) -> torch.Tensor:
+        """A part of what is made, from the stretch of the tensor ``name`` that has its entries."""
+        wanted, stretch = self.order[part[self.dim]], [*part]
+        first = int(wanted.min())
+        stretch[self.dim] = slice(first, int(wanted.max()) + 1)
+        return read(name, stretch).index_select(self.dim, wanted - first)
 
 
 def from_hf_state(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
@@ -142,19 +162,15 @@ def _turn(name: str, config: TransformerConfig, *, to_pairs: bool) -> Callable[[
         return as_it_is
     turn = latent.rotary_dim, to_pairs
     if name.endswith("attention.q.weight"):
-        return lambda q: _turned_queries(q, config.n_heads, latent.plain_dim, *turn)
-    return lambda keys: torch.cat([keys[: latent.kv_rank], keys[latent.kv_rank :][_order(*turn)]])
+        heads = torch.arange(config.n_heads * (latent.plain_dim + latent.rotary_dim)).view(config.n_heads, -1)
+        plain, rotary = heads.split((latent.plain_dim, latent.rotary_dim), dim=1)
+        return Rows(torch.cat([plain, rotary[:, _order(*turn)]], dim=1).flatten())
+    return Rows(torch.cat([torch.arange(latent.kv_rank), latent.kv_rank + _order(*turn)]))
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     """How a tensor is made that has another name only."""
     return tensor
-
-
-def _turned_queries(q: torch.Tensor, n_heads: int, plain_dim: int, rotary_dim: int, to_pairs: bool) -> torch.Tensor:
-    heads = q.unflatten(0, (n_heads, -1))
-    plain, rotary = heads.split((plain_dim, rotary_dim), dim=1)
-    return torch.cat([plain, rotary[:, _order(rotary_dim, to_pairs)]], dim=1).flatten(0, 1)
 
 
 def _order(rotary_dim: int, to_pairs: bool) -> torch.Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge_plugins_dense.config import TransformerConfig
-from forge_plugins_hf.weight_layout import Recipe, WeightLayout, stack
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout, stack_of
 from forge_plugins_moe import huggingface
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ class SparseLayout(WeightLayout):
 
 def _read_in_part(reads: tuple[str, ...], make: Callable[..., torch.Tensor]) -> Recipe:
     """A recipe that tells a rank when a part of a tensor, or some of the experts, are enough."""
-    from forge_plugins_moe.huggingface_weights import as_it_is, stacked
+    from forge_plugins_moe.huggingface_weights import Rows, as_it_is, stacked
 
     if make is as_it_is:
         return Recipe(reads)
-    return Recipe(reads, stack if make is stacked else make)
+    if make is stacked:
+        return stack_of(reads)
+    return Recipe(reads, make, partial(make.part, name=reads[0]) if isinstance(make, Rows) else None)

@@ -108,6 +108,7 @@ def test_a_part_is_the_part_of_the_product_in_float64(dtype, tmp_path):
         for columns in ((0, 50), (7, 9), (8, 16), (49, 50)):
             part = slice(*rows), slice(*columns)
             assert torch.equal(shards.read("w", part), expected[part])
+    assert torch.equal(shards.read("w", [slice(5, 20)]), expected[5:20])
     assert torch.equal(shards.read("b", [slice(3, 9)]), weight[0, 3:9])
 
 

@@ -105,6 +105,23 @@ FUSED = {
     "gpt_neox": transformers.GPTNeoXConfig(
         **{key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "pad_token_id")}
     ),
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=32, head_dim=8),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **SHAPE,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=16,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
 }
 
 
@@ -132,6 +149,8 @@ def test_ranks_read_each_byte_about_once(kind, dimension, tmp_path):
 
     total = asked = 0
     for name, shape in weights.shapes().items():
+        if not recipes[name].reads:  # what a run keeps of the last step is in no file
+            continue
         whole = recipes[name].make(*(shards.read(one) for one in recipes[name].reads))
         cut, before = min(dimension, len(shape) - 1), shards.n_bytes
         for rank, part in enumerate(whole.tensor_split(4, dim=cut)):

@@ -60,7 +60,8 @@ class Float8Shards(Shards):
         """Same as ``Shards.read``; of factors, those of the part are read. The product is taken in fp32."""
         if name not in self._scaled:
             return super().read(name, part)
-        rows, columns = part or [slice(0, size) for size in self.shape(name)]
+        whole = [slice(0, size) for size in self.shape(name)]
+        rows, columns = whole if part is None else [*part, *whole[len(part) :]]
         high, wide = self._blocks.rows, self._blocks.columns
         covering = (
             slice(rows.start // high, -(-rows.stop // high)),

@@ -21,13 +21,6 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def stack(*tensors: torch.Tensor) -> torch.Tensor:
-    """Put tensors of one shape together along a new first dimension. A recipe with it is read in part."""
-    import torch  # forge validate does without
-
-    return torch.stack(tensors)
-
-
 ReadPart = Callable[[str, Sequence["slice"]], "torch.Tensor"]
 """Reads the part of a tensor, by its name, within a slice of each of its first dimensions."""
 
@@ -42,18 +35,28 @@ class Recipe:
     """Given those, in this order; by default there is one, which is the tensor. It works on meta as well."""
     read_part: Callable[[ReadPart, Sequence[slice]], torch.Tensor] | None = None
     """Given a function that reads a part of a tensor on the other side, and a part of this one: that part. Without it,
-    a rank that holds a part of the tensor reads all that the tensor is made of, unless it is one as it is or a
-    ``stack``."""
+    a rank that holds a part of the tensor reads all that the tensor is made of, unless it is one as it is."""
 
     @property
     def is_renaming(self) -> bool:
         """Return whether the tensor is another one as it is, so that a part of it can be read."""
         return self.make is _same
 
-    @property
-    def is_stack(self) -> bool:
-        """Return whether a part of the tensor is made of parts of some of the others."""
-        return self.make is stack
+
+def stack_of(reads: tuple[str, ...]) -> Recipe:
+    """Tensors of one shape along a new first dimension. A rank reads those that it holds, and its part of each."""
+
+    def read_part(read: ReadPart, part: Sequence[slice]) -> torch.Tensor:
+        first, *others = part
+        return _stacked(*(read(name, others) for name in reads[first]))
+
+    return Recipe(reads, _stacked, read_part)
+
+
+def _stacked(*tensors: torch.Tensor) -> torch.Tensor:
+    import torch  # forge validate does without
+
+    return torch.stack(tensors)
 
 
 class WeightLayout(ABC):

@@ -54,16 +54,13 @@ class FolderWeights:
         return {name: recipe.make(*on_meta(there, recipe.reads)).shape for name, recipe in self.recipes.items()}
 
     def read(self, name: str, part: Sequence[slice]) -> torch.Tensor:
-        """Same as ``SourceWeights.read``. What is only renamed is read in part, and so are stacks, and what
-        a recipe says how to; anything else is read whole, and cut."""
+        """Same as ``SourceWeights.read``. What is only renamed is read in part, and so is what a recipe
+        says how to; anything else is read whole, and cut."""
         recipe = self.recipes[name]
         if any(one.start == one.stop for one in part):  # a rank without a part of it
             return torch.empty([one.stop - one.start for one in part])
         if recipe.is_renaming:
             return self.shards.read(recipe.reads[0], part)
-        if recipe.is_stack:
-            first, *others = part
-            return recipe.make(*(self.shards.read(one, others) for one in recipe.reads[first]))
         if recipe.read_part is not None:
             return recipe.read_part(self.shards.read, part)
         return recipe.make(*(self.shards.read(one) for one in recipe.reads))[tuple(part)]
