@@ -11,6 +11,7 @@ import forge_plugins_interp as interp
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
+from forge_plugins_interp import session as session_module
 from forge_plugins_interp.sites import Sites
 
 
@@ -273,3 +274,16 @@ def test_softmax_of_the_scores_is_the_pattern(session):
 
     assert torch.allclose(F.softmax(seen["blocks.0.attn_scores"], -1), seen["blocks.0.attn_pattern"], atol=1e-6)
     assert seen["blocks.0.attn_scores"].isneginf().any()
+
+
+@torch.no_grad()
+def test_a_site_that_is_not_there_is_told_with_those_that_are(session):
+    with session.observe("blocks.0.resid_post") as seen:
+        with pytest.raises(ConfigError, match=r"site blocks.0.resid_post: .* observed are none, as no forward has run"):
+            seen["blocks.0.resid_post"]
+        session.model(TOKENS)
+    with pytest.raises(ConfigError, match=r"site final_norm: it is not observed; the sites observed are blocks.0"):
+        seen["final_norm"]
+    assert "final_norm" not in seen
+    with pytest.raises(ConfigError, match=r"site blocks.9.resid_post: another pipeline stage has it"):
+        session_module.Seen(["blocks.9.resid_post"])["blocks.9.resid_post"]

@@ -44,18 +44,40 @@ from forge_plugins_interp.placement import summed, whole
 from forge_plugins_interp.sites import PlacedSite, Sites
 
 
+class NotSeenError(ConfigError, KeyError):
+    """A site has no value on this rank. It is a ``KeyError`` so that ``Seen.get`` and ``in`` work."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
 class Seen(Mapping[str, torch.Tensor]):
     """The values of one observation, by site: those of the last forward. Each is whole, in the order of tokens, on all
     ranks that hold its layer. Gathering happens as values come, on all ranks together."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Collection[str] = ()) -> None:
+        """
+        Args:
+            elsewhere: the sites of other pipeline stages.
+        """
+        self._elsewhere = elsewhere
         self.forwards: dict[str, list[torch.Tensor]] = {}
         """The values of every forward, by site."""
         self._gradients: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """
+        Raises:
+            NotSeenError: this observation has no value of the site on this rank; the message says why.
+        """
         names = (name, canonical_site(name), *module_names(canonical_site(name)))
-        return self.forwards[next((one for one in names if one in self.forwards), name)][-1]
+        for one in names:
+            if one in self.forwards:
+                return self.forwards[one][-1]
+        if any(one in self._elsewhere for one in names):
+            raise NotSeenError(f"site {name}: another pipeline stage has it; read it on the ranks of that stage")
+        seen = ", ".join(self.forwards) or "none, as no forward has run"
+        raise NotSeenError(f"site {name}: it is not observed; the sites observed are {seen}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.forwards)
@@ -130,7 +152,7 @@ class ObservedModel(ABC):
         Raises:
             ConfigError: there is no such site, or none of the forwards has come to it.
         """
-        chosen, seen = self.sites.chosen(patterns), Seen()
+        chosen, seen = self.sites.chosen(patterns), Seen([*self.sites.elsewhere, *self.sites.modules_elsewhere])
         own: dict[str, torch.Tensor] = {}
 
         def take(placed: PlacedSite, value: torch.Tensor) -> None:
