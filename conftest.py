@@ -17,6 +17,7 @@ import pytest
 
 import forge_plugins_interp.plugin  # noqa: F401
 import forge_plugins_moe  # noqa: F401
+import forge_plugins_vlm.plugin  # noqa: F401
 
 COMMANDS = """
 basename bash blockdev cat cc chmod chown cp cut date dd df dirname dmsetup echo env false find flock g++ gcc getconf

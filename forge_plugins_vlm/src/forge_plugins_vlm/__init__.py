@@ -1,0 +1,1 @@
+"""Vision-language models: fusions, encoders, connectors, image data and evaluation."""

@@ -1,0 +1,1 @@
+"""Connectors: from features of images to the width of the decoder."""

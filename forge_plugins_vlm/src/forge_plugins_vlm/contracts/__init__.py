@@ -1,0 +1,1 @@
+"""The contracts of the kinds that this package adds."""

@@ -1,0 +1,67 @@
+"""Fusions: how a decoder reads images.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, F = image tokens of a row, over all of its tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.config.sections import Job
+    from forge_core.contracts.builder import Builder
+    from forge_plugins_vlm.config import VisionLanguageConfig
+
+Axis = Literal["tp", "pp", "cp", "ep"]
+
+
+@attrs.frozen(kw_only=True)
+class FusionConfig:
+    """What is known of a fusion before it is built. Config classes of fusions extend this one."""
+
+    one_token_an_image: ClassVar[bool] = False
+    """Whether an image takes one token of the text, which stands where it is, or one for each of its tokens."""
+    places_tokens: ClassVar[bool] = True
+    """Whether tokens of images take the place of the embeddings of their positions."""
+    unsupported: ClassVar[Mapping[Axis, str]] = {}
+    """Axes that it does not run on, each with the reason. ``forge validate`` refuses them; a table in the docs has
+    them."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this fusion in this job: key within its own section, and a sentence."""
+        for axis, reason in self.unsupported.items():
+            if (degree := getattr(job.parallel, axis)) > 1:
+                yield "", f"parallel.{axis} = {degree}: {reason}; set parallel.{axis} = 1"
+
+
+class Fusion(Protocol):
+    """Makes the blocks of a decoder that reads images."""
+
+    def block(self, layer: int) -> nn.Module:
+        """The block of a layer: what ``forge_plugins_dense.block.Block`` is, with all of its methods.
+
+        Its forward is given ``(hidden, surroundings, cache)``. ``surroundings.facts`` has what it names in its
+        ``needs``: the entries ``image_slots`` ``(B, S)`` and ``image_range`` ``(B, S, 3)`` of the batch
+        (``forge_plugins_vlm.contracts.entries``), and ``image_tokens`` ``(B, F, D)``, which travel between pipeline
+        stages for it.
+        """
+        ...
+
+
+class FusionFactory(Protocol):
+    """The signature of the factory that a description names."""
+
+    def __call__(self, config: Any, /, *, model: VisionLanguageConfig, build: Builder) -> Fusion:
+        """Build the fusion.
+
+        Args:
+            config: extends ``FusionConfig``.
+            model: of which the decoder's keys are those of ``forge_plugins_dense``.
+            build: builds the components within a block.
+        """
+        ...

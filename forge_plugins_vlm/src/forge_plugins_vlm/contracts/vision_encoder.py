@@ -1,0 +1,93 @@
+"""Vision encoders: from tiles of pixels to features.
+
+Shapes: N = tiles, H × W = pixels of a tile, T = features of a tile, R × C = rows and columns of its grid of features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.contracts.builder import Builder
+    from forge_core.contracts.model import Initializer, ParameterRole
+
+Grid = tuple[int, int]
+"""Rows and columns."""
+
+
+@attrs.frozen(kw_only=True)
+class VisionEncoderConfig(ABC):
+    """What is known of an encoder before it is built. Config classes of encoders extend this one."""
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """Width of a feature."""
+
+    @property
+    @abstractmethod
+    def tile_size(self) -> Grid | None:
+        """Height and width in pixels of the tiles that it takes; ``None`` for any that ``grid`` accepts."""
+
+    @abstractmethod
+    def grid(self, height: int, width: int) -> Grid:
+        """The grid of features of a tile of ``height`` × ``width`` pixels.
+
+        Raises:
+            ValueError: it takes no such tiles; the message says which it takes.
+        """
+
+    def flops(self, height: int, width: int) -> float:
+        """FLOPs of the forward of one tile: 2 a weight that is multiplied, and ``4 · layers · D · T²`` for attention.
+        ``forge plan``, the cut of a pipeline and MFU count with it."""
+        return 0.0
+
+
+class VisionEncoder(Protocol):
+    """An ``nn.Module``, built on meta as all of a model is."""
+
+    def forward(self, pixels: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
+        """Encode tiles.
+
+        Args:
+            pixels: ``(N, 3, H, W)`` uint8, RGB. The encoder normalises them by its own mean and deviation.
+            sizes: ``(N, 2)`` int64, height and width of the part of each tile that is the picture, at the upper left;
+                the rest is padding, which no feature of the picture depends on. ``None``: there is no padding.
+
+        Returns:
+            ``(N, R · C, dim)``, row by row, in the dtype of its weights.
+        """
+        ...
+
+    def init_weights(self, rng: Initializer, prefix: str) -> None:
+        """Fill every parameter and buffer, with values of a file or random ones; ``prefix`` is the qualified name of
+        this module with a final dot."""
+        ...
+
+    def parameter_roles(self) -> Mapping[str, ParameterRole]:
+        """The role of every parameter, by its name in this module."""
+        ...
+
+    def units(self) -> Sequence[str]:
+        """The names of its repeated layers, which are gathered, recomputed and compiled on their own. Each is called
+        with hidden states as its first positional argument, and gives hidden states."""
+        ...
+
+
+class VisionEncoderFactory(Protocol):
+    """The signature of the factory that a description names."""
+
+    def __call__(self, config: Any, /, *, build: Builder) -> VisionEncoder:
+        """Build the encoder on the current default device.
+
+        Args:
+            config: extends ``VisionEncoderConfig``.
+            build: builds encoders within this one. A factory may do without it.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Fusions: how a decoder reads images."""

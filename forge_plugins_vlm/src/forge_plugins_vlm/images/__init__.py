@@ -1,0 +1,1 @@
+"""Image processors: from a picture to tiles of pixels."""

@@ -1,0 +1,48 @@
+"""What this package registers. Every forge command imports this file: keep it free of torch."""
+
+from collections.abc import Iterable
+
+from forge_core.api import Component, Kind, hookimpl
+
+FORGE_API = "1.1"
+
+
+@hookimpl
+def forge_kinds() -> Iterable[Kind]:
+    """What a vision-language model is made of."""
+    contracts = "forge_plugins_vlm.contracts"
+    yield Kind(
+        name="vision_encoder",
+        hook="forge_vision_encoders",
+        summary="from pixels to features",
+        contract=f"{contracts}.vision_encoder:VisionEncoderFactory",
+    )
+    yield Kind(
+        name="connector",
+        hook="forge_connectors",
+        summary="from features of images to tokens of the decoder's width",
+        contract=f"{contracts}.connector:ConnectorFactory",
+    )
+    yield Kind(
+        name="fusion",
+        hook="forge_fusions",
+        summary="how a decoder reads images",
+        contract=f"{contracts}.fusion:FusionFactory",
+    )
+    yield Kind(
+        name="image_processor",
+        hook="forge_image_processors",
+        summary="from a picture to tiles of pixels",
+        contract=f"{contracts}.image_processor:ImageProcessorFactory",
+    )
+
+
+@hookimpl
+def forge_models() -> Iterable[Component]:
+    """A decoder that reads images."""
+    yield Component(
+        name="vision_language",
+        summary="a decoder that reads images among text, by a fusion of your choice",
+        factory="forge_plugins_vlm.model:VisionLanguageModel",
+        config="forge_plugins_vlm.config:VisionLanguageConfig",
+    )
