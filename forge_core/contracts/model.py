@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.loss import Loss, LossSum
 
 ShardRole = Literal[
-    "column", "row", "vocab", "embedding", "expert", "router", "whole", "sequence", "residual", "replicate"
+    "column", "row", "vocab", "embedding", "expert", "router", "whole", "sequence", "residual", "replicate", "tower"
 ]
 """The role of a module under tensor parallelism (axis ``tp``).
 
@@ -35,6 +35,7 @@ role           sharded                       reads                        gives
                                              the residual stream
 ``residual``   its input, by position        this rank's positions of     the same positions
                                              the residual stream
+``tower``      nothing                       the same on each rank        the same on each rank
 =============  ============================  ===========================  ==================================
 
 A ``column`` module is an ``nn.Linear``; or it has ``out_features`` and, in place of ``weight``, one ``bias`` of so many
@@ -45,11 +46,15 @@ The gradients of what is whole on each rank:
 - ``router`` and ``replicate``: the sum over ranks, as each sees the gradient of its own features alone.
 - ``sequence`` and ``residual``: the sum over ranks, as each has other positions. What a ``residual`` module is given
   beside hidden states, ``(B, S)`` of all positions, reaches it for its own positions alone.
+  What it is given by keyword comes whole, from a ``tower``.
 - ``whole``: each rank does all of the work, and its gradient counts once.
+- ``tower``: the gradient of what it gives is summed over ranks, as each reads it for its own positions or features; so
+  that of its parameters is whole.
 
 Examples: a norm before attention is ``sequence``; a norm right after the embedding, or of what a layer gives, is
-``residual``; a norm of queries is ``replicate``. Without ``sequence`` modules a module without a role works on whole
-activations; with them, every module that has parameters has a role."""
+``residual``; a norm of queries is ``replicate``; an encoder of images beside the decoder is a ``tower``. Without
+``sequence`` modules a module without a role works on whole activations; with them, every module that has parameters
+has a role."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """The role of a parameter to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""

@@ -91,6 +91,12 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
+        return self.o(self.mix(*self.project(hidden, surroundings), surroundings, cache))
+
+    def project(
+        self, hidden: torch.Tensor, surroundings: BlockInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of ``(B, S, D)``, normed and rotated: ``(B, S, heads, head_dim)`` each."""
         # The number of heads is left open: under tensor parallelism this rank has a part of them.
         split = (*hidden.shape[:2], -1, self.head_dim)
         q, k, v = self.q(hidden), self.k(hidden), self.v(hidden).view(split)
@@ -101,14 +107,24 @@ class Attention(nn.Module):
         q, k = rotate(q, surroundings.cos, surroundings.sin), rotate(k, surroundings.cos, surroundings.sin)
         if self.logit_scale != 1:
             q = q * self.logit_scale
+        return q, k, v
 
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        surroundings: BlockInputs,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """What heads read, ``(B, S, H · head_dim)``, from what ``project`` gives."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
         sinks = None if self.sinks is None else self.sinks()
         if cache is not None:
             k, v = cache.append(k, v)
         given = surroundings.mask, surroundings.causal, sinks, surroundings.noise
         mixed = self.core(q, k, v, *given, cached=cache is not None)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         """Same as ``FeedForward.init_weights``."""

@@ -72,6 +72,8 @@ class LayerCache:
         self.length = 0
         self.k: torch.Tensor | None = None
         self.v: torch.Tensor | None = None
+        self.beside: tuple[torch.Tensor, ...] = ()
+        """What a layer found in its first forward and needs in each: keys and values of images."""
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add ``(B, H, S, head_dim)`` and return everything so far, ``(B, H, length, head_dim)``; keys are rotated.

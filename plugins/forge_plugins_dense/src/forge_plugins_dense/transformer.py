@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class Transformer(nn.Module):
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, config.dim)
         if config.learned_positions:
             self.embed.positions = nn.Embedding(config.max_seq_len, config.dim)
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, build) for layer in range(config.n_layers)})
+        self.blocks = nn.ModuleDict({str(layer): self.make_block(layer, build) for layer in range(config.n_layers)})
         self.embed_dropout = Dropout(config.embedding_dropout, place=0) if config.embedding_dropout else None
         self.n_predictors = config.n_predictors
         if config.multi_token is not None:
@@ -75,6 +76,19 @@ class Transformer(nn.Module):
         self.head: nn.Linear | None = make_head(config.dim, vocab_size, config.output_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
+
+    def make_block(self, layer: int, build: Builder) -> nn.Module:
+        """The block of a layer, with all that ``Block`` has. A model that extends this one may have others."""
+        return Block(self.config, layer, build)
+
+    def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states ``(B, S, D)`` right after the embedding. A model that extends this one may put others in their
+        place.
+
+        Args:
+            facts: given to ``forward``.
+        """
+        return hidden
 
     def forward(
         self,
@@ -91,13 +105,14 @@ class Transformer(nn.Module):
         further_tokens: torch.Tensor | None = None,
         further_targets: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
+        facts: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> torch.Tensor | LossSum:
         """Same as ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
 
         ``mask`` is one for each window of ``attention_windows``, by its length, where there are any.
 
         ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``, and ``lengths``, ``(B,
-        S)``, from ``SequenceLengths``.
+        S)``, from ``SequenceLengths``. ``facts`` come from a model that extends this one, for its blocks and ``enter``.
 
         Raises:
             ConfigError: the sequence is longer than ``max_seq_len``, or the chosen attention kernel cannot do this.
@@ -107,11 +122,11 @@ class Transformer(nn.Module):
         if cache is not None:
             tokens, positions, lengths = self._reserve(tokens, positions, mask, cache)
         positions, valid = self._positions(tokens, positions, cache)
-        facts = self._facts(tokens, document, token_ids)
-        surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, facts, lengths)
+        known = {**facts, **self._facts(tokens, document, token_ids)}
+        surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, known, lengths)
         noise = noise if self.training and self.config.has_dropout else None
         predicts = self.training and loss is not None and further_targets is not None
-        hidden, embedded = self._enter(tokens, positions, further_tokens, predicts=predicts)
+        hidden, embedded = self._enter(tokens, positions, further_tokens, facts, predicts=predicts)
         if self.embed is not None and self.embed_dropout is not None:
             hidden = self.embed_dropout(hidden, None if noise is None else noise_of_layer(noise, -1))
         for layer in self._layers():
@@ -269,6 +284,7 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         further_tokens: torch.Tensor | None,
+        facts: Mapping[str, torch.Tensor],
         *,
         predicts: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -278,6 +294,7 @@ class Transformer(nn.Module):
             hidden = self._embedded(tokens)
             if self.config.learned_positions:
                 hidden = hidden + self.embed.positions(positions.clamp(min=0))
+            hidden = self.enter(hidden, facts)
         if self.n_predictors == 0:
             return tokens if self.embed is None else hidden, None
         if self.embed is None:

@@ -56,6 +56,7 @@ def _by_role(stream: tuple[Part, ...], summed: tuple[str, ...]) -> dict[ShardRol
         "whole": Ends(output=stream),
         "sequence": Ends(inputs={0: stream}, output=(), summed_output=summed),
         "residual": Ends(inputs={0: stream}, output=stream),
+        "tower": Ends(),
     }
 
 

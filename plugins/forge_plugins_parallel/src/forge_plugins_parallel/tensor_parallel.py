@@ -8,6 +8,7 @@ positions, and its output is gathered once for all that read it.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from forge_plugins_parallel.cut_layers import (
     distributed,
     gather_copies,
     own_share,
+    sum_gradients,
 )
 from forge_plugins_parallel.tensor_layout import tensor_layout
 
@@ -201,6 +203,10 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
             if ranks.by_position:
                 _sum_gradients(module, ranks)
                 module.register_forward_pre_hook(lambda _, args: (args[0], *(_own(one, ranks) for one in args[1:])))
+            else:
+                module.register_forward_pre_hook(functools.partial(_share_towers, ranks), with_kwargs=True)
+        case "tower":
+            module.register_forward_hook(lambda _, __, given: sum_gradients(given, ranks))
         case "sequence":
             if ranks.by_position:
                 _sum_gradients(module, ranks)
@@ -216,6 +222,13 @@ def _share_out_activations(module: nn.Module, role: ShardRole, ranks: Ranks) -> 
 
 def _own(entry: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
     return None if entry is None else own_share(entry, ranks)
+
+
+def _share_towers(
+    ranks: Ranks, _: nn.Module, args: tuple[Any, ...], given: dict[str, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+    """Where each rank does the work of all positions: what comes from a tower, whose gradients are to add up."""
+    return args, {name: own_share(one, ranks) for name, one in given.items()}
 
 
 def _cut_experts(name: str, module: Any, ranks: Ranks, mesh: DeviceMesh, cut: dict[int, nn.Parameter]) -> None:
