@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 
@@ -28,9 +28,73 @@ class VisionLanguageConfig(TransformerConfig):
     freeze_encoder: bool = False
     """Never train the encoder: it runs without gradients and in evaluation mode, and no optimizer has its parameters.
     For a part of the run, use ``[[phases]]``."""
+    newline: bool = False
+    """Have a learned token that ends each row of an image, as the image processors ``anyres`` and ``tiles`` ask for."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this model in this job."""
         yield from super().check(job)
+        if self.n_predictors:
+            yield "multi_token", "no embedding of an image is a token ahead; remove it"
         for key, sentence in self.fusion.config.check(job):
             yield ".".join(filter(None, ("fusion", key))), sentence
+        for place, source in image_sources(job.data.config, "data"):
+            yield from self._check_source(place, source)
+
+    def _check_source(self, place: str, source: Any) -> Iterator[tuple[str, str]]:
+        """What does not fit in a source of images.
+
+        Args:
+            place: of its table, for messages.
+        """
+        height, width = source.processor.config.tile_size
+        try:
+            grid = self.connector.config.grid(self.encoder.config.grid(height, width))
+        except ValueError as error:
+            yield "encoder", f"{place}.processor gives tiles of {height} × {width} pixels: {error}"
+            return
+        if tuple(source.token_grid) != grid:
+            given, wanted = ([*one] for one in (source.token_grid, grid))
+            yield (
+                "connector",
+                f"gives {wanted[0]} × {wanted[1]} = {grid[0] * grid[1]} tokens for a tile, and {place}.token_grid = "
+                f"{given} says {given[0] * given[1]}; set {place}.token_grid = {wanted}",
+            )
+        one = self.fusion.config.one_token_an_image
+        if source.one_token_an_image != one:
+            wanted_word = "true" if one else "false"
+            yield (
+                "fusion",
+                f"{self.fusion.name} takes {'one token' if one else 'each token'} of an image in the text; set "
+                f"{place}.one_token_an_image = {wanted_word}",
+            )
+        if source.processor.config.has_newlines and not (self.newline or one):
+            yield "newline", f"{place}.processor ends the rows of an image with a learned token; set newline = true"
+        if source.processor.config.pads and not self.encoder.config.takes_padding:
+            yield (
+                "encoder",
+                f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives; "
+                "siglip2_naflex can",
+            )
+
+
+def image_sources(config: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """The configs of sources of images, in a source's config or in those within it, as of a mixture.
+
+    Args:
+        place: the key of ``config``.
+    """
+    if hasattr(config, "token_grid"):
+        yield place, config
+        return
+    if not attrs.has(type(config)):
+        return
+    for field in attrs.fields(type(config)):
+        value = getattr(config, field.name)
+        within = value if isinstance(value, tuple | list) else (value,)
+        for number, one in enumerate(within):
+            key = f"{place}.{field.name}" + (f"[{number}]" if isinstance(value, tuple | list) else "")
+            if isinstance(one, ComponentRef):
+                yield from image_sources(one.config, key)
+            elif attrs.has(type(one)):
+                yield from image_sources(one, key)

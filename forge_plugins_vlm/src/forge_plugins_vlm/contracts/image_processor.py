@@ -45,6 +45,11 @@ class ImageProcessorConfig(ABC):
         return False
 
     @property
+    def has_newlines(self) -> bool:
+        """Whether rows of a picture end in ``NEWLINE``."""
+        return False
+
+    @property
     @abstractmethod
     def most_tiles(self) -> int:
         """The most tiles that a picture becomes."""

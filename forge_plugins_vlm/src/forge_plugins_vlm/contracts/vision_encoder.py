@@ -35,6 +35,16 @@ class VisionEncoderConfig(ABC):
     def tile_size(self) -> Grid | None:
         """Height and width in pixels of the tiles that it takes; ``None`` for any that ``grid`` accepts."""
 
+    @property
+    def least_tile(self) -> Grid:
+        """Height and width of the smallest tile that it takes, where ``tile_size`` is ``None``."""
+        raise NotImplementedError
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether it takes ``sizes``, the part of each tile that is the picture."""
+        return False
+
     @abstractmethod
     def grid(self, height: int, width: int) -> Grid:
         """The grid of features of a tile of ``height`` × ``width`` pixels.

@@ -22,6 +22,8 @@ class KeyValueCache:
         """``(B, length)`` bool, false at padding; ``None`` while there is no padding."""
         self.past: tuple[torch.Tensor, torch.Tensor] | None = None
         """Tokens and positions so far, ``(B, length)``, where a model may have to compute them anew."""
+        self.beside: tuple[torch.Tensor, ...] = ()
+        """Further things that a model found in its first forward and needs in each."""
 
     def reserve(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> None:
         """Announce the columns that one forward is about to append.

@@ -1,0 +1,89 @@
+"""What can be set for fusions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import attrs
+from attrs.validators import ge, min_len, optional
+
+from forge_core.api import ComponentRef, Slot
+from forge_plugins_vlm.contracts.fusion import FusionConfig
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
+
+
+@attrs.frozen(kw_only=True)
+class JointDecoderConfig(FusionConfig):
+    """Image tokens stand among those of text, and the decoder reads both alike."""
+
+
+def _are_layers(_: Any, attribute: attrs.Attribute[Any], value: tuple[int, ...]) -> None:
+    if len(set(value)) < len(value) or any(one < 0 for one in value):
+        raise ValueError(f"{attribute.name} must be different numbers from 0, got {[*value]}")
+
+
+@attrs.frozen(kw_only=True)
+class CrossAttentionConfig(FusionConfig):
+    """Text alone stands in the residual stream, and some layers look at image tokens."""
+
+    one_token_an_image: ClassVar[bool] = True
+    places_tokens: ClassVar[bool] = False
+
+    layers: tuple[int, ...] | None = attrs.field(default=None, validator=optional([min_len(1), _are_layers]))
+    """The layers that look at images, from 0; by default every fourth, from layer 3, or the last one of less."""
+    place: Literal["insert", "replace"] = "insert"
+    """``insert``: before the layer, as in Flamingo. ``replace``: in place of its own attention, as in Llama 3.2."""
+    attend: Literal["latest", "all_previous"] = "latest"
+    """Which images text sees: the latest before it, with those right before that one, or all of its document."""
+
+    def layers_of(self, n_layers: int) -> tuple[int, ...]:
+        """The layers that look at images, of so many."""
+        if self.layers is not None:
+            return self.layers
+        return tuple(range(3, n_layers, 4)) or (n_layers - 1,)
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this fusion in this job."""
+        yield from super().check(job)
+        n_layers = job.model.config.n_layers
+        beyond = [one for one in self.layers_of(n_layers) if one >= n_layers]
+        if beyond:
+            yield "layers", f"{beyond[0]} is none of the layers 0 to {n_layers - 1} of model.n_layers = {n_layers}"
+
+
+@attrs.frozen(kw_only=True)
+class MixtureOfTransformersConfig(FusionConfig):
+    """Image tokens stand among those of text, and each modality has weights of its own; attention is over both."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this fusion in this job."""
+        yield from super().check(job)
+        yield from _refuse_other_mixers(job, "each modality has projections of its own")
+
+
+@attrs.frozen(kw_only=True)
+class MoMaConfig(FusionConfig):
+    """Attention is shared, and each modality has a feed-forward layer of its own, such as experts that choose tokens.
+    """
+
+    image: Annotated[ComponentRef, Slot("feed_forward", default="mlp")]
+    """The feed-forward layer of image tokens; that of text is ``model.feed_forward``."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this fusion in this job."""
+        yield from super().check(job)
+        layer = self.image.config
+        if hasattr(layer, "check"):
+            for key, sentence in layer.check(job):
+                yield f"image.{key}", sentence
+
+
+def _refuse_other_mixers(job: Job, reason: str) -> Iterator[tuple[str, str]]:
+    model = job.model.config
+    if model.latent_attention is not None or any(
+        model.layer(number).mixer not in (None,) for number in range(model.n_layers)
+    ):
+        yield "", f"{reason}, which is there for the decoder's usual attention alone; remove latent_attention and mixer"

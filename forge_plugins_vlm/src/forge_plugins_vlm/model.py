@@ -1,0 +1,166 @@
+"""The model ``vision_language``: the decoder of ``forge_plugins_dense``, and images among its text.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, N = tiles of a row, F = image tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.loss import Loss, LossSum
+from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
+from forge_plugins_dense.cache import KeyValueCache
+from forge_plugins_dense.transformer import Transformer
+from forge_plugins_vlm.config import VisionLanguageConfig
+from forge_plugins_vlm.placing import Placing
+from forge_plugins_vlm.vision import VisionTower
+
+
+class VisionLanguageModel(Transformer):
+    """A ``Transformer`` whose blocks are those of a fusion, with a part ``vision`` on the first pipeline stage."""
+
+    config: VisionLanguageConfig
+
+    def __init__(self, config: VisionLanguageConfig, *, vocab_size: int, build: Builder) -> None:
+        super().__init__(config, vocab_size=vocab_size, build=build)
+        self.vision: VisionTower | None = VisionTower(config, build)
+        self.placing = Placing() if config.fusion.config.places_tokens else None
+        self._image_tokens_travel = "image_tokens" in self.needs
+
+    def make_block(self, layer: int, build: Builder) -> nn.Module:
+        """The fusion's."""
+        block: nn.Module = build(self.config.fusion, model=self.config).block(layer)
+        return block
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        loss: Loss | None = None,
+        *,
+        pixels: torch.Tensor | None = None,
+        tile_sizes: torch.Tensor | None = None,
+        image_slots: torch.Tensor | None = None,
+        image_range: torch.Tensor | None = None,
+        image_tokens: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor | LossSum | tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Same as ``Transformer.forward``, with the entries of ``forge_plugins_vlm.contracts.entries``. Text alone needs
+        none of them.
+
+        Args:
+            image_tokens: ``(B, F, D)``, from an earlier pipeline stage.
+            cache: the first forward with it is given the entries, for the whole prompt; later ones see its images.
+
+        Returns:
+            As ``Transformer.forward``; a stage without a head of a model whose blocks read image tokens gives them
+            along.
+        """
+        images = self._looked_at(tokens, pixels, tile_sizes, image_slots, image_range, image_tokens, cache)
+        output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
+        if self.head is None and self._image_tokens_travel:
+            return output, {"image_tokens": images["image_tokens"]}
+        return output
+
+    def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Image tokens in their places."""
+        if self.placing is None or "image_tokens" not in facts:
+            return hidden
+        entered: torch.Tensor = self.placing(hidden, facts["image_slots"], image_tokens=facts["image_tokens"])
+        return entered
+
+    def stage_of(self) -> dict[str, str]:
+        """Same as ``Model.stage_of``."""
+        return {"vision": "first"}
+
+    def units(self) -> Sequence[str]:
+        """Same as ``Model.units``: the layers of the encoder."""
+        return [] if self.vision is None else [f"vision.{name}" for name in self.vision.units()]
+
+    def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Same as ``TravellingModel.travels``: image tokens, where blocks read them."""
+        if not self._image_tokens_travel:
+            return {}
+        batch = shapes["tokens"][0]
+        _, tiles, _, height, width = shapes.get("pixels", (batch, 1, 3, *self._tile_of_nothing()))
+        length = tiles * self._tokens_of_tile(height, width) + self.config.newline
+        return {"image_tokens": ((batch, length, self.config.dim), None)}
+
+    def init_weights(self, rng: Initializer) -> None:
+        super().init_weights(rng)
+        if self.vision is not None:
+            self.vision.init_weights(rng, "vision.", self.config.init_std)
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        plan = super().parallel_plan()
+        if self.vision is not None:
+            plan["vision"] = "tower"
+        if self.placing is not None and self.embed is not None:
+            plan["placing"] = "residual"
+        return plan
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        roles = super().parameter_roles()
+        if self.vision is not None:
+            roles |= {f"vision.{name}": role for name, role in self.vision.parameter_roles().items()}
+        return roles
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``ObservableModule.sites``, with the features of the encoder and the tokens of the connector, a row
+        for each tile of the batch."""
+        found = super().sites()
+        if self.vision is not None:
+            dims = ("tile", "feature", "width")
+            found["image_features"] = Site(module="vision.encoder", dims=dims)
+            found["image_tokens"] = Site(module="vision.connector", dims=dims)
+        return found
+
+    def _looked_at(
+        self,
+        tokens: torch.Tensor,
+        pixels: torch.Tensor | None,
+        tile_sizes: torch.Tensor | None,
+        slots: torch.Tensor | None,
+        sees: torch.Tensor | None,
+        image_tokens: torch.Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> dict[str, torch.Tensor]:
+        """The facts about images that blocks and ``enter`` need."""
+        batch, length = tokens.shape[:2]
+        is_later = cache is not None and bool(cache.beside)
+        if cache is not None and is_later:
+            slots, sees = None, cache.beside[0].expand(-1, length, -1)
+        facts = {
+            "image_slots": tokens.new_full((batch, length), -1, dtype=torch.int64) if slots is None else slots,
+            "image_range": tokens.new_zeros((batch, length, 3), dtype=torch.int64) if sees is None else sees,
+        }
+        if cache is not None:
+            cache.beside = (facts["image_range"][:, -1:],)
+        if is_later:
+            return facts
+        if pixels is None:
+            pixels = tokens.new_zeros((batch, 1, 3, *self._tile_of_nothing()), dtype=torch.uint8)
+        if self.vision is not None:
+            image_tokens = self.vision(pixels, tile_sizes)
+        if image_tokens is not None:
+            facts["image_tokens"] = image_tokens
+            place = torch.arange(image_tokens.shape[1], device=tokens.device)
+            facts["image_tile"] = place // self._tokens_of_tile(*pixels.shape[-2:])
+        return facts
+
+    def _tokens_of_tile(self, height: int, width: int) -> int:
+        config = self.config
+        number: int = config.connector.config.num_tokens(config.encoder.config.grid(height, width))
+        return number
+
+    def _tile_of_nothing(self) -> tuple[int, int]:
+        """The size of the tile that stands for none: an encoder runs on all ranks, or FSDP would wait for it."""
+        height, width = self.config.encoder.config.tile_size or self.config.encoder.config.least_tile
+        return height, width

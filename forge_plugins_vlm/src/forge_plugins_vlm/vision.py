@@ -1,0 +1,111 @@
+"""The part of a model that turns tiles of pixels into image tokens.
+
+Shapes: B = batch, N = tiles of a row, M = tokens of a tile, D = width of the decoder, F = N · M, and one more where
+rows of tiles end in a learned token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.errors import PluginError
+from forge_plugins_dense.initial_values import normal
+from forge_plugins_vlm.config import VisionLanguageConfig
+
+
+class VisionTower(nn.Module):
+    """An encoder and a connector, and the learned token that ends a row of tiles, where the model has one.
+
+    An encoder that is not trained runs without gradients, keeps no activations, and stays in evaluation mode.
+    """
+
+    def __init__(self, config: VisionLanguageConfig, build: Builder) -> None:
+        super().__init__()
+        self.encoder: Any = build(config.encoder)
+        width = config.encoder.config.dim
+        self.connector: Any = build(config.connector, in_dim=width, out_dim=config.dim)
+        self.newline = nn.Parameter(torch.empty(config.dim)) if config.newline else None
+        self._encoder_config, self._connector_config = config.encoder.config, config.connector.config
+        self._names = config.encoder.qualified_name, config.connector.qualified_name
+        if config.freeze_encoder:
+            self.encoder.requires_grad_(False)
+
+    def forward(self, pixels: torch.Tensor, tile_sizes: torch.Tensor | None = None) -> torch.Tensor:
+        """Encode and connect.
+
+        Args:
+            pixels: ``(B, N, 3, H, W)`` uint8.
+            tile_sizes: ``(B, N, 2)`` int64, as in the batch.
+
+        Returns:
+            ``(B, F, D)``.
+
+        Raises:
+            PluginError: the encoder or the connector gives another number of features than its config says.
+        """
+        sizes = {} if tile_sizes is None else {"sizes": tile_sizes.flatten(0, 1)}
+        grid = self._encoder_config.grid(*pixels.shape[-2:])
+        with nullcontext() if self._trains_encoder else torch.no_grad():
+            features = self.encoder(pixels.flatten(0, 1), **sizes)
+        self._refuse_number(0, features.shape[1], grid[0] * grid[1])
+        tokens = self.connector(features, grid)
+        self._refuse_number(1, tokens.shape[1], self._connector_config.num_tokens(grid))
+        tokens = tokens.unflatten(0, pixels.shape[:2]).flatten(1, 2)
+        if self.newline is None:
+            return tokens
+        end = self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)
+        return torch.cat((tokens, end), dim=1)
+
+    def train(self, mode: bool = True) -> VisionTower:
+        """Same as ``nn.Module.train``, but for an encoder that is not trained."""
+        super().train(mode)
+        if not self._trains_encoder:
+            self.encoder.eval()
+        return self
+
+    def tokens_of_tile(self, height: int, width: int) -> int:
+        """M, of a tile of so many pixels."""
+        number: int = self._connector_config.num_tokens(self._encoder_config.grid(height, width))
+        return number
+
+    def units(self) -> Sequence[str]:
+        """The repeated layers of the encoder, by their names in this module."""
+        return [f"encoder.{name}" for name in self.encoder.units()]
+
+    def flops(self, height: int, width: int) -> float:
+        """FLOPs of a tile, forward, and backward where the encoder is trained; those of the connector not counted."""
+        forward: float = self._encoder_config.flops(height, width)
+        return forward * (3 if self._trains_encoder else 1)
+
+    def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
+        """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot."""
+        self.encoder.init_weights(rng, f"{prefix}encoder.")
+        self.connector.init_weights(rng, f"{prefix}connector.")
+        if self.newline is not None:
+            rng.fill(f"{prefix}newline", self.newline, normal(std))
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        """The role of every parameter, by its name in this module."""
+        roles: dict[str, ParameterRole] = {} if self.newline is None else {"newline": "embedding"}
+        for part in ("encoder", "connector"):
+            roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
+        return roles
+
+    @property
+    def _trains_encoder(self) -> bool:
+        return any(one.requires_grad for one in self.encoder.parameters())
+
+    def _refuse_number(self, part: int, found: int, said: int) -> None:
+        if found != said:
+            kind, what = (("vision_encoder", "features"), ("connector", "tokens"))[part]
+            raise PluginError(
+                f"the {kind} {self._names[part]} gives {found} {what} for a tile, and its config says {said}. "
+                f"This is a bug in {self._names[part].partition(':')[0]}."
+            )
