@@ -46,3 +46,33 @@ def forge_models() -> Iterable[Component]:
         factory="forge_plugins_vlm.model:VisionLanguageModel",
         config="forge_plugins_vlm.config:VisionLanguageConfig",
     )
+
+
+@hookimpl
+def forge_vision_encoders() -> Iterable[Component]:
+    """From pixels to features."""
+    encoders = "forge_plugins_vlm.encoders"
+    yield Component(
+        name="conv_vit",
+        summary="a small vision transformer behind convolutions, to be trained from nothing",
+        factory=f"{encoders}.conv_vit:ConvViT",
+        config=f"{encoders}.conv_vit_config:ConvViTConfig",
+    )
+
+
+@hookimpl
+def forge_connectors() -> Iterable[Component]:
+    """From features to tokens of the decoder's width."""
+    connectors = "forge_plugins_vlm.connectors"
+    yield Component(
+        name="linear",
+        summary="one matrix (LLaVA)",
+        factory=f"{connectors}.linear:LinearConnector",
+        config=f"{connectors}.linear_config:LinearConfig",
+    )
+    yield Component(
+        name="mlp",
+        summary="matrices with GELU between them (LLaVA-1.5)",
+        factory=f"{connectors}.linear:MLPConnector",
+        config=f"{connectors}.linear_config:MLPConnectorConfig",
+    )

@@ -1,0 +1,31 @@
+"""What can be set for the connectors ``linear`` and ``mlp``."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge
+
+from forge_plugins_vlm.contracts.connector import ConnectorConfig
+from forge_plugins_vlm.contracts.vision_encoder import Grid
+
+
+@attrs.frozen(kw_only=True)
+class LinearConfig(ConnectorConfig):
+    """One matrix with a bias; a token for each feature (LLaVA, Liu et al. 2023, arXiv 2304.08485)."""
+
+    def grid(self, features: Grid) -> Grid:
+        """Same as ``ConnectorConfig.grid``: the features' own."""
+        return features
+
+
+@attrs.frozen(kw_only=True)
+class MLPConnectorConfig(ConnectorConfig):
+    """Layers of the decoder's width with GELU between them; a token for each feature (LLaVA-1.5, Liu et al. 2023, arXiv
+    2310.03744)."""
+
+    n_layers: int = attrs.field(default=2, validator=ge(2))
+    """Matrices; LLaVA calls 2 of them ``mlp2x_gelu``."""
+
+    def grid(self, features: Grid) -> Grid:
+        """Same as ``ConnectorConfig.grid``: the features' own."""
+        return features
