@@ -53,29 +53,19 @@ class VisionLanguageConfig(TransformerConfig):
         except ValueError as error:
             yield "encoder", f"{place}.processor gives tiles of {height} × {width} pixels: {error}"
             return
-        if tuple(source.token_grid) != grid:
-            given, wanted = ([*one] for one in (source.token_grid, grid))
-            yield (
-                "connector",
-                f"gives {wanted[0]} × {wanted[1]} = {grid[0] * grid[1]} tokens for a tile, and {place}.token_grid = "
-                f"{given} says {given[0] * given[1]}; set {place}.token_grid = {wanted}",
-            )
+        (rows, columns), (said_rows, said_columns) = grid, source.token_grid
+        if (said_rows, said_columns) != grid:
+            sentence = f"gives {rows} × {columns} = {rows * columns} tokens for a tile, and {place}.token_grid says "
+            yield "connector", f"{sentence}{said_rows * said_columns}; set {place}.token_grid = [{rows}, {columns}]"
         one = self.fusion.config.one_token_an_image
         if source.one_token_an_image != one:
-            wanted_word = "true" if one else "false"
-            yield (
-                "fusion",
-                f"{self.fusion.name} takes {'one token' if one else 'each token'} of an image in the text; set "
-                f"{place}.one_token_an_image = {wanted_word}",
-            )
+            sentence = f"{self.fusion.name} takes {'one token' if one else 'all tokens'} of an image in the text"
+            yield "fusion", f"{sentence}; set {place}.one_token_an_image = {'true' if one else 'false'}"
         if source.processor.config.has_newlines and not (self.newline or one):
             yield "newline", f"{place}.processor ends the rows of an image with a learned token; set newline = true"
         if source.processor.config.pads and not self.encoder.config.takes_padding:
-            yield (
-                "encoder",
-                f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives; "
-                "siglip2_naflex can",
-            )
+            sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"
+            yield "encoder", f"{sentence}; siglip2_naflex can"
 
 
 def image_sources(config: Any, place: str) -> Iterator[tuple[str, Any]]:

@@ -52,8 +52,8 @@ class VisionLanguageModel(Transformer):
         cache: KeyValueCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSum | tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Same as ``Transformer.forward``, with the entries of ``forge_plugins_vlm.contracts.entries``. Text alone needs
-        none of them.
+        """Same as ``Transformer.forward``, with the entries of ``forge_plugins_vlm.contracts.entries``. Text alone
+        needs none of them.
 
         Args:
             image_tokens: ``(B, F, D)``, from an earlier pipeline stage.

@@ -76,3 +76,22 @@ def forge_connectors() -> Iterable[Component]:
         factory=f"{connectors}.linear:MLPConnector",
         config=f"{connectors}.linear_config:MLPConnectorConfig",
     )
+
+
+@hookimpl
+def forge_fusions() -> Iterable[Component]:
+    """How a decoder reads images."""
+    fusions = {
+        "cross_attention": ("layers that look at images, as in Flamingo and Llama 3.2", "CrossAttention"),
+        "joint_decoder": ("image tokens among those of text, as in LLaVA", "JointDecoder"),
+        "mixture_of_transformers": ("weights for each modality, attention over both", "MixtureOfTransformers"),
+        "moma": ("feed-forward layers for each modality, such as experts", "MoMa"),
+    }
+    for name, (summary, factory) in fusions.items():
+        own = factory + "Fusion" * (name == "cross_attention")
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_vlm.fusions.{name}:{own}",
+            config=f"forge_plugins_vlm.fusions.config:{factory}Config",
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import ge, min_len, optional
+from attrs.validators import min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_vlm.contracts.fusion import FusionConfig
@@ -66,8 +66,7 @@ class MixtureOfTransformersConfig(FusionConfig):
 
 @attrs.frozen(kw_only=True)
 class MoMaConfig(FusionConfig):
-    """Attention is shared, and each modality has a feed-forward layer of its own, such as experts that choose tokens.
-    """
+    """Attention is shared, and each modality has a feed-forward layer of its own, such as experts that choose tokens."""
 
     image: Annotated[ComponentRef, Slot("feed_forward", default="mlp")]
     """The feed-forward layer of image tokens; that of text is ``model.feed_forward``."""

@@ -60,6 +60,10 @@ class BlockInputs:
         """The same with other numbers."""
         return BlockInputs(self.cos, self.sin, self.mask, self.causal, self.valid, self.facts, noise)
 
+    def of_tokens(self, valid: torch.Tensor) -> BlockInputs:
+        """The same for some of the tokens, ``(B, S)`` bool, the rest as if it were padding to feed-forward layers."""
+        return BlockInputs(self.cos, self.sin, self.mask, self.causal, valid, self.facts, self.noise)
+
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).

@@ -55,22 +55,31 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
-        mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
-        if self.attention_output_norm is not None:
-            mixed = self.attention_output_norm(mixed)
+        mixed = self.mixed(hidden, surroundings, cache)
         if self.mixed_dropout is not None:
             mixed = self.mixed_dropout(mixed, surroundings.noise)
         added = hidden + times(self.residual_multiplier, mixed)
 
-        facts = {name: surroundings.facts[name] for name in self._layer_needs}
-        read = hidden if self.parallel_residual else added
-        with _generating(self.feed_forward) if cache is not None else nullcontext():
-            changed = self.feed_forward(self.feed_forward_norm(read), surroundings.valid, **facts)
-        if self.feed_forward_output_norm is not None:
-            changed = self.feed_forward_output_norm(changed)
+        changed = self.changed(hidden if self.parallel_residual else added, surroundings, generates=cache is not None)
         if self.changed_dropout is not None:
             changed = self.changed_dropout(changed, surroundings.noise)
         return added + times(self.residual_multiplier, changed)
+
+    def mixed(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None) -> torch.Tensor:
+        """The mixer's share of the residual stream, ``(B, S, D)``."""
+        mixed = self.attention(self.attention_norm(hidden), surroundings, cache)
+        return mixed if self.attention_output_norm is None else self.attention_output_norm(mixed)
+
+    def changed(self, hidden: torch.Tensor, surroundings: BlockInputs, *, generates: bool) -> torch.Tensor:
+        """The feed-forward layer's share of the residual stream, ``(B, S, D)``.
+
+        Args:
+            generates: text is generated.
+        """
+        facts = {name: surroundings.facts[name] for name in self._layer_needs}
+        with generating(self.feed_forward) if generates else nullcontext():
+            changed = self.feed_forward(self.feed_forward_norm(hidden), surroundings.valid, **facts)
+        return changed if self.feed_forward_output_norm is None else self.feed_forward_output_norm(changed)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -173,8 +182,9 @@ def _sites_within(name: str, module: nn.Module) -> dict[str, Site]:
 
 
 @contextmanager
-def _generating(layer: Any) -> Iterator[None]:
-    """The layer, called, does what it does when text is generated. It is called as a module, so that its hooks run."""
+def generating(layer: Any) -> Iterator[None]:
+    """A feed-forward layer, called, does what it does when text is generated. It is called as a module, so that its
+    hooks run."""
     if not hasattr(layer, "generate"):
         yield
         return

@@ -1,0 +1,255 @@
+"""The fusion ``cross_attention``: some layers look at images.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, H = heads, F = image tokens of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
+from forge_core.contracts.observation import Site, within
+from forge_plugins_dense.attention import BlockInputs, attend
+from forge_plugins_dense.block import STREAM, Block, generating
+from forge_plugins_dense.cache import LayerCache
+from forge_plugins_dense.initial_values import normal, zeros
+from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
+from forge_plugins_vlm.config import VisionLanguageConfig
+from forge_plugins_vlm.fusions.config import CrossAttentionConfig
+
+
+class CrossAttentionFusion:
+    """Layers of their own between those of the decoder (Flamingo, Alayrac et al. 2022, arXiv 2204.14198), or in place
+    of some (Llama 3.2 Vision). Gates are closed at first: the model begins as the decoder alone."""
+
+    def __init__(self, config: CrossAttentionConfig, *, model: VisionLanguageConfig, build: Builder) -> None:
+        self._config, self._model, self._build = config, model, build
+
+    def block(self, layer: int) -> nn.Module:
+        """Same as ``Fusion.block``."""
+        if layer not in self._config.layers_of(self._model.n_layers):
+            return Block(self._model, layer, self._build)
+        looking = LookingBlock(self._config, self._model, layer, self._build)
+        return looking if self._config.place == "replace" else InsertedBlock(self._model, layer, self._build, looking)
+
+
+class LookingBlock(nn.Module):
+    """``h ← h + tanh(g_a) · CA(norm(h), images)``, then ``h ← h + tanh(g_f) · FFN(norm(h))``, at positions that see an
+    image; others stay as they are."""
+
+    def __init__(self, config: CrossAttentionConfig, model: VisionLanguageConfig, layer: int, build: Builder) -> None:
+        super().__init__()
+        norm = functools.partial(make_norm, model.norm, model.dim, model.norm_eps)
+        self.attention_norm = norm()
+        self.attention = ImageAttention(model, latest=config.attend == "latest")
+        self.attention_gate = Gate()
+        self.feed_forward_norm = norm()
+        own = model.layer(layer)
+        self.feed_forward: Any = build(own.feed_forward, dim=model.dim, layer=layer, n_layers=model.n_layers)
+        self.feed_forward_gate = Gate()
+
+    def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
+        """``(B, S, D)`` to ``(B, S, D)``."""
+        sees = sees_images(surroundings.facts["image_range"])
+        update = self.attention(self.attention_norm(hidden), surroundings, cache)
+        hidden = hidden + self.attention_gate(update, sees)
+        facts = {name: surroundings.facts[name] for name in getattr(self.feed_forward, "needs", ())}
+        valid = sees if surroundings.valid is None else surroundings.valid & sees
+        with generating(self.feed_forward) if cache is not None else nullcontext():
+            update = self.feed_forward(self.feed_forward_norm(hidden), valid, **facts)
+        return hidden + self.feed_forward_gate(update, sees)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Same as ``Block.needs``."""
+        own = {"image_tokens", "image_tile", "image_range"}
+        return frozenset(own) | frozenset(getattr(self.feed_forward, "needs", ()))
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        """Same as ``Block.init_weights``."""
+        for name in ("attention_norm", "feed_forward_norm"):
+            init_norm(getattr(self, name), rng, f"{prefix}{name}.")
+        for name in ("attention", "feed_forward"):
+            getattr(self, name).init_weights(rng, f"{prefix}{name}.", residual_std, std)
+            rng.fill(f"{prefix}{name}_gate.weight", getattr(self, f"{name}_gate").weight, zeros)
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        """Same as ``Block.parallel_plan``."""
+        plan: dict[str, ShardRole] = {"attention_norm": "sequence", "feed_forward_norm": "sequence"}
+        plan |= {"attention_gate": "residual", "feed_forward_gate": "residual"}
+        plan |= {f"attention.{name}": role for name, role in self.attention.parallel_plan().items()}
+        for name, role in self.feed_forward.parallel_plan().items():
+            plan[f"feed_forward.{name}" if name else "feed_forward"] = role
+        return plan
+
+    def context_plan(self) -> list[str]:
+        """Same as ``Block.context_plan``: each rank has all image tokens."""
+        return []
+
+    def recompute_plan(self) -> Mapping[str, Recompute]:
+        """Same as ``Block.recompute_plan``."""
+        layer = self.feed_forward
+        return layer.recompute_plan() if hasattr(layer, "recompute_plan") else {}
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        """Same as ``Block.parameter_roles``."""
+        roles: dict[str, ParameterRole] = {"attention_gate.weight": "bias", "feed_forward_gate.weight": "bias"}
+        for name in ("attention_norm", "feed_forward_norm"):
+            roles |= norm_roles(getattr(self, name), f"{name}.")
+        for part in ("attention", "feed_forward"):
+            roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
+        return roles
+
+    def active_parameters(self) -> int:
+        """Weights of matrices that are multiplied for one token of text; those of images are not counted."""
+        own = sum(getattr(self.attention, name).weight.numel() for name in ("q", "o"))
+        return own + int(self.feed_forward.active_parameters())
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Same as ``Block.mixing_flops``; how many image tokens there are is not known."""
+        return 0.0
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``Block.sites``."""
+        return {
+            "resid_pre": Site(module="", where="input", dims=STREAM),
+            "attn_in": Site(module="attention_norm", dims=STREAM),
+            "attn_out": Site(module="attention", dims=STREAM),
+            "resid_mid": Site(module="feed_forward_norm", where="input", dims=STREAM),
+            "mlp_in": Site(module="feed_forward_norm", dims=STREAM),
+            "mlp_out": Site(module="feed_forward", dims=STREAM),
+            "resid_post": Site(module="", dims=STREAM),
+        }
+
+
+class InsertedBlock(Block):
+    """A block of the decoder with a ``LookingBlock`` before it, as ``looking``."""
+
+    def __init__(self, config: VisionLanguageConfig, layer: int, build: Builder, looking: LookingBlock) -> None:
+        super().__init__(config, layer, build)
+        self.looking = looking
+
+    def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
+        """``(B, S, D)`` to ``(B, S, D)``."""
+        return super().forward(self.looking(hidden, surroundings, cache), surroundings, cache)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Same as ``Block.needs``."""
+        return super().needs | self.looking.needs
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        super().init_weights(rng, prefix, residual_std, std)
+        self.looking.init_weights(rng, f"{prefix}looking.", residual_std, std)
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        own = self.looking.parallel_plan()
+        return super().parallel_plan() | {f"looking.{name}": role for name, role in own.items()}
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        own = self.looking.parameter_roles()
+        return super().parameter_roles() | {f"looking.{name}": role for name, role in own.items()}
+
+    def active_parameters(self) -> int:
+        return super().active_parameters() + self.looking.active_parameters()
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``Block.sites``, and those of ``looking``."""
+        own = {f"looking.{name}": within("looking", site) for name, site in self.looking.sites().items()}
+        return super().sites() | own
+
+
+class ImageAttention(nn.Module):
+    """Text attends to image tokens: no rotary positions, queries and keys normed by head, as in Llama 3.2 Vision."""
+
+    def __init__(self, model: VisionLanguageConfig, *, latest: bool) -> None:
+        super().__init__()
+        self.head_dim, self.latest = model.head_size, latest
+        self.image_norm = make_norm(model.norm, model.dim, model.norm_eps)
+        self.q = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=False)
+        self.k = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
+        self.o = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=False)
+        self.q_norm, self.k_norm = (make_norm("rmsnorm", self.head_dim, model.norm_eps) for _ in range(2))
+        self.backend = model.attention if model.attention in ("auto", "math") else "auto"
+
+    def forward(self, text: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
+        """``(B, S, D)`` to ``(B, S, D)``. A position that sees no image gets something that its gate drops."""
+        k, v, tile = self._keys(surroundings, cache)
+        q = self.q_norm(self.q(text).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        visible = visible_tokens(surroundings.facts["image_range"], tile, latest=self.latest)
+        mixed = attend(q, k, v, visible[:, None], False, self.backend)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+    def _keys(
+        self, surroundings: BlockInputs, cache: LayerCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values ``(B, H_kv, F, head_dim)``, and the tile of each token ``(F,)``; computed once, if there is a
+        cache."""
+        if cache is not None and cache.beside:
+            k, v, tile = cache.beside
+            return k, v, tile
+        images, tile = self.image_norm(surroundings.facts["image_tokens"]), surroundings.facts["image_tile"]
+        k, v = (part(images).unflatten(-1, (-1, self.head_dim)) for part in (self.k, self.v))
+        k, v = self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            cache.beside = (k, v, tile)
+        return k, v, tile
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        """Same as ``Attention.init_weights``."""
+        for name in ("q", "k", "v", "o"):
+            rng.fill(f"{prefix}{name}.weight", getattr(self, name).weight, normal(residual_std if name == "o" else std))
+        for name in _NORMS:
+            init_norm(getattr(self, name), rng, f"{prefix}{name}.")
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        """Same as ``Attention.parallel_plan``. The norm of images feeds this rank's heads alone."""
+        return {"q": "column", "k": "column", "v": "column", "o": "row", **dict.fromkeys(_NORMS, "replicate")}
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        """Same as ``Attention.parameter_roles``."""
+        roles: dict[str, ParameterRole] = {f"{name}.weight": "matrix" for name in ("q", "k", "v", "o")}
+        for name in _NORMS:
+            roles |= norm_roles(getattr(self, name), f"{name}.")
+        return roles
+
+
+class Gate(nn.Module):
+    """``tanh(g)`` times an update of the residual stream, and nothing where no image is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def forward(self, update: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+        """``(B, S, D)`` and ``(B, S)`` bool to ``(B, S, D)``."""
+        opened = torch.tanh(self.weight).to(update.dtype)
+        return torch.where(sees[..., None], update * opened, 0.0)
+
+
+def sees_images(bounds: torch.Tensor) -> torch.Tensor:
+    """Which positions see an image, ``(B, S)`` bool, of ``image_range`` ``(B, S, 3)``."""
+    return bounds[..., 2] > bounds[..., 1]
+
+
+def visible_tokens(bounds: torch.Tensor, tile: torch.Tensor, *, latest: bool) -> torch.Tensor:
+    """Which image tokens a position sees, ``(B, S, F)`` bool; all, where it sees none, so that a softmax has numbers.
+
+    Args:
+        bounds: ``image_range`` ``(B, S, 3)``.
+        tile: ``(F,)`` int64, of each token; the learned end of a row is beyond all tiles.
+        latest: the latest images alone.
+    """
+    first, end = bounds[..., 1 if latest else 0, None], bounds[..., 2, None]
+    return ((tile >= first) & (tile < end)) | (end <= bounds[..., 1, None])
+
+
+_NORMS = ("image_norm", "q_norm", "k_norm")

@@ -1,0 +1,89 @@
+"""The fusion ``mixture_of_transformers``: weights for each modality, attention over both.
+
+Shapes: B = batch, S = sequence, D = width of the residual stream, H = heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from forge_core.contracts.builder import Builder
+from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
+from forge_core.contracts.observation import Site
+from forge_plugins_dense.attention import BlockInputs
+from forge_plugins_dense.block import Block
+from forge_plugins_dense.cache import LayerCache
+from forge_plugins_vlm.config import VisionLanguageConfig
+from forge_plugins_vlm.fusions.config import MixtureOfTransformersConfig
+from forge_plugins_vlm.fusions.selected import Selected, is_image, limited
+
+
+class MixtureOfTransformers:
+    """Mixture-of-Transformers (Liang et al. 2024, arXiv 2411.04996): each token is projected by the weights of its
+    modality, all attend to all in the order of the sequence, and what they read is projected, normed and fed forward by
+    the weights of their modality again. Equal weights for both make it the dense decoder."""
+
+    def __init__(self, config: MixtureOfTransformersConfig, *, model: VisionLanguageConfig, build: Builder) -> None:
+        self._model, self._build = model, build
+
+    def block(self, layer: int) -> nn.Module:
+        """Same as ``Fusion.block``."""
+        return MixtureBlock(self._model, layer, self._build)
+
+
+class MixtureBlock(Block):
+    """A block whose own weights are those of text, with a copy of all of them for images as ``image``.
+
+    Both copies see all positions, and what a position has of the other one is left out: shapes do not depend on how
+    many image tokens there are, at the price of multiplying twice.
+    """
+
+    def __init__(self, config: VisionLanguageConfig, layer: int, build: Builder) -> None:
+        super().__init__(config, layer, build)
+        self.image = Block(config, layer, build)
+        self.mixed_text, self.mixed_image = Selected(), Selected()
+        self.changed_text, self.changed_image = Selected(), Selected()
+
+    def mixed(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None) -> torch.Tensor:
+        """Same as ``Block.mixed``."""
+        images = is_image(surroundings)
+        of_text = self.attention.project(self.attention_norm(hidden), surroundings)
+        of_image = self.image.attention.project(self.image.attention_norm(hidden), surroundings)
+        where = images[..., None, None]
+        q, k, v = (torch.where(where, image, text) for text, image in zip(of_text, of_image, strict=True))
+        heads = self.attention.mix(q, k, v, surroundings, cache)
+        text, image = self.attention.o(heads), self.image.attention.o(heads)
+        if self.attention_output_norm is not None:
+            text, image = self.attention_output_norm(text), self.image.attention_output_norm(image)
+        return self.mixed_text(text, ~images) + self.mixed_image(image, images)
+
+    def changed(self, hidden: torch.Tensor, surroundings: BlockInputs, *, generates: bool) -> torch.Tensor:
+        """Same as ``Block.changed``."""
+        images = is_image(surroundings)
+        text = super().changed(hidden, limited(surroundings, ~images), generates=generates)
+        image = self.image.changed(hidden, limited(surroundings, images), generates=generates)
+        return self.changed_text(text, ~images) + self.changed_image(image, images)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Same as ``Block.needs``."""
+        return super().needs | {"image_slots"}
+
+    def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
+        super().init_weights(rng, prefix, residual_std, std)
+        self.image.init_weights(rng, f"{prefix}image.", residual_std, std)
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        plan = super().parallel_plan()
+        plan |= {f"image.{name}": role for name, role in self.image.parallel_plan().items()}
+        return plan | dict.fromkeys(("mixed_text", "mixed_image", "changed_text", "changed_image"), "residual")
+
+    def parameter_roles(self) -> dict[str, ParameterRole]:
+        roles = self.image.parameter_roles()
+        return super().parameter_roles() | {f"image.{name}": role for name, role in roles.items()}
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``Block.sites``, without what one half alone has."""
+        halves = ("attn_in", "attn_out", "mlp_in", "mlp_out", "q", "k", "v")
+        return {name: site for name, site in super().sites().items() if name not in halves}
