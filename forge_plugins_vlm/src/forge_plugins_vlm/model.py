@@ -38,7 +38,7 @@ class VisionLanguageModel(Transformer):
         block: nn.Module = build(self.config.fusion, model=self.config).block(layer)
         return block
 
-    def forward(
+    def forward(  # type: ignore[override]  # further entries, and what travels between stages
         self,
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
@@ -66,7 +66,7 @@ class VisionLanguageModel(Transformer):
         images = self._looked_at(tokens, pixels, tile_sizes, image_slots, image_range, image_tokens, cache)
         output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
         if self.head is None and self._image_tokens_travel:
-            return output, {"image_tokens": images["image_tokens"]}
+            return output, {"image_tokens": images["image_tokens"]}  # type: ignore[return-value]  # hidden states
         return output
 
     def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:

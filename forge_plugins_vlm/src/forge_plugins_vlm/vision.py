@@ -55,9 +55,9 @@ class VisionTower(nn.Module):
         with nullcontext() if self._trains_encoder else torch.no_grad():
             features = self.encoder(pixels.flatten(0, 1), **sizes)
         self._refuse_number(0, features.shape[1], grid[0] * grid[1])
-        tokens = self.connector(features, grid)
+        tokens: torch.Tensor = self.connector(features, grid)
         self._refuse_number(1, tokens.shape[1], self._connector_config.num_tokens(grid))
-        tokens = tokens.unflatten(0, pixels.shape[:2]).flatten(1, 2)
+        tokens = tokens.view(*pixels.shape[:2], *tokens.shape[1:]).flatten(1, 2)
         if self.newline is None:
             return tokens
         end = self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_vlm.contracts.fusion import FusionConfig
@@ -20,8 +19,10 @@ class JointDecoderConfig(FusionConfig):
     """Image tokens stand among those of text, and the decoder reads both alike."""
 
 
-def _are_layers(_: Any, attribute: attrs.Attribute[Any], value: tuple[int, ...]) -> None:
-    if len(set(value)) < len(value) or any(one < 0 for one in value):
+def _are_layers(_: object, attribute: attrs.Attribute[Any], value: tuple[int, ...] | None) -> None:
+    if value is None:
+        return
+    if not value or len(set(value)) < len(value) or any(one < 0 for one in value):
         raise ValueError(f"{attribute.name} must be different numbers from 0, got {[*value]}")
 
 
@@ -32,7 +33,7 @@ class CrossAttentionConfig(FusionConfig):
     one_token_an_image: ClassVar[bool] = True
     places_tokens: ClassVar[bool] = False
 
-    layers: tuple[int, ...] | None = attrs.field(default=None, validator=optional([min_len(1), _are_layers]))
+    layers: tuple[int, ...] | None = attrs.field(default=None, validator=_are_layers)
     """The layers that look at images, from 0; by default every fourth, from layer 3, or the last one of less."""
     place: Literal["insert", "replace"] = "insert"
     """``insert``: before the layer, as in Flamingo. ``replace``: in place of its own attention, as in Llama 3.2."""
@@ -66,7 +67,7 @@ class MixtureOfTransformersConfig(FusionConfig):
 
 @attrs.frozen(kw_only=True)
 class MoMaConfig(FusionConfig):
-    """Attention is shared, and each modality has a feed-forward layer of its own, such as experts that choose tokens."""
+    """Attention is shared, and each modality has a feed-forward layer of its own: experts that choose tokens."""
 
     image: Annotated[ComponentRef, Slot("feed_forward", default="mlp")]
     """The feed-forward layer of image tokens; that of text is ``model.feed_forward``."""

@@ -64,7 +64,8 @@ class LookingBlock(nn.Module):
         valid = sees if surroundings.valid is None else surroundings.valid & sees
         with generating(self.feed_forward) if cache is not None else nullcontext():
             update = self.feed_forward(self.feed_forward_norm(hidden), valid, **facts)
-        return hidden + self.feed_forward_gate(update, sees)
+        fed: torch.Tensor = hidden + self.feed_forward_gate(update, sees)
+        return fed
 
     @property
     def needs(self) -> frozenset[str]:
@@ -110,7 +111,7 @@ class LookingBlock(nn.Module):
     def active_parameters(self) -> int:
         """Weights of matrices that are multiplied for one token of text; those of images are not counted."""
         own = sum(getattr(self.attention, name).weight.numel() for name in ("q", "o"))
-        return own + int(self.feed_forward.active_parameters())
+        return int(own + self.feed_forward.active_parameters())
 
     def mixing_flops(self, seq_len: int) -> float:
         """Same as ``Block.mixing_flops``; how many image tokens there are is not known."""
@@ -158,7 +159,7 @@ class InsertedBlock(Block):
         return super().parameter_roles() | {f"looking.{name}": role for name, role in own.items()}
 
     def active_parameters(self) -> int:
-        return super().active_parameters() + self.looking.active_parameters()
+        return int(super().active_parameters()) + self.looking.active_parameters()
 
     def sites(self) -> dict[str, Site]:
         """Same as ``Block.sites``, and those of ``looking``."""
@@ -186,7 +187,8 @@ class ImageAttention(nn.Module):
         q = self.q_norm(self.q(text).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         visible = visible_tokens(surroundings.facts["image_range"], tile, latest=self.latest)
         mixed = attend(q, k, v, visible[:, None], False, self.backend)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        given: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return given
 
     def _keys(
         self, surroundings: BlockInputs, cache: LayerCache | None

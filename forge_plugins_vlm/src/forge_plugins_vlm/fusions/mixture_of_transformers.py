@@ -11,7 +11,7 @@ from torch import nn
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.contracts.observation import Site
-from forge_plugins_dense.attention import BlockInputs
+from forge_plugins_dense.attention import Attention, BlockInputs
 from forge_plugins_dense.block import Block
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_vlm.config import VisionLanguageConfig
@@ -48,22 +48,32 @@ class MixtureBlock(Block):
     def mixed(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None) -> torch.Tensor:
         """Same as ``Block.mixed``."""
         images = is_image(surroundings)
-        of_text = self.attention.project(self.attention_norm(hidden), surroundings)
-        of_image = self.image.attention.project(self.image.attention_norm(hidden), surroundings)
+        text_attention, image_attention = self._attention()
+        of_text = text_attention.project(self.attention_norm(hidden), surroundings)
+        of_image = image_attention.project(self.image.attention_norm(hidden), surroundings)
         where = images[..., None, None]
         q, k, v = (torch.where(where, image, text) for text, image in zip(of_text, of_image, strict=True))
-        heads = self.attention.mix(q, k, v, surroundings, cache)
-        text, image = self.attention.o(heads), self.image.attention.o(heads)
-        if self.attention_output_norm is not None:
+        heads = text_attention.mix(q, k, v, surroundings, cache)
+        text, image = text_attention.o(heads), image_attention.o(heads)
+        if self.attention_output_norm is not None and self.image.attention_output_norm is not None:
             text, image = self.attention_output_norm(text), self.image.attention_output_norm(image)
-        return self.mixed_text(text, ~images) + self.mixed_image(image, images)
+        mixed: torch.Tensor = self.mixed_text(text, ~images) + self.mixed_image(image, images)
+        return mixed
 
     def changed(self, hidden: torch.Tensor, surroundings: BlockInputs, *, generates: bool) -> torch.Tensor:
         """Same as ``Block.changed``."""
         images = is_image(surroundings)
         text = super().changed(hidden, limited(surroundings, ~images), generates=generates)
         image = self.image.changed(hidden, limited(surroundings, images), generates=generates)
-        return self.changed_text(text, ~images) + self.changed_image(image, images)
+        changed: torch.Tensor = self.changed_text(text, ~images) + self.changed_image(image, images)
+        return changed
+
+    def _attention(self) -> tuple[Attention, Attention]:
+        """Those of text and of images; the config refuses other mixers."""
+        text, image = self.attention, self.image.attention
+        assert isinstance(text, Attention), "refused by the config"
+        assert isinstance(image, Attention), "refused by the config"
+        return text, image
 
     @property
     def needs(self) -> frozenset[str]:

@@ -49,7 +49,7 @@ class MoMaBlock(Block):
         normed, images = self.feed_forward_norm(hidden), is_image(surroundings)
         text = self._by(self.feed_forward, normed, limited(surroundings, ~images), generates)
         image = self._by(self.image_feed_forward, normed, limited(surroundings, images), generates)
-        changed = self.of_text(text, ~images) + self.of_image(image, images)
+        changed: torch.Tensor = self.of_text(text, ~images) + self.of_image(image, images)
         return changed if self.feed_forward_output_norm is None else self.feed_forward_output_norm(changed)
 
     def _by(self, layer: Any, normed: torch.Tensor, surroundings: BlockInputs, generates: bool) -> torch.Tensor:

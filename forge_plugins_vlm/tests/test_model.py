@@ -1,0 +1,200 @@
+"""The model ``vision_language`` with each fusion, against the dense decoder and against itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_vlm import FUSIONS, entries, images
+
+from forge_core.errors import PluginError
+
+ALL = pytest.mark.parametrize("fusion", FUSIONS)
+DECODER = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
+
+
+def tokens(length: int, rows: int = 1, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 31, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(fusion: str, layout: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    given = entries(fusion, layout)
+    return {"tokens": tokens(given["image_slots"].shape[1]), "pixels": images(1, layout.count("I"), seed), **given}
+
+
+def take_over(model, other):
+    """Give a model the tensors of another one that have names of its own."""
+    own = model.state_dict()
+    model.load_state_dict({**own, **{name: one for name, one in other.state_dict().items() if name in own}})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention", "mixture_of_transformers"])
+def test_text_alone_is_the_decoders_bit_for_bit(make_model, fusion):
+    text, model = make_model(name="transformer", **DECODER).eval(), make_model(fusion).eval()
+    take_over(model, text)
+
+    assert torch.equal(model(tokens(12, 3)), text(tokens(12, 3)))
+
+
+@torch.no_grad()
+def test_closed_gates_leave_the_decoder_bit_identical(make_model):
+    text, model = make_model(name="transformer", **DECODER).eval(), make_model("cross_attention").eval()
+    take_over(model, text)
+    given = batch("cross_attention", "tItt")
+    assert not torch.equal(model(**given), text(given["tokens"]))
+
+    for gate in (one for name, one in model.named_parameters() if name.endswith("_gate.weight")):
+        gate.zero_()
+
+    assert torch.equal(model(**given), text(given["tokens"]))
+
+
+@torch.no_grad()
+def test_equal_weights_for_both_modalities_are_the_joint_decoder(make_model):
+    joint, model = make_model("joint_decoder").eval(), make_model("mixture_of_transformers").eval()
+    take_over(model, joint)
+    for block in model.blocks.values():
+        take_over(block.image, block)
+    given = batch("joint_decoder", "tIttIt")
+
+    assert torch.allclose(model(**given), joint(**given), atol=1e-6)
+
+
+@torch.no_grad()
+def test_equal_feed_forward_layers_are_the_joint_decoder(make_model):
+    joint, model = make_model("joint_decoder").eval(), make_model(fusion={"name": "moma"}).eval()
+    take_over(model, joint)
+    for block in model.blocks.values():
+        take_over(block.image_feed_forward, block.feed_forward)
+    given = batch("joint_decoder", "tIttIt")
+
+    assert torch.allclose(model(**given), joint(**given), atol=1e-6)
+
+
+@ALL
+@torch.no_grad()
+def test_an_image_changes_what_follows_it_and_nothing_before(make_model, fusion):
+    model, given = make_model(fusion).eval(), batch(fusion, "ttIttItt")
+    before = model(**given)
+    given["pixels"][:, 1] = images(1, seed=9)[:, 0]
+    after = model(**given)
+
+    second = 5 if fusion == "cross_attention" else 8
+    assert torch.equal(before[:, :second], after[:, :second])
+    assert not torch.allclose(before[:, -1], after[:, -1], atol=1e-4)
+
+
+@ALL
+@torch.no_grad()
+def test_a_token_changes_nothing_before_it_nor_another_row(make_model, fusion):
+    model = make_model(fusion).eval()
+    one, other = batch(fusion, "ttIttt"), batch(fusion, "ttIttt", seed=3)
+    both = {name: torch.cat((one[name], other[name])) for name in one}
+    before = model(**both)
+    changed = both["tokens"].clone()
+    changed[0, -2] = (changed[0, -2] + 1) % 31
+    after = model(**{**both, "tokens": changed})
+
+    assert torch.equal(before[0, :-2], after[0, :-2])
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0, -2], after[0, -2])
+
+
+@ALL
+@torch.no_grad()
+def test_packed_documents_equal_those_by_themselves(make_model, fusion):
+    model = make_model(fusion).eval()
+    packed = batch(fusion, "tItt|ItIIt|tt")
+    whole = model(**packed)
+
+    start = tile = 0
+    for layout in ("tItt", "ItIIt", "tt"):
+        alone, n_images = entries(fusion, layout), layout.count("I")
+        length = alone["image_slots"].shape[1]
+        pixels = {"pixels": packed["pixels"][:, tile : tile + n_images]} if n_images else {}
+        logits = model(packed["tokens"][:, start : start + length], **alone, **pixels)
+        assert torch.allclose(whole[:, start : start + length], logits, atol=1e-5)
+        start, tile = start + length, tile + n_images
+
+
+@ALL
+@torch.no_grad()
+def test_a_cache_gives_the_logits_of_the_whole_and_looks_once(make_model, fusion):
+    model, given = make_model(fusion).eval(), batch(fusion, "tIttt")
+    whole = model(**given)
+    looked = []
+    model.vision.register_forward_hook(lambda *_: looked.append(1))
+    prompt = given["tokens"].shape[1] - 2
+    cache = model.make_cache(1, prompt + 2)
+    cut = {name: one if name == "pixels" else one[:, :prompt] for name, one in given.items()}
+    first = model(**cut, cache=cache)
+    rest = [model(given["tokens"][:, place : place + 1], cache=cache) for place in (prompt, prompt + 1)]
+
+    assert torch.allclose(torch.cat((first, *rest), dim=1), whole, atol=1e-5)
+    assert len(looked) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("attend", "changes"), [("latest", False), ("all_previous", True)])
+def test_text_sees_the_latest_images_or_all_before_it(make_model, attend, changes):
+    fusion = {"name": "cross_attention", "layers": [1], "attend": attend}
+    model, given = make_model(fusion=fusion).eval(), batch("cross_attention", "ItIIt")
+    before = model(**given)[:, -1]
+    given["pixels"][:, 0] = images(1, seed=9)[:, 0]
+    of_first = model(**given)[:, -1]
+    given["pixels"][:, 1] = images(1, seed=10)[:, 0]
+
+    assert torch.equal(before, of_first) != changes
+    assert not torch.equal(of_first, model(**given)[:, -1])  # consecutive images share the text after them
+
+
+@torch.no_grad()
+def test_text_before_any_image_gets_nothing_from_layers_that_look(make_model):
+    model, given = make_model("cross_attention").eval(), batch("cross_attention", "ttItt")
+    text = {"tokens": given["tokens"]}
+
+    assert torch.equal(model(**given)[:, :2], model(**text)[:, :2])
+    assert not torch.allclose(model(**given)[:, 2:], model(**text)[:, 2:], atol=1e-4)
+
+
+def test_layers_in_place_of_others_have_no_attention_over_text(make_model):
+    fusion = {"name": "cross_attention", "layers": [1], "place": "replace"}
+    model = make_model(fusion=fusion)
+
+    assert list(model.context_plan()) == ["blocks.0.attention.core"]
+    logits = model(**batch("cross_attention", "tItt"))
+    assert logits.shape == (1, 4, 31)
+
+
+def test_an_encoder_that_is_not_trained_keeps_nothing_and_stays_in_evaluation_mode(make_model):
+    model = make_model(freeze_encoder=True).train()
+    features = []
+    model.vision.encoder.register_forward_hook(lambda *given: features.append(given[-1]))
+
+    model(**batch("joint_decoder", "tItt")).sum().backward()
+
+    assert not model.vision.encoder.training
+    assert not features[0].requires_grad
+    assert all(one.grad is None for one in model.vision.encoder.parameters())
+    assert all(one.grad is not None for one in model.vision.connector.parameters())
+
+
+def test_a_learned_token_ends_rows_of_tiles(make_model):
+    model, given = make_model(newline=True), batch("joint_decoder", "tItt")
+    given["image_slots"][0, 2] = -2
+    model(**given).sum().backward()
+
+    assert model.vision.newline.grad.abs().sum() > 0
+    plain = make_model()
+    with torch.no_grad():
+        take_over(plain, model)
+    with pytest.raises(RuntimeError):
+        plain(**{**given, "image_slots": given["image_slots"].masked_fill(given["image_slots"] == 3, 4)})
+
+
+def test_a_connector_that_gives_another_number_of_tokens_is_refused(make_model, monkeypatch):
+    model = make_model()
+    monkeypatch.setattr(type(model.vision.connector), "forward", lambda self, features, grid: features[:, 1:])
+
+    with pytest.raises(PluginError, match="gives 3 tokens for a tile, and its config says 4"):
+        model(**batch("joint_decoder", "tItt"))
