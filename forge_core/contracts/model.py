@@ -126,7 +126,8 @@ class Model(Protocol):
     tensors are not named as they were, it has ``state_version`` and ``load_state`` (``VersionedModule``).
 
     The four parts are attributes with these names, and ``None`` on a pipeline stage that does not hold them. ``embed``,
-    ``norm`` and ``head`` may be ``None`` of a whole model, such as an autoencoder, which no pipeline cuts.
+    ``norm`` and ``head`` may be ``None`` of a whole model, such as an autoencoder, which no pipeline cuts. Further
+    parts and units are those of a ``TowerModel``.
     """
 
     embed: nn.Module | None
@@ -223,6 +224,36 @@ class ContextParallelModel(Model, Protocol):
 
         A pass may as well leave ``k`` and ``v`` and give no ``mask``. These modules then have to call
         ``torch.nn.functional.scaled_dot_product_attention`` with ``is_causal``, which the pass takes for itself.
+        """
+        ...
+
+
+class TowerModel(Model, Protocol):
+    """A model with more than an embedding, blocks, a norm and a head, such as an encoder of images. Each of these
+    methods is optional, and a model may have one without the others."""
+
+    def units(self) -> Sequence[str]:
+        """The qualified names of further modules that are gathered, recomputed and compiled on their own, as blocks
+        are: the layers of an encoder. Those present on this stage only, in the order in which they run.
+
+        Each is called with hidden states as its first positional argument, and gives hidden states. None of them is in
+        another one, or in a block. A pass may put another module in its place, which has the same name.
+        """
+        ...
+
+    def stage_of(self) -> Mapping[str, Literal["first", "last"]]:
+        """Attributes of the model that are parts of it beside ``embed``, ``blocks``, ``norm`` and ``head``, and have
+        parameters, with the pipeline stage that they belong to; the same on all stages.
+
+        Like the others, such a part is ``None`` on a stage that does not hold it.
+        """
+        ...
+
+    def flops_of(self, unit: str) -> float:
+        """Forward and backward FLOPs a token of ``embed``, of a block (``blocks.3``), or of a part in ``stage_of``, by
+        which pipeline stages are balanced. Of a part, those of a sequence, divided by its tokens.
+
+        Without it all blocks count the same, and what ``flops_per_token`` has beside the head is theirs.
         """
         ...
 

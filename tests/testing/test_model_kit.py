@@ -10,6 +10,7 @@ from forge_core.contracts.loss import LossSum
 from forge_core.contracts.observation import Site
 from forge_testing.model import ModelConformance
 from forge_testing.small_model import SmallModel
+from forge_testing.small_tower import ENTRIES, SmallTower
 
 
 class CachedModel(SmallModel):
@@ -101,6 +102,61 @@ class TestPicturedModel(ModelConformance):
         """This one computes everything again, and has forgotten what it was told of earlier positions."""
 
     test_left_padding_in_the_cache_is_not_seen = test_cache_gives_the_logits_of_the_whole
+
+
+class TestSmallTower(ModelConformance):
+    entries = ENTRIES
+
+    def make(self, **given):
+        return SmallTower(**given)
+
+
+class GatedTower(SmallTower):
+    """What it reads passes a gate that is closed at first."""
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.memory.gate = nn.Parameter(torch.empty(1))
+
+    def forward(self, tokens, *args, features=None, memory=None, **inputs):
+        if self.memory is not None:
+            assert (features.shape[1] > 5) == (tokens == 7).any(), "rows are given more where a token says so"
+            features = features * self.memory.gate.tanh()
+        return super().forward(tokens, *args, features=features, memory=memory, **inputs)
+
+    def init_weights(self, rng):
+        super().init_weights(rng)
+        if self.memory is not None:
+            rng.fill("memory.gate", self.memory.gate, lambda full, _: full.zero_())
+
+
+class TestBatchOfItsOwn(ModelConformance):
+    entries = {"features": Entry(dims=("sample", "tile", "channel"), dtype="float32")}
+
+    def make(self, **given):
+        return GatedTower(**given)
+
+    def batch(self):
+        own = torch.arange(2 * 12).view(2, 12) % 5
+        return {"tokens": own, "targets": own.roll(-1, 1), "features": torch.ones(2, 5, 6)}
+
+    def gradients_need(self, model):
+        with torch.no_grad():
+            model.memory.gate.fill_(1)
+        generator = torch.Generator().manual_seed(0)
+        return {
+            "tokens": torch.arange(2 * 12).view(2, 12),
+            "targets": torch.arange(2 * 12).view(2, 12),
+            "features": torch.randn(2, 8, 6, generator=generator),
+        }
+
+
+def test_an_entry_of_a_batch_that_nobody_describes_is_told():
+    class Case(TestBatchOfItsOwn):
+        entries = {}
+
+    with pytest.raises(AssertionError, match="batch has 'features', of which entries says no dims"):
+        Case().inputs()
 
 
 def test_an_entry_without_sizes_is_told():
@@ -281,7 +337,32 @@ FAULTS = [
     (
         built(lambda m: setattr(m, "extra", nn.Linear(2, 2))),
         "test_declares_its_parts",
-        "extra.weight, extra.bias: parameters outside of embed, blocks, norm and head",
+        "extra.weight, extra.bias: parameters outside of embed, blocks, norm, head and the parts in stage_of",
+    ),
+    (
+        changed(stage_of=lambda self: {"memory": "first"}),
+        "test_declares_its_parts",
+        "stage_of: the model has no module 'memory'",
+    ),
+    (
+        changed(units=lambda self: ["memory.layers.0"]),
+        "test_units_are_called_with_hidden_states",
+        "units names 'memory.layers.0', which is no module",
+    ),
+    (
+        changed(units=lambda self: ["blocks.0.up"]),
+        "test_units_are_called_with_hidden_states",
+        "the unit blocks.0.up is in blocks",
+    ),
+    (
+        changed(units=lambda self: ["embed"]),
+        "test_units_are_called_with_hidden_states",
+        "the unit embed must be called with hidden states",
+    ),
+    (
+        changed(travels=lambda self, shapes: {"memory": (shapes["tokens"], None)}),
+        "test_stages_chained_equal_the_whole",
+        "must return hidden states and what travels, got Tensor",
     ),
     (built(lambda m: setattr(m, "vocab_size", 5)), "test_states_its_sizes", "vocab_size must be 61, got 5"),
     (built(lambda m: setattr(m, "max_seq_len", 4)), "test_states_its_sizes", "max_seq_len is 4"),

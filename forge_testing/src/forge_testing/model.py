@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core.contracts.batch import Entry
+from forge_core.contracts.batch import KNOWN, Entry
 from forge_core.contracts.loss import IGNORED, LossSum
 from forge_core.contracts.model import ParameterRole, Recompute, ShardRole, fits
 from forge_core.train.build import cast_parameters
@@ -67,8 +67,44 @@ class ModelConformance(ObservableConformance, ComponentCase):
             f"the keys of blocks must be the global layer indices 0, 1, …, got {keys}"
         )
         assert keys, "blocks is empty"
-        outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in _PARTS]
-        assert not outside, f"{', '.join(outside)}: parameters outside of embed, blocks, norm and head are in no stage"
+        further = _further_parts(model)
+        for part, stage in further.items():
+            assert isinstance(getattr(model, part, None), nn.Module), f"stage_of: the model has no module {part!r}"
+            assert part not in _PARTS, f"stage_of: {part!r} has its place already"
+            assert stage in ("first", "last"), f"stage_of gives {part!r} the unknown stage {stage!r}"
+        known = (*_PARTS, *further)
+        outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in known]
+        assert not outside, (
+            f"{', '.join(outside)}: parameters outside of embed, blocks, norm, head and the parts in stage_of are in "
+            "no stage"
+        )
+
+    def test_units_are_called_with_hidden_states(self) -> None:
+        model = self.build_model().eval()
+        if not hasattr(model, "units"):
+            pytest.skip("the model has no units beside its blocks")
+        modules, called = dict(model.named_modules()), set()
+
+        def see(name: str) -> Any:
+            def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                given = next(iter(args), None)
+                is_hidden = torch.is_tensor(given) and given.is_floating_point()
+                assert is_hidden, f"the unit {name} must be called with hidden states as its first positional argument"
+                assert torch.is_tensor(hidden), f"the unit {name} must give hidden states, got {type(output).__name__}"
+                called.add(name)
+
+            return after
+
+        names = list(model.units())
+        for name in names:
+            assert name in modules, f"units names {name!r}, which is no module of the model"
+            owners = {"blocks", *names} & {name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)}
+            assert not owners, f"the unit {name} is in {', '.join(sorted(owners))}, and must stand beside it"
+            modules[name].register_forward_hook(see(name))
+        with torch.no_grad():
+            model(self.tokens(), **self.inputs())
+        assert called == set(names), f"forward does not call the units {', '.join(sorted(set(names) - called))}"
 
     def test_states_its_sizes(self) -> None:
         model = self._on_meta()
@@ -134,7 +170,7 @@ class ModelConformance(ObservableConformance, ComponentCase):
         whole = snapshot(self.build_model())
 
         last = self._on_meta()
-        _drop(last, "embed", *list(last.blocks)[:-1])
+        _drop(last, "embed", *_parts_at(last, "first"), *list(last.blocks)[:-1])
         materialise(last)
         last.init_weights(SeededInitializer(0))
 
@@ -210,12 +246,13 @@ class ModelConformance(ObservableConformance, ComponentCase):
         first, last = copy.deepcopy(whole), copy.deepcopy(whole)
         keys = list(whole.blocks)
         cut = (len(keys) + 1) // 2
-        _drop(first, "norm", "head", *keys[cut:])
-        _drop(last, "embed", *keys[:cut])
+        _drop(first, "norm", "head", *_parts_at(first, "last"), *keys[cut:])
+        _drop(last, "embed", *_parts_at(last, "first"), *keys[:cut])
         tokens, targets = self.tokens(), self._targets()
 
-        hidden = first(tokens, **self.inputs())
-        chained = last(hidden, **self.inputs())
+        sent = first(tokens, **self.inputs())
+        hidden, along = self._received(first, sent)
+        chained = last(hidden, **self.inputs(), **along)
 
         expected = whole(tokens, **self.inputs())
         assert hidden.shape[:2] == tokens.shape, (
@@ -223,7 +260,7 @@ class ModelConformance(ObservableConformance, ComponentCase):
         )
         difference = (chained - expected).abs().max().item()
         assert difference < 1e-4, f"two stages in a row give other logits than the whole model (by {difference:.3g})"
-        loss = last(hidden, targets=targets, loss=cross_entropy, **self.inputs())
+        loss = last(hidden, targets=targets, loss=cross_entropy, **self.inputs(), **along)
         torch.testing.assert_close(
             loss.total,
             whole(tokens, targets=targets, loss=cross_entropy, **self.inputs()).total,
@@ -284,9 +321,8 @@ class ModelConformance(ObservableConformance, ComponentCase):
 
     def test_gradients_reach_every_parameter(self) -> None:
         model = self.build_model().train()
-        tokens = torch.arange(2 * self.seq_len).view(2, -1) % self.vocab_size
 
-        model(tokens, targets=self._targets(), loss=cross_entropy, **self.inputs()).total.backward()
+        model(**self.gradients_need(model), loss=cross_entropy).total.backward()
 
         assert_gradients_everywhere(model)
 
@@ -321,27 +357,71 @@ class ModelConformance(ObservableConformance, ComponentCase):
     def _on_meta(self) -> Any:  # a Model is an nn.Module with more, which a Protocol cannot say
         return build_on_meta(functools.partial(self.make, vocab_size=self.vocab_size))
 
-    def tokens(self) -> torch.Tensor:
-        """``(2, S)`` int64."""
-        return torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(0))
+    def batch(self) -> dict[str, torch.Tensor]:
+        """All that forward is given in the checks: ``tokens`` ``(2, S)`` int64, ``targets`` ``(2, S)`` int64, some of
+        them −100, and what ``entries`` describe, numbers from 0 to 2; always the same.
 
-    def _targets(self) -> torch.Tensor:
-        """``(2, S)`` int64, some of them −100."""
-        targets = torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(1))
+        Override it for a model whose entries belong together, such as places in the tokens and what is put there, and
+        give ``entries`` the dims of each, by which checks cut it to some positions.
+        """
+        tokens, targets = (
+            torch.randint(self.vocab_size, (2, self.seq_len), generator=torch.Generator().manual_seed(seed))
+            for seed in (0, 1)
+        )
         targets[:, -2:] = IGNORED
-        return targets
-
-    def inputs(self, positions: slice = slice(None)) -> dict[str, torch.Tensor]:
-        """What ``entries`` describe, for these positions of the two sequences: numbers from 0 to 2, always the same."""
         drawn, generator = {}, torch.Generator().manual_seed(2)
         for name, entry in self.entries.items():
             shape = entry.shape(2, self.seq_len)
             assert None not in shape, (
                 f"the entry {name!r} needs a size for each of its dims {entry.dims}, got {entry.sizes}"
             )
-            whole = (2 * torch.rand([size or 0 for size in shape], generator=generator)).to(getattr(torch, entry.dtype))
-            drawn[name] = whole[tuple(positions if dim == "position" else slice(None) for dim in entry.dims)]
-        return drawn
+            whole = 2 * torch.rand([size or 0 for size in shape], generator=generator)
+            drawn[name] = whole.to(getattr(torch, entry.dtype))
+        return {"tokens": tokens, "targets": targets, **drawn}
+
+    def gradients_need(self, model: Any) -> dict[str, torch.Tensor]:
+        """What forward is given in the check that gradients reach every parameter: by default ``batch()``, with as many
+        token ids as there is room for.
+
+        Override it where other entries are needed. It may change values of ``model`` that let no gradient through at
+        first, such as those of a gate.
+        """
+        tokens = torch.arange(2 * self.seq_len).view(2, -1) % self.vocab_size
+        return {**self.batch(), "tokens": tokens}
+
+    def tokens(self) -> torch.Tensor:
+        """``(2, S)`` int64."""
+        return self.batch()["tokens"]
+
+    def _targets(self) -> torch.Tensor:
+        """``(2, S)`` int64, some of them −100."""
+        return self.batch()["targets"]
+
+    def inputs(self, positions: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """What ``batch`` has besides, for these positions of the two sequences."""
+        found = {}
+        for name, whole in self.batch().items():
+            if name not in ("tokens", "targets"):
+                described = {**KNOWN, **self.entries}
+                assert name in described, f"batch has {name!r}, of which entries says no dims"
+                dims = described[name].dims
+                found[name] = whole[tuple(positions if dim == "position" else slice(None) for dim in dims)]
+        return found
+
+    def _received(self, first: Any, sent: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Hidden states, and what travels beside them, of what a stage has given."""
+        if not hasattr(first, "travels"):
+            assert torch.is_tensor(sent), f"a stage without head must return hidden states, got {type(sent).__name__}"
+            return sent, {}
+        declared = first.travels({name: tuple(entry.shape) for name, entry in self.batch().items()})
+        is_pair = isinstance(sent, tuple) and len(sent) == 2
+        assert is_pair, f"a stage without head must return hidden states and what travels, got {type(sent).__name__}"
+        hidden, along = sent
+        assert along.keys() == declared.keys(), f"travels says {', '.join(declared)}, and {', '.join(along)} is given"
+        for name, (shape, _) in declared.items():
+            given = tuple(along[name].shape)
+            assert given == tuple(shape), f"travels says that {name} is {tuple(shape)}, and it is {given}"
+        return hidden, along
 
 
 def _assert_roles(model: Any) -> None:
@@ -353,10 +433,18 @@ def _assert_roles(model: Any) -> None:
         assert role in get_args(ParameterRole), f"{name} has the unknown role {role!r}"
 
 
+def _further_parts(model: Any) -> dict[str, str]:
+    return dict(model.stage_of()) if hasattr(model, "stage_of") else {}
+
+
+def _parts_at(model: Any, stage: str) -> list[str]:
+    return [name for name, end in _further_parts(model).items() if end == stage]
+
+
 def _drop(model: Any, *parts: str) -> None:
     """Take parts off a model, as a pipeline split does: names of parts, or keys of blocks."""
     for part in parts:
-        if part in _PARTS:
+        if part not in model.blocks:
             setattr(model, part, None)
         else:
             del model.blocks[part]

@@ -10,17 +10,19 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import PipelineConfig
-from forge_plugins_parallel.pipeline import Pipeline, cut_blocks, stages_of_rank
+from forge_plugins_parallel.pipeline import Pipeline, stages_of_rank
+from forge_plugins_parallel.pipeline_cut import cut_blocks
 from forge_testing.module_state import build_on_meta
 from forge_testing.small_model import SmallModel, small_job
 
 
-def counts(n_blocks, n_stages, head):
-    return [len(stage) for stage in cut_blocks([str(i) for i in range(n_blocks)], n_stages, 1.0, head)]
+def counts(n_blocks, n_stages, head, **more):
+    costs = dict.fromkeys(map(str, range(n_blocks)), 1.0)
+    return [len(stage) for stage in cut_blocks(costs, n_stages, last=head, **more)]
 
 
 def test_blocks_stay_in_order_and_none_is_lost():
-    assert cut_blocks(list("abcde"), 2, 1.0, 0.0) == [["a", "b"], ["c", "d", "e"]]
+    assert cut_blocks(dict.fromkeys("abcde", 1.0), 2) == [["a", "b"], ["c", "d", "e"]]
 
 
 @pytest.mark.parametrize(
@@ -38,11 +40,16 @@ def test_the_dearest_stage_is_as_cheap_as_it_can_be(n_blocks, n_stages, head, ex
 
 
 def test_blocks_that_belong_to_the_head_are_in_its_stage():
-    names = [str(i) for i in range(8)]
-    assert [len(stage) for stage in cut_blocks(names, 4, 1.0, 10.0, at_head=3)] == [1, 2, 2, 3]
-    assert [len(stage) for stage in cut_blocks(names, 2, 1.0, 0.0, at_head=2)] == [4, 4]
+    assert counts(8, 4, 10.0, at_head=3) == [1, 2, 2, 3]
+    assert counts(8, 2, 0.0, at_head=2) == [4, 4]
     with pytest.raises(ConfigError, match="has 4 layers, the last 3 of them in one stage, and each of 3 stages needs"):
-        cut_blocks(names[:4], 3, 1.0, 0.0, at_head=3)
+        counts(4, 3, 0.0, at_head=3)
+
+
+def test_stages_with_dear_blocks_or_an_encoder_have_fewer_blocks():
+    assert cut_blocks({"a": 4.0, "b": 1.0, "c": 1.0, "d": 3.0}, 2) == [["a"], ["b", "c", "d"]]
+    assert counts(8, 2, 0.0, first=4.0) == [2, 6]
+    assert counts(6, 3, 2.0, first=100.0) == [1, 3, 2]
 
 
 def test_fewer_layers_than_stages_are_refused():
@@ -132,7 +139,7 @@ def test_a_parameter_that_no_stage_owns_is_refused():
     model = build_on_meta(lambda: SmallModel(n_layers=4))
     model.places = torch.nn.Embedding(8, 4, device="meta")
 
-    with pytest.raises(ConfigError, match=r"places\.weight is neither in embed, blocks, norm nor head"):
+    with pytest.raises(ConfigError, match=r"places\.weight is neither in embed, blocks, norm nor head, nor in a part"):
         split(0, model)
 
 

@@ -23,6 +23,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_parallel.activations import operation_name
 from forge_plugins_parallel.config import ActivationCheckpointingConfig
 from forge_plugins_parallel.recompute_choice import choose
+from forge_plugins_parallel.units import replace_unit, units_of
 
 Recomputation = Literal["full", "selective"]
 """Of one block: keep its inputs only, or also the results of the operations that the model calls dear."""
@@ -44,7 +45,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class ActivationCheckpointing:
-    """Wraps blocks, whatever their class. Names of parameters stay those of the model (``canonical_name``)."""
+    """Wraps blocks and further units, whatever their class. Names of parameters stay those of the model
+    (``canonical_name``)."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:
         self._config = config
@@ -55,19 +57,21 @@ class ActivationCheckpointing:
         Raises:
             ConfigError: the model declares no operation to keep, or not even full recomputation would fit.
         """
-        blocks: Any = model.blocks
+        units = units_of(model)
         if self._config.mode == "budget":
             assert self._config.budget is not None, "the config class sees to it"
             # read by the partitioner when a block is compiled, which is at its first forward
             functorch_config.activation_memory_budget = self._config.budget
-            return model, [f"blocks.{name}" for name in blocks]
+            return model, list(units)
         kept = _kept_operations(model)
         chosen = self._choose(model, context, kept)
         for name, recomputation in chosen.items():
-            blocks[name] = _checkpointed(blocks[name], kept if recomputation == "selective" else frozenset())
-        return model, [f"blocks.{name}" for name in chosen] or [""]
+            kept_here = kept if recomputation == "selective" else frozenset()
+            replace_unit(model, name, _checkpointed(units[name], kept_here))
+        return model, list(chosen) or [""]
 
     def _choose(self, model: Any, context: PassContext, kept: frozenset[str]) -> dict[str, Recomputation]:
+        """By qualified names of blocks and further units."""
         mode = self._config.mode
         if mode == "auto":
             return choose(model, context, kept, self._config.memory_gib)
@@ -77,7 +81,9 @@ class ActivationCheckpointing:
                 'operation to keep in its recompute_plan; take "full"'
             )
         if mode == "full" or mode == "selective":
-            return dict.fromkeys(list(model.blocks)[:: self._config.every], mode)
+            blocks = [f"blocks.{name}" for name in model.blocks]
+            left_out = set(blocks) - set(blocks[:: self._config.every])
+            return dict.fromkeys((name for name in units_of(model) if name not in left_out), mode)
         return {}
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from forge_core.contracts.loss import Loss
+from forge_plugins_parallel.units import units_of
 
 
 @attrs.frozen
@@ -35,6 +36,7 @@ class Activations:
     """Of a whole model. What several blocks keep together counts for the first of them."""
 
     blocks: Mapping[str, BlockActivations]
+    """Of blocks and further units, by their qualified names."""
     outside: int
     """Bytes kept outside of blocks: by the embedding, the norm, the head and the loss."""
 
@@ -56,7 +58,7 @@ def measure_activations(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tensors = _materialised(model, device, dtype)
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        counter = _Counter(model.blocks, kept, tensors.values())
+        counter = _Counter(units_of(model), kept, tensors.values())
         stack.enter_context(counter.watching())
         functional_call(model, tensors, (ids,), {"targets": ids, "loss": loss})
         return counter.result()
@@ -83,7 +85,9 @@ def _materialised(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 class _Counter:
     """Adds up storages, each once, under the block that is running."""
 
-    def __init__(self, blocks: nn.ModuleDict, kept: Collection[str], parameters: Collection[torch.Tensor]) -> None:
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], kept: Collection[str], parameters: Collection[torch.Tensor]
+    ) -> None:
         self._blocks = blocks
         self._kept = kept
         self._parameters = [storage for parameter in parameters for storage in _storages(parameter)]

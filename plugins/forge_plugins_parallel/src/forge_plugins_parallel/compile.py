@@ -13,19 +13,20 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import CompileConfig
+from forge_plugins_parallel.units import units_of
 
 logger = logging.getLogger(__name__)
 
 
 class Compile:
-    """Compiles each block in place: blocks of one shape share one graph, and parameter names stay as they are."""
+    """Compiles each block, and each further unit of the model, in place: blocks of one shape share one graph, and
+    parameter names stay as they are."""
 
     def __init__(self, config: CompileConfig) -> None:
         self._config = config
 
     def apply(self, model: nn.Module, context: PassContext) -> tuple[nn.Module, Sequence[str]]:
-        blocks = {f"blocks.{name}": block for name, block in model.blocks.items()}  # type: ignore[union-attr,operator]  # declared by the model
-        compiled = {"": model} if self._config.whole_model else blocks
+        compiled = {"": model} if self._config.whole_model else units_of(model)
         guard = _RecompileGuard(stops=self._config.on_recompile == "error")
         for name, module in compiled.items():
             fullgraph = self._config.fullgraph

@@ -234,11 +234,13 @@ class ActivationCheckpointingConfig:
     """``[parallel.passes.activation_checkpointing]``."""
 
     mode: Literal["none", "full", "selective", "budget", "auto"] = "full"
-    """What to compute again in backward instead of keeping it. ``full``: all of a block, of which only the input is
-    kept. ``selective``: all but the operations that the model calls dear (matrix products and attention). ``budget``:
-    torch.compile decides within ``budget``. ``auto``: the least that fits into the memory. ``none``: nothing."""
+    """What to compute again in backward instead of keeping it, in blocks and in further units of the model (the layers
+    of an encoder). ``full``: all of a block, of which only the input is kept. ``selective``: all but the operations
+    that the model calls dear (matrix products and attention). ``budget``: torch.compile decides within ``budget``.
+    ``auto``: the least that fits into the memory. ``none``: nothing."""
     every: int = attrs.field(default=1, validator=[ge(1), _for_mode("full", "selective")])
-    """Recompute only every n-th block, beginning with the first."""
+    """Recompute only every n-th block, beginning with the first. Units of a model beside its blocks, such as the layers
+    of an encoder, are not counted, and all recomputed."""
     budget: float | None = attrs.field(
         default=None, validator=[optional(and_(ge(0), le(1))), _given_for_budget, _for_mode("budget")]
     )

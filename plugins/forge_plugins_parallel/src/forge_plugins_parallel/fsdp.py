@@ -22,10 +22,12 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
+from forge_plugins_parallel.units import units_of
 
 
 class FullyShard:
-    """Each block is a unit of its own; embedding, norm and head form the root's.
+    """Each block is a unit of its own, and so is what the model names in ``units``; embedding, norm, head and the rest
+    form the root's.
 
     Parameters stay in the dtype in which they were built (fp32), are gathered in the compute dtype, and gradients are
     reduced in fp32 as *sums*: the engine divides by the global number of tokens, not by ranks.
@@ -56,12 +58,13 @@ class FullyShard:
             "offload_policy": self._offload_policy(context.device),
         }
         touched = []
-        for name, block in model.blocks.items():  # type: ignore[union-attr,operator]  # declared by the model
-            fully_shard(block, reshard_after_forward=self._reshards(context), **options)
-            touched.append(f"blocks.{name}")
+        units = units_of(model)
+        for name, unit in units.items():
+            fully_shard(unit, reshard_after_forward=self._reshards(context), **options)
+            touched.append(name)
         fully_shard(model, reshard_after_forward=False, **options)
         if self._config.prefetch:
-            _prefetch(model, self._config.prefetch)
+            _prefetch(model, list(units.values()), self._config.prefetch)
         if self._config.keep_gathered:
             _free_after_last_microbatch(model)
         for module in model.modules():
@@ -99,10 +102,10 @@ def _refuse_scalars(model: nn.Module) -> None:
             )
 
 
-def _prefetch(model: Any, ahead: int) -> None:
+def _prefetch(model: Any, units: Sequence[nn.Module], ahead: int) -> None:
     """Each unit, when it begins, has the next ones gathered: in forward after its own, in backward before."""
-    blocks = list(model.blocks.values())
-    forward, backward = [model, *blocks], [model, *reversed(blocks)]  # the root's has the embedding, and the head
+    forward: list[Any] = [model, *units]  # the root's has the embedding, and the head
+    backward: list[Any] = [model, *reversed(units)]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + ahead])
     for i, unit in enumerate(backward):

@@ -5,7 +5,6 @@ Shapes: B = batch, S = sequence, D = width of the residual stream.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,8 @@ from forge_core.contracts.batch import bind
 from forge_core.contracts.loss import Loss
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
-from forge_plugins_parallel.config import PipelineConfig, too_few_blocks
+from forge_plugins_parallel.config import PipelineConfig
+from forge_plugins_parallel.pipeline_cut import cut_model, held, part_of, shared_tensors
 from forge_plugins_parallel.tied_head import TiedHead
 
 Batch = Mapping[str, torch.Tensor]
@@ -29,9 +29,10 @@ Batch = Mapping[str, torch.Tensor]
 class Pipeline:
     """Cuts the model into stages, of which each rank along ``pp`` holds one or several.
 
-    The cut balances floating-point operations: all blocks count the same, the head counts its matrix, and the embedding
-    nothing, since looking up multiplies nothing. Blocks that predict further tokens stay with the head
-    (``MultiTokenModel``).
+    The cut balances floating-point operations: the head counts its matrix, and all else what the model says
+    (``TowerModel.flops_of``). If it says nothing, all blocks count the same, and the embedding nothing, since looking
+    up multiplies nothing. Blocks that predict further tokens stay with the head (``MultiTokenModel``), and further
+    parts are where the model has them (``TowerModel.stage_of``).
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -45,6 +46,7 @@ class Pipeline:
         Raises:
             ConfigError: the model has no embedding or no head, has fewer blocks than there are stages, or shares a
                 tensor between stages that is not the table of embedding and head.
+            PluginError: what the model says of its further parts cannot be.
         """
         pp = context.mesh.degrees["pp"]
         if pp == 1:
@@ -53,20 +55,17 @@ class Pipeline:
             if getattr(model, name) is None:
                 raise ConfigError(f"parallel.pp: the model has no {name}, and is not cut into stages; set it to 1")
         n_stages = pp * self._config.stages_a_rank
-        at_head = getattr(model, "n_predictors", 0)
-        head_cost = 6 * model.head.weight.numel() * (1 + at_head)
-        block_cost = (model.flops_per_token(context.job.train.seq_len) - head_cost) / len(model.blocks)
-        cut = cut_blocks(list(model.blocks), n_stages, block_cost, head_cost, at_head)
-        borrowed = _shared_tensors(model, cut)
+        cut = cut_model(model, n_stages, context.job.train.seq_len)
+        borrowed = shared_tensors(model, cut)
         self._is_tied = bool(borrowed)
         self._width = getattr(model, "stage_width", model.head.weight.shape[1])
 
         parts, touched = [], []
         for stage in self._stages_of(context.mesh.device_mesh):
-            part: Any = _part(model, cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1)
+            part: Any = part_of(model, cut, stage)
             part.borrowed = borrowed if stage == n_stages - 1 else {}
             parts.append(part)
-            touched += _held(cut[stage], is_first=stage == 0, is_last=stage == n_stages - 1)
+            touched += held(model, cut, stage)
         return parts, touched
 
     def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> PipelineExecutor:
@@ -112,81 +111,6 @@ def stages_of_rank(config: PipelineConfig, pp: int, rank: int) -> list[int]:
     if config.is_v:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * lap for lap in range(config.stages_a_rank)]
-
-
-def cut_blocks(
-    names: Sequence[str], n_stages: int, block_cost: float, head_cost: float, at_head: int = 0
-) -> list[list[str]]:
-    """The blocks of each stage, in order: the dearest stage is as cheap as can be, and each has at least one block.
-
-    Of stages that would cost the same, the later one gets the block: the first ones hold the embedding, and the
-    activations of the most microbatches.
-
-    Args:
-        at_head: so many of the last blocks must be in the last stage.
-
-    Raises:
-        ConfigError: there are fewer blocks than stages.
-    """
-    if problem := too_few_blocks(len(names), n_stages, at_head):
-        raise ConfigError(f"parallel.passes.pipeline: {problem}")
-    counts = [1] * (n_stages - 1) + [max(1, at_head)]
-
-    def cost_with_one_more(stage: int) -> float:
-        return (counts[stage] + 1) * block_cost + (head_cost if stage == n_stages - 1 else 0)
-
-    for _ in range(len(names) - sum(counts)):
-        counts[min(reversed(range(n_stages)), key=cost_with_one_more)] += 1
-    rest = iter(names)
-    return [[next(rest) for _ in range(count)] for count in counts]
-
-
-def _shared_tensors(model: Any, cut: Sequence[Sequence[str]]) -> dict[str, str]:
-    """The parameters of the last stage that are the first one's, by name: a tied head's.
-
-    Raises:
-        ConfigError: other modules of different stages share a parameter, or one is in no module that a stage could
-            have.
-    """
-    stage_of = {f"blocks.{name}": stage for stage, names in enumerate(cut) for name in names}
-    stage_of |= {"embed": 0, "norm": len(cut) - 1, "head": len(cut) - 1}
-    seen: dict[int, tuple[str, int]] = {}
-    borrowed = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
-        if module not in stage_of:
-            raise ConfigError(
-                f"parallel.passes.pipeline: {name} is neither in embed, blocks, norm nor head, so that every stage "
-                "would train a copy of its own; move it into one of them, or set parallel.pp = 1"
-            )
-        first, stage = seen.setdefault(id(parameter), (name, stage_of[module]))
-        if (first, name) == ("embed.weight", "head.weight"):
-            borrowed[name] = first
-        elif stage != stage_of[module]:
-            raise ConfigError(
-                f"parallel.passes.pipeline: {name} is tied to {first}, which is in another pipeline stage and would be "
-                "trained apart from it; untie them, or set parallel.pp = 1"
-            )
-    return borrowed
-
-
-def _part(model: Any, blocks: Sequence[str], *, is_first: bool, is_last: bool) -> nn.Module:
-    """A copy of the model, on meta, without what other stages hold."""
-    part: Any = copy.deepcopy(model)
-    for name in list(part.blocks):
-        if name not in blocks:
-            del part.blocks[name]
-    if not is_first:
-        part.embed = None
-    if not is_last:
-        part.norm = part.head = None
-    kept: nn.Module = part
-    return kept
-
-
-def _held(blocks: Sequence[str], *, is_first: bool, is_last: bool) -> list[str]:
-    names = [f"blocks.{name}" for name in blocks]
-    return [*(["embed"] if is_first else []), *names, *(["norm", "head"] if is_last else [])]
 
 
 class _Stage(PipelineStage):

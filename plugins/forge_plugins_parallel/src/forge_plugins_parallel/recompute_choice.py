@@ -15,6 +15,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
+from forge_plugins_parallel.units import units_of
 
 GIB = 2**30
 _ROOM = 0.95
@@ -25,7 +26,8 @@ Choice = dict[str, Literal["full", "selective"]]
 
 
 def choose(model: Any, context: PassContext, kept: frozenset[str], memory_gib: float | None) -> Choice:
-    """The cheapest recomputation with which this rank is expected to fit, by block name.
+    """The cheapest recomputation with which this rank is expected to fit, by the qualified names of blocks and
+    further units.
 
     In this order, each step for as few blocks as will do: nothing; everything but the dear operations (cheap to
     compute, much to gain); everything. Compiled blocks recompute what is cheap by themselves: for them the middle step
@@ -109,7 +111,7 @@ def _states(model: Any, context: PassContext) -> float:
     gathers = shards > 1 or job.train.precision == "bf16"
     if not gathers:
         return 4.0 * own
-    blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in model.blocks.values()]
+    blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
     gathered = (own - sum(blocks) + 2 * max(blocks)) * _compute_dtype(job).itemsize / 4
     accumulated = own if shards > 1 and (job.train.grad_accumulation or 1) > 1 else 0
     return 4.0 * own / shards + gathered + accumulated
