@@ -137,7 +137,7 @@ def test_a_cache_gives_the_logits_of_the_whole_and_looks_once(make_model, fusion
 @torch.no_grad()
 @pytest.mark.parametrize(("attend", "changes"), [("latest", False), ("all_previous", True)])
 def test_text_sees_the_latest_images_or_all_before_it(make_model, attend, changes):
-    fusion = {"name": "cross_attention", "layers": [1], "attend": attend}
+    fusion = {"name": "cross_attention", "layers": [1], "place": "replace", "attend": attend}
     model, given = make_model(fusion=fusion).eval(), batch("cross_attention", "ItIIt")
     before = model(**given)[:, -1]
     given["pixels"][:, 0] = images(1, seed=9)[:, 0]

@@ -76,6 +76,36 @@ def forge_connectors() -> Iterable[Component]:
         factory=f"{connectors}.linear:MLPConnector",
         config=f"{connectors}.linear_config:MLPConnectorConfig",
     )
+    yield Component(
+        name="fused_mlp",
+        summary="matrices by way of four times the encoder's width (Prismatic)",
+        factory=f"{connectors}.linear:FusedMLP",
+        config=f"{connectors}.linear_config:FusedMLPConfig",
+    )
+    yield Component(
+        name="average_pool",
+        summary="the mean of a window of features",
+        factory=f"{connectors}.pooling:AveragePool",
+        config=f"{connectors}.pooling_config:AveragePoolConfig",
+    )
+    yield Component(
+        name="attention_pool",
+        summary="attention of a window's mean to its features (Molmo)",
+        factory=f"{connectors}.pooling:AttentionPool",
+        config=f"{connectors}.pooling_config:AttentionPoolConfig",
+    )
+    yield Component(
+        name="pixel_shuffle",
+        summary="the features of a square side by side (Idefics3, nanoVLM)",
+        factory=f"{connectors}.pooling:PixelShuffle",
+        config=f"{connectors}.pooling_config:PixelShuffleConfig",
+    )
+    yield Component(
+        name="resampler",
+        summary="a fixed number of learned queries (Flamingo)",
+        factory=f"{connectors}.resampler:Resampler",
+        config=f"{connectors}.resampler_config:ResamplerConfig",
+    )
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""What can be set for the connectors ``linear`` and ``mlp``."""
+"""What can be set for connectors that look at one feature at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 
 @attrs.frozen(kw_only=True)
-class LinearConfig(ConnectorConfig):
-    """One matrix with a bias; a token for each feature (LLaVA, Liu et al. 2023, arXiv 2304.08485)."""
+class EachFeatureConfig(ConnectorConfig):
+    """A token for each feature."""
 
     def grid(self, features: Grid) -> Grid:
         """Same as ``ConnectorConfig.grid``: the features' own."""
@@ -19,13 +19,20 @@ class LinearConfig(ConnectorConfig):
 
 
 @attrs.frozen(kw_only=True)
-class MLPConnectorConfig(ConnectorConfig):
+class LinearConfig(EachFeatureConfig):
+    """One matrix with a bias; a token for each feature (LLaVA, Liu et al. 2023, arXiv 2304.08485)."""
+
+
+@attrs.frozen(kw_only=True)
+class MLPConnectorConfig(EachFeatureConfig):
     """Layers of the decoder's width with GELU between them; a token for each feature (LLaVA-1.5, Liu et al. 2023, arXiv
     2310.03744)."""
 
     n_layers: int = attrs.field(default=2, validator=ge(2))
     """Matrices; LLaVA calls 2 of them ``mlp2x_gelu``."""
 
-    def grid(self, features: Grid) -> Grid:
-        """Same as ``ConnectorConfig.grid``: the features' own."""
-        return features
+
+@attrs.frozen(kw_only=True)
+class FusedMLPConfig(EachFeatureConfig):
+    """Three matrices with GELU between them, by way of four times the encoder's width; a token for each feature. Made
+    for features of several encoders at once (Prismatic, Karamcheti et al. 2024, arXiv 2402.07865)."""

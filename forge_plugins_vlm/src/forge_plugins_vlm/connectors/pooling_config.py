@@ -1,0 +1,58 @@
+"""What can be set for connectors that make one token of several features."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge, gt
+
+from forge_plugins_vlm.contracts.connector import ConnectorConfig
+from forge_plugins_vlm.contracts.vision_encoder import Grid
+
+
+@attrs.frozen(kw_only=True)
+class PoolConfig(ConnectorConfig):
+    """A token for each window of features; windows at the right and at the bottom may have fewer."""
+
+    window: int = attrs.field(default=2, validator=ge(2))
+    """Rows and columns of features that become a token."""
+    n_layers: int = attrs.field(default=2, validator=ge(1))
+    """Matrices of the projection to the decoder's width, with GELU between them."""
+
+    def grid(self, features: Grid) -> Grid:
+        """Same as ``ConnectorConfig.grid``."""
+        rows, columns = features
+        return -(-rows // self.window), -(-columns // self.window)
+
+
+@attrs.frozen(kw_only=True)
+class AveragePoolConfig(PoolConfig):
+    """The mean of the features in a window, projected."""
+
+
+@attrs.frozen(kw_only=True)
+class AttentionPoolConfig(PoolConfig):
+    """Attention of a window's mean to its features, projected (Molmo, Deitke et al. 2024, arXiv 2409.17146)."""
+
+    n_heads: int = attrs.field(default=4, validator=gt(0))
+    """Heads of attention; they divide the width of the encoder's features."""
+
+
+@attrs.frozen(kw_only=True)
+class PixelShuffleConfig(ConnectorConfig):
+    """The features of a square side by side, projected; nothing is lost (Idefics3, Laurençon et al. 2024, arXiv
+    2408.12637; nanoVLM)."""
+
+    scale: int = attrs.field(default=2, validator=ge(2))
+    """Rows and columns of features that become a token; both sides of the grid are multiples of it."""
+    n_layers: int = attrs.field(default=1, validator=ge(1))
+    """Matrices of the projection to the decoder's width, with GELU between them."""
+
+    def grid(self, features: Grid) -> Grid:
+        """Same as ``ConnectorConfig.grid``."""
+        rows, columns = features
+        if rows % self.scale or columns % self.scale:
+            raise ValueError(
+                f"pixel_shuffle takes grids whose rows and columns are multiples of scale = {self.scale}, and not of "
+                f"{rows} × {columns} features"
+            )
+        return rows // self.scale, columns // self.scale

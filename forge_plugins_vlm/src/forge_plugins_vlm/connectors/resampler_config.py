@@ -1,0 +1,28 @@
+"""What can be set for the connector ``resampler``."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge, gt
+
+from forge_plugins_vlm.contracts.connector import ConnectorConfig
+from forge_plugins_vlm.contracts.vision_encoder import Grid
+
+
+@attrs.frozen(kw_only=True)
+class ResamplerConfig(ConnectorConfig):
+    """As many tokens for any tile: learned queries that attend to the features and to one another (the perceiver
+    resampler of Flamingo, Alayrac et al. 2022, arXiv 2204.14198)."""
+
+    n_tokens: int = attrs.field(default=64, validator=gt(0))
+    """Tokens of a tile."""
+    depth: int = attrs.field(default=2, validator=ge(1))
+    """Layers of attention, each with an MLP; Flamingo has 6."""
+    n_heads: int = attrs.field(default=4, validator=gt(0))
+    """Heads of attention; they divide the width of the encoder's features."""
+    mlp_ratio: int = attrs.field(default=4, validator=gt(0))
+    """Width of the hidden layer of an MLP, in units of that width."""
+
+    def grid(self, features: Grid) -> Grid:
+        """Same as ``ConnectorConfig.grid``: one row, as its tokens have no places."""
+        return 1, self.n_tokens

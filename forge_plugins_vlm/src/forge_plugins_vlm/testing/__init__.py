@@ -1,0 +1,1 @@
+"""Conformance kits of the kinds that this package adds. They need pytest."""
