@@ -11,9 +11,20 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_core.train.initialisation import SeededInitializer
+from forge_plugins_vlm.testing.vision_encoder import VisionEncoderConformance
 from forge_testing.module_state import build_on_meta, materialise
 
 BUILD = ComponentBuilder(discover())
+
+
+class TestConvViT(VisionEncoderConformance):
+    component = "forge-plugins-vlm:conv_vit"
+
+
+class TestConvViTOfAnySize(VisionEncoderConformance):
+    component = "forge-plugins-vlm:conv_vit"
+    config = {"any_size": True, "patch": 4, "dim": 32}
+    tile_sizes = ((16, 24), (32, 32), (8, 40))
 
 
 def encoder(**keys):

@@ -53,6 +53,11 @@ class VisionEncoderConfig(ABC):
             ValueError: it takes no such tiles; the message says which it takes.
         """
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether its forward takes ``sizes``. Without, it refuses them with a ``ValueError``."""
+        return False
+
     def flops(self, height: int, width: int) -> float:
         """FLOPs of the forward of one tile: 2 a weight that is multiplied, and ``4 · layers · D · T²`` for attention.
         ``forge plan``, the cut of a pipeline and MFU count with it."""

@@ -59,6 +59,11 @@ class ConvViTConfig(VisionEncoderConfig):
         """Same as ``VisionEncoderConfig.tile_size``."""
         return None if self.any_size else self.size
 
+    @property
+    def takes_padding(self) -> bool:
+        """Same as ``VisionEncoderConfig.takes_padding``."""
+        return True
+
     def grid(self, height: int, width: int) -> Grid:
         """Same as ``VisionEncoderConfig.grid``."""
         if not self.any_size and (height, width) != self.size:
