@@ -125,3 +125,21 @@ def forge_fusions() -> Iterable[Component]:
             factory=f"forge_plugins_vlm.fusions.{name}:{own}",
             config=f"forge_plugins_vlm.fusions.config:{factory}Config",
         )
+
+
+@hookimpl
+def forge_image_processors() -> Iterable[Component]:
+    """From pictures to tiles."""
+    processors = {
+        "anyres": ("a picture as one tile, and again on the best of several grids of tiles (LLaVA-NeXT)", "Anyres"),
+        "naflex": ("a picture in its own shape, padded, of so many patches at most (SigLIP 2)", "Naflex"),
+        "square": ("a picture as one square tile: stretched, cropped or padded", "Square"),
+        "tiles": ("a picture cut into tiles, and the whole of it as one (Idefics 3, nanoVLM)", "Tiles"),
+    }
+    for name, (summary, noun) in processors.items():
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_vlm.images.{name}:{noun}",
+            config=f"forge_plugins_vlm.images.config:{noun}Config",
+        )

@@ -18,14 +18,24 @@ NEWLINE = -2
 
 
 @attrs.frozen(eq=False)
+class Layout:
+    """A picture's tiles and tokens, which depend on its height and width alone."""
+
+    n_tiles: int
+    """``n``, at least 1."""
+    slots: np.ndarray
+    """``(L,)`` int64: the tokens that it takes in the text, in order. ``tile · M + i`` is token i of a tile, of M that
+    each has; ``NEWLINE`` is the learned end of a row."""
+
+
+@attrs.frozen(eq=False)
 class Processed:
     """A picture as a model reads it."""
 
     tiles: np.ndarray
     """``(n, 3, H, W)`` uint8, RGB."""
     slots: np.ndarray
-    """``(L,)`` int64: the tokens that it takes in the text, in order. ``tile · M + i`` is token i of a tile, of M that
-    each has; ``NEWLINE`` is the learned end of a row."""
+    """``(L,)`` int64, those of its layout."""
     sizes: np.ndarray | None = None
     """``(n, 2)`` int64: height and width of the part of each tile that is the picture; ``None``: all of it."""
 
@@ -50,6 +60,12 @@ class ImageProcessorConfig(ABC):
         return False
 
     @property
+    def depends_on_size(self) -> bool:
+        """Whether pictures of different sizes have different layouts, so that data read the sizes of all of them when
+        they are opened."""
+        return True
+
+    @property
     @abstractmethod
     def most_tiles(self) -> int:
         """The most tiles that a picture becomes."""
@@ -57,6 +73,15 @@ class ImageProcessorConfig(ABC):
 
 class ImageProcessor(Protocol):
     """Turns pictures into tiles. It is free of side effects and safe from threads."""
+
+    def layout(self, size: Grid, grid: Grid) -> Layout:
+        """The tiles and tokens of a picture, without its pixels: what ``__call__`` gives for it.
+
+        Args:
+            size: height and width of the picture.
+            grid: rows and columns of the tokens that the connector gives for a tile.
+        """
+        ...
 
     def __call__(self, image: Image, grid: Grid) -> Processed:
         """Process a picture.

@@ -40,11 +40,6 @@ class VisionEncoderConfig(ABC):
         """Height and width of the smallest tile that it takes, where ``tile_size`` is ``None``."""
         raise NotImplementedError
 
-    @property
-    def takes_padding(self) -> bool:
-        """Whether it takes ``sizes``, the part of each tile that is the picture."""
-        return False
-
     @abstractmethod
     def grid(self, height: int, width: int) -> Grid:
         """The grid of features of a tile of ``height`` × ``width`` pixels.

@@ -1,0 +1,94 @@
+"""Pictures: opened, upright, in RGB, resized, as arrays."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from forge_plugins_vlm.contracts.vision_encoder import Grid
+from forge_plugins_vlm.images.config import Resample
+
+_ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)
+"""Orientations of EXIF in which height and width change places."""
+_WHITE = (255, 255, 255, 255)
+FILTERS = {
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
+    """The picture of a file's content, decoded, and upright as its EXIF says.
+
+    Args:
+        at_least: a height and width that suffice: a JPEG may be decoded at a half, a quarter or an eighth of its size,
+            if that leaves so much of it.
+
+    Raises:
+        OSError: it is no picture, or damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its metadata
+            image = Image.open(io.BytesIO(content))
+            orientation = image.getexif().get(_ORIENTATION, 1)
+            if at_least is not None:
+                height, width = at_least
+                image.draft(None, (height, width) if orientation in _TURNED else (width, height))
+            image.load()
+            return ImageOps.exif_transpose(image) if orientation != 1 else image
+    except (ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:  # what PIL raises for damage
+        raise OSError(str(error)) from error
+
+
+def size_of(content: bytes) -> Grid:
+    """Height and width of a picture when it is upright, from the beginning of its file alone.
+
+    Raises:
+        OSError: it is no picture.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(content))
+            width, height = image.size
+            return (width, height) if image.getexif().get(_ORIENTATION, 1) in _TURNED else (height, width)
+    except (ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise OSError(str(error)) from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """In RGB: what is transparent is put on white, and 16 bits become 8."""
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "I":
+        return Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        over = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", over.size, _WHITE), over).convert("RGB")
+    return image.convert("RGB")
+
+
+def resized(image: Image.Image, size: Grid, resample: Resample) -> Image.Image:
+    """A picture of this height and width."""
+    height, width = size
+    return image if image.size == (width, height) else image.resize((width, height), FILTERS[resample])
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    """The pixels of a picture in RGB, ``(3, H, W)`` uint8."""
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+def cut_into_tiles(pixels: np.ndarray, tile: int) -> np.ndarray:
+    """``(3, R · tile, C · tile)`` to tiles, row by row, ``(R · C, 3, tile, tile)``."""
+    _, height, width = pixels.shape
+    grid = pixels.reshape(3, height // tile, tile, width // tile, tile)
+    return grid.transpose(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile)

@@ -1,0 +1,48 @@
+"""The image processor ``tiles``: a picture cut into tiles, and the whole of it as one tile."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from PIL import Image
+
+from forge_plugins_vlm.contracts.image_processor import NEWLINE, Layout, Processed
+from forge_plugins_vlm.contracts.vision_encoder import Grid
+from forge_plugins_vlm.images.config import TilesConfig
+from forge_plugins_vlm.images.picture import as_rgb, cut_into_tiles, pixels_of, resized
+
+
+class Tiles:
+    """Follows ``ImageProcessor``."""
+
+    def __init__(self, config: TilesConfig, /, **_: object) -> None:
+        self._config = config
+
+    def layout(self, size: Grid, grid: Grid) -> Layout:
+        rows, columns = self._grid(size)
+        tokens = grid[0] * grid[1]
+        if rows * columns == 1:
+            return Layout(1, np.arange(tokens))
+        slots = np.arange(rows * columns * tokens).reshape(rows, columns * tokens)
+        ended = np.pad(slots, ((0, 0), (0, 1)), constant_values=NEWLINE).reshape(-1)
+        n_tiles = rows * columns
+        return Layout(n_tiles + 1, np.concatenate([ended, n_tiles * tokens + np.arange(tokens)]))
+
+    def __call__(self, image: Image.Image, grid: Grid) -> Processed:
+        config, rgb = self._config, as_rgb(image)
+        size = rgb.height, rgb.width
+        rows, columns = self._grid(size)
+        tiles = pixels_of(resized(rgb, config.tile_size, config.resample))[None]
+        if rows * columns > 1:
+            whole = pixels_of(resized(rgb, (rows * config.size, columns * config.size), config.resample))
+            tiles = np.concatenate([cut_into_tiles(whole, config.size), tiles])
+        return Processed(tiles, self.layout(size, grid).slots)
+
+    def _grid(self, size: Grid) -> Grid:
+        """Rows and columns of tiles, without the one of the whole."""
+        tile, most = self._config.size, self._config.longest
+        long, short = max(size), min(size)
+        along = min(most, math.ceil(long / tile))
+        across = min(most, max(1, math.ceil(short * along / long)))
+        return (along, across) if size[0] >= size[1] else (across, along)
