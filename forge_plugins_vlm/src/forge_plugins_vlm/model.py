@@ -57,17 +57,18 @@ class VisionLanguageModel(Transformer):
 
         Args:
             image_tokens: ``(B, F, D)``, from an earlier pipeline stage.
-            cache: the first forward with it is given the entries, for the whole prompt; later ones see its images.
+            cache: the first forward with it looks at all images of the rows. Later ones may be given ``image_slots``
+                and ``image_range``; without them they go on with text.
 
         Returns:
-            As ``Transformer.forward``; a stage without a head of a model whose blocks read image tokens gives them
-            along.
+            As ``Transformer.forward``; a stage without a head also gives the image tokens, where blocks read them.
         """
         images = self._looked_at(tokens, pixels, tile_sizes, image_slots, image_range, image_tokens, cache)
         output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
-        if self.head is None and self._image_tokens_travel:
-            return output, {"image_tokens": images["image_tokens"]}  # type: ignore[return-value]  # hidden states
-        return output
+        if self.head is not None:
+            return output
+        along = {"image_tokens": images["image_tokens"]} if self._image_tokens_travel else {}
+        return output, along  # type: ignore[return-value]  # hidden states
 
     def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Image tokens in their places."""
@@ -134,26 +135,25 @@ class VisionLanguageModel(Transformer):
     ) -> dict[str, torch.Tensor]:
         """The facts about images that blocks and ``enter`` need."""
         batch, length = tokens.shape[:2]
-        is_later = cache is not None and bool(cache.beside)
-        if cache is not None and is_later:
-            slots, sees = None, cache.beside[0].expand(-1, length, -1)
+        tile_size, tile = self._tile_of_nothing() if pixels is None else pixels.shape[-2:], None
+        if cache is not None and cache.beside:
+            last, image_tokens, tile = cache.beside
+            sees = last.expand(-1, length, -1) if sees is None else sees
+        elif self.vision is not None:
+            if pixels is None:
+                pixels = tokens.new_zeros((batch, 1, 3, *tile_size), dtype=torch.uint8)
+            image_tokens = self.vision(pixels, tile_sizes)
         facts = {
             "image_slots": tokens.new_full((batch, length), -1, dtype=torch.int64) if slots is None else slots,
             "image_range": tokens.new_zeros((batch, length, 3), dtype=torch.int64) if sees is None else sees,
         }
-        if cache is not None:
-            cache.beside = (facts["image_range"][:, -1:],)
-        if is_later:
+        if image_tokens is None:  # a later stage of a model whose blocks do not read them
             return facts
-        if pixels is None:
-            pixels = tokens.new_zeros((batch, 1, 3, *self._tile_of_nothing()), dtype=torch.uint8)
-        if self.vision is not None:
-            image_tokens = self.vision(pixels, tile_sizes)
-        if image_tokens is not None:
-            facts["image_tokens"] = image_tokens
-            place = torch.arange(image_tokens.shape[1], device=tokens.device)
-            facts["image_tile"] = place // self._tokens_of_tile(*pixels.shape[-2:])
-        return facts
+        if tile is None:
+            tile = torch.arange(image_tokens.shape[1], device=tokens.device) // self._tokens_of_tile(*tile_size)
+        if cache is not None:
+            cache.beside = (facts["image_range"][:, -1:], image_tokens, tile)
+        return {**facts, "image_tokens": image_tokens, "image_tile": tile}
 
     def _tokens_of_tile(self, height: int, width: int) -> int:
         config = self.config

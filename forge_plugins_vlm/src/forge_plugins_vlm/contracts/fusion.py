@@ -48,8 +48,8 @@ class Fusion(Protocol):
         Its forward is given ``(hidden, surroundings, cache)``. ``surroundings.facts`` has what it names in its
         ``needs``: the entries ``image_slots`` ``(B, S)`` and ``image_range`` ``(B, S, 3)`` of the batch
         (``forge_plugins_vlm.contracts.entries``); ``image_tokens`` ``(B, F, D)``, which travel between pipeline stages
-        for it; and ``image_tile`` ``(F,)`` int64, the tile of each. While text is generated, the last two are there in
-        the first forward alone; ``LayerCache.beside`` keeps what a block makes of them.
+        for it; and ``image_tile`` ``(F,)`` int64, the tile of each. While text is generated, they are there in each
+        forward; ``LayerCache.beside`` keeps what a block makes of them.
         """
         ...
 

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
-import numpy as np
 
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 NEWLINE = -2
