@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 import small_vlm
+import torch
 from small_vlm import FUSIONS, SMALL, images
 
 from forge_plugins_vlm.contracts.entries import ENTRIES

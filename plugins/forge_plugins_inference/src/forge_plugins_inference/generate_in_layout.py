@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from forge_core.config.sections import Job
 from forge_core.contracts.evaluation import EvaluationContext
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.tokenizer import Tokenizer
+
+FurtherEntries = Callable[[Sequence[int], int], Mapping[str, np.ndarray]]
+"""Gives the entries of the prompts with these numbers, beside tokens and positions, in a batch of sequences of a length.
+What it gives at positions after a prompt is for the tokens that are generated there."""
 
 
 def generate_in_layout(
@@ -18,6 +23,8 @@ def generate_in_layout(
     *,
     max_new_tokens: int,
     has_ended: Callable[[Sequence[int]], bool],
+    inputs: FurtherEntries | None = None,
+    forbidden: Sequence[int] = (),
 ) -> list[list[int]]:
     """Continue each prompt by the likeliest token, again and again.
 
@@ -28,23 +35,29 @@ def generate_in_layout(
         prompts: token ids, the same on all ranks, none empty.
         max_new_tokens: with the longest prompt at most what the model takes.
         has_ended: whether the new tokens of a prompt are all that is wanted of it.
+        inputs: gives further entries of a batch, such as images.
+        forbidden: token ids that are never taken.
 
     Returns:
         The new tokens of each prompt, the same on all ranks.
     """
     new: list[list[int]] = [[] for _ in prompts]
     width = _width(context.job, max(map(len, prompts)) + max_new_tokens)
-    for batch in context.batches(_Prompts(prompts, width)):
+    for batch in context.batches(_Prompts(prompts, width, inputs)):
         tokens, positions = batch["tokens"].clone(), batch["positions"].clone()
+        further = {name: one for name, one in batch.items() if name not in ("tokens", "positions", "targets")}
         row_of = {number: row for row, number in enumerate(batch["targets"][:, 0].tolist()) if number != IGNORED}
         ended: set[int] = set()
         for step in range(max_new_tokens):
-            logits = context.predict({"tokens": tokens, "positions": positions})
+            logits = context.predict({"tokens": tokens, "positions": positions, **further})
             likeliest: dict[int, int] = {}  # of an earlier stage of a pipeline, which has no logits
             if logits is not None:
                 asked = {number: row for number, row in row_of.items() if number not in ended}
                 places = [len(prompts[number]) + step - 1 for number in asked]
-                likeliest = dict(zip(asked, logits[[*asked.values()], places].argmax(-1).tolist(), strict=True))
+                chosen = logits[[*asked.values()], places]
+                if forbidden:
+                    chosen[:, [*forbidden]] = -torch.inf
+                likeliest = dict(zip(asked, chosen.argmax(-1).tolist(), strict=True))
             found = _known_to_all(context, likeliest, len(prompts))
             for number, token in found.items():
                 new[number].append(token)
@@ -81,9 +94,10 @@ class _Prompts:
     vocab_size, fingerprint = 1, ""
     tokenizer: Tokenizer | None = None
 
-    def __init__(self, prompts: Sequence[Sequence[int]], width: int) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], width: int, inputs: FurtherEntries | None) -> None:
         self._prompts = prompts
         self._width = width
+        self._inputs = inputs
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -95,4 +109,5 @@ class _Prompts:
             length = len(self._prompts[number])
             tokens[row, :length], positions[row, :length] = self._prompts[number], np.arange(length)
             targets[row, 0] = number
-        return {"tokens": tokens, "targets": targets, "positions": positions}
+        further = {} if self._inputs is None else self._inputs(indices.tolist(), self._width)
+        return {"tokens": tokens, "targets": targets, "positions": positions, **further}

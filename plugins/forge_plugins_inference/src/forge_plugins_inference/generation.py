@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -27,6 +27,8 @@ def generate(
     top_p: float = 1.0,
     stop: int | None = None,
     generator: torch.Generator | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    forbidden: Sequence[int] = (),
 ) -> list[list[int]]:
     """Continue each prompt.
 
@@ -39,12 +41,16 @@ def generate(
         top_p: sample from the smallest set of likeliest tokens whose probability reaches this.
         stop: the token after which a row produces nothing further; it is not part of the result.
         generator: for repeatable samples, on the model's device.
+        inputs: further entries of a batch, such as images, for the forward of the prompts, which is then not cut into
+            chunks. Those with positions have as many as the longest prompt, and are padded on the left.
+        forbidden: token ids that are never sampled, such as the place of an image.
 
     Returns:
         The new tokens of each row, without the prompt.
 
     Raises:
-        ConfigError: a setting is out of range, a prompt is empty, has ids outside the vocabulary, or leaves no room.
+        ConfigError: a setting is out of range; a prompt is empty, has ids outside the vocabulary, or leaves no room; all token ids
+            are forbidden.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for step in generate_steps(
@@ -56,6 +62,8 @@ def generate(
         top_p=top_p,
         stop=stop,
         generator=generator,
+        inputs=inputs,
+        forbidden=forbidden,
     ):
         for row, token in zip(rows, step.tolist(), strict=True):
             if token != ENDED:
@@ -73,6 +81,8 @@ def generate_steps(
     top_p: float = 1.0,
     stop: int | None = None,
     generator: torch.Generator | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    forbidden: Sequence[int] = (),
 ) -> Generator[torch.Tensor, None, None]:
     """Same as ``generate``, one step at a time: yields ``(B,)`` int64 new tokens, −1 for rows that have ended.
 
@@ -80,11 +90,14 @@ def generate_steps(
     """
     _check_settings(max_new_tokens, temperature, top_k, top_p)
     _check_prompts(prompts, model, max_new_tokens)
+    _check_forbidden(forbidden, model)
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
+        if forbidden:
+            logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), -torch.inf)
         return sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
 
-    return _steps(model, prompts, max_new_tokens, stop, choose)
+    return _steps(model, prompts, max_new_tokens, stop, choose, inputs or {})
 
 
 def sample(
@@ -120,6 +133,7 @@ def _steps(
     max_new_tokens: int,
     stop: int | None,
     choose: Callable[[torch.Tensor], torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
 ) -> Generator[torch.Tensor, None, None]:
     module = cast("nn.Module", model)
     device = next(module.parameters()).device
@@ -130,9 +144,12 @@ def _steps(
     training = module.training
     module.eval()
     try:
-        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
-            chunk = slice(start, start + PREFILL_CHUNK)
-            logits = _last_logits(model, tokens[:, chunk], None if positions is None else positions[:, chunk], cache)
+        further = {name: one.to(device) for name, one in inputs.items()}
+        length = tokens.shape[1] if further else PREFILL_CHUNK
+        for start in range(0, tokens.shape[1], length):
+            chunk = slice(start, start + length)
+            where = None if positions is None else positions[:, chunk]
+            logits = _last_logits(model, tokens[:, chunk], where, cache, further)
         for step in range(1, max_new_tokens + 1):
             new = choose(logits)
             if stop is not None:
@@ -141,16 +158,20 @@ def _steps(
             if step == max_new_tokens or (stop is not None and bool(ended.all())):
                 return
             where = None if positions is None else positions[:, -1:] + step
-            logits = _last_logits(model, new.unsqueeze(1), where, cache)
+            logits = _last_logits(model, new.unsqueeze(1), where, cache, {})
     finally:
         module.train(training)
 
 
 def _last_logits(
-    model: GenerativeModel, tokens: torch.Tensor, positions: torch.Tensor | None, cache: object
+    model: GenerativeModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    cache: object,
+    further: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     inputs = {} if positions is None else {"positions": positions}
-    logits = model(tokens, cache=cache, **inputs)  # type: ignore[operator]  # a module; its protocol has only `forward`
+    logits = model(tokens, cache=cache, **inputs, **further)  # type: ignore[operator]  # a module; its protocol has only `forward`
     return cast("torch.Tensor", logits)[:, -1]
 
 
@@ -173,6 +194,14 @@ def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: 
         raise ConfigError(f"top_k must be 0 (all tokens) or more, got {top_k}")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1 (all tokens), got {top_p}")
+
+
+def _check_forbidden(forbidden: Sequence[int], model: GenerativeModel) -> None:
+    for token in forbidden:
+        if not 0 <= token < model.vocab_size:
+            raise ConfigError(f"forbidden has the token id {token}; the model's are 0 to {model.vocab_size - 1}")
+    if len(set(forbidden)) >= model.vocab_size:
+        raise ConfigError("forbidden has all token ids of the model, so that none could be sampled")
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], model: GenerativeModel, max_new_tokens: int) -> None:
