@@ -13,8 +13,8 @@ from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.tokenizer import Tokenizer
 
 FurtherEntries = Callable[[Sequence[int], int], Mapping[str, np.ndarray]]
-"""Gives the entries of the prompts with these numbers, beside tokens and positions, in a batch of sequences of a length.
-What it gives at positions after a prompt is for the tokens that are generated there."""
+"""Gives the entries of the prompts with these numbers, beside tokens and positions, in sequences of a length. Positions
+after a prompt are for the tokens that are generated there."""
 
 
 def generate_in_layout(

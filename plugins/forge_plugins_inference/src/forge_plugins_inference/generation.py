@@ -49,8 +49,8 @@ def generate(
         The new tokens of each row, without the prompt.
 
     Raises:
-        ConfigError: a setting is out of range; a prompt is empty, has ids outside the vocabulary, or leaves no room; all token ids
-            are forbidden.
+        ConfigError: a setting is out of range; a prompt is empty, has ids outside the vocabulary, or leaves no room;
+            all token ids are forbidden.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for step in generate_steps(
