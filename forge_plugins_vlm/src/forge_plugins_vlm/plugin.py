@@ -143,3 +143,20 @@ def forge_image_processors() -> Iterable[Component]:
             factory=f"forge_plugins_vlm.images.{name}:{noun}",
             config=f"forge_plugins_vlm.images.config:{noun}Config",
         )
+
+
+@hookimpl
+def forge_evaluations() -> Iterable[Component]:
+    """Answers about images."""
+    yield Component(
+        name="image_answers",
+        summary="answers about images by the likeliest tokens, against those of the data",
+        factory="forge_plugins_vlm.evaluation.image_answers:ImageAnswers",
+        config="forge_plugins_vlm.evaluation.config:ImageAnswersConfig",
+    )
+    yield Component(
+        name="image_dependence",
+        summary="the same with real, shuffled and blank images: whether the model looks at them",
+        factory="forge_plugins_vlm.evaluation.image_answers:ImageDependence",
+        config="forge_plugins_vlm.evaluation.config:ImageDependenceConfig",
+    )

@@ -1,0 +1,1 @@
+"""Evaluations of answers about images."""
