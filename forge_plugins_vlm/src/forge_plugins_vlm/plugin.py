@@ -58,6 +58,42 @@ def forge_vision_encoders() -> Iterable[Component]:
         factory=f"{encoders}.conv_vit:ConvViT",
         config=f"{encoders}.conv_vit_config:ConvViTConfig",
     )
+    yield Component(
+        name="clip",
+        summary="the vision tower of CLIP, of a folder or with random weights",
+        factory=f"{encoders}.transformers_encoder:ClipEncoder",
+        config=f"{encoders}.transformers_config:ClipConfig",
+    )
+    yield Component(
+        name="dinov2",
+        summary="DINOv2, of a folder or with random weights",
+        factory=f"{encoders}.transformers_encoder:Dinov2Encoder",
+        config=f"{encoders}.transformers_config:Dinov2Config",
+    )
+    yield Component(
+        name="siglip",
+        summary="SigLIP, of a folder or with random weights",
+        factory=f"{encoders}.transformers_encoder:SiglipEncoder",
+        config=f"{encoders}.transformers_config:SiglipConfig",
+    )
+    yield Component(
+        name="siglip2",
+        summary="SigLIP 2 for pictures of one size",
+        factory=f"{encoders}.transformers_encoder:SiglipEncoder",
+        config=f"{encoders}.transformers_config:Siglip2Config",
+    )
+    yield Component(
+        name="siglip2_naflex",
+        summary="SigLIP 2 for pictures of any size and aspect",
+        factory=f"{encoders}.naflex:NaFlexEncoder",
+        config=f"{encoders}.transformers_config:NaFlexConfig",
+    )
+    yield Component(
+        name="concatenated",
+        summary="several encoders, their features side by side (Prismatic)",
+        factory=f"{encoders}.concatenated:Concatenated",
+        config=f"{encoders}.concatenated_config:ConcatenatedConfig",
+    )
 
 
 @hookimpl
