@@ -20,8 +20,10 @@ def exact_match(answers: Sequence[str], references: Sequence[Sequence[str]]) -> 
 
 def vqa_accuracy(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """The mean of ``min(1, agreeing / 3)`` over all choices of all people but one (Antol et al. 2015, arXiv
-    1505.00468); of a question with a single reference, whether it is that. Texts are compared in lower case, without punctuation and
-    articles, and with digits for numbers."""
+    1505.00468); of a question with a single reference, whether it is that.
+
+    Texts are compared in lower case, without punctuation and articles, and with digits for numbers.
+    """
     scores = []
     for answer, own in zip(answers, references, strict=True):
         given, said = plain_words(answer), [plain_words(one) for one in own]
