@@ -198,3 +198,29 @@ def test_a_connector_that_gives_another_number_of_tokens_is_refused(make_model, 
 
     with pytest.raises(PluginError, match="gives 3 tokens for a tile, and its config says 4"):
         model(**batch("joint_decoder", "tItt"))
+
+
+@torch.no_grad()
+def test_tokens_of_an_image_see_each_other_and_text_what_is_before_it(make_model):
+    model = make_model(fusion={"name": "joint_decoder", "bidirectional": True}).eval()
+    given = batch("joint_decoder", "tIt|tIt")
+    given["pixels"] = images(1, 2)
+    before = model(**given)
+    other = given["image_slots"].clone()
+    other[0, 4] = 0  # the last token of the first image, at position 4, becomes another one
+    after = model(**{**given, "image_slots": other})
+
+    changed = [place for place in range(12) if not torch.equal(before[0, place], after[0, place])]
+    assert changed == [1, 2, 3, 4, 5]
+
+
+@torch.no_grad()
+def test_a_cache_gives_the_logits_of_a_bidirectional_whole(make_model):
+    model = make_model(fusion={"name": "joint_decoder", "bidirectional": True}).eval()
+    given = batch("joint_decoder", "tIttt")
+    whole = model(**given)
+    cache = model.make_cache(1, 8)
+    first = model(**{name: one if name == "pixels" else one[:, :6] for name, one in given.items()}, cache=cache)
+    rest = [model(given["tokens"][:, place : place + 1], cache=cache) for place in (6, 7)]
+
+    assert torch.allclose(torch.cat((first, *rest), dim=1), whole, atol=1e-5)

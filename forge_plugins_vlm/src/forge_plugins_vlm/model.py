@@ -18,6 +18,7 @@ from forge_core.contracts.observation import Site
 from forge_plugins_dense.cache import KeyValueCache
 from forge_plugins_dense.transformer import Transformer
 from forge_plugins_vlm.config import VisionLanguageConfig
+from forge_plugins_vlm.image_mask import image_mask
 from forge_plugins_vlm.placing import Placing
 from forge_plugins_vlm.vision import VisionTower
 
@@ -31,6 +32,7 @@ class VisionLanguageModel(Transformer):
         super().__init__(config, vocab_size=vocab_size, build=build)
         self.vision: VisionTower | None = VisionTower(config, build)
         self.placing = Placing() if config.fusion.config.places_tokens else None
+        self._is_bidirectional = getattr(config.fusion.config, "bidirectional", False)
         self._image_tokens_travel = "image_tokens" in self.needs
 
     def make_block(self, layer: int, build: Builder) -> nn.Module:
@@ -64,6 +66,8 @@ class VisionLanguageModel(Transformer):
             As ``Transformer.forward``; a stage without a head also gives the image tokens, where blocks read them.
         """
         images = self._looked_at(tokens, pixels, tile_sizes, image_slots, image_range, image_tokens, cache)
+        if self._is_bidirectional and not (cache is not None and cache.length):
+            inputs["mask"] = image_mask(images, inputs.get("document"), inputs.get("positions"))
         output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
         if self.head is not None:
             return output

@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 class JointDecoderConfig(FusionConfig):
     """Image tokens stand among those of text, and the decoder reads both alike."""
 
+    bidirectional: bool = False
+    """Let the tokens of an image see each other in both directions, as in PaliGemma; text sees what is before it."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is wrong with this fusion in this job."""
+        yield from super().check(job)
+        model = job.model.config
+        if not self.bidirectional:
+            return
+        if job.parallel.cp > 1:
+            sentence = "a rank makes its own mask of the positions that it has, which is causal"
+            yield "bidirectional", f"parallel.cp = {job.parallel.cp}: {sentence}; set parallel.cp = 1"
+        if any(model.windows):
+            yield "bidirectional", "a window is causal; remove model.window, or bidirectional"
+        if model.attention not in ("auto", "efficient", "math"):
+            sentence = f'the kernel "{model.attention}" takes no mask'
+            yield "bidirectional", f'{sentence}; set model.attention to "auto", "efficient" or "math"'
+
 
 def _are_layers(_: object, attribute: attrs.Attribute[Any], value: tuple[int, ...] | None) -> None:
     if value is None:

@@ -340,8 +340,8 @@ class Transformer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Tokens and positions that a cache is to hold more, and how long that makes each row, ``(B, 1)``, where they
         differ."""
-        if mask is not None:
-            raise ValueError("what sees what in a cache cannot be given from outside")
+        if mask is not None and cache.length > 0:
+            raise ValueError("what sees what in a cache that has positions cannot be given from outside")
         if self.config.long_rope is not None:
             tokens, positions = self._with_outgrown(tokens, positions, cache, self.config.long_rope)
         cache.reserve(tokens, positions)
@@ -409,11 +409,11 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None,
     ) -> tuple[Mask, bool]:
         """``BlockInputs.mask`` and ``BlockInputs.causal`` of layers that see so many positions, 0: all."""
+        if mask is not None:
+            return self._checked(mask[window] if isinstance(mask, Mapping) else mask), False
         if cache is not None:
             return self._mask_with_cache(tokens, document, cache, window)
-        if mask is None:
-            return self._mask(tokens, document, window)
-        return self._checked(mask[window] if isinstance(mask, Mapping) else mask), False
+        return self._mask(tokens, document, window)
 
     def _facts(
         self, tokens: torch.Tensor, document: torch.Tensor | None, token_ids: torch.Tensor | None
