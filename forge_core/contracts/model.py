@@ -258,15 +258,40 @@ class TowerModel(Model, Protocol):
         ...
 
 
+class TravellingModel(Model, Protocol):
+    """A model whose pipeline stages need more of earlier ones than hidden states.
+
+    A stage without ``head`` then gives ``(hidden, {name: tensor})``, and the next one is given the tensors as keyword
+    arguments of ``forward``, and gives them in its turn, changed or not, if it has no head either. Gradients go back
+    the same way. Where nothing needs one, as of what a frozen encoder has made, zeros do.
+    """
+
+    def travels(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Names, shapes and dtypes of what goes from stage to stage beside hidden states, for a batch of these shapes.
+
+        Names are the same for all batches and on all stages, and those of arguments that no entry has. Shapes have no
+        dimension of size 0, and may differ from microbatch to microbatch. Empty: hidden states alone, and a stage gives
+        just these.
+
+        Between stages lies what forward has given, whole over ``tp``, as hidden states are: a module of the role
+        ``sequence`` gathers what ranks have by position, and one of the role ``whole`` shares it out again, as it does
+        the output of a layer. Over ``cp`` each rank sends what it has.
+
+        Args:
+            shapes: of each entry of the batch, as forward sees it: under ``cp``, of this rank's positions.
+
+        Returns:
+            By name, the shape on this rank, and a floating dtype, or ``None`` for that of hidden states.
+        """
+        ...
+
+
 class MultiTokenModel(Model, Protocol):
     """A model that also predicts tokens further ahead than the next, each with an auxiliary loss of its own."""
 
     n_predictors: int
     """So many of the last ``blocks`` of the whole model do that, and belong to the stage that has the head, which each
     of them uses once. Such a block may give further tensors beside the hidden states, after them."""
-    stage_width: int
-    """Features of what lies between pipeline stages, in place of D: a stage without ``embed`` is given
-    ``(B, S, stage_width)``, and one without ``head`` gives that."""
 
     def count_targets(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
         """Tokens of a batch in the host's memory that auxiliary losses are means over, by their names; losses without a

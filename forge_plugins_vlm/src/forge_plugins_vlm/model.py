@@ -69,10 +69,9 @@ class VisionLanguageModel(Transformer):
         if self._is_bidirectional and not (cache is not None and cache.length):
             inputs["mask"] = image_mask(images, inputs.get("document"), inputs.get("positions"))
         output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
-        if self.head is not None:
+        if self.head is not None or not self._image_tokens_travel:
             return output
-        along = {"image_tokens": images["image_tokens"]} if self._image_tokens_travel else {}
-        return output, along  # type: ignore[return-value]  # hidden states
+        return output, {"image_tokens": images["image_tokens"]}  # type: ignore[return-value]  # hidden states
 
     def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Image tokens in their places."""

@@ -410,10 +410,11 @@ class ModelConformance(ObservableConformance, ComponentCase):
 
     def _received(self, first: Any, sent: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Hidden states, and what travels beside them, of what a stage has given."""
-        if not hasattr(first, "travels"):
+        shapes = {name: tuple(entry.shape) for name, entry in self.batch().items()}
+        declared = first.travels(shapes) if hasattr(first, "travels") else {}
+        if not declared:
             assert torch.is_tensor(sent), f"a stage without head must return hidden states, got {type(sent).__name__}"
             return sent, {}
-        declared = first.travels({name: tuple(entry.shape) for name, entry in self.batch().items()})
         is_pair = isinstance(sent, tuple) and len(sent) == 2
         assert is_pair, f"a stage without head must return hidden states and what travels, got {type(sent).__name__}"
         hidden, along = sent

@@ -39,6 +39,7 @@ class SmallTower(SmallModel):
         document: torch.Tensor | None = None,
         features: torch.Tensor | None = None,
         memory: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         """Same as ``Model.forward``; ``memory`` ``(B, F, D)`` is what travels to later stages."""
@@ -46,10 +47,7 @@ class SmallTower(SmallModel):
             memory = self.memory(features)
         assert memory is not None, "a stage without the encoder must be given what it has made"
         hidden = tokens if self.embed is None else self.embed(tokens)
-        place = torch.arange(hidden.shape[1], device=hidden.device)
-        visible = (place[:, None] >= place)[None, None]
-        if document is not None:
-            visible = visible & (document[:, None, :, None] == document[:, None, None, :])
+        visible = _causal(hidden, document) if mask is None else mask
         for block in self.blocks.values():
             hidden = block(hidden, visible, memory)
         if self.norm is not None:
@@ -66,6 +64,10 @@ class SmallTower(SmallModel):
         """Same as ``TowerModel.units``."""
         return [] if self.memory is None else [f"memory.layers.{layer}" for layer in self.memory.layers]
 
+    def context_plan(self) -> Sequence[str]:
+        """Same as ``ContextParallelModel.context_plan``."""
+        return [f"blocks.{layer}.core" for layer in self.blocks]
+
     def stage_of(self) -> Mapping[str, Literal["first", "last"]]:
         """Same as ``TowerModel.stage_of``."""
         return {"memory": "first"}
@@ -74,6 +76,12 @@ class SmallTower(SmallModel):
         """Same as ``TravellingModel.travels``."""
         rows, positions, _ = shapes["features"]
         return {"memory": ((rows, positions, self.dim), None)}
+
+
+def _causal(hidden: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
+    place = torch.arange(hidden.shape[1], device=hidden.device)
+    visible = (place[:, None] >= place)[None, None]
+    return visible if document is None else visible & (document[:, None, :, None] == document[:, None, None, :])
 
 
 class SmallEncoder(nn.Module):
@@ -112,8 +120,23 @@ class ReadingBlock(SmallBlock):
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
         self.ask, self.recall = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.core = Core()
 
     def forward(self, hidden: torch.Tensor, visible: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it is given more
         """``(B, S, D)`` and ``(B, F, D)`` to ``(B, S, D)``."""
-        read = F.scaled_dot_product_attention(self.ask(hidden), memory, memory)
-        return super().forward(hidden + self.recall(read), visible)
+        hidden = hidden + self.recall(F.scaled_dot_product_attention(self.ask(hidden), memory, memory))
+        normed = self.attention_norm(hidden)
+        query, key, value = (part(normed)[:, None] for part in (self.query, self.key, self.value))
+        hidden = hidden + self.output(self.core(query, key, value, visible)[:, 0])
+        after: torch.Tensor = hidden + self.down(F.gelu(self.up(self.up_norm(hidden))))
+        return after
+
+
+class Core(nn.Module):
+    """Attention, of queries to keys that they see."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """``(B, 1, S, D)`` of each, and what sees what, ``(B or 1, 1, S, S)`` bool."""
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible)

@@ -233,13 +233,16 @@ def test_stages_in_a_row_give_the_gradients_of_the_whole(tiny_model):
     loss = backward(whole, batch)
 
     rest = {name: batch[name] for name in ("document", "positions", "targets")}
-    sent = first(batch["tokens"], **rest, loss=cross_entropy)
-    passed_on = middle(sent, **rest, loss=cross_entropy)
-    total = last(passed_on, **rest, loss=cross_entropy).total
+    sent, along = first(batch["tokens"], **rest, loss=cross_entropy)
+    passed_on, further = middle(sent, **along, **rest, loss=cross_entropy)
+    total = last(passed_on, **further, **rest, loss=cross_entropy).total
     scale = torch.tensor(1 / int((batch["targets"] != IGNORED).sum()))
     total.backward(scale)
 
-    assert sent.shape == passed_on.shape == (2, 24, whole.stage_width)
+    assert sent.shape == passed_on.shape == (2, 24, 32)
+    declared = whole.travels({name: entry.shape for name, entry in batch.items()})
+    assert {name: (one.shape, None) for name, one in along.items()} == declared
+    assert further == along, "nothing on the way changes it"
     torch.testing.assert_close(total * scale, loss)
     parts = {name: p for part in (first, middle, last) for name, p in part.named_parameters()}
     for name, parameter in whole.named_parameters():

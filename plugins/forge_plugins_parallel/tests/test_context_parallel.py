@@ -13,7 +13,7 @@ from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError
 from forge_plugins_parallel.config import ContextParallelConfig
 from forge_plugins_parallel.context_mask import TILE, block_mask, dense_mask
-from forge_plugins_parallel.context_parallel import ContextParallel, SequencePart, _position_dims
+from forge_plugins_parallel.context_parallel import ContextParallel, SequencePart, position_dims
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SmallBlock, SmallModel, small_job
 
@@ -85,7 +85,7 @@ def test_what_has_no_positions_is_not_cut():
     shade = Entry(dims=("sample", "channel", "position"))
     entries = {"tokens": KNOWN["tokens"], "image": Entry(dims=("sample", "height")), "shade": shade}
     model = Recorded()
-    part = SequencePart(1, 2, dims=_position_dims(entries))
+    part = SequencePart(1, 2, dims=position_dims(entries))
     model.register_forward_pre_hook(part.take, with_kwargs=True)
     image, shades = torch.arange(16).reshape(2, 8), torch.arange(48).reshape(2, 3, 8)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -104,15 +104,17 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         further_tokens: torch.Tensor | None = None,
         further_targets: torch.Tensor | None = None,
+        further_embedded: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         facts: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> torch.Tensor | LossSum:
+    ) -> torch.Tensor | LossSum | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Same as ``Model.forward``. Without a cache, padding belongs at the right, where nothing attends to it.
 
         ``mask`` is one for each window of ``attention_windows``, by its length, where there are any.
 
-        ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``, and ``lengths``, ``(B,
-        S)``, from ``SequenceLengths``. ``facts`` come from a model that extends this one, for its blocks and ``enter``.
+        ``further_tokens`` and ``further_targets``, ``(B, S, K)``, come from ``LookingAhead``, ``lengths``, ``(B, S)``,
+        from ``SequenceLengths``, and ``further_embedded``, ``(B, S, K, D)``, from the stage that has the embedding.
+        ``facts`` come from a model that extends this one, for its blocks and ``enter``.
 
         Raises:
             ConfigError: the sequence is longer than ``max_seq_len``, or the chosen attention kernel cannot do this.
@@ -126,7 +128,8 @@ class Transformer(nn.Module):
         surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, known, lengths)
         noise = noise if self.training and self.config.has_dropout else None
         predicts = self.training and loss is not None and further_targets is not None
-        hidden, embedded = self._enter(tokens, positions, further_tokens, facts, predicts=predicts)
+        hidden = tokens if self.embed is None else self._enter(tokens, positions, facts)
+        embedded = self._embedded_ahead(further_tokens, further_embedded, predicts=predicts)
         if self.embed is not None and self.embed_dropout is not None:
             hidden = self.embed_dropout(hidden, None if noise is None else noise_of_layer(noise, -1))
         for layer in self._layers():
@@ -139,7 +142,7 @@ class Transformer(nn.Module):
             hidden = hidden[:, -asked:]
         normed = hidden if self.norm is None else times(self.config.output_multiplier, self.norm(hidden))
         if self.head is None:
-            return normed if embedded is None else torch.cat((normed, embedded.flatten(2)), dim=-1)
+            return normed if embedded is None else (normed, {"further_embedded": embedded})
         if loss is None:
             return self.head(normed)
         if targets is None:
@@ -253,11 +256,11 @@ class Transformer(nn.Module):
                 cache.layers[layer] = mixer.make_cache(batch_size, max_len)
         return cache
 
-    @property
-    def stage_width(self) -> int:
-        """Same as ``MultiTokenModel.stage_width``: the stage that has the embedding sends those of further tokens
-        along."""
-        return self.config.dim * (1 + self.n_predictors)
+    def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Same as ``TravellingModel.travels``: the stage that has the embedding sends those of further tokens along."""
+        if self.n_predictors == 0:
+            return {}
+        return {"further_embedded": ((*shapes["tokens"], self.n_predictors, self.config.dim), None)}
 
     def count_targets(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Same as ``MultiTokenModel.count_targets``."""
@@ -279,31 +282,25 @@ class Transformer(nn.Module):
     def _predictors(self) -> list[Any]:
         return [block for layer, block in self.blocks.items() if int(layer) >= self.config.n_layers]
 
-    def _enter(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        further_tokens: torch.Tensor | None,
-        facts: Mapping[str, torch.Tensor],
-        *,
-        predicts: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states ``(B, S, D)``; and the embeddings of further tokens ``(B, S, K, D)``, where predictors, or
-        those of a later stage, are to read them."""
-        if self.embed is not None:
-            hidden = self._embedded(tokens)
-            if self.config.learned_positions:
-                hidden = hidden + self.embed.positions(positions.clamp(min=0))
-            hidden = self.enter(hidden, facts)
+    def _enter(self, tokens: torch.Tensor, positions: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states ``(B, S, D)``."""
+        hidden = self._embedded(tokens)
+        if self.config.learned_positions:
+            hidden = hidden + self.embed.positions(positions.clamp(min=0))
+        return self.enter(hidden, facts)
+
+    def _embedded_ahead(
+        self, further_tokens: torch.Tensor | None, further_embedded: torch.Tensor | None, *, predicts: bool
+    ) -> torch.Tensor | None:
+        """The embeddings of further tokens ``(B, S, K, D)``, where predictors, or those of a later stage, are to read
+        them."""
         if self.n_predictors == 0:
-            return tokens if self.embed is None else hidden, None
+            return None
         if self.embed is None:
-            hidden, along = tokens.split((self.config.dim, tokens.shape[-1] - self.config.dim), dim=-1)
-            along = along.unflatten(-1, (self.n_predictors, self.config.dim))
-            return hidden, along if self.head is None else self.arrival(along)
+            return further_embedded if self.head is None else self.arrival(further_embedded)
         if self.head is None:
-            return hidden, self.departure(self._embedded(further_tokens.clamp(min=0)))
-        return hidden, self._embedded(further_tokens.clamp(min=0)) if predicts else None
+            return self.departure(self._embedded(further_tokens.clamp(min=0)))
+        return self._embedded(further_tokens.clamp(min=0)) if predicts else None
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         return times(self.config.embed_multiplier, self.embed(tokens))

@@ -59,7 +59,7 @@ class ContextParallel:
             mesh.get_local_rank(),
             mesh.size(),
             masks=self._config.method == "gather",
-            dims=_position_dims(context.entries),
+            dims=position_dims(context.entries),
         )
         model.register_forward_pre_hook(part.take, with_kwargs=True)
         model.register_forward_hook(functools.partial(_with_whole_logits, group=mesh.get_group()), with_kwargs=True)
@@ -127,9 +127,10 @@ class SequencePart:
             raise ConfigError(f"parallel.passes.context_parallel.method: {RING_WITHOUT_DOCUMENTS}")
         if inputs.get("positions") is None:
             inputs["positions"] = torch.arange(seq_len, device=tokens.device).expand(tokens.shape[0], -1)
+        arrived = frozenset() if has_tokens else {"tokens", *_travelling(model, inputs)}  # of this rank's part
         for name, value in inputs.items():
             dim = self._dims.get(name, 1)
-            if isinstance(value, torch.Tensor) and dim is not None and (name != "tokens" or has_tokens):
+            if isinstance(value, torch.Tensor) and dim is not None and name not in arrived:
                 inputs[name] = self._cut(value, dim)
         if hasattr(loss := inputs.get("loss"), "of_part"):
             inputs["loss"] = loss.of_part(self._cut)
@@ -153,8 +154,17 @@ class SequencePart:
         return torch.cat([chunks[i] for i in self._chunks], dim=dim)
 
 
-def _position_dims(entries: Mapping[str, Entry | None]) -> dict[str, int | None]:
-    """
+def _travelling(model: Any, inputs: Mapping[str, Any]) -> list[str]:
+    """The names of what an earlier stage has sent beside hidden states."""
+    if not hasattr(model, "travels"):
+        return []
+    shapes = {name: tuple(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return list(model.travels({**shapes, "tokens": shapes["tokens"][:2]}))
+
+
+def position_dims(entries: Mapping[str, Entry | None]) -> dict[str, int | None]:
+    """Along which dimension each entry has positions, or ``None``.
+
     Raises:
         ConfigError: an entry has no description, which would say whether it has positions.
     """

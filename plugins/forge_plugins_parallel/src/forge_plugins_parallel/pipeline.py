@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from forge_core.contracts.batch import bind
 from forge_core.contracts.loss import Loss
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError, ForgeError
+from forge_plugins_parallel.between_stages import BetweenStages, Form, along
 from forge_plugins_parallel.config import PipelineConfig
+from forge_plugins_parallel.context_parallel import position_dims
 from forge_plugins_parallel.pipeline_cut import cut_model, held, part_of, shared_tensors
+from forge_plugins_parallel.pipeline_stage import Stage, known
 from forge_plugins_parallel.tied_head import TiedHead
 
 Batch = Mapping[str, torch.Tensor]
@@ -37,7 +39,7 @@ class Pipeline:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._width = 0
+        self._width, self._words = 0, ""
         self._is_tied = False
 
     def split(self, model: Any, context: PassContext) -> tuple[Sequence[nn.Module], Sequence[str]]:
@@ -58,7 +60,7 @@ class Pipeline:
         cut = cut_model(model, n_stages, context.job.train.seq_len)
         borrowed = shared_tensors(model, cut)
         self._is_tied = bool(borrowed)
-        self._width = getattr(model, "stage_width", model.head.weight.shape[1])
+        self._width, self._words = model.head.weight.shape[1], type(model).__qualname__
 
         parts, touched = [], []
         for stage in self._stages_of(context.mesh.device_mesh):
@@ -70,7 +72,15 @@ class Pipeline:
 
     def executor(self, parts: Sequence[nn.Module], loss: Loss, context: PassContext) -> PipelineExecutor:
         """Same as ``SplitPass.executor``."""
-        dtype = torch.float32 if context.job.train.precision == "fp32" else torch.bfloat16
+        ranks = context.mesh.degrees["cp"]
+        between = BetweenStages(
+            parts[0],
+            words=self._words,
+            width=self._width,
+            dtype=torch.float32 if context.job.train.precision == "fp32" else torch.bfloat16,
+            sequence_parts=ranks,
+            position_dims=position_dims(context.entries) if ranks > 1 else {},
+        )
         by_stage = dict(zip(self._stages_of(context.mesh.device_mesh), parts, strict=True))
         group = context.mesh.device_mesh.get_group("pp")
         return PipelineExecutor(
@@ -79,9 +89,7 @@ class Pipeline:
             self._config,
             group=group,
             device=context.device,
-            width=self._width,
-            dtype=dtype,
-            sequence_parts=context.mesh.degrees["cp"],
+            between=between,
             tied=self._tied_head(by_stage, group, context.device) if self._is_tied else None,
         )
 
@@ -113,67 +121,11 @@ def stages_of_rank(config: PipelineConfig, pp: int, rank: int) -> list[int]:
     return [rank + pp * lap for lap in range(config.stages_a_rank)]
 
 
-class _Stage(PipelineStage):
-    """A part of the model; the last one gives the summed loss, as the model contract has it inside forward.
-
-    Torch would have all microbatches in the shape of one. Here each is taken as it is, by its number: what a rank
-    receives for it has a shape that follows from the batch, which every rank has read.
-    """
-
-    loss: Loss
-    microbatches: Sequence[Batch] = ()
-    """Of this step."""
-    hidden_shapes: Sequence[tuple[int, int, int]] = ()
-    """Of what lies between stages, for each of them."""
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_first:
-            self._fit(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_last:
-            self._fit(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **options: Any) -> Any:
-        inputs, loss = bind(self.loss, self.microbatches[fwd_chunk_id])
-        tokens = inputs.pop("tokens")
-        known: dict[str, Any] = {**inputs, **_known(self.submod, tokens), "loss": loss}
-        return super().forward_one_chunk(fwd_chunk_id, (tokens,), known, **options)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_first:
-            args[0].register_hook(torch.Tensor.contiguous)  # only such tensors can be sent, forward and backward
-        output = self.submod(*args, **kwargs)
-        if self.is_last:
-            return output.total
-        # the schedules that split the backward detach a stage's output in place, which cannot be done to a view
-        return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
-
-    def _fit(self, received: Sequence[Any], microbatch: int) -> None:
-        shape = self.hidden_shapes[microbatch]
-        for one in received:
-            if one.buffer.shape != shape:
-                one.buffer = one.buffer.new_empty(shape, requires_grad=one.buffer.requires_grad)
-
-    def _validate_stage_tensors(self, *_: Any) -> None:
-        """Not here: torch, where TORCH_DISTRIBUTED_DEBUG asks for it, compares with the one shape that it knows."""
-
-    def _validate_fwd_outputs(self, *_: Any) -> None:
-        """Same as ``_validate_stage_tensors``, in torch 2.11, which always compares."""
-
-
-def _known(part: nn.Module, tokens: torch.Tensor) -> Batch:
-    """What a stage needs to know of tokens, of which hidden states do not tell."""
-    return {"token_ids": tokens} if "token_ids" in getattr(part, "needs", ()) else {}
-
-
 class PipelineExecutor:
     """Runs a step's microbatches through the stages by one of torch's schedules.
 
     Every rank reads the same batches, so that only hidden states ``(B, S, D)`` and their gradients travel, with what a
-    ``MultiTokenModel`` sends along: targets, positions and documents are already where they are needed.
+    ``TravellingModel`` sends along: targets, positions and documents are already where they are needed.
     """
 
     binds_loss = True
@@ -186,18 +138,14 @@ class PipelineExecutor:
         *,
         group: dist.ProcessGroup,
         device: torch.device,
-        width: int,
-        dtype: torch.dtype,
-        sequence_parts: int = 1,
+        between: BetweenStages,
         tied: TiedHead | None = None,
     ) -> None:
         """
         Args:
             parts: of this rank, by stage, in the order in which a batch passes them.
             group: the ranks of this pipeline.
-            width: features of what lies between stages, D for most models.
-            dtype: of hidden states between stages.
-            sequence_parts: ranks that share a sequence (context parallelism); each has hidden states of its part only.
+            between: knows what they send each other.
             tied: of a model whose head is tied to its embedding.
         """
         self._parts = parts
@@ -205,29 +153,28 @@ class PipelineExecutor:
         self._config = config
         self._group = group
         self._device = device
-        self._width = width
-        self._dtype = dtype
-        self._sequence_parts = sequence_parts
+        self._between = between
         self._tied = tied
         self._n_stages = config.stages_a_rank * group.size()
         ranks = range(group.size())
         self._rank_of = {stage: rank for rank in ranks for stage in stages_of_rank(config, group.size(), rank)}
         self._schedule: Any = None
-        self._stages: list[_Stage] = []
+        self._stages: list[Stage] = []
         self._n_microbatches = 0
         self._scale: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []
 
     def run(self, microbatches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         """Same as ``Executor.run``. Microbatches may differ in their shapes, and in what they have entries for."""
-        self._prepare(len(microbatches), microbatches[0]["tokens"].shape)
+        forms = [self._between.forms(batch) for batch in microbatches]
+        self._prepare(len(microbatches), forms[0])
         self._scale = scale
         self._sums.clear()
         if self._tied is not None:
             self._tied.bring_table()
         for stage in self._stages:
             stage.microbatches = microbatches
-            stage.hidden_shapes = [self._hidden_shape(batch["tokens"].shape) for batch in microbatches]
+            stage.forms = forms
         try:
             # a target for each microbatch is what makes the schedule ask for its loss; stages have the batches
             self._schedule.step(target=torch.empty(len(microbatches)), return_outputs=False)
@@ -246,7 +193,7 @@ class PipelineExecutor:
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Same as ``Executor.evaluate``."""
         inputs, loss = bind(self._loss, batch)
-        output = self._pass_down(inputs, loss=loss)
+        output = self._pass_down(self._between.forms(batch), inputs, loss=loss)
         if output is None:
             nothing = torch.zeros((), device=self._device)
             return nothing, nothing.long()
@@ -256,15 +203,16 @@ class PipelineExecutor:
     def predict(self, batch: Batch) -> torch.Tensor | None:
         """Same as ``PredictingExecutor.predict``."""
         inputs, _ = bind(self._loss, batch)
-        logits: torch.Tensor | None = self._pass_down(inputs)
+        logits: torch.Tensor | None = self._pass_down(self._between.forms(batch), inputs)
         return logits
 
-    def _pass_down(self, inputs: dict[str, Any], **options: Any) -> Any:
+    def _pass_down(self, forms: Mapping[str, Form], inputs: dict[str, Any], **options: Any) -> Any:
         """One batch down the stages, while earlier ranks already begin with the next; with a tied head they wait until
         the last one takes the table. Not by the schedule's ``eval``, which wants as many batches at once as a step has,
         all of one size.
 
         Args:
+            forms: of what lies between stages.
             inputs: of forward.
             options: further arguments of the stages.
 
@@ -273,28 +221,32 @@ class PipelineExecutor:
         """
         if self._tied is not None:
             self._tied.bring_table()
-        hidden = tokens = inputs.pop("tokens")
+        tokens = inputs.pop("tokens")
+        given = [tokens]
         for stage, part in self._parts.items():
             if stage > 0 and stage - 1 not in self._parts:
-                hidden = torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=self._device)
-                dist.recv(hidden, group=self._group, group_src=self._rank_of[stage - 1])
-            output = part(hidden, **inputs, **_known(part, tokens), **options)
+                given = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms.values()]
+                for one in given:
+                    dist.recv(one, group=self._group, group_src=self._rank_of[stage - 1])
+            first, *rest = given
+            output = part(first, **inputs, **(along(forms, rest) if rest else {}), **known(part, tokens), **options)
             if stage == self._n_stages - 1:
                 return output
-            hidden = output
+            given = self._between.tensors(output, forms)
             if stage + 1 not in self._parts:
-                dist.send(hidden.contiguous(), group=self._group, group_dst=self._rank_of[stage + 1])
+                for one in given:
+                    dist.send(one.contiguous(), group=self._group, group_dst=self._rank_of[stage + 1])
         return None
 
-    def _prepare(self, n_microbatches: int, shape: torch.Size) -> None:
+    def _prepare(self, n_microbatches: int, forms: Mapping[str, Form]) -> None:
         """Build the schedule for steps of so many microbatches, unless it is there.
 
         Args:
-            shape: ``(B, S)`` of a microbatch, for which there will be room from the start.
+            forms: of what lies between stages for a microbatch, for which there will be room from the start.
         """
         if self._n_microbatches == n_microbatches:
             return
-        self._stages = [self._make_stage(stage, part, shape) for stage, part in self._parts.items()]
+        self._stages = [self._make_stage(stage, part, forms) for stage, part in self._parts.items()]
         schedule: Any = get_schedule_class(self._config.schedule)
         self._schedule = schedule(
             self._stages if issubclass(schedule, PipelineScheduleMulti) else self._stages[0],
@@ -304,27 +256,23 @@ class PipelineExecutor:
         )
         self._n_microbatches = n_microbatches
 
-    def _make_stage(self, stage: int, part: nn.Module, shape: torch.Size) -> _Stage:
+    def _make_stage(self, stage: int, part: nn.Module, forms: Mapping[str, Form]) -> Stage:
         """With the shapes at its ends given: to find them out, torch would run the model once more than we train."""
         with torch.device("meta"):
-            tokens = torch.empty(shape, dtype=torch.int64)
-            hidden = torch.empty(self._hidden_shape(shape), dtype=self._dtype, requires_grad=True)
+            tokens = torch.empty(next(iter(forms.values())).shape[:2], dtype=torch.int64)
+            sent = tuple(torch.empty(form.shape, dtype=form.dtype, requires_grad=True) for form in forms.values())
             total = torch.empty((), requires_grad=True)
-        made = _Stage(
+        made = Stage(
             part,
             stage,
             self._n_stages,
             self._device,
-            input_args=tokens if stage == 0 else hidden,
-            output_args=total if stage == self._n_stages - 1 else hidden,
+            input_args=tokens if stage == 0 else sent,
+            output_args=total if stage == self._n_stages - 1 else sent,
             group=self._group,
         )
-        made.loss = self._loss
+        made.loss, made.between = self._loss, self._between
         return made
-
-    def _hidden_shape(self, tokens: torch.Size) -> tuple[int, int, int]:
-        """Between stages, for a batch of token ids ``(B, S)``."""
-        return tokens[0], tokens[1] // self._sequence_parts, self._width
 
     def _take_loss(self, total: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         """What the last stage's backward starts from, once a microbatch; the targets have gone into forward."""
