@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -329,11 +331,36 @@ def test_flops_are_those_that_torch_counts(name, keys, size):
     assert ours.config.flops(*size) == pytest.approx(sum(counts.values()) - resizing_of_positions, rel=1e-6)
 
 
-def test_numbers_are_known_without_transformers(saved):
+def test_numbers_of_a_folder_are_known_without_torch_and_transformers(saved):
     _, folder = saved("siglip")
-    config = resolve("siglip", path=str(folder), feature_layer=-2).config
+    program = """
+import sys
+from forge_core.config.builder import ComponentBuilder
+from forge_core.registry.discovery import discover
+table = {"name": "siglip", "path": sys.argv[1], "feature_layer": -2}
+config = ComponentBuilder(discover()).resolve("vision_encoder", table).config
+print(config.dim, config.tile_size, config.grid(32, 32), config.depth, {"torch", "transformers"} & {*sys.modules})
+"""
 
-    assert (config.dim, config.tile_size, config.grid(32, 32), config.depth) == (32, (32, 32), (4, 4), 2)
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], check=True, capture_output=True, text=True)
+
+    assert done.stdout == "32 (32, 32) (4, 4) 2 set()\n"
+
+
+def test_validation_says_what_is_wrong_with_a_folder_and_with_grids(tmp_path):
+    def problems(name, **keys):
+        return [*resolve(name, **keys).config.check(None)]
+
+    assert problems("siglip", architecture=WITH_MLP) == []
+    ((key, sentence),) = problems("siglip", path=str(tmp_path))
+    assert key == "path"
+    assert "config.json is not there" in sentence
+    deep = problems("clip", architecture=WITH_MLP, feature_layer=-9)
+    assert deep == [("feature_layer", "-9, and the encoder has 3 layers")]
+    parts = [{"encoder": {"name": "conv_vit"}}, {"encoder": {"name": "dinov2", "architecture": {}}}]
+    ((key, sentence),) = problems("concatenated", parts=parts)
+    assert key == "parts"
+    assert "takes tiles of 518 × 518 pixels, and not of 32 × 32" in sentence
 
 
 @pytest.mark.parametrize(
@@ -422,8 +449,6 @@ def test_a_preprocessor_that_cannot_be_followed_is_refused(said, sentence, saved
 
 
 def test_a_missing_transformers_is_told_with_what_to_install(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "transformers.models.siglip.modeling_siglip", None)
 
     with pytest.raises(
