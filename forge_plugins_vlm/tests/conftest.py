@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
+from PIL import Image
 from small_vlm import FUSIONS, SMALL
+from tokenizers import models, pre_tokenizers
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
+
+_SPELLED = "<eos> <image> <unk> a red green blue circle square top left right what is it ? yes no <user> <bot> system"
+WORDS = _SPELLED.split()
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +42,46 @@ def make_model(build) -> Callable[..., Any]:
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory):
+    """A ``tokenizer.json`` of ``WORDS``, whose ids are their places."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(WORDS[:3])
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def open_source(build, tokenizer_path):
+    """Opens ``image_text`` with some keys; the processor is ``square`` of 8 pixels, the grid 1 × 2."""
+
+    def open_source(*, seq_len=16, split="all", **keys):
+        table = {
+            "name": "image_text",
+            "tokenizer": {"name": "tokenizer_file", "path": str(tokenizer_path)},
+            "processor": {"name": "square", "size": 8},
+            "token_grid": [1, 2],
+            **keys,
+        }
+        use = build.resolve("data_source", {key: value for key, value in table.items() if value is not None})
+        return build(use, seq_len=seq_len, split=split, seed=0, samples_per_step=4)
+
+    return open_source
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """Writes a picture of noise, of its seed, and returns its name."""
+
+    def picture(name, seed=0, size=(8, 8)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+        return name
+
+    return picture

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Component, Kind, hookimpl
+from forge_core.api import Command, Component, Kind, hookimpl
 
 FORGE_API = "1.1"
 
@@ -195,4 +195,25 @@ def forge_evaluations() -> Iterable[Component]:
         summary="the same with real, shuffled and blank images: whether the model looks at them",
         factory="forge_plugins_vlm.evaluation.image_answers:ImageDependence",
         config="forge_plugins_vlm.evaluation.config:ImageDependenceConfig",
+    )
+
+
+@hookimpl
+def forge_data_sources() -> Iterable[Component]:
+    """Images among text."""
+    yield Component(
+        name="image_text",
+        summary="images and videos among text, of which the answers are learned: LLaVA, WebDataset, Parquet, folders",
+        factory="forge_plugins_vlm.data.source:open_image_text",
+        config="forge_plugins_vlm.data.config:ImageTextConfig",
+    )
+
+
+@hookimpl
+def forge_commands() -> Iterable[Command]:
+    """``forge vlm``."""
+    yield Command(
+        name="vlm",
+        summary="draw image tasks, look at what a step sees, caption images",
+        run="forge_plugins_vlm.commands:vlm",
     )

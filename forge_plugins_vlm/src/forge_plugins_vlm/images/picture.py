@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import warnings
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.images.config import Resample
 
@@ -46,7 +48,14 @@ def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
         raise OSError(str(error)) from error
 
 
-def size_of(content: bytes) -> Grid:
+def at_least_for(processor: ImageProcessorConfig) -> Grid | None:
+    """The height and width that suffice for a processor: twice its tile, if pictures of all sizes become as many
+    tiles; otherwise nothing."""
+    height, width = processor.tile_size
+    return None if processor.depends_on_size else (2 * height, 2 * width)
+
+
+def size_of(source: bytes | Path) -> Grid:
     """Height and width of a picture when it is upright, from the beginning of its file alone.
 
     Raises:
@@ -55,9 +64,9 @@ def size_of(content: bytes) -> Grid:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(content))
-            width, height = image.size
-            return (width, height) if image.getexif().get(_ORIENTATION, 1) in _TURNED else (height, width)
+            with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:
+                width, height = image.size
+                return (width, height) if image.getexif().get(_ORIENTATION, 1) in _TURNED else (height, width)
     except (ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise OSError(str(error)) from error
 

@@ -148,16 +148,27 @@ def tokens_and_learned(text: Answered, tokenizer: Tokenizer) -> tuple[np.ndarray
     """
     content = valid_text(text.text, "strict", text.where)
     ids, ends = tokenizer.encode_with_ends(content)  # type: ignore[attr-defined]  # looked for before
-    learned = np.zeros(len(ids), dtype=bool)
-    for start, stop in text.answers:
-        if start < stop:
-            last = ends[np.searchsorted(ends, stop)]  # several tokens of one character end together
-            learned |= (ends > start) & (ends <= last)
+    learned = learned_tokens(ends, text.answers)
     if text.is_ended:
         ids, learned = np.append(ids, tokenizer.end_of_document), np.append(learned, True)
     if not learned[1:].any():
         raise ConfigError(f"{text.where} has nothing to learn: its answers are empty")
     return ids, learned
+
+
+def learned_tokens(ends: np.ndarray, answers: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Which tokens are of answers, ``(N,)`` bool. One across the border of an answer belongs to it.
+
+    Args:
+        ends: ``(N,)`` int64, where each token ends in the text, in characters.
+        answers: where they begin and end.
+    """
+    learned = np.zeros(len(ends), dtype=bool)
+    for start, stop in answers:
+        if start < stop:
+            last = ends[np.searchsorted(ends, stop)]  # several tokens of one character end together
+            learned |= (ends > start) & (ends <= last)
+    return learned
 
 
 def _refuse_long(text: Answered, tokens: int, seq_len: int, too_long: TooLong) -> None:

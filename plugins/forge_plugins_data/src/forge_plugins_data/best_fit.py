@@ -125,35 +125,42 @@ class PackedDocuments(TokenSamples):
         return iter(range(self._bounds[index], self._bounds[index + 1]))
 
 
-def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+def best_fit(
+    lengths: np.ndarray, room: int, counts: np.ndarray | None = None, most: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Pack pieces into samples by best-fit decreasing: the longest first, each where the least room is left over.
 
     Args:
         lengths: ``(P,)`` int64, 1 to ``room``.
+        counts: ``(P,)`` int64, 0 to ``most``: what else each piece has, such as images.
+        most: the most of it in a sample.
 
     Returns:
         ``order`` ``(P,)``, the pieces sample by sample, and ``bounds`` ``(N + 1,)``: those of sample ``n`` are
         ``order[bounds[n] : bounds[n + 1]]``, ascending. Samples are sorted by their first piece.
     """
+    counts = np.zeros_like(lengths) if counts is None else counts
     decreasing = np.argsort(-lengths, kind="stable")
     whole = int(np.count_nonzero(lengths == room))
     samples, n_samples = [*range(whole)], whole
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]
-    rooms = 0  # the bit ``r`` says that some sample has room for exactly ``r``
-    for length in lengths[decreasing[whole:]].tolist():
-        above = rooms >> length
-        if above:
-            least = length + (above & -above).bit_length() - 1
-            sample = with_room[least].pop()
-            if not with_room[least]:
-                rooms ^= 1 << least
+    with_room: list[list[list[int]]] = [[[] for _ in range(room + 1)] for _ in range(most + 1)]  # by count and room
+    rooms = [0] * (most + 1)  # of a count, the bit ``r`` says that some sample has room for exactly ``r``
+    for length, count in zip(lengths[decreasing[whole:]].tolist(), counts[decreasing[whole:]].tolist(), strict=True):
+        least, had = room + 1, 0
+        for found in range(most - count, -1, -1):  # of equals, the one that has most
+            if (above := rooms[found] >> length) and (fits := length + (above & -above).bit_length() - 1) < least:
+                least, had = fits, found
+        if least <= room:
+            sample = with_room[had][least].pop()
+            if not with_room[had][least]:
+                rooms[had] ^= 1 << least
         else:
-            least, sample = room, n_samples
+            least, had, sample = room, 0, n_samples
             n_samples += 1
         samples.append(sample)
         if left := least - length:
-            with_room[left].append(sample)
-            rooms |= 1 << left
+            with_room[had + count][left].append(sample)
+            rooms[had + count] |= 1 << left
     sample_of = np.empty(len(lengths), dtype=np.int64)
     sample_of[decreasing] = samples
     first = np.full(n_samples, len(lengths), dtype=np.int64)

@@ -57,10 +57,10 @@ def _texts(config: ChatConfig, split: Split, template: ChatTemplate) -> Iterator
             return template.render(messages[:n_messages], tools=tools, add_generation_prompt=prompt, now=now)  # noqa: B023
 
         try:
-            answered = _answered(messages, render, where)
+            text = answered(messages, render, where)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        yield answered
+        yield text
 
 
 def clock(date: str | None) -> Callable[[], datetime]:
@@ -95,7 +95,7 @@ def _messages(record: dict[str, Any], field: str, where: object) -> list[dict[st
     return messages
 
 
-def _answered(messages: list[dict[str, Any]], render: Callable[..., Rendered], where: object) -> Answered:
+def answered(messages: list[dict[str, Any]], render: Callable[..., Rendered], where: object) -> Answered:
     """A conversation with the assistant's turns, by the template's own marks, or as what each adds to those before it.
 
     Raises:

@@ -61,12 +61,20 @@ def read_rows(config: DatasetConfig) -> Iterator[tuple[dict[str, Any], str]]:
     Raises:
         ConfigError: as ``load_split``, but for the column.
     """
-    datasets, folder = _library(), Path(config.path).expanduser()
-    loaded: Any = (
-        _load_saved(datasets, config, folder) if _is_saved(folder) else _load(datasets, config, folder, streaming=False)
-    )
-    for number, row in enumerate(loaded, 1):
+    for number, row in enumerate(load_rows(config), 1):
         yield _without_nothing(row), f"row {number} of {config.words}"
+
+
+def load_rows(config: DatasetConfig) -> Dataset:
+    """The split that a configuration names, with all of its columns, by index.
+
+    Raises:
+        ConfigError: as ``load_split``, but for the column.
+    """
+    datasets, folder = _library(), Path(config.path).expanduser()
+    if _is_saved(folder):
+        return _load_saved(datasets, config, folder)
+    return _load(datasets, config, folder, streaming=False)  # type: ignore[no-any-return]  # imported by name
 
 
 def _without_nothing(value: Any) -> Any:

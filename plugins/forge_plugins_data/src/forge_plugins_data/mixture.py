@@ -146,14 +146,19 @@ class _Common:
         return {"tokens": tokens, "targets": targets, "source": self.numbers[which]}
 
     def gathered(self, which: np.ndarray, read: Callable[[int, np.ndarray], dict[str, np.ndarray]]) -> dict[str, Any]:
-        """One batch of the rows that ``read(part, rows)`` gives for each part in ``which`` ``(B,)``."""
+        """One batch of the rows that ``read(part, rows)`` gives for each part in ``which`` ``(B,)``. Where parts differ
+        in another dimension, such as the number of images, the smaller ones are filled up with zeros."""
         batch: dict[str, np.ndarray] = {}
-        for number in np.unique(which).tolist():
-            rows = np.flatnonzero(which == number)
-            for name, values in read(number, rows).items():
-                if name not in batch:
-                    batch[name] = np.ones((len(which), *values.shape[1:]), values.dtype)
-                batch[name][rows] = values
+        parts = [
+            (rows, read(part, rows)) for part in np.unique(which).tolist() for rows in [np.flatnonzero(which == part)]
+        ]
+        for name in dict.fromkeys(name for _, found in parts for name in found):
+            arrays = [(rows, found[name]) for rows, found in parts if name in found]
+            shape = np.max([values.shape[1:] for _, values in arrays], axis=0, initial=0).astype(int)
+            is_even = all(values.shape[1:] == tuple(shape) for _, values in arrays)
+            batch[name] = (np.ones if is_even else np.zeros)((len(which), *shape), arrays[0][1].dtype)
+            for rows, values in arrays:
+                batch[name][(rows, *map(slice, values.shape[1:]))] = values
         if self.loss_weights is not None:
             own = batch.get("weights", np.ones(batch["targets"].shape, np.float32))
             batch["weights"] = own * self.loss_weights[which][:, None]

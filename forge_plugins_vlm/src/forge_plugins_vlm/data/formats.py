@@ -1,0 +1,137 @@
+"""From rows to the canonical sample: one function a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forge_core.errors import ConfigError
+from forge_plugins_vlm.data.config import Format, ImageTextConfig
+from forge_plugins_vlm.data.references import Reference
+from forge_plugins_vlm.data.rows import Row, shown
+from forge_plugins_vlm.data.sample import ASSISTANT, Message, Sample
+from forge_plugins_vlm.data.video import frames_of
+
+LLAVA_IMAGE = "<image>"
+"""What stands for an image in LLaVA's conversations."""
+_LLAVA_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+_PARTS = ("text", "image", "video")
+
+
+def sample_of(row: Row, config: ImageTextConfig) -> Sample:
+    """The conversation that a row is, up to its last answer: what follows teaches nothing.
+
+    Raises:
+        ConfigError: it lacks something, or has something else there.
+    """
+    messages = [_merged(message) for message in _READERS[config.format](row, config)]
+    last = max((number for number, one in enumerate(messages, 1) if one.role == ASSISTANT), default=len(messages))
+    return Sample(messages[:last], row.where, row.name)
+
+
+def _captions(row: Row, config: ImageTextConfig) -> list[Message]:
+    hint = " (choose with the keys image_field and caption_field)"
+    caption = row.text(row.field(config.caption_field, hint), repr(config.caption_field))
+    images = _pictures(row, row.record.get(config.image_field))
+    return [Message("user", images), Message(ASSISTANT, [caption])]
+
+
+def _llava(row: Row, _: ImageTextConfig) -> list[Message]:
+    images = _pictures(row, row.record.get("image", row.record.get("images")))
+    left = iter(images)
+    messages, found = [], 0
+    for number, turn in enumerate(row.listed("conversations"), 1):
+        role = _LLAVA_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+        if role is None:
+            roles = ", ".join(_LLAVA_ROLES)
+            raise ConfigError(f"{row.where}: turn {number} must have 'from' as one of {roles}, it is {shown(turn)}")
+        texts = row.text(turn.get("value"), f"'value' of turn {number}").split(LLAVA_IMAGE)
+        if role == ASSISTANT and len(texts) > 1:
+            raise ConfigError(f"{row.where}: {LLAVA_IMAGE!r} stands in an answer, turn {number}; remove it")
+        found += len(texts) - 1
+        content: list[str | Reference] = [texts[0]]
+        for text in texts[1:]:
+            content += [*(one for one in [next(left, None)] if one is not None), text]
+        messages.append(Message(role, content))
+    if found != len(images):
+        raise ConfigError(f"{row.where} has {len(images)} images, and {found} times {LLAVA_IMAGE!r} in its turns")
+    return messages
+
+
+def _messages(row: Row, config: ImageTextConfig) -> list[Message]:
+    messages = []
+    for number, message in enumerate(row.listed("messages"), 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"{row.where}: message {number} must be an object with a role, it is {shown(message)}")
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise ConfigError(f"{row.where}: the content of message {number} must be text or an array of parts")
+        parts = [one for part in content for one in _part(part, f"a part of message {number}", row, config)]
+        messages.append(Message(message["role"], parts))
+    return messages
+
+
+def _part(part: Any, what: str, row: Row, config: ImageTextConfig) -> Sequence[str | Reference]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in _PARTS or kind not in part:
+        raise ConfigError(
+            f"{row.where}: {what} must have the type text, image or video, and a key of that name, it is {shown(part)}"
+        )
+    if kind == "text":
+        return [row.text(part["text"], what)]
+    if kind == "image":
+        return [row.picture(part["image"])]
+    found = row.find(row.text(part["video"], what))
+    if isinstance(found, Reference):
+        raise ConfigError(f"{row.where}: {what} is a video in a tar, of which none is read; put it beside the tar")
+    return frames_of(found, part, row.where, config)
+
+
+def _turns(row: Row, _: ImageTextConfig) -> list[Message]:
+    messages = []
+    images: list[Reference] = _pictures(row, row.record.get("images"))
+    for number, turn in enumerate(row.listed("texts"), 1):
+        if not isinstance(turn, Mapping) or not {"user", ASSISTANT} <= turn.keys():
+            raise ConfigError(f"{row.where}: text {number} must have 'user' and 'assistant', it is {shown(turn)}")
+        asked = row.text(turn["user"], f"'user' of text {number}")
+        answer = row.text(turn[ASSISTANT], f"'assistant' of text {number}")
+        messages += [Message("user", [*(images if number == 1 else ()), asked]), Message(ASSISTANT, [answer])]
+    return messages
+
+
+def _interleaved(row: Row, _: ImageTextConfig) -> list[Message]:
+    images, texts = row.listed("images"), row.listed("texts")
+    if len(images) != len(texts):
+        raise ConfigError(
+            f"{row.where} has {len(images)} images and {len(texts)} texts; at each place one of them is null"
+        )
+    content: list[str | Reference] = []
+    for number, (image, text) in enumerate(zip(images, texts, strict=True), 1):
+        if (image is None) == (text is None):
+            has = "neither an image nor a text" if image is None else "both an image and a text"
+            raise ConfigError(f"{row.where} has {has} at place {number}")
+        content.append(row.text(text, f"text {number}") if image is None else row.picture(image))
+    return [Message(ASSISTANT, content)]
+
+
+def _pictures(row: Row, value: object) -> list[Reference]:
+    """One image, an array of them, or none."""
+    if value is None or value == "":
+        return []
+    return [row.picture(one) for one in value] if isinstance(value, list) else [row.picture(value)]
+
+
+def _merged(message: Message) -> Message:
+    """Without empty texts."""
+    return Message(message.role, [part for part in message.content if not isinstance(part, str) or part])
+
+
+_READERS: Mapping[Format, Callable[[Row, ImageTextConfig], list[Message]]] = {
+    "captions": _captions,
+    "interleaved": _interleaved,
+    "llava": _llava,
+    "messages": _messages,
+    "turns": _turns,
+}

@@ -1,0 +1,91 @@
+"""Rows of WebDataset: members of a tar whose names are the same up to their first dot are one."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import PurePosixPath
+from typing import Any
+
+from forge_core.errors import ConfigError
+from forge_plugins_data.file_selection import SelectedFile
+from forge_plugins_vlm.data.config import ImageTextConfig
+from forge_plugins_vlm.data.references import Reference, TarMember
+from forge_plugins_vlm.data.rows import PICTURES, Row
+
+
+def read_tar_rows(file: SelectedFile, config: ImageTextConfig) -> Iterator[Row]:
+    """A row for each group of members: the keys of its ``.json``, its ``.txt`` as the caption, and its images.
+
+    A single image is ``image``, and several are an array; both names, ``image`` and ``images``, have them.
+
+    Raises:
+        ConfigError: the tar is damaged or compressed; a member is not JSON, or not UTF-8.
+    """
+    try:
+        with tarfile.open(file.path, "r:") as tar:
+            members = [member for member in tar if member.isfile()]
+            for number, (key, group) in enumerate(groupby(members, _key), 1):
+                yield _row(tar, file, key, [*group], number, config)
+    except (tarfile.TarError, OSError) as error:
+        raise ConfigError(f"cannot read the tar {file.path}: {error}; a compressed one is unpacked first") from error
+
+
+def _row(
+    tar: tarfile.TarFile,
+    file: SelectedFile,
+    key: str,
+    group: list[tarfile.TarInfo],
+    number: int,
+    config: ImageTextConfig,
+) -> Row:
+    where = f"{key} of {file.path}"
+    record: dict[str, Any] = {}
+    pictures: dict[str, TarMember] = {}
+    for member in group:
+        ending = PurePosixPath(member.name).suffix.lower()
+        if ending in PICTURES:
+            pictures[member.name] = TarMember(file.path, member.name, member.offset_data, member.size)
+        elif ending in (".json", ".txt"):
+            text = _text(tar, member, where)
+            record |= _object(text, where) if ending == ".json" else {config.caption_field: text.strip()}
+    if pictures:
+        images = [*pictures.values()]
+        own = images[0] if len(images) == 1 else images
+        if config.format != "interleaved":  # where null says which place has none
+            record["images"] = images
+        record[config.image_field] = own
+
+    def find(name: str) -> Reference:
+        for candidate in (name, f"{key}.{name}", str(PurePosixPath(key).parent / name)):
+            if candidate in pictures:
+                return pictures[candidate]
+        raise ConfigError(f"{where} has no image {name!r}; it has {', '.join(pictures) or 'none'}")
+
+    return Row(record, where, f"{file.relative}:{number}", find)
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    folder, _, name = member.name.rpartition("/")
+    return f"{folder}/" * bool(folder) + name.partition(".")[0]
+
+
+def _text(tar: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str:
+    handle = tar.extractfile(member)
+    assert handle is not None, "it is a file"
+    try:
+        return handle.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: {member.name} is not UTF-8: {error}") from error
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: its .json is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: its .json must be an object")
+    return found

@@ -1,0 +1,63 @@
+"""``forge vlm shapes`` and ``forge vlm words``: tasks that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+def _sizes(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of tasks."""
+    options: list[Any] = [
+        click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write to."),
+        click.option(
+            "--train", default=4096, show_default=True, type=click.IntRange(min=1), help="Samples for training."
+        ),
+        click.option("--held-out", default=512, show_default=True, type=click.IntRange(min=1), help="Samples beside."),
+        click.option(
+            "--seed", default=0, show_default=True, type=click.IntRange(min=0), help="The same, the same files."
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_sizes
+@click.option(
+    "--task",
+    default="captions",
+    show_default=True,
+    type=click.Choice(["captions", "two_images", "motion", "binding"]),
+    help="Captions of one picture; or questions about two, about a video, and about two things of one picture.",
+)
+def shapes(out: Path, train: int, held_out: int, seed: int, task: str) -> None:
+    """Draw coloured shapes of 32 × 32 pixels, and write them with conversations.
+
+    OUT has train.json and held_out.json as LLaVA has them (of motion, .jsonl of messages), tokenizer.json, and
+    captions.txt, the captions of the training part alone. Other tasks than captions have a control beside the held-out
+    part, whose answers are others.
+    """
+    from forge_plugins_vlm.tasks.extensions import EXTENSIONS
+    from forge_plugins_vlm.tasks.shapes import write_shapes
+
+    write = write_shapes if task == "captions" else EXTENSIONS[task]
+    write(out, train=train, held_out=held_out, seed=seed)
+    click.echo(f"{out}: {train:,} samples for training, {held_out:,} held out")
+
+
+@click.command()
+@_sizes
+def words(out: Path, train: int, held_out: int, seed: int) -> None:
+    """Draw words of the standard library's source with Pillow's own font, 64 × 32 pixels, to be transcribed.
+
+    OUT has train.json, held_out.json, whose words are in no other part, captions.txt and a tokenizer.json of letters.
+    """
+    from forge_plugins_vlm.tasks.words import write_words
+
+    write_words(out, train=train, held_out=held_out, seed=seed)
+    click.echo(f"{out}: {train:,} samples for training, {held_out:,} held out")
