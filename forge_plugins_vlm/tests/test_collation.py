@@ -118,11 +118,11 @@ def test_the_pair_table(name, tmp_path, picture, open_source):
 
     batch = open_source(path=write(tmp_path / "one.jsonl", messages)).read(np.arange(1))
 
-    length = len(tokens.split())
-    assert batch["tokens"][0, :length].tolist() == ids(tokens)
-    assert batch["targets"][0, :length].tolist() == ids(targets)
-    assert batch["image_slots"][0, :length].tolist() == slots
-    assert batch["image_range"][0, :length].tolist() == [list(one) for one in ranges]
+    length = len(tokens.split()) + 1  # the end
+    assert batch["tokens"][0, :length].tolist() == ids(f"{tokens} {E}")
+    assert batch["targets"][0, :length].tolist() == ids(f"{targets} .")
+    assert batch["image_slots"][0, :length].tolist() == [*slots, -1]
+    assert batch["image_range"][0, :length].tolist() == [list(one) for one in [*ranges, ranges[-1]]]
     assert (batch["tokens"][0, length:] == 0).all()
     assert (batch["targets"][0, length:] == X).all()
     assert (batch["image_slots"][0, length:] == -1).all()
@@ -166,13 +166,12 @@ def test_packing_binds_images_to_their_documents(tmp_path, picture, open_source)
     assert len(source) == 1
     batch = source.read(np.arange(1))
 
-    tokens = f"{I} a what ? no {I} ? yes"
-    assert batch["tokens"][0, :10].tolist() == ids(tokens)
-    assert batch["targets"][0, :10].tolist() == ids(f". a {E} . no {E} . . yes {E}")
-    assert batch["document"][0].tolist() == [0] * 3 + [1] * 3 + [2] * 4 + [3] * 6
-    assert batch["positions"][0].tolist() == [*range(3), *range(3), *range(4), *range(6)]
-    assert batch["image_slots"][0, :10].tolist() == [0, 1, -1, -1, -1, -1, 2, 3, -1, -1]
-    assert batch["image_range"][0, :10].tolist() == [[0, 0, 1]] * 3 + [[1, 1, 1]] * 3 + [[1, 1, 2]] * 4
+    assert batch["tokens"][0, :13].tolist() == ids(f"{I} a {E} what ? no {E} {I} ? yes {E}")
+    assert batch["targets"][0, :13].tolist() == ids(f". a {E} . . no {E} . . . yes {E} .")
+    assert batch["document"][0].tolist() == [0] * 4 + [1] * 4 + [2] * 5 + [3] * 3
+    assert batch["positions"][0].tolist() == [*range(4), *range(4), *range(5), *range(3)]
+    assert batch["image_slots"][0, :13].tolist() == [0, 1, -1, -1, -1, -1, -1, -1, 2, 3, -1, -1, -1]
+    assert batch["image_range"][0, :13].tolist() == [[0, 0, 1]] * 4 + [[1, 1, 1]] * 4 + [[1, 1, 2]] * 5
 
 
 def test_packing_keeps_to_the_most_images_and_loses_nothing(tmp_path, picture, open_source):
@@ -201,7 +200,7 @@ def test_packing_keeps_to_the_most_images_and_loses_nothing(tmp_path, picture, o
     expected = []
     for index in range(40):
         batch = single.read(np.array([index]))
-        length = int(np.flatnonzero(batch["targets"][0] != X)[-1]) + 1
+        length = int(np.flatnonzero(batch["targets"][0] != X)[-1]) + 2
         tiles = batch["pixels"][0, : batch["image_range"][0, length - 1, 2]]
         expected.append((batch["tokens"][0, :length].tolist(), batch["targets"][0, :length].tolist(),
                          batch["image_slots"][0, :length].tolist(), tiles.tobytes()))  # fmt: skip

@@ -38,7 +38,7 @@ def collate(rows: Sequence[Row], shape: Shape) -> dict[str, np.ndarray]:
     """Stack rows.
 
     The target of a position is the token behind it in its document, if that is learned, and −100 otherwise: for
-    prompts, images and padding. The last token of a document is a target alone, so that one of S + 1 tokens fits.
+    prompts, images and padding. Of a document of S + 1 tokens, the last one is a target alone.
 
     Returns:
         ``tokens`` and ``targets`` ``(B, S)``, the entries of ``forge_plugins_vlm.contracts.entries``, and for packed
@@ -66,13 +66,14 @@ def _fill(into: dict[str, np.ndarray], row: Row, shape: Shape) -> None:
     """Write a row, document by document."""
     at = tiles = number = 0
     for number, (document, images) in enumerate(row):
-        length = len(document.tokens) - 1
+        length = document.positions(shape.seq_len)
         here = slice(at, at + length)
-        into["tokens"][here] = document.tokens[:-1]
-        into["targets"][here] = np.where(document.learned[1:], document.tokens[1:], IGNORED)
-        slots = document.slots[:-1]
+        into["tokens"][here] = document.tokens[:length]
+        following = np.where(document.learned[1:], document.tokens[1:], IGNORED)
+        into["targets"][at : at + len(following)] = following
+        slots = document.slots[:length]
         into["image_slots"][here] = np.where(slots >= 0, slots + tiles * shape.tokens_a_tile, slots)
-        into["image_range"][here] = document.ranges()[:-1] + tiles
+        into["image_range"][here] = document.ranges()[:length] + tiles
         if shape.packed:
             into["document"][here], into["positions"][here] = number, np.arange(length)
         for image in images:

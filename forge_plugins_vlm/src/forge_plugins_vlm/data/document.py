@@ -36,7 +36,7 @@ class Placed:
 
 @attrs.frozen(eq=False)
 class Document:
-    """A conversation as tokens. The last one is learned, and nothing but a target."""
+    """A conversation as tokens, of which the last one is learned."""
 
     tokens: np.ndarray
     """``(L,)`` int64."""
@@ -51,6 +51,10 @@ class Document:
     def n_tiles(self) -> int:
         """Of all of its images."""
         return sum(image.layout.n_tiles for image in self.images)
+
+    def positions(self, seq_len: int) -> int:
+        """Positions that it takes of a sample: one for each token, unless the last one fits as a target alone."""
+        return min(len(self.tokens), seq_len)
 
     def ranges(self) -> np.ndarray:
         """``(L, 3)`` int64: the entry ``image_range``, of its own tiles."""

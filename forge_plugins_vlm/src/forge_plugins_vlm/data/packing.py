@@ -16,7 +16,7 @@ def pack(documents: Sequence[Document], seq_len: int, max_images: int) -> tuple[
     Returns:
         ``order`` ``(D,)``, the documents sample by sample, and ``bounds`` ``(N + 1,)``, as ``best_fit`` has them.
     """
-    lengths = np.array([len(document.tokens) - 1 for document in documents], dtype=np.int64)
+    lengths = np.array([document.positions(seq_len) for document in documents], dtype=np.int64)
     images = np.array([len(document.images) for document in documents], dtype=np.int64)
     return best_fit(lengths, seq_len, images, max_images)
 
