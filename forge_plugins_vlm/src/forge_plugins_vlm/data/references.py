@@ -32,13 +32,6 @@ class Reference(ABC):
         """
 
     @abstractmethod
-    def content(self) -> bytes:
-        """The file of it.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-
     def open(self, at_least: Grid | None = None) -> Image.Image:
         """Decode it.
 
@@ -48,19 +41,36 @@ class Reference(ABC):
         Raises:
             OSError: it cannot be read.
         """
-        return open_picture(self.content(), at_least)
 
+    @abstractmethod
     def size(self) -> Grid:
-        """Height and width, without decoding it.
+        """Height and width, without decoding it if that can be.
 
         Raises:
             OSError: it cannot be read.
         """
+
+
+class EncodedPicture(Reference):
+    """An image whose file, as PNG or JPEG, can be had."""
+
+    @abstractmethod
+    def content(self) -> bytes:
+        """The file of it.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+    def open(self, at_least: Grid | None = None) -> Image.Image:
+        return open_picture(self.content(), at_least)
+
+    def size(self) -> Grid:
         return size_of(self.content())
 
 
 @attrs.frozen
-class PictureFile(Reference):
+class PictureFile(EncodedPicture):
     """A file."""
 
     path: Path
@@ -83,7 +93,7 @@ class PictureFile(Reference):
 
 
 @attrs.frozen
-class TarMember(Reference):
+class TarMember(EncodedPicture):
     """A member of a tar that is not compressed."""
 
     tar: Path
@@ -110,7 +120,7 @@ class TarMember(Reference):
 
 
 @attrs.frozen
-class ParquetCell(Reference):
+class ParquetCell(EncodedPicture):
     """A cell of a Parquet file, or one of the images in it."""
 
     file: Path
@@ -148,7 +158,7 @@ def _column(file: Path, group: int, column: str) -> Any:
 
 
 @attrs.frozen
-class DatasetCell(Reference):
+class DatasetCell(EncodedPicture):
     """A cell of a data set of ``datasets``, or one of the images in it."""
 
     dataset: Any = attrs.field(repr=False)

@@ -82,7 +82,7 @@ class ImageText:
     def __init__(
         self, config: ImageTextConfig, opened: Opened, tokenizer: Tokenizer, processor: ImageProcessor, seq_len: int
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer: Tokenizer | None = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.counts = opened.counts
         self._config = config
@@ -91,7 +91,7 @@ class ImageText:
         packed = pack(self._documents, seq_len, config.max_images) if config.packing else one_each(self._documents)
         self._order, self._bounds = packed
         self._images = ImageReader(config, processor, _told(opened))
-        self.fingerprint = self._fingerprint(opened)
+        self.fingerprint = self._fingerprint(opened, tokenizer)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -139,7 +139,7 @@ class ImageText:
             )
         refuse_copies(batch["tokens"], batch["targets"])
 
-    def _fingerprint(self, opened: Opened) -> str:
+    def _fingerprint(self, opened: Opened, tokenizer: Tokenizer) -> str:
         digest = hashlib.sha256()
         for document in self._documents:
             for array in (document.tokens, document.learned, document.slots):
@@ -148,7 +148,7 @@ class ImageText:
         digest.update(self._order.tobytes() + self._bounds.tobytes())
         facts = [
             "image_text",
-            self.tokenizer.fingerprint,
+            tokenizer.fingerprint,
             self._shape.seq_len,
             self._config.packing,
             self._config.token_grid,

@@ -69,9 +69,6 @@ class VideoFrame(Reference):
     def identity(self) -> str:
         return f"{self.path.name}:{self.path.stat().st_size}:{self.index}"
 
-    def content(self) -> bytes:
-        raise NotImplementedError("a frame is no file")
-
     def open(self, at_least: Grid | None = None) -> Image.Image:
         av = _decoder(str(self.path))
         try:

@@ -49,10 +49,9 @@ def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
 
 
 def at_least_for(processor: ImageProcessorConfig) -> Grid | None:
-    """The height and width that suffice for a processor: twice its tile, if pictures of all sizes become as many
-    tiles; otherwise nothing."""
-    height, width = processor.tile_size
-    return None if processor.depends_on_size else (2 * height, 2 * width)
+    """The height and width that suffice for a processor: its tile's, if pictures of all sizes become as many tiles;
+    otherwise nothing."""
+    return None if processor.depends_on_size else processor.tile_size
 
 
 def size_of(source: bytes | Path) -> Grid:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from forge_core.config.describe import printable
@@ -135,25 +134,15 @@ def inspect_command(
     if path.suffix == ".toml":
         if verify:
             raise ConfigError("--verify is for prepared data; in a job, data.verify says when files are compared")
-        job = _job(invocation, path, overrides, world_size or 1)
+        from forge_plugins_data.inspection import job_on
+
+        job = job_on(world_size or 1, path, overrides, invocation.catalog, options_of(inspect_command))
         _show_job(invocation, job, step or 1, 3 if show is None else show, as_json)
         return
     of_jobs = {"--step": step, "--show": show, "--world-size": world_size, "--json": as_json or None}
     for name in [*overrides, *(name for name, value in of_jobs.items() if value is not None)]:
         raise ConfigError(f"{name}: {path} is no configuration of a job, such as c.toml")
     _show_prepared(path, verify)
-
-
-def _job(invocation: Invocation, path: Path, overrides: Sequence[str], world_size: int) -> Job:
-    """With the global batch that it has on so many ranks."""
-    from forge_core.job import load_job, resolve_degrees
-
-    options = options_of(inspect_command)
-    job = load_job(path, overrides, catalog=invocation.catalog, world_size=world_size, options=options)
-    degrees, train = resolve_degrees(job.parallel, world_size), job.train
-    ranks = degrees["dp_replicate"] * degrees["dp_shard"]
-    total = train.global_batch_size or train.batch_size * (train.grad_accumulation or 1) * ranks
-    return attrs.evolve(job, train=attrs.evolve(train, global_batch_size=total))
 
 
 def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: bool) -> None:

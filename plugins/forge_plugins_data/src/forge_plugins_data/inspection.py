@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ from forge_core.contracts.loss import IGNORED
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.mesh import join_process_group
 from forge_core.errors import ConfigError
+from forge_core.job import load_job, resolve_degrees
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, open_source
 from forge_plugins_data.answers import PackedAnswers
@@ -95,6 +97,25 @@ class JobData:
     def _decoded(self, ids: np.ndarray) -> str:
         tokenizer = self.source.tokenizer
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids.tolist())
+
+
+def job_on(
+    world_size: int, path: Path, overrides: Sequence[str], catalog: Callable[..., Catalog], options: Sequence[str]
+) -> Job:
+    """A job with the global batch that it has on so many ranks.
+
+    Args:
+        path: its configuration, with ``overrides``.
+        options: of the command, for the hint about a misspelt one.
+
+    Raises:
+        ConfigError: as ``load_job``.
+    """
+    job = load_job(path, overrides, catalog=catalog, world_size=world_size, options=options)
+    degrees, train = resolve_degrees(job.parallel, world_size), job.train
+    ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+    total = train.global_batch_size or train.batch_size * (train.grad_accumulation or 1) * ranks
+    return attrs.evolve(job, train=attrs.evolve(train, global_batch_size=total))
 
 
 @contextmanager
