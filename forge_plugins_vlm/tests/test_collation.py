@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ConfigError
+from forge_plugins_vlm.contracts.image_processor import Layout
+from forge_plugins_vlm.data.document import Encoder
 from forge_plugins_vlm.data.guard import refuse_copies
+from forge_plugins_vlm.data.references import PictureFile
+from forge_plugins_vlm.data.writing import Written
 
 X = -100
 _SPELLED = "<eos> <image> <unk> a red green blue circle square top left right what is it ? yes no <user> <bot> system"
@@ -327,6 +331,22 @@ def test_a_chat_template_that_changes_turns_or_loses_images_is_refused(
         open_source(
             path=write(tmp_path / "a.jsonl", [user(A, "?"), bot("yes")]), tokenizer=tokenizer, chat_template=True
         )
+
+
+def test_a_prompt_keeps_all_of_its_text(builder, tokenizer_path, tmp_path, picture):
+    tokenizer = builder(
+        builder.resolve("tokenizer", {"name": "tokenizer_file", "path": str(tokenizer_path)}), base=tmp_path
+    )
+    encoder = Encoder(tokenizer, placeholder="<image>", tokens_a_tile=2, one_token_an_image=False)
+    image = PictureFile(tmp_path / picture("a.png"), "a.png"), Layout(1, np.arange(2))
+
+    document = encoder(Written("<image> what ?", ()), [image], "the prompt", is_prompt=True)
+
+    assert document.tokens.tolist() == ids(f"{I} what ?")
+    assert document.slots.tolist() == [0, 1, -1, -1]
+    assert document.ranges().tolist() == [[0, 0, 1]] * 4
+    with pytest.raises(ConfigError, match="the prompt has 2 placeholders '<image>' and 1 images"):
+        encoder(Written("<image> <image>", ()), [image], "the prompt", is_prompt=True)
 
 
 def test_tiles_with_padding_have_sizes_and_rows_that_end(tmp_path, picture, open_source):

@@ -14,7 +14,7 @@ from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import TokenizerFile
 from forge_plugins_vlm.commands import vlm
 from forge_plugins_vlm.tasks.drawing import COLOURS
-from forge_plugins_vlm.tasks.extensions import OPPOSITE
+from forge_plugins_vlm.tasks.extensions import OPPOSITE, moving
 from forge_plugins_vlm.tasks.shapes import CLASSES
 
 SIZES = ["--train", "192", "--held-out", "96"]
@@ -151,6 +151,19 @@ def test_a_video_in_reverse_moves_the_other_way(tmp_path, open_source):
     assert all(
         (one == other).all(axis=(1, 2, 3)).any() for one, other in zip(batch["pixels"], single["pixels"], strict=True)
     )
+
+
+def test_a_frame_alone_does_not_tell_the_direction():
+    places = {direction: [] for direction in OPPOSITE}
+    for number in range(8000):
+        rng = np.random.default_rng([7, number])
+        direction = [*OPPOSITE][number % 4]
+        thing = moving(direction, rng)[int(rng.integers(4))]
+        places[direction].append((thing.x, thing.y))
+
+    moments = {one: np.concatenate([np.mean(found, axis=0), np.std(found, axis=0)]) for one, found in places.items()}
+    for found in moments.values():
+        assert np.abs(found - moments["left"]).max() < 0.5  # three deviations of a mean of 2,000
 
 
 def test_held_out_words_are_no_others(tmp_path):

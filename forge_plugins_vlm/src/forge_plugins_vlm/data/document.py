@@ -121,11 +121,11 @@ class Encoder:
         Args:
             images: in the order of their placeholders.
             where: names the conversation in messages.
-            is_prompt: keep what follows the last answer, or all if there is none.
+            is_prompt: it is to be continued: all of it is kept, and there need be no answer.
 
         Raises:
-            ConfigError: placeholders and images differ in number; there is nothing to learn, the placeholder is among
-                what is, or it is not UTF-8.
+            ConfigError: placeholders and images differ in number; there is nothing to learn; the token of the
+                placeholder comes from something else in the text; it is not UTF-8.
         """
         text = str(valid_text(written.text, "strict", where))
         found = text.count(self._placeholder)

@@ -106,7 +106,7 @@ def write_motion(out: Path, *, train: int, held_out: int, seed: int) -> None:
         for index in range(number):
             rng = np.random.default_rng([seed, part, index])
             direction = [*DIRECTIONS][index % 4]
-            frames = [draw([thing], rng) for thing in _moving(direction, rng)]
+            frames = [draw([thing], rng) for thing in moving(direction, rng)]
             for place, frame in enumerate(frames):
                 folder.picture(f"{name}/{index:05d}/{place}", frame)
             records.append(_video(f"{name}-{index:05d}", f"images/{name}/{index:05d}", direction))
@@ -146,13 +146,14 @@ def _two_kinds(rng: np.random.Generator) -> tuple[int, int]:
     return first, int(rng.choice(others))
 
 
-def _moving(direction: str, rng: np.random.Generator) -> list[Thing]:
-    """A thing at each frame. Where it is in the middle of its way does not depend on where it goes, and each of its
-    places is as likely for the way back."""
+def moving(direction: str, rng: np.random.Generator) -> list[Thing]:
+    """A thing at each frame. Across its way, it is as far from the middle as it is along it at some frame, so that no
+    frame alone, taken at random, says anything about the direction."""
     colour, shape = str(rng.choice([*COLOURS])), str(rng.choice(SHAPES))
     radius = float(rng.uniform(3.5, 5.0))
-    middle = rng.uniform(11.0, SIDE - 11.0, 2)
     step = np.array(DIRECTIONS[direction]) * 3.0
+    across = np.abs(step[::-1]) * (rng.integers(N_FRAMES) - (N_FRAMES - 1) / 2)
+    middle = rng.uniform(11.0, SIDE - 11.0, 2) + across
     places = [middle + step * (place - (N_FRAMES - 1) / 2) for place in range(N_FRAMES)]
     return [Thing(colour, shape, float(x), float(y), radius) for x, y in places]
 
