@@ -333,9 +333,9 @@ def test_a_chat_template_that_changes_turns_or_loses_images_is_refused(
         )
 
 
-def test_a_prompt_keeps_all_of_its_text(builder, tokenizer_path, tmp_path, picture):
-    tokenizer = builder(
-        builder.resolve("tokenizer", {"name": "tokenizer_file", "path": str(tokenizer_path)}), base=tmp_path
+def test_a_prompt_keeps_all_of_its_text(build, tokenizer_path, tmp_path, picture):
+    tokenizer = build(
+        build.resolve("tokenizer", {"name": "tokenizer_file", "path": str(tokenizer_path)}), base=tmp_path
     )
     encoder = Encoder(tokenizer, placeholder="<image>", tokens_a_tile=2, one_token_an_image=False)
     image = PictureFile(tmp_path / picture("a.png"), "a.png"), Layout(1, np.arange(2))

@@ -315,7 +315,7 @@ def test_what_is_held_out_is_in_no_other_part(tmp_path, samples, open_source):
         open_source(**messages(tmp_path, samples), split="validation")
 
 
-def test_sources_of_other_numbers_of_images_mix(tmp_path, samples, builder, tokenizer_path):
+def test_sources_of_other_numbers_of_images_mix(tmp_path, samples, build, tokenizer_path):
     two = [{"messages": [{"role": "user", "content": [{"type": "image", "image": name}] * 2},
                          {"role": "assistant", "content": caption}]} for name, caption in samples]  # fmt: skip
     common = {
@@ -325,9 +325,9 @@ def test_sources_of_other_numbers_of_images_mix(tmp_path, samples, builder, toke
     paths = messages(tmp_path, samples), as_jsonl(tmp_path / "two.jsonl", two)
     sources = [{"name": name, "weight": 1.0, "source": {**common, **path}}
                for name, path in zip("ab", paths, strict=True)]  # fmt: skip
-    use = builder.resolve("data_source", {"name": "mixture", "sources": sources})
+    use = build.resolve("data_source", {"name": "mixture", "sources": sources})
 
-    mixture = builder(use, seq_len=16, split="train", seed=0, samples_per_step=4)
+    mixture = build(use, seq_len=16, split="train", seed=0, samples_per_step=4)
 
     batch = mixture.read_at(np.arange(8))
     assert batch["pixels"].shape == (8, 2, 3, 8, 8)

@@ -74,6 +74,20 @@ _MOE_BIASED = (  # with a limit that is reached; the bias of "down" is whole whe
 )
 _MOE = f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}'
 
+_LOOKING = [
+    "model.name=vision_language",
+    *_SHAPE,
+    "model.encoder={name='conv_vit', size=[16, 16], patch=8, dim=16, n_layers=2, n_heads=2}",
+    (
+        'data={name="image_text", path="pictures/data.json", format="llava", token_grid=[2, 2], validation=0.1, '
+        'processor={name="square", size=16}, prompt_template="{prompt}{answer}"}'
+    ),
+]
+_MODALITY_EXPERTS = (
+    '{name="moe", n_experts=2, hidden_dim=32, '
+    'router={name="expert_choice", experts_per_token=1, score_function="sigmoid", predictor=true}}'
+)
+
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
@@ -156,6 +170,30 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     ],
     "moe sinkhorn": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="sinkhorn"}', *_ONE_BY_ONE],
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
+    "joint": _LOOKING,
+    "joint packed": [*_LOOKING, "data.packing=true"],
+    "joint bf16": [*_LOOKING, "train.precision=bf16"],
+    "joint frozen then thawed": [
+        *_LOOKING,
+        'phases=[{at=1, train=["vision.connector.*"]}, {at=4, train=["vision.connector.*", "blocks.*"]}, {at=8}]',
+    ],
+    "crossed": [
+        *_LOOKING,
+        'model.fusion={name="cross_attention", layers=[0, 2, 3]}',
+        "data.one_token_an_image=true",
+    ],
+    "crossed packed": [
+        *_LOOKING,
+        'model.fusion={name="cross_attention", layers=[1], attend="all_previous", place="replace"}',
+        *("data.one_token_an_image=true", "data.packing=true"),
+    ],
+    "mixture of transformers": [*_LOOKING, "model.fusion.name=mixture_of_transformers"],
+    "moma": [
+        *_LOOKING,
+        f"model.fusion={{name='moma', image={_MODALITY_EXPERTS}}}",
+        f"model.feed_forward={_MODALITY_EXPERTS}",
+        *_ONE_BY_ONE,
+    ],
     "muon": [_MUON],
     "muon moe": [
         _MOE,
@@ -281,6 +319,28 @@ def decoder_cells(training: str) -> dict[str, Cell]:
         "cp2": Cell(2, [CP2]),
         "cp2-tp2": Cell(4, [CP2, TP2]),
     }
+    return {
+        f"{training.replace(' ', '-')}-{name}": attrs.evolve(cell, training=training) for name, cell in layouts.items()
+    }
+
+
+def looking_cells(training: str, *, cp: bool = True) -> dict[str, Cell]:
+    """A model of images and text, in every kind of layout."""
+    layouts = {
+        "accumulation4": Cell(1, FOUR_MICROBATCHES),
+        "ac-selective-compiled": Cell(1, [f"{AC}.mode=selective", f"{COMPILE}=true"]),
+        "fsdp2": Cell(2, [HALF]),
+        "hsdp2x2": Cell(4, [QUARTER, COPIES]),
+        "tp2": Cell(2, [TP2]),
+        "tp2-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"]),
+        "tp2-fsdp2-ac-full": Cell(4, [TP2, HALF, f"{AC}=true"]),
+        "pp2": Cell(2, pp2("1F1B")),
+        "pp2-zero-bubble-v-fsdp2": Cell(4, pp2("ZBVZeroBubble", *TWO_SMALL_MICROBATCHES)),
+        "pp4": Cell(4, ["parallel.pp=4", *FOUR_MICROBATCHES]),
+        "pp2-interleaved-tp2": Cell(4, [*pp2("Interleaved1F1B"), TP2]),
+    }
+    if cp:
+        layouts["cp2"] = Cell(2, [CP2])
     return {
         f"{training.replace(' ', '-')}-{name}": attrs.evolve(cell, training=training) for name, cell in layouts.items()
     }
@@ -544,6 +604,17 @@ CELLS: Mapping[str, Cell] = {
     ),
     "ahead-pp2-cp2-moe-packed": Cell(4, [CP2, *pp2("1F1B", *TWO_MICROBATCHES)], "ahead moe packed"),
     "ahead-pp2-ep2-moe-packed": Cell(4, [*pp2("1F1B", *TWO_SMALL_MICROBATCHES), EP2], "ahead moe packed"),
+    # images among text
+    **looking_cells("joint"),
+    **looking_cells("crossed"),
+    **looking_cells("mixture of transformers"),
+    **looking_cells("moma", cp=False),
+    "moma-ep2": Cell(2, [HALF, EP2], "moma"),
+    **{name: cell for name, cell in looking_cells("joint packed").items() if "compiled" not in name},
+    **{name: cell for name, cell in looking_cells("crossed packed").items() if "compiled" not in name},
+    **{name: cell for name, cell in looking_cells("joint frozen then thawed").items() if "compiled" not in name},
+    "joint-fsdp2-bf16": Cell(2, [HALF], "joint bf16", BF16),
+    "joint-tp2-bf16": Cell(2, [TP2], "joint bf16", BF16),
     # other optimizers
     # what is rounded off decides on a sign now and then, on one kind of CPU and not on another
     **optimizer_cells("lion", 2e-4),

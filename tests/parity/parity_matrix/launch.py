@@ -14,6 +14,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from PIL import Image
 from torch.distributed import TCPStore
 
 import fork_server
@@ -50,6 +51,7 @@ class Launcher:
         self._folder = folder
         self._python = python
         _write_texts(folder)
+        _write_pictures(folder / "pictures")
         _write_distribution(folder / "site")
         self.failures: dict[str, str] = {}
         """What became of works that did not end as they should, by name."""
@@ -194,6 +196,22 @@ def _write_texts(folder: Path) -> None:
         (folder / name).mkdir()
         for i, text in enumerate(texts):
             (folder / name / f"{i}.txt").write_text(text)
+
+
+def _write_pictures(folder: Path) -> None:
+    """Conversations about none to three pictures of 16 × 16 pixels, of at most 32 tokens where each takes 4."""
+    folder.mkdir()
+    conversations = []
+    for i in range(96):
+        names = [f"{i}-{j}.png" for j in range(i % 5 % 4)]
+        for j, name in enumerate(names):
+            generator = torch.Generator().manual_seed(100 * i + j)
+            pixels = torch.randint(0, 256, (16, 16, 3), dtype=torch.uint8, generator=generator)
+            Image.fromarray(pixels.numpy()).save(folder / name)
+        turns = [("human", "<image>" * len(names) + f"is {i}?"), ("gpt", f"it is {i * 7919 % 97}"[: 6 + i % 5])]
+        said = [{"from": who, "value": text} for who, text in turns]
+        conversations.append({"id": str(i), "image": names, "conversations": said})
+    (folder / "data.json").write_text(json.dumps(conversations))
 
 
 def _write_distribution(site: Path) -> None:

@@ -107,7 +107,8 @@ class EncoderLayer(nn.Module):
         dim, hidden_dim = config.dim, config.dim * config.mlp_ratio
         self.n_heads = config.n_heads
         self.attention_norm = nn.LayerNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.q, self.v, self.o = (nn.Linear(dim, dim) for _ in range(3))
+        self.k = nn.Linear(dim, dim, bias=False)  # adds the same to all logits of a query, which a softmax drops
         self.mlp_norm = nn.LayerNorm(dim)
         self.up, self.down = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
 
