@@ -93,8 +93,18 @@ class FullyShardConfig:
     optimizer run there. The GPU holds activations and what is gathered; every step copies parameters to it and
     gradients back, and waits for them, so that steps take longer. On CUDA only."""
 
+    keep_whole: tuple[str, ...] = ()
+    """Parameters that every rank keeps whole and that are never gathered, as patterns of their names, such as
+    ``"vision.encoder.*"``; ``*`` stands for anything, dots included. For what the model freezes for the whole run, and
+    is small. Each rank has them in fp32, as they are saved, and with ``train.precision = "bf16"`` once more in bf16."""
+
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Keys that would have no effect."""
+        if self.keep_whole and self.cpu_offload:
+            yield (
+                "keep_whole",
+                "is on the device, and cpu_offload has all parameters in the host's memory; take one out",
+            )
         if self.keep_gathered and self.reshard_after_forward == "always":
             yield "keep_gathered", 'contradicts reshard_after_forward = "always"; leave out one of the two'
         if self.keep_gathered and job.train.grad_accumulation == 1:

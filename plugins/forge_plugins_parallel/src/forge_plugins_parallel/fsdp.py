@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
+from forge_plugins_parallel.kept_whole import ComputeDtype, kept_whole
 from forge_plugins_parallel.units import units_of
 
 
@@ -31,6 +32,9 @@ class FullyShard:
 
     Parameters stay in the dtype in which they were built (fp32), are gathered in the compute dtype, and gradients are
     reduced in fp32 as *sums*: the engine divides by the global number of tokens, not by ranks.
+
+    What ``keep_whole`` means is left alone: each rank has all of it, in the dtype in which it was built, and a copy in
+    the compute dtype, with which it computes.
 
     With ``cpu_offload``, this rank's shards are in the host's memory. A unit's are copied to the device before they are
     gathered, and the reduced gradients are copied back; backward ends when all have arrived.
@@ -57,12 +61,17 @@ class FullyShard:
             "mp_policy": policy,
             "offload_policy": self._offload_policy(context.device),
         }
+        kept = kept_whole(model, self._config.keep_whole, is_stage=context.mesh.degrees["pp"] > 1)
+        if kept:
+            options["ignored_params"] = set(kept.values())
         touched = []
-        units = units_of(model)
+        units = {name: unit for name, unit in units_of(model).items() if not _is_kept(unit, kept)}
         for name, unit in units.items():
             fully_shard(unit, reshard_after_forward=self._reshards(context), **options)
             touched.append(name)
         fully_shard(model, reshard_after_forward=False, **options)
+        if kept and compute is not None:
+            model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
         if self._config.prefetch:
             _prefetch(model, list(units.values()), self._config.prefetch)
         if self._config.keep_gathered:
@@ -87,6 +96,12 @@ class FullyShard:
             # a pipeline stage has many forwards before its backwards, and would gather the same parameters for each
             return context.mesh.degrees["pp"] == 1
         return self._config.reshard_after_forward == "always"
+
+
+def _is_kept(unit: nn.Module, kept: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether nothing of a unit is sharded."""
+    own = {id(parameter) for parameter in unit.parameters()}
+    return len(own) > 0 and own <= {id(parameter) for parameter in kept.values()}
 
 
 def _refuse_scalars(model: nn.Module) -> None:
