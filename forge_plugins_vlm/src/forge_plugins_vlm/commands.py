@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import click
 
 _COMMANDS: Mapping[str, tuple[str, str]] = {
+    "generate": ("forge_plugins_vlm.generate_command:generate", "Say something about images."),
     "inspect": ("forge_plugins_vlm.inspect_command:inspect", "Write the images and the text of a step as a page."),
     "shapes": ("forge_plugins_vlm.task_commands:shapes", "Draw the shapes task: pictures with captions."),
     "words": ("forge_plugins_vlm.task_commands:words", "Draw words to be transcribed."),

@@ -57,11 +57,11 @@ class VisionLanguageConfig(TransformerConfig):
         if (said_rows, said_columns) != grid:
             sentence = f"gives {rows} × {columns} = {rows * columns} tokens for a tile, and {place}.token_grid says "
             yield "connector", f"{sentence}{said_rows * said_columns}; set {place}.token_grid = [{rows}, {columns}]"
-        one = self.fusion.config.one_token_an_image
-        if source.one_token_an_image != one:
-            sentence = f"{self.fusion.name} takes {'one token' if one else 'all tokens'} of an image in the text"
-            yield "fusion", f"{sentence}; set {place}.one_token_an_image = {'true' if one else 'false'}"
-        if source.processor.config.has_newlines and not (self.newline or one):
+        places = self.fusion.config.places_tokens
+        if places and source.one_token_an_image:
+            sentence = f"{self.fusion.name} puts all tokens of an image among those of text"
+            yield "fusion", f"{sentence}; set {place}.one_token_an_image = false"
+        if source.processor.config.has_newlines and places and not self.newline:
             yield "newline", f"{place}.processor ends the rows of an image with a learned token; set newline = true"
         if source.processor.config.pads and not self.encoder.config.takes_padding:
             sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"

@@ -88,6 +88,17 @@ class VisionLanguageModel(Transformer):
         """Same as ``Model.units``: the layers of the encoder."""
         return [] if self.vision is None else [f"vision.{name}" for name in self.vision.units()]
 
+    def flops_of(self, unit: str) -> float:
+        """Same as ``TowerModel.flops_of``, of a sequence of ``max_seq_len`` tokens with one tile."""
+        if unit == "vision":
+            assert self.vision is not None, "asked of the whole model"
+            return self.vision.flops(*self._tile_of_nothing()) / self.max_seq_len
+        if unit == "embed":
+            return 0.0
+        block: Any = self.blocks[unit.removeprefix("blocks.")]
+        flops: float = 6.0 * block.active_parameters() + block.mixing_flops(self.max_seq_len)
+        return flops
+
     def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Same as ``TravellingModel.travels``: image tokens, where blocks read them."""
         if not self._image_tokens_travel:

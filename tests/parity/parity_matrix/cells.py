@@ -192,7 +192,6 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         *_LOOKING,
         f"model.fusion={{name='moma', image={_MODALITY_EXPERTS}}}",
         f"model.feed_forward={_MODALITY_EXPERTS}",
-        *_ONE_BY_ONE,
     ],
     "muon": [_MUON],
     "muon moe": [

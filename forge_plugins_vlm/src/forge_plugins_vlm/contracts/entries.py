@@ -27,6 +27,6 @@ ENTRIES: Mapping[str, Entry] = {
                                        the end; all three equal: it sees none
 ================  ===================  ================================================================================
 
-Where a fusion takes one token an image (``FusionConfig.one_token_an_image``), no position has an image token, and all
-``image_slots`` are −1, but ``image_range`` begins at the position of the image.
+Where an image takes one position (``data.one_token_an_image``), which is enough for a fusion that does not place its
+tokens, all ``image_slots`` are −1, and ``image_range`` begins at that position.
 """

@@ -24,10 +24,9 @@ Axis = Literal["tp", "pp", "cp", "ep"]
 class FusionConfig:
     """What is known of a fusion before it is built. Config classes of fusions extend this one."""
 
-    one_token_an_image: ClassVar[bool] = False
-    """Whether an image takes one token of the text, which stands where it is, or one for each of its tokens."""
     places_tokens: ClassVar[bool] = True
-    """Whether tokens of images take the place of the embeddings of their positions."""
+    """Whether tokens of images take the place of the embeddings of their positions, so that an image has a position in
+    the text for each of its tokens. Otherwise one position an image is enough (``data.one_token_an_image``)."""
     unsupported: ClassVar[Mapping[Axis, str]] = {}
     """Axes that it does not run on, each with the reason. ``forge validate`` refuses them; a table in the docs has
     them."""

@@ -48,7 +48,6 @@ def _are_layers(_: object, attribute: attrs.Attribute[Any], value: tuple[int, ..
 class CrossAttentionConfig(FusionConfig):
     """Text alone stands in the residual stream, and some layers look at image tokens."""
 
-    one_token_an_image: ClassVar[bool] = True
     places_tokens: ClassVar[bool] = False
 
     layers: tuple[int, ...] | None = attrs.field(default=None, validator=_are_layers)
