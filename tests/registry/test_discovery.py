@@ -278,13 +278,13 @@ KIND = """
 
     @hookimpl
     def forge_kinds():
-        yield Kind(name="vision_encoder", hook="forge_vision_encoders", summary="images in", contract="a.b:C")
+        yield Kind(name="sound_encoder", hook="forge_sound_encoders", summary="images in", contract="a.b:C")
 """
 ENCODER = """
     from forge_core.api import Component, hookimpl
 
     @hookimpl({options})
-    def forge_vision_encoders({arguments}):
+    def forge_sound_encoders({arguments}):
         yield Component(name="patches", summary="patches", factory="a.b:c", config="a.b:d")
 """
 
@@ -298,8 +298,8 @@ def test_a_kind_can_be_added_and_used_by_two_plugins_in_any_order(make_distribut
 
     catalog = discover(only=[user] if only else None)
 
-    assert catalog.kinds["vision_encoder"].hook == "forge_vision_encoders"
-    assert catalog.lookup("vision_encoder", "patches").qualified_name == f"{user}:patches"
+    assert catalog.kinds["sound_encoder"].hook == "forge_sound_encoders"
+    assert catalog.lookup("sound_encoder", "patches").qualified_name == f"{user}:patches"
 
 
 def test_an_implementation_that_does_not_fit_an_added_kind_breaks_its_own_plugin_only(make_distribution):
@@ -307,7 +307,7 @@ def test_an_implementation_that_does_not_fit_an_added_kind_breaks_its_own_plugin
     make_distribution("acme-bad", files={"acme_bad/plugin.py": ENCODER.format(options="", arguments="self")})
 
     assert find("acme-kinds").status == "ok"
-    assert find("acme-bad").reason == "forge_vision_encoders takes no arguments and may not be a wrapper"
+    assert find("acme-bad").reason == "forge_sound_encoders takes no arguments and may not be a wrapper"
 
 
 def test_an_optional_hook_of_a_kind_that_is_not_installed_is_left_alone(make_distribution):
@@ -321,8 +321,8 @@ def test_a_kind_that_two_plugins_add_is_refused_for_both(make_distribution):
     make_distribution("acme-a", files={"acme_a/plugin.py": KIND})
     make_distribution("acme-b", files={"acme_b/plugin.py": KIND})
 
-    assert find("acme-a").reason == "adds 'vision_encoder', which acme-b adds as well; disable one"
-    assert find("acme-b").reason == "adds 'vision_encoder', which acme-a adds as well; disable one"
+    assert find("acme-a").reason == "adds 'sound_encoder', which acme-b adds as well; disable one"
+    assert find("acme-b").reason == "adds 'sound_encoder', which acme-a adds as well; disable one"
     assert find("acme-b", disable=["acme-a"]).status == "ok"
 
 

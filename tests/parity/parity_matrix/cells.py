@@ -639,5 +639,7 @@ DROPOUT_FAMILIES = (
     "attention-dropout-pp2",
 )
 """The same for noise."""
+LOOKING_FAMILIES = ("crossed-accumulation4", "crossed-fsdp2", "crossed-tp2", "crossed-pp2")
+"""The same for images, whose tokens travel between stages."""
 FACTORED_FAMILIES = ("factored-accumulation4", "factored-fsdp2", "factored-tp2", "factored-tp2-fsdp2")
 """The same for an optimizer whose state has other shapes than parameters."""

@@ -11,6 +11,7 @@ from parity_matrix.cells import (
     EXACT,
     FACTORED_FAMILIES,
     FAMILIES,
+    LOOKING_FAMILIES,
     MOE_FAMILIES,
     MUON_FAMILIES,
     PACKED_FAMILIES,
@@ -39,6 +40,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     *zip(MUON_FAMILIES, [*MUON_FAMILIES[1:], MUON_FAMILIES[0]], strict=True),
     *zip(FACTORED_FAMILIES, [*FACTORED_FAMILIES[1:], FACTORED_FAMILIES[0]], strict=True),
     ("factored-tp2", "factored-fsdp2"),
+    *zip(LOOKING_FAMILIES, [*LOOKING_FAMILIES[1:], LOOKING_FAMILIES[0]], strict=True),
     *zip(DROPOUT_FAMILIES, [*DROPOUT_FAMILIES[1:], DROPOUT_FAMILIES[0]], strict=True),
     *(("fsdp2-fp8-gathered-ac-full", reader) for reader in ("fsdp2-fp8-gathered-ac-full", "bf16")),
 )
@@ -194,7 +196,7 @@ def _run_of(family: str) -> str:
     return alone("plain") if family == "one process" else family
 
 
-_FAMILIES = (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES, FACTORED_FAMILIES, DROPOUT_FAMILIES)
+_FAMILIES = (MOE_FAMILIES, PACKED_FAMILIES, MUON_FAMILIES, FACTORED_FAMILIES, DROPOUT_FAMILIES, LOOKING_FAMILIES)
 
 
 def _judge(writer: str) -> str:
