@@ -26,6 +26,7 @@ SHORT = {
     "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],
     "step_overhead": ["--steps", "10", "--rounds", "1"],
+    "vlm": ["step", "--dim", "32", "--layers", "1", "--positions", "80", "--rounds", "1"],
     "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
 }
 LONG = {

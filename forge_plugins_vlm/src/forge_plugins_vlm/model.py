@@ -149,10 +149,12 @@ class VisionLanguageModel(Transformer):
     ) -> dict[str, torch.Tensor]:
         """The facts about images that blocks and ``enter`` need."""
         batch, length = tokens.shape[:2]
+        if cache is not None and cache.beside and slots is None:  # text goes on: blocks have kept what they need
+            sees = cache.beside[0].expand(-1, length, -1)
+            return {"image_slots": tokens.new_full((batch, length), -1, dtype=torch.int64), "image_range": sees}
         tile_size, tile = self._tile_of_nothing() if pixels is None else pixels.shape[-2:], None
         if cache is not None and cache.beside:
-            last, image_tokens, tile = cache.beside
-            sees = last.expand(-1, length, -1) if sees is None else sees
+            _, image_tokens, tile = cache.beside
         elif self.vision is not None:
             if pixels is None:
                 pixels = tokens.new_zeros((batch, 1, 3, *tile_size), dtype=torch.uint8)

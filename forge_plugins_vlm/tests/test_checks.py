@@ -1,0 +1,103 @@
+"""Jobs that cannot be are refused before anything is built, in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_vlm import entries, images
+
+from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "vlm"
+
+
+@pytest.fixture(scope="module")
+def refused():
+    """Returns what is said of a config with overrides."""
+
+    def refused(name, *overrides, ranks=1):
+        with pytest.raises(ConfigError) as caught:
+            load_job(CONFIGS / f"{name}.toml", list(overrides), catalog=lambda *_: discover(), world_size=ranks)
+        return str(caught.value)
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "sentence"),
+    [
+        ("joint_decoder", ["model.encoder.name=conv_vitt"], "Did you mean 'conv_vit'"),
+        ("joint_decoder", ["model.connector.name=mpl"], "Did you mean 'mlp'"),
+        ("joint_decoder", ["model.fusion.name=cross_atention"], "Did you mean 'cross_attention'"),
+        ("joint_decoder", ["data.processor.name=sqare"], "Did you mean 'square'"),
+        (
+            "joint_decoder",
+            ["data.token_grid=[2, 4]"],
+            "gives 4 × 4 = 16 tokens for a tile, and data.token_grid says 8; set data.token_grid = [4, 4]",
+        ),
+        (
+            "joint_decoder",
+            ["data.processor.size=48"],
+            "data.processor gives tiles of 48 × 48 pixels: ",
+        ),
+        (
+            "joint_decoder",
+            ["data.one_token_an_image=true"],
+            "joint_decoder puts all tokens of an image among those of text; set data.one_token_an_image = false",
+        ),
+        (
+            "joint_decoder",
+            ['data.processor={name="anyres", size=32, grids=[[1, 2]]}'],
+            "data.processor ends the rows of an image with a learned token; set newline = true",
+        ),
+        (
+            "joint_decoder",
+            ["model.multi_token={depths=1}"],
+            "no embedding of an image is a token ahead",
+        ),
+        (
+            "joint_decoder",
+            ["model.fusion.bidirectional=true", "model.window=8"],
+            "a window is causal; remove model.window, or bidirectional",
+        ),
+        (
+            "joint_decoder",
+            ["model.fusion.bidirectional=true", "model.attention=flash"],
+            'the kernel "flash" takes no mask',
+        ),
+        ("cross_attention", ["model.fusion.layers=[3]"], "3 is none of the layers 0 to 2 of model.n_layers = 3"),
+        ("cross_attention", ["model.fusion.layers=[1, 1]"], "must be different numbers from 0"),
+        (
+            "mixture_of_transformers",
+            ["model.latent_attention={kv_rank=8, plain_dim=8, rotary_dim=8, value_dim=8}"],
+            "each modality has projections of its own",
+        ),
+        (
+            "moma",
+            ["model.fusion.image.n_experts=0"],
+            "model.fusion.image.n_experts",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_is_told_why(refused, name, overrides, sentence):
+    assert sentence in refused(name, *overrides)
+
+
+def test_a_layout_that_a_fusion_does_not_support_is_refused_with_the_reason(refused):
+    said = refused("joint_decoder", "model.fusion.bidirectional=true", "parallel.cp=2", ranks=2)
+    assert "parallel.cp = 2: a rank makes its own mask of the positions that it has, which is causal" in said
+
+    assert "an expert cannot compare the tokens of a sequence" in refused("moma", "parallel.cp=2", ranks=2)
+
+
+def test_experts_that_choose_do_not_generate_without_a_predictor(make_model):
+    layer = {"name": "moe", "n_experts": 2, "hidden_dim": 32, "router": {"name": "expert_choice"}}
+    model = make_model(fusion={"name": "moma", "image": layer}, feed_forward=layer).eval()
+    given = entries("moma", "tIt")
+    from forge_plugins_inference.generation import generate
+
+    with pytest.raises(ConfigError, match="cannot generate text; train it with a router for that"):
+        generate(model, [[1] * 6], max_new_tokens=2, inputs={**given, "pixels": images(1)})

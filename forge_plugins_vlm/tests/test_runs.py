@@ -1,0 +1,160 @@
+"""A run on drawn shapes: what its model says of images, by command and in evaluations, in every layout."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from forge_core.cli import main
+from parity_matrix.cells import TRAININGS
+from parity_matrix.launch import Launcher, Work
+
+CONFIG = """
+[run]
+name = "shapes"
+dir = "{folder}/runs"
+[model]
+name = "vision_language"
+dim = 32
+n_layers = 2
+n_heads = 4
+max_seq_len = 48
+[model.encoder]
+name = "conv_vit"
+dim = 32
+n_layers = 1
+n_heads = 2
+[data]
+name = "image_text"
+path = "{folder}/shapes/train.json"
+format = "llava"
+token_grid = [4, 4]
+processor = {{name = "square", size = 32}}
+tokenizer = {{name = "tokenizer_file", path = "{folder}/shapes/tokenizer.json"}}
+[train]
+steps = 30
+seq_len = 24
+batch_size = 16
+precision = "fp32"
+[optimizer]
+name = "adamw"
+lr = 1e-2
+[scheduler]
+name = "constant"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With ``shapes``, and a run of thirty steps."""
+    folder = tmp_path_factory.mktemp("vlm")
+    drawn = ["vlm", "shapes", "--out", str(folder / "shapes"), "--train", "64", "--held-out", "8"]
+    assert main(drawn) == 0
+    (folder / "job.toml").write_text(CONFIG.format(folder=folder))
+    assert main(["run", str(folder / "job.toml")]) == 0
+    return folder
+
+
+def generated(folder, capsys, *arguments):
+    capsys.readouterr()
+    code = main(["vlm", "generate", str(folder / "runs" / "shapes"), *arguments])
+    said = capsys.readouterr()
+    return code, said.out.splitlines(), said.err
+
+
+def held_out(folder, number):
+    return str(folder / "shapes" / "images" / "held_out" / f"{number:05}.png")
+
+
+def test_images_are_captioned(folder, capsys):
+    code, (caption,), _ = generated(folder, capsys, "--image", held_out(folder, 0))
+
+    assert code == 0
+    assert caption.startswith("a ")
+
+
+def test_a_batch_of_prompts_takes_its_images_in_order(folder, capsys):
+    pair = ("--image", held_out(folder, 0), "--image", held_out(folder, 1))
+    code, lines, _ = generated(folder, capsys, *pair, "--prompt", "<image> a", "--prompt", "a red <image>", "--json")
+    _, alone, _ = generated(folder, capsys, *pair[2:], "--prompt", "a red <image>")
+
+    first, second = map(json.loads, lines)
+    assert code == 0
+    assert (first["prompt"], first["images"]) == ("<image> a", 1)
+    assert second["text"] == alone[0]
+
+
+def test_frames_of_a_video_are_images(folder, capsys, tmp_path):
+    for number in range(2):
+        Image.open(held_out(folder, number)).save(tmp_path / f"{number}.png")
+
+    code, (line,), said = generated(folder, capsys, "--video", str(tmp_path), "--prompt", "<video> a", "--json")
+
+    assert code == 0, said
+    assert json.loads(line) | {"text": ""} == {"prompt": "<image><image> a", "images": 2, "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompt", "<image> a"], "--prompt: has 1 placeholders '<image>', and --image gives 0 of them"),
+        (["--image", "nowhere.png"], "--image: nowhere.png is no file"),
+        (["--video", "nowhere.mp4"], "--video: nowhere.mp4 is not there"),
+        (["--image", __file__], "cannot be read"),
+        (["--prompt", ""], "--prompt 1 is empty; give it at least one character"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_refused(folder, capsys, arguments, sentence):
+    code, lines, said = generated(folder, capsys, *arguments)
+
+    assert (code, lines) == (2, [])
+    assert sentence in said
+
+
+def test_forge_eval_measures_answers_with_real_shuffled_and_blank_images(folder, capsys):
+    capsys.readouterr()
+    keys = ["--samples", "8", "--max-new-tokens", "6", "--metrics", "exact_match,cider"]
+    source = f'data.path="{folder}/shapes/held_out.json"'
+
+    code = main(["eval", str(folder / "runs" / "shapes"), "--evaluation", "image_dependence", *keys, source, "--json"])
+    said = capsys.readouterr()
+
+    assert code == 0, said.err
+    found = {key.partition("image_dependence/")[2]: value for key, value in json.loads(said.out).items()}
+    kinds = ("real", "shuffled", "blank")
+    assert set(found) >= {f"{name}/{images}" for name in ("loss", "exact_match", "cider") for images in kinds}
+    assert found["loss/real"] < found["loss/shuffled"]
+
+
+LAYOUTS = {
+    "fsdp2": (2, ["train.batch_size=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "cp2": (2, ["parallel.cp=2"]),
+    "pp2": (2, ["parallel.pp=2", "train.batch_size=1", "train.grad_accumulation=4"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["joint", "crossed"])
+def test_answers_are_the_same_in_every_layout(tmp_path_factory, training):
+    launcher = Launcher(tmp_path_factory.mktemp("answers"))
+    asked = (
+        'evaluations=[{name="image_dependence", samples=7, max_new_tokens=4, '
+        'metrics=["exact_match", "cider", "vqa_accuracy"]}]'
+    )
+    shared = [*TRAININGS[training], asked, "train.steps=4", "eval.interval=0"]
+    works = [Work(f"{training}-one", 1, shared)]
+    works += [Work(f"{training}-{name}", ranks, [*shared, *keys]) for name, (ranks, keys) in LAYOUTS.items()]
+
+    launcher.launch(works)
+
+    def measured(name):
+        lines = launcher.metrics(f"{training}-{name}")
+        return {key: value for line in lines for key, value in line.items() if "image_dependence" in key}
+
+    expected = measured("one")
+    assert len(expected) == 12
+    for name in LAYOUTS:
+        assert measured(name) == pytest.approx(expected, rel=1e-5, abs=1e-9), name
