@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
@@ -69,8 +69,9 @@ def _as_toml(value: str, kind: Any) -> str:
     entries = next(_types_of_entries(kind), None)
     if entries is None or value.startswith("["):
         return value
+    is_text = entries is str or get_origin(entries) is Literal
     parts = [part.strip() for part in value.split(",") if part.strip()]
-    return f"[{', '.join(json.dumps(part) if entries is str else part for part in parts)}]"
+    return f"[{', '.join(json.dumps(part) if is_text else part for part in parts)}]"
 
 
 def _types_of_entries(kind: Any) -> Iterator[Any]:
