@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
+from attrs.validators import ge, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_dense.config import TransformerConfig
@@ -30,6 +31,10 @@ class VisionLanguageConfig(TransformerConfig):
     For a part of the run, use ``[[phases]]``."""
     newline: bool = False
     """Have a learned token that ends each row of an image, as the image processors ``anyres`` and ``tiles`` ask for."""
+
+    image_token: int | None = attrs.field(default=None, validator=optional(ge(0)))
+    """Id of the token that stands for an image, which ``forge convert`` writes for Hugging Face where the data of a run
+    name no ``placeholder``."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this model in this job."""

@@ -209,6 +209,24 @@ def forge_data_sources() -> Iterable[Component]:
     )
 
 
+@hookimpl(optionalhook=True)
+def forge_weight_layouts() -> Iterable[Component]:
+    """For ``forge convert``."""
+    layouts = {
+        "idefics3": ("Idefics3 and the first SmolVLM as Hugging Face has them", "idefics3:Idefics3Layout"),
+        "llava": ("LLaVA 1.5", "llava:LlavaLayout"),
+        "llava_next": ("LLaVA-NeXT (LLaVA 1.6)", "llava:LlavaNextLayout"),
+        "smolvlm": ("SmolVLM 2", "idefics3:SmolVLMLayout"),
+    }
+    for name, (summary, factory) in layouts.items():
+        yield Component(
+            name=name,
+            summary=summary,
+            factory=f"forge_plugins_vlm.layouts.{factory}",
+            config="forge_plugins_hf.layout_config:LayoutConfig",
+        )
+
+
 @hookimpl
 def forge_commands() -> Iterable[Command]:
     """``forge vlm``."""

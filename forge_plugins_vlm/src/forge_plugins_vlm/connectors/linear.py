@@ -31,7 +31,7 @@ class MLPConnector(_EachFeature):
     """The connector ``mlp``."""
 
     def __init__(self, config: MLPConnectorConfig, *, in_dim: int, out_dim: int) -> None:
-        super().__init__(in_dim, *[out_dim] * config.n_layers)
+        super().__init__(in_dim, *[out_dim] * config.n_layers, bias=config.bias)
 
 
 class FusedMLP(_EachFeature):

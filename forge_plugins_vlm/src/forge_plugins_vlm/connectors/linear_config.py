@@ -30,6 +30,8 @@ class MLPConnectorConfig(EachFeatureConfig):
 
     n_layers: int = attrs.field(default=2, validator=ge(2))
     """Matrices; LLaVA calls 2 of them ``mlp2x_gelu``."""
+    bias: bool = True
+    """Add a bias behind each matrix."""
 
 
 @attrs.frozen(kw_only=True)

@@ -82,7 +82,7 @@ class PixelShuffle(nn.Module):
     def __init__(self, config: PixelShuffleConfig, *, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.config = config
-        self.projection = Projection(in_dim * config.scale**2, *[out_dim] * config.n_layers)
+        self.projection = Projection(in_dim * config.scale**2, *[out_dim] * config.n_layers, bias=config.bias)
 
     def forward(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Same as ``Connector.forward``."""

@@ -46,6 +46,8 @@ class PixelShuffleConfig(ConnectorConfig):
     """Rows and columns of features that become a token; both sides of the grid are multiples of it."""
     n_layers: int = attrs.field(default=1, validator=ge(1))
     """Matrices of the projection to the decoder's width, with GELU between them."""
+    bias: bool = True
+    """Add a bias behind each matrix; Idefics3 does not."""
 
     def grid(self, features: Grid) -> Grid:
         """Same as ``ConnectorConfig.grid``."""

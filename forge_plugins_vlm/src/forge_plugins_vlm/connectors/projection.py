@@ -17,11 +17,12 @@ class Projection(nn.Module):
 
     Args:
         widths: of the input, of each hidden layer and of the output.
+        bias: of each layer.
     """
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths: int, bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
+        self.layers = nn.ModuleList(nn.Linear(before, after, bias=bias) for before, after in pairwise(widths))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(…, in)`` to ``(…, out)``."""

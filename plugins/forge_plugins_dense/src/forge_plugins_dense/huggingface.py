@@ -356,7 +356,17 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     return str(found)
 
 
+def refuse_further_parts(config: TransformerConfig) -> None:
+    """
+    Raises:
+        ConfigError: the config is that of a model with more than a decoder, which would be lost.
+    """
+    if type(config) is not TransformerConfig:
+        raise ConfigError("the architecture is a decoder alone, and this model has further parts")
+
+
 def _check_representable(config: TransformerConfig) -> MLPConfig:
+    refuse_further_parts(config)
     feed_forward = config.feed_forward.config
     if not isinstance(feed_forward, MLPConfig) or not feed_forward.is_gated:
         raise ConfigError("only a transformer whose feed_forward is a gated mlp has a Hugging Face form like Llama's")

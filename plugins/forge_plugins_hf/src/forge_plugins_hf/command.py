@@ -40,6 +40,13 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     is_flag=True,
     help="For --to forge: write OUT/train.toml alone, a run that reads the weights from SOURCE itself.",
 )
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="For --to huggingface: write these parameters alone, such as 'model.vision.connector.*', for "
+    "[[checkpoint.load]].",
+)
 @click.pass_obj
 def convert(
     obj: Invocation,
@@ -50,6 +57,7 @@ def convert(
     weights: Weights | None,
     architecture: str | None,
     config_only: bool,
+    include: tuple[str, ...],
 ) -> None:
     """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face (config.json, safetensors, and
     tokenizer.json) or a name there, such as Qwen/Qwen3-0.6B; otherwise a run's directory (its newest checkpoint) or a
@@ -74,13 +82,10 @@ def convert(
 
     keep_freed_memory()  # each tensor takes the place of the one before
     chosen = getattr(torch, _DTYPES[dtype]) if dtype else None
+    if include and direction != "huggingface":
+        raise ConfigError(f"--include has no effect with --to {direction}")
     if direction == "forge":
-        if weights:
-            raise ConfigError("--weights is about a checkpoint, and has no effect with --to forge")
-        if architecture:
-            raise ConfigError("--architecture has no effect with --to forge: config.json names the architecture")
-        if config_only and chosen:
-            raise ConfigError("--dtype is about what is written, and has no effect with --config-only")
+        _refuse_idle(weights, architecture, config_only=config_only, has_dtype=chosen is not None)
         architecture, n_parameters = to_forge(
             folder_of(source), out, chosen or torch.float32, obj.catalog, say, config_only=config_only
         )
@@ -99,5 +104,20 @@ def convert(
         n_layers = to_peft(checkpoint, out, weights, obj.catalog, architecture)
         click.echo(f"wrote {out}: adapters of {n_layers} layers, from {checkpoint.path}")
         return
-    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, architecture)
+    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, architecture, include)
     click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")
+
+
+def _refuse_idle(weights: Weights | None, architecture: str | None, *, config_only: bool, has_dtype: bool) -> None:
+    """
+    Raises:
+        ConfigError: an option is given that does nothing with ``--to forge``.
+    """
+    from forge_core.errors import ConfigError
+
+    if weights:
+        raise ConfigError("--weights is about a checkpoint, and has no effect with --to forge")
+    if architecture:
+        raise ConfigError("--architecture has no effect with --to forge: config.json names the architecture")
+    if config_only and has_dtype:
+        raise ConfigError("--dtype is about what is written, and has no effect with --config-only")

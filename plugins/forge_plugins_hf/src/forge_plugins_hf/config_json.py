@@ -9,8 +9,11 @@ from typing import Any
 
 from forge_core.errors import ConfigError, and_more
 
+INCLUDE = "forge_include"
+"""Patterns of the parameters that there are, where a part of a model was written."""
 _SAY_NOTHING = frozenset(
     (
+        INCLUDE,
         *("_name_or_path", "_attn_implementation_autoset", "architectures", "auto_map", "bos_token_id"),
         *("cache_implementation", "chunk_size", "decoder_start_token_id", "dtype", "eos_token_id", "id2label"),
         *("is_decoder", "label2id", "model_type"),
@@ -28,6 +31,8 @@ class ReadKeys(Mapping[str, Any]):
     def __init__(self, table: Mapping[str, Any]) -> None:
         self._table = table
         self.seen: set[str] = set()
+        self.parts: dict[str, ReadKeys] = {}
+        """Tables within this one that have been opened."""
 
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
@@ -41,6 +46,19 @@ class ReadKeys(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._table
+
+
+def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A table within a ``config.json``, such as ``text_config``. If ``config`` remembers what is looked up, so does it.
+
+    Raises:
+        KeyError: there is none.
+        ConfigError: it is no table.
+    """
+    found = config[key]
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: {key} must be a table, got {found!r}")
+    return config.parts.setdefault(key, ReadKeys(found)) if isinstance(config, ReadKeys) else found
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -77,12 +95,18 @@ def refuse_unread(config: ReadKeys, folder: Path) -> None:
     Raises:
         ConfigError: a key has not been looked up, has a value, and may change what the model computes.
     """
-    unread = sorted(
-        key for key in config if key not in config.seen and key not in _SAY_NOTHING and _says_something(config, key)
-    )
+    unread = sorted(_unread(config))
     if unread:
-        named = ", ".join(f"{key} = {json.dumps(config[key])}" for key in unread[:5]) + and_more(len(unread), 5)
+        named = ", ".join(unread[:5]) + and_more(len(unread), 5)
         raise ConfigError(f"{folder / 'config.json'}: not supported by our model of this architecture: {named}")
+
+
+def _unread(config: ReadKeys, within: str = "") -> Iterator[str]:
+    for key in config:
+        if key in config.parts:
+            yield from _unread(config.parts[key], f"{within}{key}.")
+        elif key not in config.seen and key not in _SAY_NOTHING and _says_something(config, key):
+            yield f"{within}{key} = {json.dumps(config[key])}"
 
 
 def _says_something(config: Mapping[str, Any], key: str) -> bool:

@@ -17,12 +17,12 @@ from forge_core.errors import ConfigError, and_more
 from forge_core.job import dump_job, load_job
 from forge_core.loading import build_on_meta
 from forge_core.registry.catalog import Catalog
-from forge_plugins_hf.config_json import ReadKeys, architecture_in, read_config, refuse_unread
+from forge_plugins_hf.config_json import INCLUDE, ReadKeys, architecture_in, read_config, refuse_unread
 from forge_plugins_hf.float8_shards import open_shards
 from forge_plugins_hf.layouts import layout_of_architecture
 from forge_plugins_hf.quantisation import read_quantisation
 from forge_plugins_hf.shards import Shards, on_meta
-from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer
+from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer, token_ids
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 CHECKPOINT, CONFIG = "checkpoint", "train.toml"
@@ -62,10 +62,16 @@ def to_forge(
     architecture = architecture_in(config, folder)
     layout = layout_in(config, folder, installed, say)
     table = table_of(layout, config, folder, say)
-    tokenizer = choose_tokenizer(folder, config)
+    if INCLUDE in config:
+        raise ConfigError(
+            f"{folder} has {', '.join(config[INCLUDE])} alone, which is no model; give it to a run as "
+            "[[checkpoint.load]] path"
+        )
+    tokenizer = choose_tokenizer(folder, config, table["vocab_size"])
     kept = folder if config_only else out / CHECKPOINT / "tokenizer"
-    job = _job(table, tokenizer, kept / FILE, out, installed)
-    model: Any = build_on_meta(job, config["vocab_size"], ComponentBuilder(installed))
+    data = layout.data_table(config, token_ids(folder / FILE))
+    job = _job(table, data, tokenizer, kept / FILE, out, installed)
+    model: Any = build_on_meta(job, table["vocab_size"], ComponentBuilder(installed))
     shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
     shards = weights_in(folder, config, layout, dtype, say)
     recipes = layout.to_forge(job.model.config, shards.names)
@@ -98,7 +104,7 @@ def to_forge(
         make,
         state={
             "step": 0,
-            "vocab_size": config["vocab_size"],
+            "vocab_size": table["vocab_size"],
             "modules": module_versions([model]),
             "converted": {"source": str(folder.resolve()), "architecture": architecture},
             **saved,
@@ -172,10 +178,18 @@ def weights_in(
     return open_shards(folder, blocks, dtype)
 
 
-def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, kept: Path, out: Path, catalog: Catalog) -> Job:
+def _job(
+    table: Mapping[str, Any],
+    text: Mapping[str, Any],
+    tokenizer: Mapping[str, Any] | None,
+    kept: Path,
+    out: Path,
+    catalog: Catalog,
+) -> Job:
     """A job to go on from, whose data are the user's to choose.
 
     Args:
+        text: keys of ``[data]``, where there is a tokenizer.
         kept: the tokenizer's file, as the run is to read it.
     """
     import tomli_w
@@ -183,7 +197,7 @@ def _job(table: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, kept: Pa
     data: dict[str, Any] = {"name": "token_files", "path": "tokens"}
     if tokenizer is not None:
         own = {**tokenizer, "path": str(kept.absolute())}
-        data = {"name": "text_files", "path": "text", "tokenizer": own}
+        data = {"path": "text", **text, "tokenizer": own}
     job = {
         "model": dict(table),
         "data": data,

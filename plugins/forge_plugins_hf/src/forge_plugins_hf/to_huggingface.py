@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
 from forge_core.checkpoint.store import Checkpoint
+from forge_core.errors import ConfigError
 from forge_core.loading import Weights
 from forge_core.registry.catalog import Catalog
+from forge_plugins_hf.config_json import INCLUDE
 from forge_plugins_hf.shards import Described, on_meta, write_shards
 from forge_plugins_hf.tokenizer import give_tokenizer, special_tokens
 from forge_plugins_hf.trained_model import TrainedModel, refuse_existing, written_whole
+from forge_plugins_hf.weight_layout import Recipe
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -25,6 +29,7 @@ def to_huggingface(
     weights: Weights | None,
     catalog: Callable[[Collection[str]], Catalog],
     architecture: str | None = None,
+    include: Sequence[str] = (),
 ) -> str:
     """Write ``config.json``, safetensors, and the tokenizer's files into a new folder. Adapters are folded in.
 
@@ -32,12 +37,14 @@ def to_huggingface(
         dtype: of the files; ``None``: that of the checkpoint.
         weights: as ``TrainedModel.of`` takes them.
         architecture: as ``TrainedModel.of`` takes it.
+        include: patterns of the parameters to write, such as ``model.vision.connector.*``; none: the whole model.
 
     Returns:
         The architecture.
 
     Raises:
-        ConfigError: the model has no form in Hugging Face's format, or there is something at ``out``.
+        ConfigError: the model has no form in Hugging Face's format, there is something at ``out``, or a pattern of
+            ``include`` means nothing.
         SaveError: it cannot be written.
     """
     refuse_existing(out)
@@ -45,16 +52,32 @@ def to_huggingface(
     kept = dtype or next((one for one in _NAMES if one in model.dtypes), torch.float32)
     shapes, tokenizer = model.shapes, checkpoint.path / "tokenizer"
 
+    recipes = _included(model.recipes, include) if include else model.recipes
+
     def make(name: str) -> torch.Tensor:
-        return model.recipes[name].make(*map(model.read, model.recipes[name].reads))
+        return recipes[name].make(*map(model.read, recipes[name].reads))
 
     described = [
-        Described(name, recipe.make(*on_meta(shapes, recipe.reads)).shape, kept)
-        for name, recipe in model.recipes.items()
+        Described(name, recipe.make(*on_meta(shapes, recipe.reads)).shape, kept) for name, recipe in recipes.items()
     ]
-    table = {**special_tokens(tokenizer, model.state), **model.table, "torch_dtype": _NAMES[kept]}
+    tokens = special_tokens(tokenizer, model.state)
+    table = {**tokens, **model.table, "torch_dtype": _NAMES[kept], **({INCLUDE: [*include]} if include else {})}
+    if "text_config" in table:
+        table["text_config"] = {**tokens, **table["text_config"]}
     with written_whole(out, sum(one.n_bytes for one in described)) as folder:
         write_shards(folder, described, make)
         give_tokenizer(tokenizer, folder, (model.state.get("tokenizer") or {}).get("end_of_document"))
         (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return str(table["architectures"][0])
+
+
+def _included(recipes: Mapping[str, Recipe], include: Sequence[str]) -> dict[str, Recipe]:
+    """Those of tensors that are made of what the patterns mean."""
+    meant = {
+        name: {pattern for one in recipe.reads for pattern in include if fnmatchcase(f"model.{one}", pattern)}
+        for name, recipe in recipes.items()
+    }
+    if idle := [pattern for pattern in include if not any(pattern in found for found in meant.values())]:
+        known = sorted({f"model.{one}" for recipe in recipes.values() for one in recipe.reads})
+        raise ConfigError(f"--include {idle[0]} means none of the model's parameters, such as {known[-1]}")
+    return {name: recipe for name, recipe in recipes.items() if meant[name]}

@@ -12,12 +12,19 @@ from forge_core.errors import ConfigError
 
 FILE = "tokenizer.json"
 _COMPONENT = "forge-plugins-data:tokenizer_file"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
-"""Files that say how text and answers are made; they are kept beside it."""
+_BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+"""Files that say how text, answers and inputs beside them are made; they are kept beside it."""
 
 
-def choose_tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def choose_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any] | None:
     """The tokenizer of a downloaded model as a component's table with an absolute path; ``None`` if there is none.
+
+    Args:
+        config: the content of ``config.json``.
+        vocab_size: the model's.
 
     Raises:
         ConfigError: it has more tokens than the model.
@@ -25,10 +32,10 @@ def choose_tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] 
     path = folder / FILE
     if not path.exists():
         return None
-    vocabulary = _vocabulary(path)
+    vocabulary = token_ids(path)
     largest = max(vocabulary.values(), default=-1)
-    if largest >= config["vocab_size"]:
-        raise ConfigError(f"{path} has ids up to {largest}, and the model's vocabulary is {config['vocab_size']}")
+    if largest >= vocab_size:
+        raise ConfigError(f"{path} has ids up to {largest}, and the model's vocabulary is {vocab_size}")
     end = _end(folder, config, vocabulary)
     table = {"name": _COMPONENT, "path": str(path.resolve())}
     return table if end is None else {**table, "end_of_document": end}
@@ -69,11 +76,18 @@ def special_tokens(saved: Path, state: Mapping[str, Any]) -> dict[str, int | Non
         state: the checkpoint's, which names the token that ends a document.
     """
     end = (state.get("tokenizer") or {}).get("end_of_document")
-    known = _vocabulary(saved / FILE) if (saved / FILE).exists() else {}
+    known = token_ids(saved / FILE)
     return {"bos_token_id": None, "eos_token_id": known.get(str(end)), "pad_token_id": None}
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def token_ids(path: Path) -> dict[str, int]:
+    """Of all tokens of a ``tokenizer.json``; empty if it is not there.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    if not path.exists():
+        return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         added = {token["content"]: token["id"] for token in table.get("added_tokens") or ()}
@@ -91,7 +105,7 @@ def _end(folder: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int])
     named = named.get("content") if isinstance(named, dict) else named
     if isinstance(named, str) and named in vocabulary:
         return named
-    ids = config.get("eos_token_id")
+    ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     first = ids[0] if isinstance(ids, list) and ids else ids
     return next((token for token, number in vocabulary.items() if number == first), None)
 

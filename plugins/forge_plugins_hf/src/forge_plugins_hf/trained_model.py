@@ -22,6 +22,7 @@ from forge_core.job import load_job
 from forge_core.loading import Weights, build_within, folded_weights, with_multipliers
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.layouts import layout_of_model
+from forge_plugins_hf.tokenizer import FILE, token_ids
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -64,6 +65,7 @@ class TrainedModel:
         build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
         config = with_multipliers(job, build).config
         layout, table = _layout(config, state["vocab_size"], _origin(job, state), installed, architecture)
+        table = layout.with_data(table, job.data.config, token_ids(checkpoint.path / "tokenizer" / FILE))
         keys, recipes = _keys(checkpoint, weights), layout.to_huggingface(config)
         if missing := sorted({name for recipe in recipes.values() for name in recipe.reads} - keys.keys()):
             raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")

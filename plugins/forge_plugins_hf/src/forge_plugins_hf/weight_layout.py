@@ -75,10 +75,11 @@ class WeightLayout(ABC):
 
     @abstractmethod
     def model_table(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """The table ``[model]`` that a ``config.json`` stands for.
+        """The table ``[model]`` that a ``config.json`` stands for, with ``vocab_size``.
 
         Every key that it looks up is one that it knows; the command refuses those that it has not looked up, unless
-        they say nothing of what the model computes.
+        they say nothing of what the model computes. The same is asked of tables within it that it opens by
+        ``forge_plugins_hf.config_json.part_of``.
 
         Raises:
             ConfigError: the model uses something that ours has not.
@@ -106,6 +107,27 @@ class WeightLayout(ABC):
     @abstractmethod
     def to_huggingface(self, config: Any) -> Mapping[str, Recipe]:
         """How each of their tensors is made of ours."""
+
+    def data_table(self, config_json: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
+        """Keys of ``[data]`` that suit the model, beside ``path`` and ``tokenizer``; by default those of plain text.
+
+        Args:
+            tokens: ids of the tokenizer's tokens.
+        """
+        return {"name": "text_files"}
+
+    def with_data(self, config_json: dict[str, Any], data: Any, tokens: Mapping[str, int]) -> dict[str, Any]:
+        """Give ``config.json`` what the data of a run say, such as which token stands for an image.
+
+        Args:
+            config_json: as ``config_json`` makes it.
+            data: the config of the run's data.
+            tokens: ids of the tokenizer's tokens; empty, if there is no ``tokenizer.json``.
+
+        Raises:
+            ConfigError: neither model nor data say something that it needs.
+        """
+        return config_json
 
 
 class WeightLayoutFactory(Protocol):

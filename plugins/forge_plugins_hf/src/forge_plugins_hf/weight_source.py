@@ -14,7 +14,7 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.weight_source import WeightSource
 from forge_core.errors import ConfigError, and_more
 from forge_core.registry.catalog import Catalog
-from forge_plugins_hf.config_json import ReadKeys, read_config
+from forge_plugins_hf.config_json import INCLUDE, ReadKeys, read_config
 from forge_plugins_hf.shards import Shards, on_meta
 from forge_plugins_hf.to_forge import layout_in, table_of, weights_in
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
@@ -35,10 +35,14 @@ class HuggingFaceFolder(WeightSource):
         theirs = ComponentBuilder(catalog).resolve("model", table)
         if theirs.qualified_name != model.qualified_name:
             raise ConfigError(f"{path} holds a model {theirs.name!r}, and model.name is {model.name!r}")
-        for line in _differences(layout, theirs.config, model.config, config["vocab_size"]):
+        for line in _differences(layout, theirs.config, model.config, table["vocab_size"]):
             say(f"note: {path} differs from [model]: {line}")
         shards = weights_in(path, config, layout, torch.float32, say)
-        return FolderWeights(shards, layout.to_forge(theirs.config, shards.names))
+        if INCLUDE not in config:
+            return FolderWeights(shards, layout.to_forge(theirs.config, shards.names))
+        whole = layout.to_forge(theirs.config, layout.to_huggingface(theirs.config).keys())
+        there = set(shards.names)
+        return FolderWeights(shards, {name: one for name, one in whole.items() if there.issuperset(one.reads)})
 
 
 @attrs.frozen

@@ -1,0 +1,1 @@
+"""Vision-language models as Hugging Face has them, for forge-plugins-hf."""
