@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,17 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
+from small_vlm import SMALL, entries
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
+from forge_core.errors import ConfigError
+from forge_core.job import load_job
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_hf.layouts import layout_of_architecture, layout_of_model
 from forge_plugins_vlm.encoders.pixels import normalise
 from forge_plugins_vlm.images.anyres import Anyres
 from forge_plugins_vlm.images.config import AnyresConfig
@@ -38,7 +45,10 @@ VISION = {
     "image_size": 32,
 }
 IMAGE = 5
+NO_IDS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
 HALF = ([0.5] * 3, [0.5] * 3)
+ARCHITECTURES = [f"{one}ForConditionalGeneration" for one in ("Idefics3", "Llava", "LlavaNext", "Mllama", "SmolVLM")]
+FIRST = torch.arange(3)
 CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
 
 
@@ -78,6 +88,17 @@ MODELS: dict[str, Any] = {
     "smolvlm": lambda: transformers.SmolVLMConfig(
         text_config=transformers.LlamaConfig(**TEXT), vision_config=VISION, image_token_id=IMAGE, scale_factor=4
     ),
+    "mllama": lambda: transformers.MllamaConfig(
+        text_config=TEXT | {"num_hidden_layers": 3, "cross_attention_layers": [0, 2], **NO_IDS},
+        vision_config={
+            **{key: value for key, value in VISION.items() if key != "num_attention_heads"},
+            "attention_heads": 4,
+            "num_global_layers": 2,
+            "intermediate_layers_indices": [0, 2],
+            "vision_output_dim": 72,
+        },
+        image_token_index=64,
+    ),
 }
 
 
@@ -90,13 +111,14 @@ def made(kind, folder, **saving):
         for parameter in model.parameters():  # norms and gates too
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder, **saving)
-    words = {"<image>" if number == IMAGE else f"w{number}": number for number in range(64)}
+    image = getattr(config, "image_token_index", IMAGE)
+    words = {"<image>" if number == image else f"w{number}": number for number in range(65 if image == 64 else 64)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<image>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}')
-    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    (folder / "preprocessor_config.json").write_text(json.dumps({"do_resize": True}))
     return model.eval()
 
 
@@ -131,6 +153,8 @@ def both(kind, theirs, ours):
     """Logits of both models, for two images among text in a row, and one without any."""
     n_tokens = ours.vision.tokens_of_tile(32, 32)
     pixels = pictures(2)
+    if kind == "mllama":
+        return both_by_cross_attention(theirs, ours)
     mean, deviation = CLIP if ours.config.encoder.name == "clip" else HALF
     normalised = normalise(pixels[0], mean, deviation, torch.float32)
     images = [(list(range(number * n_tokens, (number + 1) * n_tokens)), 1) for number in range(2)]
@@ -143,6 +167,31 @@ def both(kind, theirs, ours):
     text = torch.arange(8, 20)[None]
     return [
         (ours(tokens, pixels=pixels, **entered), theirs(input_ids=tokens, **given).logits),
+        (ours(text), theirs(input_ids=text).logits),
+    ]
+
+
+def both_by_cross_attention(theirs, ours, layout="ItttIItttItt"):
+    """The same for images that text looks at: one that text sees, then two together, then one again."""
+    given, pixels = entries("cross_attention", layout), pictures(layout.count("I"))
+    tokens = torch.arange(8, 8 + len(layout))[None]
+    tokens[0, [sign == "I" for sign in layout]] = theirs.config.image_token_index
+    seen = torch.zeros(1, len(layout), layout.count("I"), 4)
+    for place, (_, first, end) in enumerate(given["image_range"][0].tolist()):
+        seen[0, place, first:end, 0] = 1  # of the four parts of a picture, the others are empty
+    normalised = normalise(pixels[0], *CLIP, torch.float32)
+    text = torch.arange(8, 20)[None]
+    return [
+        (
+            ours(tokens, pixels=pixels, **given),
+            theirs(
+                input_ids=tokens,
+                pixel_values=torch.nn.functional.pad(normalised[None, :, None], (0,) * 7 + (3,)),
+                aspect_ratio_ids=torch.ones(1, len(normalised), dtype=torch.int64),
+                aspect_ratio_mask=torch.tensor([[[1, 0, 0, 0]] * len(normalised)]),
+                cross_attention_mask=seen,
+            ).logits,
+        ),
         (ours(text), theirs(input_ids=text).logits),
     ]
 
@@ -184,10 +233,233 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     assert {key: len(value) for key, value in accounts.items() if value} == {}
     for ours, theirs in both(kind, back.eval(), loaded(tmp_path / "ours" / "checkpoint")):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())["image_mean"] == [0.5] * 3
-    assert back.config.image_token_id == IMAGE
+    assert json.loads((tmp_path / "back" / "preprocessor_config.json").read_text()) == {"do_resize": True}
+    assert back.config.image_token_id == model.config.image_token_id
 
     assert main(["convert", str(tmp_path / "back"), "--to", "forge", "--out", str(tmp_path / "again")]) == 0
     one, other = (loaded(tmp_path / name / "checkpoint").state_dict() for name in ("ours", "again"))
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """A LLaVA in a folder ``hf``, and its checkpoint."""
+    made("llava", tmp_path / "hf")
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    return tmp_path / "ours" / "checkpoint"
+
+
+@torch.no_grad()
+def test_text_before_the_first_image_gets_nothing_of_it_as_in_the_code_of_llama(tmp_path):
+    theirs = made("mllama", tmp_path / "hf")
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    ours = loaded(tmp_path / "ours" / "checkpoint")
+    (found, expected), _ = both_by_cross_attention(theirs, ours, "tttItttIt")
+    assert not torch.allclose(found, expected, atol=1e-3)  # there, it attends to all images, those behind it too
+
+    for layer in theirs.model.language_model.layers:
+        if hasattr(layer, "cross_attn"):  # full_text_row_masked_out_mask is of attention, too
+            layer.cross_attn.register_forward_hook(lambda _, __, given: (given[0].index_fill(1, FIRST, 0.0), given[1]))
+    (found, expected), _ = both_by_cross_attention(theirs, ours, "tttItttIt")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_run_needs_to_know_of_the_data_is_written_down(converted):
+    job = load_job(converted.parent / "train.toml", catalog=discover)
+
+    assert job.data.name == "image_text"
+    assert (job.data.config.placeholder, job.data.config.token_grid) == ("<image>", (4, 4))
+    assert job.data.config.processor.config.size == 32
+    assert [*job.model.config.check(job)] == []
+
+
+@pytest.mark.parametrize("kind", ["llava_next", "idefics3", "mllama"])
+def test_data_of_other_architectures_suit_their_models(kind, tmp_path):
+    made(kind, tmp_path / "hf")
+    out = ["--to", "forge", "--out", str(tmp_path / "ours"), "--config-only"]
+    assert main(["convert", str(tmp_path / "hf"), *out]) == 0
+
+    job = load_job(tmp_path / "ours" / "train.toml", catalog=discover)
+    assert [*job.model.config.check(job)] == []
+    assert job.data.config.one_token_an_image == (kind == "mllama")
+    assert job.data.config.processor.config.has_newlines == (kind == "llava_next")
+
+
+def test_a_run_begins_with_a_folder_or_with_the_connector_of_one(converted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    part = ["--include", "model.vision.connector.*"]
+    assert main(["convert", str(converted), "--to", "huggingface", "--out", "part", *part]) == 0
+    assert {name.partition(".")[0] for name in load_file("part/model.safetensors")} == {"multi_modal_projector"}
+    (tmp_path / "pictures").mkdir()
+    for number in range(8):
+        Image.new("RGB", (40, 32), (30 * number, 0, 0)).save(f"pictures/{number}.png")
+        (tmp_path / "pictures" / f"{number}.txt").write_text("w8 w9")
+
+    settings = ["data.path=pictures", "data.format=captions", "train.steps=1", "train.seq_len=32", "train.batch_size=2"]
+    settings += ["train.precision=fp32", "run.device=cpu", "eval.interval=0", "checkpoint.powers_of_two_until=1"]
+    for name in ("hf", "part"):
+        assert main(["run", "ours/train.toml", *settings, f"checkpoint.load.path={name}", f"run.name={name}"]) == 0
+
+    assert json.loads((tmp_path / "runs/hf/loaded.json").read_text())["fresh"] == []
+    whole = loaded(tmp_path / "runs/hf/checkpoints/step_00000000").state_dict()
+    begun = loaded(tmp_path / "runs/part/checkpoints/step_00000000").state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded(converted).state_dict().items())
+    same = {name for name, tensor in begun.items() if torch.equal(tensor, whole[name])}
+    assert {name for name in same if "connector" in name} == {name for name in whole if "connector" in name}
+    assert "head.weight" not in same
+
+    assert main(["convert", "runs/hf", "--to", "huggingface", "--out", "trained"]) == 0
+    transformers.LlavaForConditionalGeneration.from_pretrained("trained")
+
+
+def test_a_part_of_a_model_is_no_model(converted, tmp_path, capfd):
+    part = ["--to", "huggingface", "--out", str(tmp_path / "part"), "--include"]
+    assert main(["convert", str(converted), *part, "model.vision.conector.*"]) == 2
+    assert "--include model.vision.conector.* means none of the model's parameters" in capfd.readouterr().err
+    assert main(["convert", str(converted), *part, "model.vision.connector.*"]) == 0
+    assert "has model.vision.connector.* alone, which is no model" in refused(tmp_path / "part", capfd)
+
+
+def refused(folder, capfd):
+    out = folder.parent / "out"
+    capfd.readouterr()
+    code = main(["convert", str(folder), "--to", "forge", "--out", str(out)])
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert not out.exists()
+    return said
+
+
+def changed(folder, keys):
+    """Change ``config.json``; tables within it key by key."""
+    table = json.loads((folder / "config.json").read_text())
+    for key, value in keys.items():
+        table[key] = {**table[key], **value} if isinstance(value, dict) and key in table else value
+    (folder / "config.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "sentence"),
+    [
+        ("llava", {"architectures": ["LlavaForConditionalGenration"]}, "Did you mean LlavaForConditionalGeneration?"),
+        (
+            "llava",
+            {"vision_config": {"model_type": "pixtral"}},
+            "vision_config.model_type = 'pixtral' is not supported",
+        ),
+        ("llava", {"text_config": {"model_type": "qwen"}}, "text_config.model_type = 'qwen' is not supported; llama, "),
+        ("llava", {"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),
+        ("llava", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported; only 'gelu' is"),
+        ("llava", {"vision_config": {"attention_dropout": 0.1}}, "vision_config.attention_dropout = 0.1 is not"),
+        (
+            "llava",
+            {"vision_config": {"use_patches": 3}},
+            "not supported by our model of this architecture: vision_config.",
+        ),
+        ("llava", {"text_config": {"attention_bias": True}}, "missing: language_model.model.layers.0.self_attn.k_proj"),
+        ("llava", {"vision_config": {"num_hidden_layers": 5}}, "missing: vision_tower.vision_model.encoder.layers.3"),
+        ("llava", {"vision_config": {"hidden_size": 32}}, "weights have other shapes than config.json says: "),
+        ("llava of siglip", {"vision_feature_select_strategy": "default"}, "leaves out a patch of siglip_vision_model"),
+        ("llava_next", {"image_grid_pinpoints": [[40, 32]]}, "image_grid_pinpoints of [40, 32] is not supported"),
+        ("llava_next", {"vision_feature_select_strategy": "full"}, "features with a class token are no grid"),
+        (
+            "idefics3",
+            {"vision_config": {"image_size": 200}},
+            "with 25 patches along the side of a tile is not supported",
+        ),
+        ("mllama", {"vision_config": {"vision_output_dim": 96}}, "vision_output_dim = 96 is not supported; only 72 is"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_by_key(kind, keys, sentence, tmp_path, capfd):
+    made(kind, tmp_path / "hf")
+    changed(tmp_path / "hf", keys)
+
+    assert sentence in refused(tmp_path / "hf", capfd)
+
+
+def test_pixels_that_are_normalised_otherwise_are_refused(tmp_path, capfd):
+    made("llava", tmp_path / "hf")
+    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5]}))
+
+    assert "image_mean = [0.5, 0.5, 0.5] and image_std = " in refused(tmp_path / "hf", capfd)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reasons"),
+    [
+        ({}, ["LlavaForConditionalGeneration has an encoder clip or siglip, and model.encoder is", "further parts"]),
+        (
+            {"fusion": {"name": "mixture_of_transformers"}},
+            ["LlavaForConditionalGeneration has the fusion joint_decoder"],
+        ),
+        ({"connector": {"name": "resampler"}}, ["has a connector mlp of two matrices"]),
+    ],
+)
+def test_a_model_that_has_no_form_there_is_refused_with_the_reason(keys, reasons, build):
+    use = build.resolve("model", {"name": "vision_language", **SMALL, "connector": {"name": "mlp"}, **keys})
+
+    with pytest.raises(ConfigError) as refusal:
+        layout_of_model(use.config, 31, discover())
+
+    for reason in reasons:
+        assert reason in str(refusal.value)
+
+
+def test_the_token_for_images_is_that_of_the_data_or_of_the_model_or_asked_for(converted):
+    job = load_job(converted / "job.toml", catalog=discover)
+    layout, table = layout_of_model(job.model.config, 64, discover())
+
+    assert layout.with_data(table, job.data.config, {"<image>": 9})["image_token_index"] == 9
+    assert layout.with_data(table, job.data.config, {})["image_token_index"] == IMAGE
+    with pytest.raises(ConfigError, match="has to name the token that stands for an image"):
+        layout.with_data({**table, "image_token_index": None}, job.data.config, {})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "expected"),
+    [
+        (
+            "LlavaForConditionalGeneration",  # llava-hf/llava-1.5-7b-hf
+            {
+                "image_token_index": 32000,
+                "text_config": {"max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05}
+                | {"vocab_size": 32064},
+                "vision_config": {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096}
+                | {"model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24}
+                | {"patch_size": 14, "projection_dim": 768, "vocab_size": 32000},
+            },
+            {"dim": 4096, "n_layers": 32, "vocab_size": 32064, "image_token": 32000},
+        ),
+        (
+            "LlavaNextForConditionalGeneration",  # llava-hf/llava-v1.6-mistral-7b-hf
+            {
+                "image_token_index": 32000,
+                "text_config": {"intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral"}
+                | {"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None, "vocab_size": 32064},
+                "vision_config": {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096}
+                | {"model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24}
+                | {"patch_size": 14},
+            },
+            {"dim": 4096, "n_kv_heads": 8, "rope_theta": 1e6, "newline": True},
+        ),
+    ],
+)
+def test_keys_that_published_files_leave_out_are_filled_in(architecture, keys, expected, build):
+    table = layout_of_architecture(architecture, discover()).model_table(keys)
+
+    assert {key: table[key] for key in expected} == expected
+    assert table["encoder"]["architecture"]["hidden_act"] == "quick_gelu"
+    config = build.resolve("model", table).config
+    assert config.encoder.config.depth == 23
+
+
+def test_every_architecture_is_converted_here_and_in_the_table_of_the_docs():
+    installed = discover()
+    layouts = [layout_of_architecture(name, installed) for name in ARCHITECTURES]
+
+    assert {
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config())].__name__ for config in MODELS.values()
+    } == {name for layout in layouts for name in layout.architectures}
+    page = (Path(__file__).parents[2] / "docs" / "published-models.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+ForConditionalGeneration)`", page, re.M)) == sorted(ARCHITECTURES)

@@ -32,6 +32,9 @@ class VisionLanguageConfig(TransformerConfig):
     newline: bool = False
     """Have a learned token that ends each row of an image, as the image processors ``anyres`` and ``tiles`` ask for."""
 
+    input_tokens: int = attrs.field(default=0, validator=ge(0))
+    """Tokens at the end of the vocabulary that are read and never predicted, such as the one that stands for an image:
+    the head has no rows for them. Llama 3.2 Vision has 8."""
     image_token: int | None = attrs.field(default=None, validator=optional(ge(0)))
     """Id of the token that stands for an image, which ``forge convert`` writes for Hugging Face where the data of a run
     name no ``placeholder``."""
@@ -41,6 +44,10 @@ class VisionLanguageConfig(TransformerConfig):
         yield from super().check(job)
         if self.n_predictors:
             yield "multi_token", "no embedding of an image is a token ahead; remove it"
+        if self.input_tokens and self.tie_embeddings:
+            yield "input_tokens", "a tied head has the rows of all tokens; set tie_embeddings = false"
+        if self.vocab_size is not None and self.input_tokens >= self.vocab_size:
+            yield "input_tokens", f"must be less than model.vocab_size = {self.vocab_size}, got {self.input_tokens}"
         for key, sentence in self.fusion.config.check(job):
             yield ".".join(filter(None, ("fusion", key))), sentence
         for place, source in image_sources(job.data.config, "data"):

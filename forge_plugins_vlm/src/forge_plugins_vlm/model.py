@@ -16,6 +16,7 @@ from forge_core.contracts.loss import Loss, LossSum
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.contracts.observation import Site
 from forge_plugins_dense.cache import KeyValueCache
+from forge_plugins_dense.head import make_head
 from forge_plugins_dense.transformer import Transformer
 from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.image_mask import image_mask
@@ -31,6 +32,8 @@ class VisionLanguageModel(Transformer):
     def __init__(self, config: VisionLanguageConfig, *, vocab_size: int, build: Builder) -> None:
         super().__init__(config, vocab_size=vocab_size, build=build)
         self.vision: VisionTower | None = VisionTower(config, build)
+        if config.input_tokens:
+            self.head = make_head(config.dim, vocab_size - config.input_tokens, config.output_softcap)
         self.placing = Placing() if config.fusion.config.places_tokens else None
         self._is_bidirectional = getattr(config.fusion.config, "bidirectional", False)
         self._image_tokens_travel = "image_tokens" in self.needs

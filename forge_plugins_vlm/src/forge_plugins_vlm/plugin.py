@@ -71,6 +71,12 @@ def forge_vision_encoders() -> Iterable[Component]:
         config=f"{encoders}.transformers_config:Dinov2Config",
     )
     yield Component(
+        name="mllama",
+        summary="the vision tower of Llama 3.2 Vision",
+        factory=f"{encoders}.mllama:MllamaEncoder",
+        config=f"{encoders}.mllama_config:MllamaConfig",
+    )
+    yield Component(
         name="siglip",
         summary="SigLIP, of a folder or with random weights",
         factory=f"{encoders}.transformers_encoder:SiglipEncoder",
@@ -216,6 +222,7 @@ def forge_weight_layouts() -> Iterable[Component]:
         "idefics3": ("Idefics3 and the first SmolVLM as Hugging Face has them", "idefics3:Idefics3Layout"),
         "llava": ("LLaVA 1.5", "llava:LlavaLayout"),
         "llava_next": ("LLaVA-NeXT (LLaVA 1.6)", "llava:LlavaNextLayout"),
+        "mllama": ("Llama 3.2 Vision", "mllama:MllamaLayout"),
         "smolvlm": ("SmolVLM 2", "idefics3:SmolVLMLayout"),
     }
     for name, (summary, factory) in layouts.items():

@@ -193,6 +193,7 @@ def test_every_architecture_that_is_known_is_converted_here_and_in_the_table_of_
         build(build.resolve("weight_layout", one.qualified_name)) for one in installed.components("weight_layout")
     ]
     known = {name for layout in layouts for name in layout.architectures}
+    known = {name for name in known if not name.endswith("ForConditionalGeneration")}  # tested where they are
 
     assert {MODEL_FOR_CAUSAL_LM_MAPPING[type(config())].__name__ for config in MODELS.values()} == known
     readme = (Path(__file__).parents[1] / "README.md").read_text()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ClassToken = Literal["drop", "keep"]
 
 _HALF = (0.5, 0.5, 0.5)
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+CLIP = Normalisation((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), "bicubic")
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -220,7 +220,7 @@ class ClipConfig(ClassTokenConfig):
 
     model_types = ("clip_vision_model", "clip")
     architecture_class = ClipArchitecture
-    usual = Normalisation(*_CLIP, "bicubic")
+    usual = CLIP
 
     architecture: ClipArchitecture | None = attrs.field(default=None, validator=_one_of_two)
     """Sizes, in place of ``path``: the weights are then random."""

@@ -56,6 +56,8 @@ class CrossAttentionConfig(FusionConfig):
     """``insert``: before the layer, as in Flamingo. ``replace``: in place of its own attention, as in Llama 3.2."""
     attend: Literal["latest", "all_previous"] = "latest"
     """Which images text sees: the latest before it, with those right before that one, or all of its document."""
+    norm_images: bool = True
+    """Norm image tokens before keys and values are made of them. Llama 3.2 does not."""
 
     def layers_of(self, n_layers: int) -> tuple[int, ...]:
         """The layers that look at images, of so many."""

@@ -48,7 +48,7 @@ class LookingBlock(nn.Module):
         super().__init__()
         norm = functools.partial(make_norm, model.norm, model.dim, model.norm_eps)
         self.attention_norm = norm()
-        self.attention = ImageAttention(model, latest=config.attend == "latest")
+        self.attention = ImageAttention(config, model)
         self.attention_gate = Gate()
         self.feed_forward_norm = norm()
         own = model.layer(layer)
@@ -170,10 +170,10 @@ class InsertedBlock(Block):
 class ImageAttention(nn.Module):
     """Text attends to image tokens: no rotary positions, queries and keys normed by head, as in Llama 3.2 Vision."""
 
-    def __init__(self, model: VisionLanguageConfig, *, latest: bool) -> None:
+    def __init__(self, config: CrossAttentionConfig, model: VisionLanguageConfig) -> None:
         super().__init__()
-        self.head_dim, self.latest = model.head_size, latest
-        self.image_norm = make_norm(model.norm, model.dim, model.norm_eps)
+        self.head_dim, self.latest = model.head_size, config.attend == "latest"
+        self.image_norm = make_norm(model.norm, model.dim, model.norm_eps) if config.norm_images else None
         self.q = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=False)
         self.k = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
         self.v = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
@@ -198,7 +198,9 @@ class ImageAttention(nn.Module):
         if cache is not None and cache.beside:
             k, v, tile = cache.beside
             return k, v, tile
-        images, tile = self.image_norm(surroundings.facts["image_tokens"]), surroundings.facts["image_tile"]
+        images, tile = surroundings.facts["image_tokens"], surroundings.facts["image_tile"]
+        if self.image_norm is not None:
+            images = self.image_norm(images)
         k, v = (part(images).unflatten(-1, (-1, self.head_dim)) for part in (self.k, self.v))
         k, v = self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
@@ -209,19 +211,23 @@ class ImageAttention(nn.Module):
         """Same as ``Attention.init_weights``."""
         for name in ("q", "k", "v", "o"):
             rng.fill(f"{prefix}{name}.weight", getattr(self, name).weight, normal(residual_std if name == "o" else std))
-        for name in _NORMS:
+        for name in self._norms:
             init_norm(getattr(self, name), rng, f"{prefix}{name}.")
 
     def parallel_plan(self) -> dict[str, ShardRole]:
         """Same as ``Attention.parallel_plan``. The norm of images feeds this rank's heads alone."""
-        return {"q": "column", "k": "column", "v": "column", "o": "row", **dict.fromkeys(_NORMS, "replicate")}
+        return {"q": "column", "k": "column", "v": "column", "o": "row", **dict.fromkeys(self._norms, "replicate")}
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``Attention.parameter_roles``."""
         roles: dict[str, ParameterRole] = {f"{name}.weight": "matrix" for name in ("q", "k", "v", "o")}
-        for name in _NORMS:
+        for name in self._norms:
             roles |= norm_roles(getattr(self, name), f"{name}.")
         return roles
+
+    @property
+    def _norms(self) -> list[str]:
+        return ["q_norm", "k_norm", *(["image_norm"] if self.image_norm is not None else [])]
 
 
 class Gate(nn.Module):
@@ -252,6 +258,3 @@ def visible_tokens(bounds: torch.Tensor, tile: torch.Tensor, *, latest: bool) ->
     """
     first, end = bounds[..., 1 if latest else 0, None], bounds[..., 2, None]
     return ((tile >= first) & (tile < end)) | (end <= bounds[..., 1, None])
-
-
-_NORMS = ("image_norm", "q_norm", "k_norm")

@@ -12,6 +12,7 @@ from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.connectors.pooling_config import PixelShuffleConfig
 from forge_plugins_vlm.encoders.architectures import SiglipArchitecture
 from forge_plugins_vlm.encoders.transformers_config import SiglipConfig
+from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import JointDecoderConfig
 from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named, token_named
 from forge_plugins_vlm.layouts.tower import checked_encoder, sizes_from_hf, tower_names, tower_to_hf
@@ -67,6 +68,9 @@ class Idefics3Layout(VisionLanguageLayout):
     def vision_names(self, config: VisionLanguageConfig) -> dict[str, str]:
         names = named("vision.encoder", _TOWER, tower_names(config.encoder.config))
         return names | {"vision.connector.projection.layers.0.weight": _PROJECTION}
+
+    def normalisation(self, table: Mapping[str, Any]) -> Normalisation:
+        return SiglipConfig.usual
 
     def is_unused(self, config: VisionLanguageConfig, name: str) -> bool:
         return super().is_unused(config, name) or name == f"{_TOWER}.embeddings.position_ids"

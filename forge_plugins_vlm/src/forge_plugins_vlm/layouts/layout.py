@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.huggingface import check_complete, is_derived
 from forge_plugins_hf.config_json import part_of
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 from forge_plugins_vlm.config import VisionLanguageConfig, image_sources
+from forge_plugins_vlm.encoders.vision_folder import PREPROCESSOR, Normalisation, read_normalisation
 from forge_plugins_vlm.layouts.decoder import decoder_from_hf, decoder_names, decoder_to_hf
 
 if TYPE_CHECKING:
@@ -50,6 +54,10 @@ class VisionLanguageLayout(WeightLayout):
     def vision_names(self, config: VisionLanguageConfig) -> dict[str, str]:
         """Our names of parameters of the part ``vision``, and theirs."""
 
+    @abstractmethod
+    def normalisation(self, table: Mapping[str, Any]) -> Normalisation:
+        """Of the encoder in a table ``[model]``."""
+
     def constants(self, config: VisionLanguageConfig) -> Mapping[str, Recipe]:
         """Tensors of theirs that nothing reads, and that ``transformers`` asks for."""
         return {}
@@ -62,8 +70,16 @@ class VisionLanguageLayout(WeightLayout):
         """Whether embedding and head have the same weights."""
         return bool(hf.get("tie_word_embeddings", False))
 
+    def text_of(self, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The ``text_config``."""
+        return part_of(hf, "text_config")
+
+    def decoder_names(self, config: VisionLanguageConfig) -> dict[str, str]:
+        """Our names of the decoder's parameters, and theirs."""
+        return {ours: self._here(theirs) for ours, theirs in decoder_names(config).items()}
+
     def model_table(self, config_json: Mapping[str, Any]) -> Table:
-        text, vision = part_of(config_json, "text_config"), part_of(config_json, "vision_config")
+        text, vision = self.text_of(config_json), part_of(config_json, "vision_config")
         for key in ("_pad_token_id", "transformers.js_config", "vocab_size"):  # the decoder says these
             config_json.get(key)
         return {
@@ -97,6 +113,16 @@ class VisionLanguageLayout(WeightLayout):
     def to_huggingface(self, config: VisionLanguageConfig) -> Mapping[str, Recipe]:
         return {theirs: Recipe((ours,)) for ours, theirs in self._names(config).items()} | {**self.constants(config)}
 
+    def misfit(self, table: Mapping[str, Any], folder: Path) -> str | None:
+        found = read_normalisation(folder, self.normalisation(table))
+        usual = attrs.evolve(self.normalisation(table), resample=found.resample)  # resizing is of the data
+        if found == usual:
+            return None
+        return (
+            f"{folder / PREPROCESSOR}: image_mean = {[*found.mean]} and image_std = {[*found.deviation]} are not "
+            f"supported beside {table['encoder']['name']}; {[*usual.mean]} and {[*usual.deviation]} are"
+        )
+
     def with_data(self, config_json: Table, data: Any, tokens: Mapping[str, int]) -> Table:
         table = config_json
         for _, source in image_sources(data, "data"):
@@ -116,8 +142,7 @@ class VisionLanguageLayout(WeightLayout):
         return table
 
     def _names(self, config: VisionLanguageConfig) -> dict[str, str]:
-        decoder = {ours: self._here(theirs) for ours, theirs in decoder_names(config).items()}
-        return decoder | self.vision_names(config)
+        return self.decoder_names(config) | self.vision_names(config)
 
     def _here(self, name: str) -> str:
         """What a tensor of a model for text alone is called here."""

@@ -13,6 +13,7 @@ from forge_plugins_hf.weight_layout import Recipe
 from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.connectors.linear_config import MLPConnectorConfig
 from forge_plugins_vlm.encoders.transformers_config import ClassTokenConfig, ClipConfig, FixedSizeConfig, SiglipConfig
+from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import JointDecoderConfig
 from forge_plugins_vlm.images.config import AnyresConfig
 from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, constant, named, token_named
@@ -84,6 +85,9 @@ class LlavaLayout(VisionLanguageLayout):
         for number in range(2):
             names |= named(f"vision.connector.layers.{number}", f"{_PROJECTOR}.linear_{number + 1}", keys)
         return names | ({"vision.newline": "image_newline"} if self.has_newline else {})
+
+    def normalisation(self, table: Mapping[str, Any]) -> Normalisation:
+        return ClipConfig.usual if table["encoder"]["name"] == "clip" else SiglipConfig.usual
 
     def constants(self, config: VisionLanguageConfig) -> Mapping[str, Recipe]:
         """The norm behind the tower, which is of other uses of it."""

@@ -143,7 +143,7 @@ def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable
     """The table ``[model]`` of a folder's ``config.json``.
 
     Raises:
-        ConfigError: a key is missing, or one says what our model has not.
+        ConfigError: a key is missing, or one says what our model has not; or a file beside it does.
     """
     try:
         table = layout.model_table(config)
@@ -155,6 +155,8 @@ def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable
         say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
     read_quantisation(config, layout, folder)
     refuse_unread(config, folder)
+    if sentence := layout.misfit(table, folder):
+        raise ConfigError(sentence)
     return table
 
 

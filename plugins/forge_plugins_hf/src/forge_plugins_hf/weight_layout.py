@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
@@ -60,7 +61,7 @@ def _stacked(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 class WeightLayout(ABC):
-    """Base class. Nothing of it reads files: the command opens them, a tensor at a time."""
+    """Base class. Nothing of it reads weights: the command opens them, a tensor at a time."""
 
     architectures: ClassVar[tuple[str, ...]]
     """The names that ``architectures`` in ``config.json`` may have."""
@@ -107,6 +108,15 @@ class WeightLayout(ABC):
     @abstractmethod
     def to_huggingface(self, config: Any) -> Mapping[str, Recipe]:
         """How each of their tensors is made of ours."""
+
+    def misfit(self, table: Mapping[str, Any], folder: Path) -> str | None:
+        """A sentence about what files beside ``config.json`` say and our model does otherwise, such as how pixels are
+        normalised; ``None``: there is nothing.
+
+        Args:
+            table: as ``model_table`` makes it.
+        """
+        return None
 
     def data_table(self, config_json: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
         """Keys of ``[data]`` that suit the model, beside ``path`` and ``tokenizer``; by default those of plain text.

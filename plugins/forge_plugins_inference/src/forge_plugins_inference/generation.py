@@ -94,7 +94,8 @@ def generate_steps(
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
         if forbidden:
-            logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), -torch.inf)
+            there = [token for token in forbidden if token < logits.shape[-1]]  # a head may lack tokens of the input
+            logits = logits.index_fill(-1, torch.tensor(there, dtype=torch.int64, device=logits.device), -torch.inf)
         return sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
 
     return _steps(model, prompts, max_new_tokens, stop, choose, inputs or {})
