@@ -115,7 +115,7 @@ def test_a_prompt_that_does_not_fit_is_refused(folder, capsys, arguments, senten
 
 def test_forge_eval_measures_answers_with_real_shuffled_and_blank_images(folder, capsys):
     capsys.readouterr()
-    keys = ["--samples", "8", "--max-new-tokens", "6", "--metrics", "exact_match,cider"]
+    keys = ["--samples", "8", "--max-new-tokens", "6", "--measures", "exact_match,cider"]
     source = f'data.path="{folder}/shapes/held_out.json"'
 
     code = main(["eval", str(folder / "runs" / "shapes"), "--evaluation", "image_dependence", *keys, source, "--json"])
@@ -142,7 +142,7 @@ def test_answers_are_the_same_in_every_layout(tmp_path_factory, training):
     launcher = Launcher(tmp_path_factory.mktemp("answers"))
     asked = (
         'evaluations=[{name="image_dependence", samples=7, max_new_tokens=4, '
-        'metrics=["exact_match", "cider", "vqa_accuracy"]}]'
+        'measures=["exact_match", "cider", "vqa_accuracy"]}]'
     )
     shared = [*TRAININGS[training], asked, "train.steps=4", "eval.interval=0"]
     works = [Work(f"{training}-one", 1, shared)]

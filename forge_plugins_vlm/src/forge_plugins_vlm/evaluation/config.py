@@ -10,12 +10,12 @@ from attrs.validators import ge
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.evaluation import EvaluationConfig
 
-Metric = Literal["cider", "exact_match", "vqa_accuracy", "yes_no_f1"]
+Measure = Literal["cider", "exact_match", "vqa_accuracy", "yes_no_f1"]
 
 
 def _different(_: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
     if not value or len(set(value)) < len(value):
-        raise ValueError(f"{attribute.name} must be different metrics, at least one, got {[*value]}")
+        raise ValueError(f"{attribute.name} must be different ones, at least one, got {[*value]}")
 
 
 @attrs.frozen(kw_only=True)
@@ -28,7 +28,7 @@ class ImageAnswersConfig(EvaluationConfig):
     first answer counts."""
     samples: int = attrs.field(default=0, validator=ge(0))
     """How many samples, from the first; 0 takes all."""
-    metrics: tuple[Metric, ...] = attrs.field(default=("exact_match",), validator=_different)
+    measures: tuple[Measure, ...] = attrs.field(default=("exact_match",), validator=_different)
     """``exact_match``: the same text. ``vqa_accuracy``: agreement with people's answers (VQA). ``yes_no_f1``: of yes,
     among yes and no (POPE). ``cider``: weighted n-grams (CIDEr-D). Samples with the same prompt and images are several
     references of one question."""

@@ -60,7 +60,7 @@ class ImageAnswers(Evaluation):
             context.log(f"{title or 'images'}: {answer!r}, expected {own!r}")
         references = self._questions.references(wanted)
         found: dict[str, float] = {}
-        for name in self._config.metrics:
+        for name in self._config.measures:
             found |= METRICS[name](answers, references)
         return found
 
