@@ -217,7 +217,7 @@ class Bench:
         metrics = Metrics(run, model, loader, modules, guard)
         return Trainer(
             run=run,
-            built=Built(model, optimizer, "the optimizer", Phases(self.job, model.parameters, model.roles)),
+            built=Built(model, optimizer, "the optimizer", Phases(self.job, model.parameters, model.known)),
             schedule=self.schedule(),
             loader=loader,
             step_modules=modules,

@@ -318,10 +318,11 @@ class PhaseSection:
     which it begins."""
     lr_scale: float | Mapping[str, float] = 1.0
     """Factor on the scheduled learning rate of all parameters; or factors by patterns of their names, such as
-    ``{"blocks.*" = 0.1}``, of which the longest that fits counts."""
+    ``{"blocks.*" = 0.1}``, of which the longest that fits counts. Groups that the model names may stand among them,
+    ``{"@connector" = 10.0}``; the one that means the fewest parameters then counts."""
     train: tuple[str, ...] = attrs.field(default=("*",), validator=attrs.validators.min_len(1))
     """Patterns of the names of parameters that are trained; the others stay as they are, bit for bit. ``*`` stands for
-    anything, dots included."""
+    anything, dots included. Groups that the model names may stand among them, such as ``"@connector"``."""
     data: Mapping[str, Any] = attrs.field(factory=dict)
     """Changes of the data, with keys of the data source: ``{ weights = { books = 0.9 } }`` of a mixture."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -254,6 +254,36 @@ class TowerModel(Model, Protocol):
         which pipeline stages are balanced. Of a part, those of a sequence, divided by its tokens.
 
         Without it all blocks count the same, and what ``flops_per_token`` has beside the head is theirs.
+        """
+        ...
+
+
+class AliasedModel(Model, Protocol):
+    """A model that has names for groups of its parameters."""
+
+    def parameter_aliases(self) -> Mapping[str, Sequence[str]]:
+        """Patterns of parameter names (``*`` stands for anything, dots included), by the group's name.
+
+        A job writes ``@connector`` for ``{"connector": ["vision.connector.*"]}`` where patterns of parameters are asked
+        for: in ``[[phases]]``, and in the groups of an optimizer. It is asked of the whole model, with what passes have
+        added. Groups may overlap; one that means no parameter of this model is as if it were not there.
+        """
+        ...
+
+
+class FreezableModel(Model, Protocol):
+    """A model that can leave work out while a phase does not train some of its parameters."""
+
+    def set_frozen(self, names: Collection[str]) -> None:
+        """From the next forward on, train none of these parameters: this replaces what was said before.
+
+        Called on every part before the first step of each start, and where a phase begins. The parameters still require
+        gradients, and are given to the optimizer; gradients that they get are dropped. So a model need do nothing, and
+        may run a module that is frozen as a whole without gradients and in evaluation mode, also after ``train()``. It
+        must do so on all ranks alike.
+
+        Args:
+            names: of parameters of the whole model, on any pipeline stage.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -40,6 +41,12 @@ class NamedParameter:
     elsewhere: frozenset[str] = frozenset()
     """The names of the model's parameters that other pipeline stages hold, the same for every parameter given: a
     pattern that matches only these is no mistake."""
+    aliases: frozenset[str] = frozenset()
+    """The groups of the model's parameters that it is in (``AliasedModel``), without the ``@``."""
+
+    def is_meant(self, pattern: str) -> bool:
+        """Return whether a pattern of names means it, or a group of the model's does: ``blocks.*``, ``@connector``."""
+        return pattern[1:] in self.aliases if pattern.startswith("@") else fnmatchcase(self.name, pattern)
 
 
 class OptimizerFactory(Protocol):

@@ -139,7 +139,7 @@ def _build(setup: RunSetup) -> Built:
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
     model.loss.refuse_entries(entries_of(setup.source))
-    phases = Phases(job, model.parameters, model.roles)
+    phases = Phases(job, model.parameters, model.known)
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
 
 

@@ -30,7 +30,7 @@ from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.initialisation import initialise
 from forge_core.train.parametrization import SizedParameters, with_multipliers
-from forge_core.train.phases import Phases
+from forge_core.train.phases import KnownParameters, Phases
 
 
 @attrs.frozen
@@ -49,11 +49,11 @@ class BuiltModel:
     applied: Sequence[AppliedPass]
     roles: Mapping[str, ParameterRole]
     """Roles of every parameter of the whole model."""
+    known: KnownParameters
+    """Every parameter of the whole model."""
     parameters: Mapping[str, nn.Parameter]
     """This rank's, by their names in the whole model, as the optimizer updates them. While FSDP has a unit gathered,
     the modules hold others."""
-    n_parameters: int
-    """Elements of the whole model's; a tied one counts once."""
     flops_per_token: float
     """FLOPs of the whole model, forward and backward."""
     executor: Executor
@@ -61,6 +61,11 @@ class BuiltModel:
     """The loss that the executor computes."""
     sized: SizedParameters | None
     """The parameters of the whole model beside those of its base, with a parametrization."""
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of the whole model's; a tied one counts once."""
+        return sum(self.known.sizes.values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the model that this rank saves, by key."""
@@ -105,7 +110,7 @@ def build_model(
     built = _with_added(model, passes, build)
     _refuse_entries(model, context.entries, job.model.qualified_name)
     roles, flops = model.parameter_roles(), model.flops_per_token(job.train.seq_len)
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    known_parameters = KnownParameters.of(model)
     sized = None if job.parametrization is None else SizedParameters(job, build, roles, model, vocab_size)
     parts: list[nn.Module] = [model]
     known = _all_names(parts)
@@ -145,7 +150,8 @@ def build_model(
             f"data: batches have {own[0]}, which is not for the model's forward, and {type(executor).__qualname__} "
             "would give it that; the pass that splits the model needs an executor with binds_loss"
         )
-    return BuiltModel(parts, applied, roles, named_parameters(parts), n_parameters, flops, executor, loss, sized)
+    parameters = named_parameters(parts)
+    return BuiltModel(parts, applied, roles, known_parameters, parameters, flops, executor, loss, sized)
 
 
 def _with_added(
@@ -336,7 +342,10 @@ def build_optimizer(job: Job, model: BuiltModel, build: ComponentBuilder) -> tor
     elsewhere = frozenset(model.roles.keys() - model.parameters.keys())
     optimizer: torch.optim.Optimizer = build(
         job.optimizer,
-        parameters=[NamedParameter(name, p, model.roles[name], elsewhere) for name, p in trainable.items()],
+        parameters=[
+            NamedParameter(name, p, model.roles[name], elsewhere, model.known.aliases_of(name))
+            for name, p in trainable.items()
+        ],
     )
     taken = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(taken) != sorted(id(parameter) for parameter in trainable.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,8 +18,78 @@ from forge_core.train.parameter_groups import split_groups
 
 
 @attrs.frozen
+class KnownParameters:
+    """The parameters of the whole model, on any pipeline stage."""
+
+    sizes: Mapping[str, int]
+    """Elements, by name."""
+    fixed: frozenset[str] = frozenset()
+    """Names of parameters that no phase trains: they require no gradient."""
+    aliases: Mapping[str, frozenset[str]] = attrs.field(factory=dict)
+    """The names that each group of the model's has (``AliasedModel``)."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> KnownParameters:
+        """Those of a model that has not been cut."""
+        named = dict(model.named_parameters())
+        known = cls(
+            {name: parameter.numel() for name, parameter in named.items()},
+            frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
+        )
+        says: Any = getattr(model, "parameter_aliases", dict)
+        aliases = {
+            alias: frozenset().union(*(known.meant_by(one) for one in patterns)) for alias, patterns in says().items()
+        }
+        return attrs.evolve(known, aliases={alias: names for alias, names in aliases.items() if names})
+
+    def meant_by(self, pattern: str) -> frozenset[str]:
+        """The names that a pattern fits, or that a group has: ``blocks.*``, ``@connector``."""
+        if pattern.startswith("@"):
+            return self.aliases.get(pattern[1:], frozenset())
+        return frozenset(name for name in self.sizes if fnmatchcase(name, pattern))
+
+    def aliases_of(self, name: str) -> frozenset[str]:
+        """The groups that a parameter is in."""
+        return frozenset(alias for alias, names in self.aliases.items() if name in names)
+
+    def refuse_idle(self, where: str, patterns: Collection[str]) -> None:
+        """
+        Raises:
+            ConfigError: a pattern means no parameter of the model.
+        """
+        aliases = [f"@{one}" for one in self.aliases]
+        for pattern in patterns:
+            if self.meant_by(pattern):
+                continue
+            names = aliases if pattern.startswith("@") else [*self.sizes, *_patterns_of(self.sizes)]
+            near = nearest(pattern, names)
+            hint = f"; did you mean {near!r}?" if near else ""
+            if pattern.startswith("@"):
+                hint = f", which names {', '.join(aliases) or 'none'}{hint}"
+                raise ConfigError(f"{where}: {pattern!r} is no group of parameters of this model{hint}")
+            raise ConfigError(f"{where}: {pattern!r} means no parameter of this model{hint}")
+
+    def closest_first(self, patterns: Collection[str]) -> list[str]:
+        """Sort patterns so that the first that means a name is the closest: the longest, or where there are groups
+        among them, the one that means the fewest parameters."""
+        if any(pattern.startswith("@") for pattern in patterns):
+            return sorted(longest_first(patterns), key=lambda one: len(self.meant_by(one)))
+        return longest_first(patterns)
+
+    def groups(self) -> Mapping[str, Collection[str]]:
+        """The names of the parameters of each part that is told of in a table: the model's own groups, if it has any,
+        else its modules."""
+        if self.aliases:
+            return {f"@{alias}": names for alias, names in self.aliases.items()}
+        found: dict[str, list[str]] = {}
+        for name in self.sizes:
+            found.setdefault(name.partition(".")[0], []).append(name)
+        return found
+
+
+@attrs.frozen
 class Phase:
-    """A phase, for the parameters of this rank."""
+    """A phase, for the whole model."""
 
     first_step: int
     scales: Mapping[str, float]
@@ -28,31 +98,56 @@ class Phase:
     """Parameters that are not trained."""
 
 
+@attrs.frozen
+class TrainedGroup:
+    """A part of the model in a phase, in elements of parameters."""
+
+    name: str
+    trained: int
+    parameters: int
+    lr_scales: tuple[float, float] | None
+    """The lowest and the highest factor on the learning rate of what is trained."""
+
+
 class Phases:
     """A pure function of the step.
 
     Args:
         parameters: this rank's, by name.
-        names: of all parameters of the model, on any pipeline stage.
+        known: all of the model.
 
     Raises:
-        ConfigError: a pattern means no parameter of the model.
+        ConfigError: a pattern means no parameter of the model, or a phase trains none.
     """
 
-    def __init__(self, job: Job, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
+    def __init__(self, job: Job, parameters: Mapping[str, nn.Parameter], known: KnownParameters) -> None:
         self._parameters = parameters
-        self._phases = [self._resolved(f"phases[{i}]", one, job, names) for i, one in enumerate(job.phases)]
+        self._known = known
+        self._phases = [self._resolved(f"phases[{i}]", one, job) for i, one in enumerate(job.phases)]
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
-        self._before = Phase(0, dict.fromkeys(parameters, 1.0), frozenset())
+        self._before = Phase(0, dict.fromkeys(known.sizes, 1.0), known.fixed)
+        self._entered: Phase | None = None
 
     def at(self, step: int) -> Phase:
         """The phase that the update of ``step`` is in."""
         return next((phase for phase in reversed(self._phases) if phase.first_step <= step), self._before)
 
+    def enter(self, step: int, parts: Sequence[nn.Module]) -> list[TrainedGroup]:
+        """Tell the parts of the model what is not trained, if ``step`` is the first of this start, or of a phase. A job
+        with phases then gets a table of what is, the whole model last."""
+        phase = self.at(step)
+        if phase is self._entered:
+            return []
+        self._entered = phase
+        for part in parts:
+            if hasattr(part, "set_frozen"):
+                part.set_frozen(phase.frozen)  # type: ignore[operator]  # the contract of a FreezableModel
+        return [*self._table(phase)] if self._phases else []
+
     def drop_frozen_gradients(self, step: int) -> None:
         """Leave parameters that are frozen in ``step`` without a gradient. An optimizer skips these, with their state
         and their decay; FSDP never learns of it, as it would not thaw what was frozen when it looked."""
-        for name in self.at(step).frozen:
+        for name in self.at(step).frozen & self._parameters.keys():
             self._parameters[name].grad = None
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -65,24 +160,61 @@ class Phases:
         parameters = group["params"]
         return self.at(step).scales[self._name_of[id(parameters[0])]] if parameters else 1.0
 
-    def _resolved(self, key: str, phase: PhaseSection, job: Job, names: Collection[str]) -> Phase:
+    def _table(self, phase: Phase) -> Iterator[TrainedGroup]:
+        sizes = self._known.sizes
+        for group, names in {**self._known.groups(), "all": sizes}.items():
+            trained = [name for name in names if name not in phase.frozen]
+            scales = [phase.scales[name] for name in trained]
+            yield TrainedGroup(
+                group,
+                sum(sizes[name] for name in trained),
+                sum(sizes[name] for name in names),
+                (min(scales), max(scales)) if scales else None,
+            )
+
+    def _resolved(self, key: str, phase: PhaseSection, job: Job) -> Phase:
         first_step = phase.first_step(job.train)
         assert first_step is not None, "the tokens of a step have been resolved"
         if first_step > job.train.steps:
             after = f"after the last one, train.steps = {job.train.steps}"
             raise ConfigError(f"{key}.at: {phase.at!r} begins at step {first_step}, {after}")
         scales = phase.lr_scale if isinstance(phase.lr_scale, Mapping) else {"*": phase.lr_scale}
-        for where, patterns in ((f"{key}.lr_scale", [*scales]), (f"{key}.train", phase.train)):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    near = nearest(pattern, [*names, *_patterns_of(names)])
-                    hint = f"; did you mean {near!r}?" if near else ""
-                    raise ConfigError(f"{where}: {pattern!r} means no parameter of this model{hint}")
-        return Phase(
-            first_step,
-            {name: _scale(name, scales) for name in self._parameters},
-            frozenset(name for name in self._parameters if not any(fnmatchcase(name, one) for one in phase.train)),
-        )
+        self._known.refuse_idle(f"{key}.lr_scale", scales)
+        self._known.refuse_idle(f"{key}.train", phase.train)
+        chosen = frozenset[str]().union(*map(self._known.meant_by, phase.train))
+        frozen = frozenset(self._known.sizes.keys() - chosen) | self._known.fixed
+        resolved = Phase(first_step, self._scales(scales), frozen)
+        self._refuse_nothing_trained(key, phase, resolved)
+        return resolved
+
+    def _scales(self, scales: Mapping[str, float]) -> dict[str, float]:
+        found = dict.fromkeys(self._known.sizes, 1.0)
+        for pattern in reversed(self._known.closest_first(scales)):
+            found.update(dict.fromkeys(self._known.meant_by(pattern), scales[pattern]))
+        return found
+
+    def _refuse_nothing_trained(self, key: str, phase: PhaseSection, resolved: Phase) -> None:
+        trained = self._known.sizes.keys() - resolved.frozen
+        if not trained:
+            why = "means parameters alone that the model keeps frozen"
+            raise ConfigError(f"{key}.train: it trains nothing: {[*phase.train]} {why}; name others")
+        if not any(resolved.scales[name] for name in trained):
+            raise ConfigError(f"{key}.lr_scale: it trains nothing: the factor of all that it trains is 0; raise one")
+
+
+def table_lines(step: int, groups: Sequence[TrainedGroup]) -> list[str]:
+    """The table of what is trained from ``step`` on."""
+    rows = [("group", "trained", "of", "lr factor")]
+    for one in groups:
+        low, high = one.lr_scales or (0.0, 0.0)
+        factor = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        rows.append((one.name, f"{one.trained:,}", f"{one.parameters:,}", factor if one.lr_scales else "frozen"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        f"  {name:<{widths[0]}}  {trained:>{widths[1]}}  {of:>{widths[2]}}  {factor}"
+        for name, trained, of, factor in rows
+    )
+    return [f"trained from step {step} on:", *lines]
 
 
 def _patterns_of(names: Collection[str]) -> set[str]:
@@ -95,7 +227,3 @@ def begun(phases: Sequence[PhaseSection], train: TrainSection, step: int) -> lis
     """The phases that hold for updates up to that of ``step``: the first step of each, and all that it says."""
     found = ((one.first_step(train), (one.lr_scale, one.train, plain(one.data))) for one in phases)
     return [(start, said) for start, said in found if start is not None and start <= step]
-
-
-def _scale(name: str, scales: Mapping[str, float]) -> float:
-    return next((scales[one] for one in longest_first(scales) if fnmatchcase(name, one)), 1.0)

@@ -9,7 +9,7 @@ from forge_core.config.problems import ConfigProblems
 from forge_core.config.sections import PhaseSection, TrainSection
 from forge_core.job import dump_job, load_job
 from forge_core.registry.discovery import discover
-from forge_core.train.phases import Phases
+from forge_core.train.phases import KnownParameters, Phases
 
 SAVE_ALL = "checkpoint.interval=1"
 FREEZE = 'phases=[{at=4, train=["blocks.1.*", "head.*", "norm.*"]}, {at=8}]'
@@ -91,14 +91,14 @@ def test_factors_by_pattern_move_each_parameter_by_its_own_rate(shared_tiny, opt
 
 def test_the_longest_pattern_counts_also_after_the_job_has_been_written(tiny, tmp_path):
     """A job that is written, for the ranks of --nproc too, has its tables in another order."""
-    names = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("blocks.0.q", "blocks.1.q", "head.w")}
+    known = KnownParameters(dict.fromkeys(("blocks.0.q", "blocks.1.q", "head.w"), 1))
     phases = 'phases=[{at=1, lr_scale={"blocks.*"=0.1, "blocks.0.*"=0.5, "*"=2.0}}]'
     job = load_job(tiny.config, [phases], catalog=discover(), world_size=1)
     written = tmp_path / "written.toml"
     written.write_text(dump_job(job))
 
     for one in (job, load_job(written, catalog=discover(), world_size=1)):
-        assert Phases(one, names, names).at(1).scales == {"blocks.0.q": 0.5, "blocks.1.q": 0.1, "head.w": 2.0}
+        assert Phases(one, {}, known).at(1).scales == {"blocks.0.q": 0.5, "blocks.1.q": 0.1, "head.w": 2.0}
 
 
 @pytest.mark.parametrize(

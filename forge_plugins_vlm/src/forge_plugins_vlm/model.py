@@ -5,7 +5,8 @@ Shapes: B = batch, S = sequence, D = width of the residual stream, N = tiles of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -129,6 +130,30 @@ class VisionLanguageModel(Transformer):
         if self.vision is not None:
             roles |= {f"vision.{name}": role for name, role in self.vision.parameter_roles().items()}
         return roles
+
+    def parameter_aliases(self) -> dict[str, list[str]]:
+        """Same as ``AliasedModel.parameter_aliases``: parts of ``vision``, the decoder's own weights, and what the
+        blocks of a fusion have beside them."""
+        of_blocks: dict[str, list[str]] = {}
+        for layer, block in self.blocks.items():
+            own: Any = getattr(block, "parameter_aliases", dict)
+            for alias, patterns in own().items():
+                of_blocks.setdefault(alias, []).extend(f"blocks.{layer}.{pattern}" for pattern in patterns)
+        others = ["vision.*", *(pattern for patterns in of_blocks.values() for pattern in patterns)]
+        names = [name for name, _ in self.named_parameters()]
+        return {
+            "vision": ["vision.*"],
+            "encoder": ["vision.encoder.*"],
+            "connector": ["vision.connector.*", "vision.newline"],
+            "decoder": [name for name in names if not any(fnmatchcase(name, pattern) for pattern in others)],
+            "embeddings": ["embed.*"],
+            **of_blocks,
+        }
+
+    def set_frozen(self, names: Collection[str]) -> None:
+        """Same as ``FreezableModel.set_frozen``: a frozen encoder costs its forward alone."""
+        if self.vision is not None:
+            self.vision.set_frozen({name.removeprefix("vision.") for name in names if name.startswith("vision.")})
 
     def sites(self) -> dict[str, Site]:
         """Same as ``ObservableModule.sites``, with the features of the encoder and the tokens of the connector, a row

@@ -6,7 +6,7 @@ rows of tiles end in a learned token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.contracts.model import Initializer, ParameterRole, canonical_name
 from forge_core.errors import PluginError
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_vlm.config import VisionLanguageConfig
@@ -23,7 +23,8 @@ from forge_plugins_vlm.config import VisionLanguageConfig
 class VisionTower(nn.Module):
     """An encoder and a connector, and the learned token that ends a row of tiles, where the model has one.
 
-    An encoder that is not trained runs without gradients, keeps no activations, and stays in evaluation mode.
+    An encoder that is not trained, never or in a phase, runs without gradients, keeps no activations, and stays in
+    evaluation mode. If the connector is not trained either, no gradient comes to it.
     """
 
     def __init__(self, config: VisionLanguageConfig, build: Builder) -> None:
@@ -34,6 +35,7 @@ class VisionTower(nn.Module):
         self.newline = nn.Parameter(torch.empty(config.dim)) if config.newline else None
         self._encoder_config, self._connector_config = config.encoder.config, config.connector.config
         self._names = config.encoder.qualified_name, config.connector.qualified_name
+        self._trains_encoder, self._trains_connector = not config.freeze_encoder, True
         if config.freeze_encoder:
             self.encoder.requires_grad_(False)
 
@@ -55,7 +57,8 @@ class VisionTower(nn.Module):
         with nullcontext() if self._trains_encoder else torch.no_grad():
             features = self.encoder(pixels.flatten(0, 1), **sizes)
         self._refuse_number(0, features.shape[1], grid[0] * grid[1])
-        tokens: torch.Tensor = self.connector(features, grid)
+        with nullcontext() if self._trains_encoder or self._trains_connector else torch.no_grad():
+            tokens: torch.Tensor = self.connector(features, grid)
         self._refuse_number(1, tokens.shape[1], self._connector_config.num_tokens(grid))
         tokens = tokens.view(*pixels.shape[:2], *tokens.shape[1:]).flatten(1, 2)
         if self.newline is None:
@@ -69,6 +72,12 @@ class VisionTower(nn.Module):
         if not self._trains_encoder:
             self.encoder.eval()
         return self
+
+    def set_frozen(self, names: Collection[str]) -> None:
+        """Same as ``FreezableModel.set_frozen``, with names in this module."""
+        self._trains_encoder = self._trains("encoder", names)
+        self._trains_connector = self._trains("connector", names)
+        self.train(self.training)
 
     def tokens_of_tile(self, height: int, width: int) -> int:
         """M, of a tile of so many pixels."""
@@ -98,9 +107,9 @@ class VisionTower(nn.Module):
             roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
         return roles
 
-    @property
-    def _trains_encoder(self) -> bool:
-        return any(one.requires_grad for one in self.encoder.parameters())
+    def _trains(self, part: str, frozen: Collection[str]) -> bool:
+        named = getattr(self, part).named_parameters()
+        return any(one.requires_grad and canonical_name(f"{part}.{name}") not in frozen for name, one in named)
 
     def _refuse_number(self, part: int, found: int, said: int) -> None:
         if found != said:

@@ -49,6 +49,10 @@ class Fusion(Protocol):
         (``forge_plugins_vlm.contracts.entries``); ``image_tokens`` ``(B, F, D)``, which travel between pipeline stages
         for it; and ``image_tile`` ``(F,)`` int64, the tile of each. While text is generated, they are there in each
         forward; ``LayerCache.beside`` keeps what a block makes of them.
+
+        A block may have a method ``parameter_aliases() -> Mapping[str, Sequence[str]]``: patterns of the names of its
+        parameters that are not the decoder's own, by the name of a group, such as ``image``. These are then groups of
+        the model (``AliasedModel``), and the other parameters of the block belong to ``@decoder``.
         """
         ...
 

@@ -108,6 +108,10 @@ class LookingBlock(nn.Module):
             roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
         return roles
 
+    def parameter_aliases(self) -> dict[str, list[str]]:
+        """Same as ``AliasedModel.parameter_aliases``, of this block."""
+        return {"cross_attention": ["*"], "gates": ["attention_gate.*", "feed_forward_gate.*"]}
+
     def active_parameters(self) -> int:
         """Weights of matrices that are multiplied for one token of text; those of images are not counted."""
         own = sum(getattr(self.attention, name).weight.numel() for name in ("q", "o"))
@@ -157,6 +161,11 @@ class InsertedBlock(Block):
     def parameter_roles(self) -> dict[str, ParameterRole]:
         own = self.looking.parameter_roles()
         return super().parameter_roles() | {f"looking.{name}": role for name, role in own.items()}
+
+    def parameter_aliases(self) -> dict[str, list[str]]:
+        """Same as ``AliasedModel.parameter_aliases``, of this block."""
+        own = self.looking.parameter_aliases()
+        return {alias: [f"looking.{pattern}" for pattern in patterns] for alias, patterns in own.items()}
 
     def active_parameters(self) -> int:
         return int(super().active_parameters()) + self.looking.active_parameters()

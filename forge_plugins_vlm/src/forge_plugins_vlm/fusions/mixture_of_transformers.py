@@ -93,6 +93,10 @@ class MixtureBlock(Block):
         roles = self.image.parameter_roles()
         return super().parameter_roles() | {f"image.{name}": role for name, role in roles.items()}
 
+    def parameter_aliases(self) -> dict[str, list[str]]:
+        """Same as ``AliasedModel.parameter_aliases``, of this block."""
+        return {"image": ["image.*"]}
+
     def sites(self) -> dict[str, Site]:
         """Same as ``Block.sites``, without what one half alone has."""
         halves = ("attn_in", "attn_out", "mlp_in", "mlp_out", "q", "k", "v")

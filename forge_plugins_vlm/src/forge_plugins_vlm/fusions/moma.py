@@ -81,6 +81,10 @@ class MoMaBlock(Block):
         roles = self.image_feed_forward.parameter_roles()
         return super().parameter_roles() | {f"image_feed_forward.{name}": role for name, role in roles.items()}
 
+    def parameter_aliases(self) -> dict[str, list[str]]:
+        """Same as ``AliasedModel.parameter_aliases``, of this block."""
+        return {"image": ["image_feed_forward.*"]}
+
     def sites(self) -> dict[str, Site]:
         """Same as ``Block.sites``, with what both feed-forward layers give together as ``mlp_out`` of neither."""
         return {name: site for name, site in super().sites().items() if name != "mlp_out"}

@@ -222,8 +222,9 @@ class OptimizerGroup:
     roles: tuple[Role, ...] = ()
     """The roles of parameters, as models declare them."""
     patterns: tuple[str, ...] = attrs.field(default=(), validator=deep_iterable(min_len(1)))
-    """Qualified parameter names, such as ``"blocks.*.attention.*"``; ``*`` stands for anything, dots included. With
-    ``roles`` as well, a parameter needs both. A group with neither takes what the others leave."""
+    """Qualified parameter names, such as ``"blocks.*.attention.*"``; ``*`` stands for anything, dots included; or
+    groups that the model names, such as ``"@connector"``. With ``roles`` as well, a parameter needs both. A group with
+    neither takes what the others leave."""
 
     @property
     def takes_the_rest(self) -> bool:

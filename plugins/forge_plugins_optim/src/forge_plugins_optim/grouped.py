@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -156,7 +155,7 @@ def _shared_out(groups: Sequence[OptimizerGroup], parameters: Sequence[NamedPara
 def _takes(group: OptimizerGroup, one: NamedParameter) -> bool:
     if group.takes_the_rest:
         return False
-    is_named = any(fnmatch.fnmatchcase(one.name, pattern) for pattern in group.patterns)
+    is_named = any(one.is_meant(pattern) for pattern in group.patterns)
     return (not group.roles or one.role in group.roles) and (not group.patterns or is_named)
 
 
