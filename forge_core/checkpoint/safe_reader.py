@@ -59,8 +59,7 @@ def read_description(folder: Path) -> Metadata:
         DamagedError: the description is not one of tensors alone, or does not fit the files that the manifest names.
     """
     try:
-        with (folder / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
+        metadata = unpickled(folder / ".metadata")
         _refuse_implausible(metadata, read_manifest(folder).files)
     except OSError as error:
         raise DamagedError(f".metadata cannot be read ({error.strerror})") from error
@@ -69,6 +68,16 @@ def read_description(folder: Path) -> Metadata:
     except Exception as error:  # anything that a hostile or broken file makes of constructors
         raise DamagedError(f".metadata is no description of tensors ({_first_line(error)})") from error
     return metadata  # type: ignore[no-any-return]  # just checked
+
+
+def unpickled(file: Path) -> Any:
+    """Read a description that has not been compared with any manifest yet.
+
+    Raises:
+        Exception: it is of something else than tensors.
+    """
+    with file.open("rb") as content:
+        return _Unpickler(content).load()
 
 
 def saved_tensors(description: Metadata) -> Mapping[str, TensorStorageMetadata]:

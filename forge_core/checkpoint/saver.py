@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.file_system import NamingFileSystem
+from forge_core.checkpoint.frozen_files import FOLDER, FrozenFiles
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
@@ -47,6 +48,13 @@ class Snapshot:
     metrics: Mapping[str, float]
     write_more: Callable[[Path], Mapping[str, Any]]
     """Called on rank 0 with the folder, for files to go with it; returns more of ``state``."""
+    frozen: frozenset[str] = frozenset()
+    """Keys of tensors, of all ranks, that are the same in each checkpoint of the run, and that it is to have once."""
+
+    def without_frozen(self) -> Snapshot:
+        """The same without these tensors."""
+        tensors = {key: tensor for key, tensor in self.tensors.items() if key not in self.frozen}
+        return attrs.evolve(self, tensors=tensors, frozen=frozenset())
 
 
 @attrs.frozen
@@ -80,6 +88,7 @@ class Saver:
             memory, which is kept for the next time.
         timeout: seconds that a rank waits for the others while it saves.
         may_commit: called on rank 0 right before the checkpoint gets its name; what it raises prevents that.
+        known: a whole checkpoint that the run goes on from, whose frozen tensors are those of the run.
     """
 
     def __init__(
@@ -90,8 +99,10 @@ class Saver:
         background: bool,
         timeout: float,
         may_commit: Callable[[], None],
+        known: Path | None = None,
     ) -> None:
         self._store = store
+        self._frozen = FrozenFiles(store.path, known)
         self._background = background
         self._may_commit = may_commit
         self._timeout = timeout
@@ -123,6 +134,8 @@ class Saver:
         """Begin a checkpoint, and in the foreground finish it. ``finish`` the one before it first."""
         assert self._thread is None, "one at a time: finish() the last one first"
         started = time.perf_counter()
+        if snapshot.frozen and self._are_shared(snapshot):
+            snapshot = snapshot.without_frozen()
         if not self._background:
             self._write(snapshot, lambda: snapshot.tensors, started)
             return
@@ -154,6 +167,12 @@ class Saver:
         outcome = self._join()
         self._stager.close()
         return None if outcome is None else outcome.saved
+
+    def _are_shared(self, snapshot: Snapshot) -> bool:
+        """Return whether a checkpoint before has the frozen tensors. All ranks get the answer of rank 0."""
+        answer = [dist.get_rank() == 0 and self._frozen.take(snapshot.frozen, snapshot.state.get("modules", {}))]
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        return answer[0]
 
     def _join(self) -> _Outcome | None:
         self.wait_until_copied()
@@ -216,21 +235,30 @@ class Saver:
         try:
             self._together(lambda: self._begin(folder, n_bytes) if first else None, n_bytes)
             try:
-                save(dict(tensors), storage_writer=_writer(folder), process_group=self._group)
+                self._write_tensors(snapshot, folder, tensors)
             except CheckpointException as error:
                 rank, (cause, _) = min(error.failures.items())
                 raise SaveError(_cannot_write(rank, folder, cause, n_bytes)) from error
-            own = self._together(
-                lambda: describe_files(folder, sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))), n_bytes
-            )
+            pattern = f"__{dist.get_rank()}_*.distcp"
+            places = [folder, folder / FOLDER] if snapshot.frozen else [folder]
+            files = [file for place in places for file in sorted(place.glob(pattern))]
+            own = self._together(lambda: describe_files(folder, files), n_bytes)
             written: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(written, own, group=self._group)
-            files = {name: entry for part in written for name, entry in part.items()}
-            self._together(lambda: self._commit(snapshot, folder, files) if first else None, n_bytes)
+            entries = {name: entry for part in written for name, entry in part.items()}
+            self._together(lambda: self._commit(snapshot, folder, entries) if first else None, n_bytes)
         except BaseException:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)  # or the disk would be fuller with every attempt
             raise
+
+    def _write_tensors(self, snapshot: Snapshot, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Frozen ones into files of their own."""
+        frozen = {key: tensor for key, tensor in tensors.items() if key in snapshot.frozen}
+        if snapshot.frozen:
+            save(frozen, storage_writer=_writer(folder / FOLDER), process_group=self._group)
+        others = {key: tensor for key, tensor in tensors.items() if key not in frozen}
+        save(others, storage_writer=_writer(folder), process_group=self._group)
 
     def _begin(self, folder: Path, n_bytes: int) -> None:
         """On rank 0."""
@@ -242,13 +270,16 @@ class Saver:
         if lack := lack_of_room(self._store.path, n_bytes):
             raise SaveError(lack)
         folder.mkdir()
+        self._frozen.put(folder)
 
-    def _commit(self, snapshot: Snapshot, folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    def _commit(self, snapshot: Snapshot, folder: Path, files: dict[str, Mapping[str, Any]]) -> None:
         """On rank 0: the rest of the files, the manifest, and the name. Everything is flushed before it is
         relied on, so that a power cut finds a whole checkpoint or none."""
+        files |= self._frozen.describe(folder)
         more = snapshot.write_more(folder)
         write_durably(folder / "state.json", json.dumps({**snapshot.state, **more}, indent=1))
-        others = [file for file in folder.rglob("*") if file.is_file() and file.name not in files]
+        every = [file for file in folder.rglob("*") if file.is_file()]
+        others = [file for file in every if file.relative_to(folder).as_posix() not in files]
         manifest = Manifest(
             step=snapshot.step,
             tokens=snapshot.tokens,
@@ -264,6 +295,7 @@ class Saver:
         self._may_commit()
         self._store.commit(folder, snapshot.step)
         self._is_committed = True
+        self._frozen.committed(self._store.folder(snapshot.step))
 
     def _bytes_to_write(self, snapshot: Snapshot) -> int:
         """Each tensor once, of all pipeline stages: a ``DTensor`` counts whole, whoever holds its parts."""

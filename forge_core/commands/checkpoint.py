@@ -91,6 +91,7 @@ def show(path: Path, as_json: bool) -> None:
         "tokens": found.manifest.tokens,
         "written": found.manifest.written,
         "bytes": found.manifest.n_bytes,
+        "shared_bytes": _shared_bytes(found.path, found.manifest),
         "files": len(found.manifest.files),
         "mesh": dict(found.manifest.mesh),
         "metrics": dict(found.manifest.metrics),
@@ -325,10 +326,17 @@ def _changed_since(folder: Path) -> list[dict[str, Any]]:
     return [attrs.asdict(difference) for difference in differences(then, now)]
 
 
+def _shared_bytes(folder: Path, manifest: Manifest) -> int:
+    """In files that other checkpoints have, too (``checkpoint.frozen``)."""
+    return sum(int(entry["bytes"]) for name, entry in manifest.files.items() if (folder / name).stat().st_nlink > 1)
+
+
 def _described(facts: Mapping[str, Any]) -> Iterable[str]:
     yield facts["path"]
     yield f"step {facts['step']}, {facts['tokens']:,} tokens, written {facts['written']}"
     yield f"{as_size(facts['bytes'])} in {facts['files']} files; mesh {mesh_words(facts['mesh']) or 'one process'}"
+    if facts["shared_bytes"]:
+        yield f"{as_size(facts['shared_bytes'])} of it shared with other checkpoints"
     for name, value in facts["metrics"].items():
         yield f"{name} {value:g}"
     for namespace, amount in facts["tensors"].items():

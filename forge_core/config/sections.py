@@ -192,6 +192,9 @@ class CheckpointSection:
     """A value of the evaluation that was made at the same step."""
     best_is: Literal["lowest", "highest"] = "lowest"
     """Which of its values are good."""
+    frozen: Literal["whole", "once"] = "whole"
+    """Parameters that no phase of the run trains, such as those of a frozen encoder: ``whole`` writes them into each
+    checkpoint; ``once`` lets checkpoints share the files that have them, by hard links. A mirror has them in each."""
     background: bool = True
     """Train on while files are written. It costs a copy of each rank's tensors in host memory."""
     on_failure: Literal["continue", "stop"] = "continue"

@@ -25,7 +25,7 @@ from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import choose_device, join_process_group
 from forge_core.distributed.peer_monitor import PeerMonitor
-from forge_core.errors import ExitCode, ForgeError, exit_code_of
+from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of
 from forge_core.job import job_table
 from forge_core.registry.catalog import Catalog
 from forge_core.run.directory import RunDirectory, describe_environment
@@ -140,6 +140,10 @@ def _build(setup: RunSetup) -> Built:
     model = build_model(context, setup.vocab_size, setup.passes, build)
     model.loss.refuse_entries(entries_of(setup.source))
     phases = Phases(job, model.parameters, model.known)
+    if job.checkpoint.frozen == "once" and not phases.always_frozen:
+        raise ConfigError(
+            'checkpoint.frozen: "once" has no effect, as the run trains all parameters at some time; remove it'
+        )
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
 
 
@@ -370,6 +374,7 @@ class _Training:
             evaluation_weights=self._evaluation_weights,
             tracker_states=self._trackers.states,
             versions={**own, **_versions(setup)},
+            frozen=frozenset(f"model.{name}" for name in built.phases.always_frozen if checkpoint.frozen == "once"),
             accumulation_asked_for=setup.accumulation_asked_for,
         )
         return Saving(
@@ -381,6 +386,7 @@ class _Training:
                 background=checkpoint.background,
                 timeout=checkpoint.timeout,
                 may_commit=may_commit,
+                known=setup.checkpoint.path if setup.checkpoint else None,
             ),
             store=setup.store,
             mirror=setup.mirror,

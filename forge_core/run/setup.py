@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from forge_core.checkpoint.contents import resume_problem
+from forge_core.checkpoint.frozen_files import refuse_without_links
 from forge_core.checkpoint.run_mirror import NoMirror, mirror_of
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore
 from forge_core.config.builder import ComponentBuilder
@@ -150,6 +151,8 @@ def prepare(begun: Begun) -> RunSetup:
     build = ComponentBuilder(catalog)
     source = open_source(job, job.data, "data", "train", build, peers.beat)
     begun.directory.refuse_if_unwritable()
+    if job.checkpoint.frozen == "once":
+        run_on_rank0(lambda: refuse_without_links(begun.store.path))
     if checkpoint is not None:
         refuse_if_incompatible(job, source, checkpoint, build, adding_passes(job, catalog), console.line)
     evaluated = EvaluatedData(job, source, build, peers.beat)

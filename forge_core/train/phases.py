@@ -132,6 +132,13 @@ class Phases:
         """The phase that the update of ``step`` is in."""
         return next((phase for phase in reversed(self._phases) if phase.first_step <= step), self._before)
 
+    @property
+    def always_frozen(self) -> frozenset[str]:
+        """Parameters of the whole model that no step of the run trains."""
+        starts_with_one = self._phases and self._phases[0].first_step == 1
+        phases = self._phases if starts_with_one else [self._before, *self._phases]
+        return frozenset.intersection(*(phase.frozen for phase in phases))
+
     def enter(self, step: int, parts: Sequence[nn.Module]) -> list[TrainedGroup]:
         """Tell the parts of the model what is not trained, if ``step`` is the first of this start, or of a phase. A job
         with phases then gets a table of what is, the whole model last."""

@@ -54,6 +54,8 @@ class Contents:
     evaluation_weights: EvaluationWeights
     tracker_states: Callable[[], Mapping[str, Any]]
     versions: Mapping[str, str]
+    frozen: frozenset[str]
+    """Keys of tensors that checkpoints are to have once."""
     accumulation_asked_for: int
     """``train.grad_accumulation`` of the job, before ranks were counted; the next start looks whether it is as
     before."""
@@ -120,6 +122,7 @@ class Contents:
             versions=self.versions,
             metrics=metrics,
             write_more=write_more,
+            frozen=self.frozen,
         )
 
 

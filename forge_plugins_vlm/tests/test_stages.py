@@ -286,6 +286,17 @@ def test_stages_on_two_ranks_resume_at_a_border_bit_identical(folder):
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
+def test_a_frozen_encoder_is_in_checkpoints_once(folder):
+    settings = ("model.freeze_encoder=true", "phases=[]", 'checkpoint.frozen="once"', "train.steps=3")
+    _, run = train(folder, "run.name=once", *settings)
+    files = [checkpoint(run, step) / "frozen" / "__0_0.distcp" for step in (1, 2, 3)]
+
+    assert len({one.stat().st_ino for one in files}) == 1
+    first, last = weights(run, 1), weights(run, 3)
+    assert sum(".encoder." in key for key in last) > 10
+    assert all(torch.equal(first[key], last[key]) for key in last if ".encoder." in key)
+
+
 def looked(model):
     """What the encoder and the connector give to what comes after them, and the gradients of a backward."""
     given = {}
