@@ -1,15 +1,14 @@
-"""The model passes its contract's kit with each fusion."""
+"""The package, its fusions and its image processors pass their contracts' kits."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-import small_vlm
 import torch
-from small_vlm import FUSIONS, SMALL, images
+from small_vlm import EXPERTS
 
-from forge_plugins_vlm.contracts.entries import ENTRIES
-from forge_testing.model import ModelConformance
+from forge_plugins_vlm.testing.fusion import FusionConformance
+from forge_plugins_vlm.testing.image_processor import ImageProcessorConformance
 from forge_testing.package import PluginConformance
 
 
@@ -17,39 +16,60 @@ class TestPlugin(PluginConformance):
     dist = "forge-plugins-vlm"
 
 
-class _OfFusion:
-    component = "vision_language"
-    fusion: ClassVar[str]
-    entries = {name: ENTRIES[name] for name in ("pixels", "image_slots", "image_range")}
-    layouts = ("tIttttttt", "tttIttttt")
+class TestJointDecoder(FusionConformance):
+    component = "joint_decoder"
 
-    def batch(self) -> dict[str, torch.Tensor]:
-        rows = [small_vlm.entries(self.fusion, layout) for layout in self.layouts]
-        found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        generator = torch.Generator().manual_seed(0)
-        tokens, targets = (torch.randint(61, (2, 12), generator=generator) for _ in range(2))
-        targets[:, -2:] = -100
-        return {"tokens": tokens, "targets": targets, **found, "pixels": images(2)}
 
-    def gradients_need(self, model: Any) -> dict[str, torch.Tensor]:
+class TestCrossAttention(FusionConformance):
+    component = "cross_attention"
+    config = {"layers": [1]}
+
+    def open_gates(self, model: Any) -> None:
         for name, gate in model.named_parameters():
             if name.endswith("_gate.weight"):
-                gate.data.fill_(0.5)
-        return super().gradients_need(model)
+                torch.nn.init.constant_(gate, 0.5)
 
 
-class TestJointDecoder(_OfFusion, ModelConformance):
-    fusion, config = "joint_decoder", SMALL | FUSIONS["joint_decoder"]
+class TestCrossAttentionInPlace(TestCrossAttention):
+    config = {"layers": [1], "place": "replace", "attend": "all_previous"}
 
 
-class TestCrossAttention(_OfFusion, ModelConformance):
-    fusion, config = "cross_attention", SMALL | FUSIONS["cross_attention"]
-    layouts = ("tItttttttttt", "tttItttttttt")
+class TestMixtureOfTransformers(FusionConformance):
+    component = "mixture_of_transformers"
 
 
-class TestMixtureOfTransformers(_OfFusion, ModelConformance):
-    fusion, config = "mixture_of_transformers", SMALL | FUSIONS["mixture_of_transformers"]
+class TestMoMa(FusionConformance):
+    component = "moma"
+    config = {"image": EXPERTS}
+    model_keys = {"feed_forward": EXPERTS}
 
 
-class TestMoMa(_OfFusion, ModelConformance):
-    fusion, config = "moma", SMALL | FUSIONS["moma"]
+class TestSquare(ImageProcessorConformance):
+    component = "square"
+    config = {"size": 16}
+
+
+class TestCroppedSquare(ImageProcessorConformance):
+    component = "square"
+    config = {"size": 16, "fit": "crop"}
+
+
+class TestPaddedSquare(ImageProcessorConformance):
+    component = "square"
+    config = {"size": 16, "fit": "pad", "resample": "bilinear"}
+
+
+class TestAnyres(ImageProcessorConformance):
+    component = "anyres"
+    config = {"size": 16}
+
+
+class TestTiles(ImageProcessorConformance):
+    component = "tiles"
+    config = {"size": 16, "longest": 3}
+
+
+class TestNaflex(ImageProcessorConformance):
+    component = "naflex"
+    config = {"size": 64, "patch": 4, "max_patches": 40}
+    grids = ((16, 16), (8, 8))

@@ -177,9 +177,11 @@ class VisionLanguageModel(Transformer):
     ) -> dict[str, torch.Tensor]:
         """The facts about images that blocks and ``enter`` need."""
         batch, length = tokens.shape[:2]
-        if cache is not None and cache.beside and slots is None:  # text goes on: blocks have kept what they need
-            sees = cache.beside[0].expand(-1, length, -1)
-            return {"image_slots": tokens.new_full((batch, length), -1, dtype=torch.int64), "image_range": sees}
+        if cache is not None and cache.beside and slots is None:  # text goes on: no image token has a place in it
+            last, image_tokens, tile = cache.beside
+            slots, sees = tokens.new_full((batch, length), -1, dtype=torch.int64), last.expand(-1, length, -1)
+            of_blocks = {"image_tokens": image_tokens, "image_tile": tile} if self._image_tokens_travel else {}
+            return {"image_slots": slots, "image_range": sees, **of_blocks}
         tile_size, tile = self._tile_of_nothing() if pixels is None else pixels.shape[-2:], None
         if cache is not None and cache.beside:
             _, image_tokens, tile = cache.beside

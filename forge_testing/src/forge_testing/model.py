@@ -49,10 +49,7 @@ class ModelConformance(ObservableConformance, ComponentCase):
 
     def build_model(self, seed: int = 0) -> Any:
         """Build on meta, materialise and initialise, as the engine does."""
-        model = self._on_meta()
-        materialise(model)
-        model.init_weights(SeededInitializer(seed))
-        return model
+        return self._initialised(seed)
 
     # -- what it declares
 
@@ -167,7 +164,7 @@ class ModelConformance(ObservableConformance, ComponentCase):
         assert any(not torch.equal(first[name], other[name]) for name in first), "another seed gives the same weights"
 
     def test_a_stage_has_the_weights_of_the_whole(self) -> None:
-        whole = snapshot(self.build_model())
+        whole = snapshot(self._initialised())
 
         last = self._on_meta()
         _drop(last, "embed", *_parts_at(last, "first"), *list(last.blocks)[:-1])
@@ -353,6 +350,12 @@ class ModelConformance(ObservableConformance, ComponentCase):
             f"20 AdamW steps on one batch bring the loss from {losses[0]:.3f} to {losses[-1]:.3f}; hardly anything is "
             "learned"
         )
+
+    def _initialised(self, seed: int = 0) -> Any:
+        model = self._on_meta()
+        materialise(model)
+        model.init_weights(SeededInitializer(seed))
+        return model
 
     def _on_meta(self) -> Any:  # a Model is an nn.Module with more, which a Protocol cannot say
         return build_on_meta(functools.partial(self.make, vocab_size=self.vocab_size))

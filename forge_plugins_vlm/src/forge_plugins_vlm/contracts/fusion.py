@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from forge_plugins_vlm.config import VisionLanguageConfig
 
 Axis = Literal["tp", "pp", "cp", "ep"]
+FACTS = frozenset({"image_range", "image_slots", "image_tile", "image_tokens", "sequence", "token_ids"})
+"""What blocks can ask for by their ``needs``. The last two are those of feed-forward layers."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +44,8 @@ class Fusion(Protocol):
     """Makes the blocks of a decoder that reads images."""
 
     def block(self, layer: int) -> nn.Module:
-        """The block of a layer: what ``forge_plugins_dense.block.Block`` is, with all of its methods.
+        """The block of a layer: what ``forge_plugins_dense.block.Block`` is, with all of its methods, and a module
+        ``attention``, which makes the layer's cache, if it has ``make_cache``.
 
         Its forward is given ``(hidden, surroundings, cache)``. ``surroundings.facts`` has what it names in its
         ``needs``: the entries ``image_slots`` ``(B, S)`` and ``image_range`` ``(B, S, 3)`` of the batch

@@ -23,6 +23,7 @@ from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
 from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.fusions.config import CrossAttentionConfig
+from forge_plugins_vlm.visibility import sees_images, visible_tokens
 
 
 class CrossAttentionFusion:
@@ -250,20 +251,3 @@ class Gate(nn.Module):
         """``(B, S, D)`` and ``(B, S)`` bool to ``(B, S, D)``."""
         opened = torch.tanh(self.weight).to(update.dtype)
         return torch.where(sees[..., None], update * opened, 0.0)
-
-
-def sees_images(bounds: torch.Tensor) -> torch.Tensor:
-    """Which positions see an image, ``(B, S)`` bool, of ``image_range`` ``(B, S, 3)``."""
-    return bounds[..., 2] > bounds[..., 1]
-
-
-def visible_tokens(bounds: torch.Tensor, tile: torch.Tensor, *, latest: bool) -> torch.Tensor:
-    """Which image tokens a position sees, ``(B, S, F)`` bool; all, where it sees none, so that a softmax has numbers.
-
-    Args:
-        bounds: ``image_range`` ``(B, S, 3)``.
-        tile: ``(F,)`` int64, of each token; the learned end of a row is beyond all tiles.
-        latest: the latest images alone.
-    """
-    first, end = bounds[..., 1 if latest else 0, None], bounds[..., 2, None]
-    return ((tile >= first) & (tile < end)) | (end <= bounds[..., 1, None])
