@@ -178,11 +178,12 @@ class VisionLanguageModel(Transformer):
         """The facts about images that blocks and ``enter`` need."""
         batch, length = tokens.shape[:2]
         if cache is not None and cache.beside and slots is None:  # text goes on: no image token has a place in it
-            last, image_tokens, tile = cache.beside
+            last, kept, its_tile = cache.beside
             slots, sees = tokens.new_full((batch, length), -1, dtype=torch.int64), last.expand(-1, length, -1)
-            of_blocks = {"image_tokens": image_tokens, "image_tile": tile} if self._image_tokens_travel else {}
+            of_blocks = {"image_tokens": kept, "image_tile": its_tile} if self._image_tokens_travel else {}
             return {"image_slots": slots, "image_range": sees, **of_blocks}
-        tile_size, tile = self._tile_of_nothing() if pixels is None else pixels.shape[-2:], None
+        tile_size = self._tile_of_nothing() if pixels is None else pixels.shape[-2:]
+        tile: torch.Tensor | None = None
         if cache is not None and cache.beside:
             _, image_tokens, tile = cache.beside
         elif self.vision is not None:
