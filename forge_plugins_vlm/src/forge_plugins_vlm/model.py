@@ -103,6 +103,11 @@ class VisionLanguageModel(Transformer):
         flops: float = 6.0 * block.active_parameters() + block.mixing_flops(self.max_seq_len)
         return flops
 
+    def flops_per_token(self, seq_len: int) -> float:
+        """Same as ``Model.flops_per_token``, with the encoder's for one tile a sequence."""
+        own = 0.0 if self.vision is None else self.vision.flops(*self._tile_of_nothing()) / seq_len
+        return super().flops_per_token(seq_len) + own
+
     def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Same as ``TravellingModel.travels``: image tokens, where blocks read them."""
         if not self._image_tokens_travel:
