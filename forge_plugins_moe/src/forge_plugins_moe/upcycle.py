@@ -164,7 +164,7 @@ class UpcycledState(Mapping[str, torch.Tensor]):
     def _draw(self, sparse: nn.Module) -> dict[str, torch.Tensor]:
         """First values of what the dense model does not have, with equal rows of routers for the parts of a copy."""
         given = self._dense.keys() | self._experts.keys()
-        drawing = _Drawing(self.how.seed, lambda name: name not in given)
+        drawing = Drawing(self.how.seed, lambda name: name not in given)
         with torch.no_grad():
             sparse.init_weights(drawing)  # type: ignore[operator]  # the contract of a model
         parts = self.how.granularity
@@ -212,7 +212,10 @@ class UpcycledState(Mapping[str, torch.Tensor]):
         with torch.random.fork_rng(devices=[]):  # in training, some routers add noise
             torch.manual_seed(self.how.seed)
             training = self._share_of_parts(router.train()(hidden, None, **facts), part.config.n_experts)
-        share = self._share_of_parts(router.eval()(hidden, None, **facts), part.config.n_experts)
+        # what predicts the choice of experts in evaluation has not learned anything yet
+        share = training
+        if getattr(router, "predictor", None) is None:
+            share = self._share_of_parts(router.eval()(hidden, None, **facts), part.config.n_experts)
         mean = share.mean()
         if any((one - one.mean(1, keepdim=True)).abs().max() > PRESERVED * mean for one in (training, share)):
             raise ConfigError(
@@ -229,7 +232,7 @@ class UpcycledState(Mapping[str, torch.Tensor]):
         return share[:, :-1].view(_SAMPLE, -1, self.how.granularity).sum(1)
 
 
-class _Drawing(SeededInitializer):
+class Drawing(SeededInitializer):
     """Keeps what a model on meta would be filled with: of tensors that are wanted, without the memory of others."""
 
     def __init__(self, seed: int, is_wanted: Callable[[str], bool]) -> None:

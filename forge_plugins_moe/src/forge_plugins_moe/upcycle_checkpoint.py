@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
+from torch import nn
 
 from forge_core.checkpoint.export import module_versions, write_checkpoint
 from forge_core.checkpoint.store import Checkpoint
@@ -26,6 +27,19 @@ from forge_plugins_moe.upcycle import UpcycledState, Upcycling
 
 CHECKPOINT = "checkpoint"
 CONFIG = "train.toml"
+
+
+class UpcycledTensors(Protocol):
+    """Parameters and persistent buffers of a model, by name; each is made when it is asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Tensor]:
+        """All of them, on meta."""
+        ...
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        """One of them, on the CPU."""
+        ...
 
 
 def upcycle_checkpoint(
@@ -56,37 +70,73 @@ def upcycle_checkpoint(
         SaveError: it cannot be written.
     """
     job = load_job(source.path / "job.toml", catalog=catalog)
+    out = free_place(out)
+    settings = [*_sparse_settings(job, source, n_experts, how), *run_settings(out), *overrides]
+    sparse_job = load_job(source.path / "job.toml", settings, catalog=catalog)
+
+    installed = catalog(job.plugins.disable)
+    sparse = build_on_meta(sparse_job, source.state()["vocab_size"], ComponentBuilder(installed))
+    saved = SavedModel(source)
+    upcycled = UpcycledState(saved.shapes, sparse, how, read=saved.read)
+    provenance = {**attrs.asdict(how), "layers": {name: attrs.asdict(one) for name, one in upcycled.layers.items()}}
+    write_upcycled(source, out, sparse_job, sparse, upcycled, provenance=provenance, installed=installed)
+    return upcycled
+
+
+def free_place(out: Path) -> Path:
+    """The absolute path of a folder to be written.
+
+    Raises:
+        ConfigError: there is something of an upcycled run in it.
+    """
     out = out.expanduser().resolve()
     for path in (out / CHECKPOINT, out / CONFIG):
         if path.exists():
             raise ConfigError(f"{path} exists already; choose another --out, or remove it")
-    settings = [*_sparse_settings(job, source, n_experts, how), *_run_settings(out), *overrides]
-    sparse_job = load_job(source.path / "job.toml", settings, catalog=catalog)
+    return out
 
+
+def write_upcycled(
+    source: Checkpoint,
+    out: Path,
+    job: Job,
+    model: nn.Module,
+    tensors: UpcycledTensors,
+    *,
+    provenance: Mapping[str, Any],
+    installed: Catalog,
+) -> None:
+    """Write ``out/checkpoint/`` and ``out/train.toml``, as ``upcycle_checkpoint`` says.
+
+    Args:
+        out: as ``free_place`` gives it.
+        job: with the settings of ``run_settings``.
+        model: of the job, on meta.
+        provenance: further facts of ``state.json``, under ``upcycled``.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
     state = source.state()
-    installed = catalog(job.plugins.disable)
-    build = ComponentBuilder(installed)
-    sparse = build_on_meta(sparse_job, state["vocab_size"], build)
-    saved = _SavedModel(source)
-    upcycled = UpcycledState(saved.shapes, sparse, how, read=saved.read)
 
     def write_more(folder: Path) -> None:
-        whole = attrs.evolve(sparse_job, checkpoint=attrs.evolve(sparse_job.checkpoint, load=None))
+        whole = attrs.evolve(job, checkpoint=attrs.evolve(job.checkpoint, load=None))
         (folder / "job.toml").write_text(dump_job(whole))
         if "tokenizer" in state:
             shutil.copytree(source.path / "tokenizer", folder / "tokenizer")
 
+    facts = {"source": str(source.path.resolve()), "step": source.step, "written": source.manifest.written}
     write_checkpoint(
         out / CHECKPOINT,
-        {f"model.{name}": tensor for name, tensor in upcycled.shapes.items()},
-        lambda key: upcycled[key.removeprefix("model.")],
+        {f"model.{name}": tensor for name, tensor in tensors.shapes.items()},
+        lambda key: tensors[key.removeprefix("model.")],
         state={
             **state,
-            "modules": module_versions([sparse]),
+            "modules": module_versions([model]),
             "optimizer": {"values": {}, "on_host": []},
             "callbacks": {},
             "trackers": {},
-            "upcycled": _provenance(source, how, upcycled),
+            "upcycled": {**facts, **provenance},
         },
         step=source.step,
         tokens=source.manifest.tokens,
@@ -97,8 +147,7 @@ def upcycle_checkpoint(
         },
         write_more=write_more,
     )
-    (out / CONFIG).write_text(dump_job(sparse_job))
-    return upcycled
+    (out / CONFIG).write_text(dump_job(job))
 
 
 def _sparse_settings(job: Job, source: Checkpoint, n_experts: int, how: Upcycling) -> list[str]:
@@ -128,7 +177,8 @@ def _sparse_settings(job: Job, source: Checkpoint, n_experts: int, how: Upcyclin
     return [f"model.feed_forward={literal(layer)}"]
 
 
-def _run_settings(out: Path) -> list[str]:
+def run_settings(out: Path) -> list[str]:
+    """Settings of a run in ``out`` that begins with the weights that are written there."""
     load = {"path": str(out / CHECKPOINT), "include": ["model.*"], "exclude": []}
     return [
         f"run.name={literal(out.name)}",
@@ -138,17 +188,7 @@ def _run_settings(out: Path) -> list[str]:
     ]
 
 
-def _provenance(source: Checkpoint, how: Upcycling, upcycled: UpcycledState) -> dict[str, Any]:
-    return {
-        "source": str(source.path.resolve()),
-        "step": source.step,
-        "written": source.manifest.written,
-        **attrs.asdict(how),
-        "layers": {name: attrs.asdict(layer) for name, layer in upcycled.layers.items()},
-    }
-
-
-class _SavedModel:
+class SavedModel:
     """The model's tensors in a checkpoint, of which the matrices of one block are in memory at a time."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -14,6 +14,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("forge_plugins_vlm.generate_command:generate", "Say something about images."),
     "inspect": ("forge_plugins_vlm.inspect_command:inspect", "Write the images and the text of a step as a page."),
     "shapes": ("forge_plugins_vlm.task_commands:shapes", "Draw the shapes task: pictures with captions."),
+    "upcycle": (
+        "forge_plugins_vlm.upcycle_command:upcycle",
+        "Give each modality weights of its own, from a trained run.",
+    ),
     "words": ("forge_plugins_vlm.task_commands:words", "Draw words to be transcribed."),
 }
 """By name: where it is, and what the list of commands says."""

@@ -18,7 +18,22 @@ if TYPE_CHECKING:
 @attrs.frozen(kw_only=True)
 class VisionLanguageConfig(TransformerConfig):
     """A decoder that reads images among text. The keys of the decoder are those of the model ``transformer``, and so
-    are the names of its parameters."""
+    are the names of its parameters.
+
+    A text run is loaded as it is, and into the image weights of ``mixture_of_transformers`` beside them, by::
+
+        [[checkpoint.load]]
+        path = "runs/text"
+
+        [[checkpoint.load]]
+        path = "runs/text"
+        include = ["model.blocks.*"]
+        rename = { "blocks.*.attention.*" = "blocks.*.image.attention.*", "blocks.*.attention_norm.*" =
+            "blocks.*.image.attention_norm.*", "blocks.*.feed_forward.*" = "blocks.*.image.feed_forward.*",
+            "blocks.*.feed_forward_norm.*" = "blocks.*.image.feed_forward_norm.*" }
+
+    ``forge vlm upcycle`` does the same once and for all, also for ``moma``.
+    """
 
     encoder: Annotated[ComponentRef, Slot("vision_encoder", default="conv_vit")]
     """What turns pixels into features."""
