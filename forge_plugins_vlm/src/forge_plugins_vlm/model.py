@@ -104,9 +104,8 @@ class VisionLanguageModel(Transformer):
         return flops
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Same as ``Model.flops_per_token``, with the encoder's for one tile a sequence."""
-        own = 0.0 if self.vision is None else self.vision.flops(*self._tile_of_nothing()) / seq_len
-        return super().flops_per_token(seq_len) + own
+        """Same as ``Model.flops_per_token``, with the encoder's for a tile in ``max_seq_len`` tokens."""
+        return super().flops_per_token(seq_len) + (0.0 if self.vision is None else self.flops_of("vision"))
 
     def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Same as ``TravellingModel.travels``: image tokens, where blocks read them."""
