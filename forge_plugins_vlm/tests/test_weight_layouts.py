@@ -23,6 +23,7 @@ from forge_core.job import load_job
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_hf.layouts import layout_of_architecture, layout_of_model
+from forge_plugins_inference.generation import generate
 from forge_plugins_vlm.encoders.pixels import normalise
 from forge_plugins_vlm.images.anyres import Anyres
 from forge_plugins_vlm.images.config import AnyresConfig
@@ -404,6 +405,34 @@ def test_a_model_that_has_no_form_there_is_refused_with_the_reason(keys, reasons
 
     for reason in reasons:
         assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"window": 8}, "its decoder is none of these: LlamaForCausalLM: window = 8"),
+        ({"attention_dropout": 0.1}, "has no dropout, and no biases"),
+        ({"input_tokens": 0}, "has input_tokens = 8, and the model 0"),
+        ({"encoder": {"name": "conv_vit"}}, "has an encoder mllama and a connector linear"),
+    ],
+)
+def test_what_llama_with_images_has_not_is_named(keys, reason, tmp_path, build):
+    made("mllama", tmp_path / "hf")
+    layout = layout_of_architecture("MllamaForConditionalGeneration", discover())
+    table = layout.model_table(json.loads((tmp_path / "hf" / "config.json").read_text()))
+
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        layout.config_json(build.resolve("model", {**table, **keys}).config, 72)
+
+
+def test_a_token_that_the_head_has_not_may_be_forbidden(make_model):
+    model = make_model("cross_attention", input_tokens=2).eval()
+
+    [answer] = generate(model, [[3, 30, 4]], max_new_tokens=6, temperature=0.0, forbidden=[30, 29, 5])
+
+    assert max(answer) < 29
+    with torch.no_grad():
+        assert model(torch.tensor([[3, 30]])).shape == (1, 2, 29)
 
 
 def test_the_token_for_images_is_that_of_the_data_or_of_the_model_or_asked_for(converted):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import attrs
@@ -25,7 +25,7 @@ class _Family(NamedTuple):
 
 
 _SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_FAMILIES = {
+FAMILIES = {
     "llama": _Family(
         LlamaLayout(None),
         "LlamaForCausalLM",
@@ -60,40 +60,43 @@ def decoder_from_hf(text: Mapping[str, Any], architecture: str) -> Table:
         ConfigError: it is of a family that we have not, or uses something that the decoder has not.
     """
     found = text.get("model_type", "llama")
-    if found not in _FAMILIES:
-        near = nearest(str(found), _FAMILIES)
+    if found not in FAMILIES:
+        near = nearest(str(found), FAMILIES)
         hint = f" Did you mean {near}?" if near else ""
         sentence = f"{architecture} with text_config.model_type = {found!r} is not supported"
-        raise ConfigError(f"{sentence}; {', '.join(_FAMILIES)} are.{hint}")
+        raise ConfigError(f"{sentence}; {', '.join(FAMILIES)} are.{hint}")
     for key in _LEFT_OVER:
         text.get(key)
-    family = _FAMILIES[found]
+    family = FAMILIES[found]
     whole = ChainMap({"architectures": [family.architecture]}, cast("Table", text), dict(family.defaults))
     return family.layout.model_table(whole)
 
 
-def decoder_to_hf(config: VisionLanguageConfig, vocab_size: int) -> Table:
+def decoder_to_hf(config: VisionLanguageConfig, vocab_size: int, families: Collection[str]) -> Table:
     """The ``text_config`` of the first family that is equal to the decoder.
+
+    Args:
+        families: that the architecture may have.
 
     Raises:
         ConfigError: none is; the message says why of each.
     """
-    return _equal_to(config, vocab_size)[1]
+    return _equal_to(config, vocab_size, families)[1]
 
 
-def decoder_names(config: VisionLanguageConfig) -> dict[str, str]:
+def decoder_names(config: VisionLanguageConfig, families: Collection[str]) -> dict[str, str]:
     """Our names of the decoder's parameters, and theirs in a model for text alone.
 
     Raises:
         ConfigError: as ``decoder_to_hf``.
     """
-    layout, _ = _equal_to(config, 1)
+    layout, _ = _equal_to(config, 1, families)
     return {recipe.reads[0]: theirs for theirs, recipe in layout.to_huggingface(_decoder(config)).items()}
 
 
-def _equal_to(config: VisionLanguageConfig, vocab_size: int) -> tuple[WeightLayout, Table]:
+def _equal_to(config: VisionLanguageConfig, vocab_size: int, families: Collection[str]) -> tuple[WeightLayout, Table]:
     reasons = []
-    for family in _FAMILIES.values():
+    for family in (FAMILIES[name] for name in families):
         try:
             return family.layout, family.layout.config_json(_decoder(config), vocab_size)
         except ConfigError as error:

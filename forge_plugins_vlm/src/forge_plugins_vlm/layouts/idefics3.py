@@ -14,7 +14,7 @@ from forge_plugins_vlm.encoders.architectures import SiglipArchitecture
 from forge_plugins_vlm.encoders.transformers_config import SiglipConfig
 from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import JointDecoderConfig
-from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named, token_named
+from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named
 from forge_plugins_vlm.layouts.tower import checked_encoder, sizes_from_hf, tower_names, tower_to_hf
 
 _TOWER = "model.vision_model"
@@ -75,17 +75,10 @@ class Idefics3Layout(VisionLanguageLayout):
     def is_unused(self, config: VisionLanguageConfig, name: str) -> bool:
         return super().is_unused(config, name) or name == f"{_TOWER}.embeddings.position_ids"
 
-    def data_table(self, config_json: Mapping[str, Any], tokens: Mapping[str, int]) -> Table:
-        table = self.model_table(config_json)
-        sizes, scale = table["encoder"]["architecture"], table["connector"]["scale"]
-        side = sizes["image_size"] // sizes["patch_size"] // scale
-        placeholder = token_named(tokens, table["image_token"])
-        return {
-            "name": "image_text",
-            "processor": {"name": "square", "size": sizes["image_size"]},
-            "token_grid": [side, side],
-            **({"placeholder": placeholder} if placeholder else {}),
-        }
+    def pictures(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
+        sizes = table["encoder"]["architecture"]
+        side = sizes["image_size"] // sizes["patch_size"] // table["connector"]["scale"]
+        return {"processor": {"name": "square", "size": sizes["image_size"]}, "token_grid": [side, side]}
 
 
 class SmolVLMLayout(Idefics3Layout):

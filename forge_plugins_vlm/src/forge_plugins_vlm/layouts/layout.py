@@ -16,7 +16,7 @@ from forge_plugins_hf.config_json import part_of
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 from forge_plugins_vlm.config import VisionLanguageConfig, image_sources
 from forge_plugins_vlm.encoders.vision_folder import PREPROCESSOR, Normalisation, read_normalisation
-from forge_plugins_vlm.layouts.decoder import decoder_from_hf, decoder_names, decoder_to_hf
+from forge_plugins_vlm.layouts.decoder import FAMILIES, decoder_from_hf, decoder_names, decoder_to_hf
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,10 @@ class VisionLanguageLayout(WeightLayout):
     """What ``config.json`` calls the token that stands for an image."""
     decoder: ClassVar[Mapping[str, str]]
     """Beginnings of names in a model for text alone, and here."""
+    families: ClassVar[Collection[str]] = tuple(FAMILIES)
+    """The decoders that it may have."""
+    input_tokens: ClassVar[int] = 0
+    """Tokens at the end of the vocabulary that are read and never predicted."""
     older: ClassVar[Mapping[str, str]] = {}
     """Beginnings of names that some files have, and those that are written."""
 
@@ -58,6 +62,10 @@ class VisionLanguageLayout(WeightLayout):
     def normalisation(self, table: Mapping[str, Any]) -> Normalisation:
         """Of the encoder in a table ``[model]``."""
 
+    @abstractmethod
+    def pictures(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
+        """The keys ``processor`` and ``token_grid`` of data that suit a table ``[model]``."""
+
     def constants(self, config: VisionLanguageConfig) -> Mapping[str, Recipe]:
         """Tensors of theirs that nothing reads, and that ``transformers`` asks for."""
         return {}
@@ -76,7 +84,7 @@ class VisionLanguageLayout(WeightLayout):
 
     def decoder_names(self, config: VisionLanguageConfig) -> dict[str, str]:
         """Our names of the decoder's parameters, and theirs."""
-        return {ours: self._here(theirs) for ours, theirs in decoder_names(config).items()}
+        return {ours: self._here(theirs) for ours, theirs in decoder_names(config, self.families).items()}
 
     def model_table(self, config_json: Mapping[str, Any]) -> Table:
         text, vision = self.text_of(config_json), part_of(config_json, "vision_config")
@@ -93,11 +101,15 @@ class VisionLanguageLayout(WeightLayout):
     def config_json(self, config: VisionLanguageConfig, vocab_size: int) -> Table:
         if not isinstance(config, VisionLanguageConfig):
             raise ConfigError("the architecture reads images, and this model does not")
+        if config.input_tokens != self.input_tokens:
+            raise ConfigError(
+                f"{self.architectures[0]} has input_tokens = {self.input_tokens}, and the model {config.input_tokens}"
+            )
         return {
             **self.write(config),
             "architectures": [self.architectures[0]],
             "model_type": self.model_type,
-            "text_config": decoder_to_hf(config, vocab_size),
+            "text_config": decoder_to_hf(config, vocab_size, self.families),
             "tie_word_embeddings": config.tie_embeddings,
             self.image_key: config.image_token,
         }
@@ -112,6 +124,15 @@ class VisionLanguageLayout(WeightLayout):
 
     def to_huggingface(self, config: VisionLanguageConfig) -> Mapping[str, Recipe]:
         return {theirs: Recipe((ours,)) for ours, theirs in self._names(config).items()} | {**self.constants(config)}
+
+    def data_table(self, config_json: Mapping[str, Any], tokens: Mapping[str, int]) -> Table:
+        table = self.model_table(config_json)
+        found = next((token for token, number in tokens.items() if number == table["image_token"]), None)
+        return {
+            "name": "image_text",
+            **self.pictures(config_json, table),
+            **({} if found is None else {"placeholder": found}),
+        }
 
     def misfit(self, table: Mapping[str, Any], folder: Path) -> str | None:
         found = read_normalisation(folder, self.normalisation(table))
@@ -161,11 +182,6 @@ def named(ours: str, theirs: str, keys: Mapping[str, str] | Collection[str]) -> 
 def constant(shape: int, value: float) -> Recipe:
     """A vector of one number."""
     return Recipe((), functools.partial(_filled, shape, value))
-
-
-def token_named(tokens: Mapping[str, int], number: int | None) -> str | None:
-    """The token with an id, if there is one."""
-    return next((token for token, own in tokens.items() if own == number), None)
 
 
 def _filled(shape: int, value: float) -> torch.Tensor:

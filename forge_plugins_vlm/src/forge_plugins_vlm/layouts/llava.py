@@ -16,7 +16,7 @@ from forge_plugins_vlm.encoders.transformers_config import ClassTokenConfig, Cli
 from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import JointDecoderConfig
 from forge_plugins_vlm.images.config import AnyresConfig
-from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, constant, named, token_named
+from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, constant, named
 from forge_plugins_vlm.layouts.tower import checked_encoder, tower_from_hf, tower_names, tower_to_hf
 
 _TOWER, _PROJECTOR = "vision_tower.vision_model", "multi_modal_projector"
@@ -100,19 +100,11 @@ class LlavaLayout(VisionLanguageLayout):
     def ties(self, hf: Mapping[str, Any]) -> bool:
         return super().ties(hf) or super().ties(part_of(hf, "text_config"))
 
-    def data_table(self, config_json: Mapping[str, Any], tokens: Mapping[str, int]) -> Table:
-        table = self.model_table(config_json)
-        encoder = table["encoder"]
-        sizes = encoder["architecture"]
+    def pictures(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
+        sizes = table["encoder"]["architecture"]
         side = sizes["image_size"] // sizes["patch_size"]
-        grid = [1, side**2 + 1] if encoder.get("cls") == "keep" else [side, side]
-        placeholder = token_named(tokens, table["image_token"])
-        return {
-            "name": "image_text",
-            "processor": self._processor(config_json, sizes["image_size"]),
-            "token_grid": grid,
-            **({"placeholder": placeholder} if placeholder else {}),
-        }
+        grid = [1, side**2 + 1] if table["encoder"].get("cls") == "keep" else [side, side]
+        return {"processor": self._processor(hf, sizes["image_size"]), "token_grid": grid}
 
     def _processor(self, hf: Mapping[str, Any], size: int) -> Table:
         return {"name": "square", "size": size, "fit": "crop"}

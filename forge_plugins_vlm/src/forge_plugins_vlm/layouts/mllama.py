@@ -14,10 +14,8 @@ from forge_plugins_vlm.connectors.linear_config import LinearConfig
 from forge_plugins_vlm.encoders.mllama_config import MllamaArchitecture, MllamaConfig
 from forge_plugins_vlm.encoders.vision_folder import Normalisation
 from forge_plugins_vlm.fusions.config import CrossAttentionConfig
-from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named, token_named
+from forge_plugins_vlm.layouts.layout import Table, VisionLanguageLayout, named
 
-_INPUT_TOKENS = 8
-"""Rows of the embedding that the head has not."""
 _BEGIN = 128_000
 _LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 _TEXT_DEFAULTS = {
@@ -60,6 +58,8 @@ class MllamaLayout(VisionLanguageLayout):
 
     architectures = ("MllamaForConditionalGeneration",)
     model_type = "mllama"
+    families = ("llama",)
+    input_tokens = 8
     decoder: ClassVar[Mapping[str, str]] = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
     older: ClassVar[Mapping[str, str]] = {
         # as transformers 5 calls them in memory
@@ -91,8 +91,8 @@ class MllamaLayout(VisionLanguageLayout):
                 )
         n_layers, found = text["num_hidden_layers"], text.get("cross_attention_layers") or _LAYERS
         return {
-            "vocab_size": text["vocab_size"] + _INPUT_TOKENS,
-            "input_tokens": _INPUT_TOKENS,
+            "vocab_size": text["vocab_size"] + self.input_tokens,
+            "input_tokens": self.input_tokens,
             "encoder": {"name": "mllama", "architecture": sizes},
             "connector": {"name": "linear"},
             "fusion": {
@@ -111,8 +111,10 @@ class MllamaLayout(VisionLanguageLayout):
             raise ConfigError(f"{name} has no norm of image tokens; fusion.norm_images is true")
         if not isinstance(encoder, MllamaConfig) or not isinstance(config.connector.config, LinearConfig):
             raise ConfigError(f"{name} has an encoder mllama and a connector linear")
-        if config.newline or config.input_tokens != _INPUT_TOKENS:
-            raise ConfigError(f"{name} has input_tokens = {_INPUT_TOKENS}, and no newline")
+        if config.newline:
+            raise ConfigError(f"{name} has no learned token that ends rows of an image")
+        if config.has_dropout or getattr(config.feed_forward.config, "bias", False):
+            raise ConfigError(f"{name} has no dropout, and no biases in feed-forward layers")
         if config.head_size * config.n_heads != config.dim or config.attention_bias != "none" or config.qk_norm:
             raise ConfigError(f"{name} has heads of dim / n_heads, without biases or norms")
         return {
@@ -130,7 +132,7 @@ class MllamaLayout(VisionLanguageLayout):
         text = {
             **table["text_config"],
             "model_type": "mllama_text_model",
-            "vocab_size": vocab_size - _INPUT_TOKENS,
+            "vocab_size": vocab_size - self.input_tokens,
             "cross_attention_layers": [*layers],
             "bos_token_id": _BEGIN if vocab_size > _BEGIN else 0,  # transformers asks for a number
         }
@@ -160,14 +162,10 @@ class MllamaLayout(VisionLanguageLayout):
     def normalisation(self, table: Mapping[str, Any]) -> Normalisation:
         return MllamaConfig.normalisation
 
-    def data_table(self, config_json: Mapping[str, Any], tokens: Mapping[str, int]) -> Table:
-        table = self.model_table(config_json)
+    def pictures(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
         sizes = table["encoder"]["architecture"]
-        placeholder = token_named(tokens, table["image_token"])
         return {
-            "name": "image_text",
             "processor": {"name": "square", "size": sizes["image_size"]},
             "token_grid": [1, (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1],
             "one_token_an_image": True,
-            **({"placeholder": placeholder} if placeholder else {}),
         }
