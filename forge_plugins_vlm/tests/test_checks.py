@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from small_vlm import entries, images
 
+from forge_core.config.toml_file import read_document
 from forge_core.errors import ConfigError
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
@@ -101,3 +103,25 @@ def test_experts_that_choose_do_not_generate_without_a_predictor(make_model):
 
     with pytest.raises(ConfigError, match="cannot generate text; train it with a router for that"):
         generate(model, [[1] * 6], max_new_tokens=2, inputs={**given, "pixels": images(1)})
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("vlm_debug", 32_649_216),
+        ("vlm_7b", 7_715_449_856),
+        ("vlm_7b_cross_attention", None),
+        ("vlm_7b_mixture_of_transformers", None),
+        ("vlm_7b_moma", None),
+        ("vlm_video", None),
+    ],
+)
+def test_presets_are_whole(build, preset, parameters):
+    table = read_document(CONFIGS.parent / "model" / f"{preset}.toml").table["model"]
+    with torch.device("meta"):
+        model = build(build.resolve("model", table), vocab_size=50_257)
+
+    roles = model.parameter_roles()
+    assert roles.keys() == dict(model.named_parameters()).keys()
+    if parameters is not None:
+        assert sum(one.numel() for one in model.parameters()) == parameters

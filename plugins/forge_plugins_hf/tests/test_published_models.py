@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
 """By the name of the shape: the number of parameters, and ``config.json`` as published, without names of code."""
 OUR_OWN = {
+    *("vlm_debug", "vlm_video", "vlm_7b", "vlm_7b_cross_attention", "vlm_7b_mixture_of_transformers", "vlm_7b_moma"),
     *("debug_20m", "debug_moe", "llama_7b", "llama_13b", "llama_29b", "llama_70b", "moe_4b", "moe_small"),
     *("moonlight_16b", "transformer_125m", "transformer_350m"),
 }
