@@ -1,5 +1,5 @@
-"""Writes the pages that are made of data: the configuration reference, and tables of hooks, passes, sites and moved
-modules.
+"""Writes the pages that are made of data: the configuration reference, and tables of hooks, passes, sites, layouts of
+fusions and moved modules.
 
 ``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Only the
 table of sites imports torch, to build small models: config classes are free of it.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import attrs
+from layouts_of_fusions import trained_layouts  # it lies beside this file
 
 import forge_core
 from forge_core.config.field_docs import field_docs, type_words
@@ -35,6 +36,7 @@ def write_reference(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pages = {
         "config-reference.md": config_reference(catalog),
+        "fusions.md": fusion_tables(catalog),
         "hooks.md": hook_table(catalog),
         "moved-modules.md": moved_modules(),
         "passes.md": pass_tables(catalog),
@@ -149,6 +151,34 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
         for conflict in one.conflicts:
             words = f"cannot be combined with {_code(other_words(conflict))}"
             yield _row((_code(one.name), _code(condition_words(conflict.when)), words, conflict.reason))
+
+
+def fusion_tables(catalog: Catalog) -> Iterator[str]:
+    """The layouts in which each fusion is trained against one process, and the axes that it refuses."""
+    fusions = {one.component.name: one for one in catalog.components("fusion")}
+    yield "# Layouts of fusions"
+    yield ""
+    yield "Generated from the parity matrix, `tests/parity/parity_matrix/cells.py`, and from what fusions declare"
+    yield "(`FusionConfig.unsupported`). Each entry is a training of ten steps with the losses and gradient norms of"
+    yield "one process, to 1e-5 in fp32. An empty entry is no run of the matrix: `forge validate` says what is refused."
+    yield ""
+    yield _row(("layout", *map(_code, fusions)))
+    yield _row(["---"] * (1 + len(fusions)))
+    for layout, trainings in trained_layouts().items():
+        yield _row((layout, *(", ".join(trainings.get(name, ())) for name in fusions)))
+    yield ""
+    yield "## Refused axes"
+    yield ""
+    refused: list[tuple[str, str, str]] = []
+    for name, one in fusions.items():
+        cls = load_reference(one.component.config, what="config", owner=one.plugin.distribution)
+        refused += [(_code(name), _code(f"parallel.{axis}"), reason) for axis, reason in cls.unsupported.items()]
+    if not refused:
+        yield "None of them refuses an axis of `[parallel]` altogether. Some of their keys do."
+        return
+    yield "| fusion | axis | because |"
+    yield "|---|---|---|"
+    yield from map(_row, refused)
 
 
 def moved_modules() -> Iterator[str]:

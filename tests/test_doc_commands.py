@@ -24,7 +24,7 @@ from forge_core.cli import main
 ROOT = Path(__file__).resolve().parents[1]
 BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
 LOOKING = ("look-into-a-model", "interventions", "stores", "compare-representations", "sparse-autoencoders")
-OF_THEIR_OWN = (("chat",), LOOKING, ("neural-recordings",), ("published-models",))
+OF_THEIR_OWN = (("chat",), LOOKING, ("neural-recordings",), ("published-models",), ("vision-language",))
 """Pages that begin with the demo themselves, with those that go on; tests/system/test_preference.py has another one."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*BY_A_READER, *itertools.chain(*OF_THEIR_OWN))))
 
@@ -37,6 +37,7 @@ ELSEWHERE = {
     r"^forge new .*pip install": "tests/test_new.py installs what it writes",
     r"my_optimizer": "is in the package of the line before",
     r"^forge doctor": "tests/test_doctor.py looks at this machine",
+    r"^forge vlm generate": "forge_plugins_vlm has the tests of this command",
     r"^forge eval .*--nproc": "tests/system/test_eval_command.py has layouts",
     r"^forge (submit|status)": "the tests of forge-plugins-slurm have a Slurm",
     r"^forge plan c.toml --world-size 1024": "is about a model of 70B; tests/plan",
@@ -150,7 +151,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "corpus" / f"{number}.txt").write_text(words)
     (folder / "prompts.txt").write_text("def \nclass \n")
     _write_more_text(folder)
+    _write_captions(folder)
     return folder
+
+
+def _write_captions(folder: Path) -> None:
+    """The configuration of the page on vision-language models, with fewer steps."""
+    page = (ROOT / "docs/vision-language.md").read_text(encoding="utf-8")
+    (text,) = (
+        block for block in re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S) if 'name = "captions"' in block
+    )
+    short = {"steps = 600": "steps = 4", "warmup_steps = 30": "warmup_steps = 2", "batch_size = 64": "batch_size = 4"}
+    short |= {"interval = 300": "interval = 0", "samples = 64": "samples = 4"}
+    for long, brief in short.items():
+        assert long in text, long
+        text = text.replace(long, brief)
+    (folder / "captions.toml").write_text(text)
 
 
 def _write_downloaded_model(folder: Path) -> None:

@@ -35,10 +35,15 @@ from forge_core.registry.imports import load_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GENERATED = tuple(f"generated/{name}.md" for name in ("config-reference", "hooks", "moved-modules", "passes", "sites"))
+GENERATED = tuple(
+    f"generated/{name}.md" for name in ("config-reference", "fusions", "hooks", "moved-modules", "passes", "sites")
+)
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
-HOOKS_OF_PACKAGES = ["forge_report_sections", "forge_representation_metrics"]
+HOOKS_OF_PACKAGES = [
+    *("forge_report_sections", "forge_representation_metrics"),
+    *("forge_connectors", "forge_fusions", "forge_image_processors", "forge_vision_encoders"),
+]
 """Of kinds that packages of ours add, those that have a page."""
 HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in (*HOOKS, *HOOKS_OF_PACKAGES)]
 AFTERNOONS = [
@@ -184,7 +189,9 @@ def test_the_generated_reference_names_every_key(tmp_path):
 def generate_reference(folder: Path) -> str:
     specification = importlib.util.spec_from_file_location("generate_reference", DOCS / "generate_reference.py")
     module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        specification.loader.exec_module(module)
     module.write_reference(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(Path(name).name for name in GENERATED)
     return (folder / "config-reference.md").read_text(encoding="utf-8")
@@ -471,6 +478,19 @@ def test_the_table_of_passes_has_every_phase_pass_need_and_conflict(tmp_path):
             (row,) = [line for line in rows if line.startswith(f"| `{one.name}` | ") and declared.reason in line]
             assert declared.other in row
             assert all(f"{key} = " in row for key in declared.when)
+
+
+def test_the_table_of_fusions_has_the_layouts_that_are_trained(tmp_path):
+    generate_reference(tmp_path)
+    rows = (tmp_path / "fusions.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
+
+    layouts = {layout: dict(zip(cells[0][1:], trainings, strict=True)) for layout, *trainings in cells[2:]}
+    assert layouts["CP2"]["`cross_attention`"] == "✓, packed"
+    assert layouts["CP2"]["`moma`"] == ""
+    assert layouts["EP2 × FSDP2"]["`moma`"] == "✓"
+    assert layouts["PP2 (ZBVZeroBubble) × FSDP2"]["`joint_decoder`"] == "✓, packed, frozen and thawed"
+    assert layouts["TP2"]["`mixture_of_transformers`"] == "✓"
 
 
 def test_the_table_of_moved_modules_has_every_old_name(tmp_path):

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "hooks" / "public-modules.md"
 PUBLIC = re.findall(r"^\| `(forge_core\.[\w.*]+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
 """Modules, and ``*`` for all of a folder."""
+OF_PACKAGES = re.findall(r"^\| `(forge_plugins_[\w.*]+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
+"""The same of our packages."""
 SOURCES = sorted(
     file
     for pattern in ("plugins/*/src", "forge_plugins_*/src")
@@ -39,7 +41,7 @@ def test_packages_import_public_modules_only():
     assert wrong == NOT_YET
 
 
-@pytest.mark.parametrize("module", PUBLIC)
+@pytest.mark.parametrize("module", [*PUBLIC, *OF_PACKAGES])
 def test_a_public_module_is_there(module):
     assert find_spec(module.removesuffix(".*")) is not None
 

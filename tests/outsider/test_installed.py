@@ -75,7 +75,7 @@ def test_another_package_can_be_started(installed, tmp_path: Path) -> None:
     assert (tmp_path / "noisy-gate" / "src" / "noisy_gate" / "router.py").exists()
 
 
-@pytest.mark.parametrize("package", ["acme-jay", "acme-mixers", "acme-passes", "acme-recipes"])
+@pytest.mark.parametrize("package", ["acme-jay", "acme-mixers", "acme-passes", "acme-recipes", "acme-vision"])
 def test_they_pass_the_kit(installed, package: str) -> None:
     installed.succeed(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "tests", cwd=installed.folder / package

@@ -153,9 +153,9 @@ class ModelConformance(ObservableConformance, ComponentCase):
 
     def test_same_seed_same_weights(self) -> None:
         torch.manual_seed(1)
-        first = snapshot(self.build_model(seed=0))
+        first = snapshot(self._initialised(seed=0))
         torch.manual_seed(2)
-        second, other = snapshot(self.build_model(seed=0)), snapshot(self.build_model(seed=1))
+        second, other = snapshot(self._initialised(seed=0)), snapshot(self._initialised(seed=1))
 
         for name in first:
             assert torch.equal(first[name], second[name]), (
