@@ -37,7 +37,6 @@ ELSEWHERE = {
     r"^forge new .*pip install": "tests/test_new.py installs what it writes",
     r"my_optimizer": "is in the package of the line before",
     r"^forge doctor": "tests/test_doctor.py looks at this machine",
-    r"^forge vlm generate": "forge_plugins_vlm has the tests of this command",
     r"^forge eval .*--nproc": "tests/system/test_eval_command.py has layouts",
     r"^forge (submit|status)": "the tests of forge-plugins-slurm have a Slurm",
     r"^forge plan c.toml --world-size 1024": "is about a model of 70B; tests/plan",
