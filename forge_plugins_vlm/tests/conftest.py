@@ -10,15 +10,12 @@ import pytest
 import tokenizers
 import torch
 from PIL import Image
-from small_vlm import FUSIONS, SMALL
+from small_vlm import FUSIONS, SMALL, WORDS
 from tokenizers import models, pre_tokenizers
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
-
-_SPELLED = "<eos> <image> <unk> a red green blue circle square top left right what is it ? yes no <user> <bot> system"
-WORDS = _SPELLED.split()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,11 @@ import torch
 from forge_plugins_vlm.testing.small_images import SMALL, row_entries
 from forge_plugins_vlm.testing.small_images import tiles as images
 
-__all__ = ["EXPERTS", "FUSIONS", "SMALL", "entries", "images"]
+__all__ = ["EXPERTS", "FUSIONS", "SMALL", "WORDS", "entries", "images"]
+
+_SPELLED = "<eos> <image> <unk> a red green blue circle square top left right what is it ? yes no <user> <bot> system"
+WORDS = _SPELLED.split()
+"""The words of ``tokenizer_path``, by their ids."""
 
 EXPERTS = {
     "name": "moe",

@@ -65,8 +65,10 @@ class VisionLanguageConfig(TransformerConfig):
             yield "input_tokens", f"must be less than model.vocab_size = {self.vocab_size}, got {self.input_tokens}"
         for key, sentence in self.fusion.config.check(job):
             yield ".".join(filter(None, ("fusion", key))), sentence
-        for place, source in image_sources(job.data.config, "data"):
-            yield from self._check_source(place, source)
+        places = [("data", job.data), *((f"evaluations[{index}]", one) for index, one in enumerate(job.evaluations))]
+        for key, component in places:
+            for place, source in image_sources(component.config, key):
+                yield from self._check_source(place, source)
 
     def _check_source(self, place: str, source: Any) -> Iterator[tuple[str, str]]:
         """What does not fit in a source of images.

@@ -197,6 +197,12 @@ def forge_evaluations() -> Iterable[Component]:
         config="forge_plugins_vlm.evaluation.config:ImageAnswersConfig",
     )
     yield Component(
+        name="image_choices",
+        summary="multiple choice about images by log-likelihood",
+        factory="forge_plugins_vlm.evaluation.image_choices:ImageChoices",
+        config="forge_plugins_vlm.evaluation.config:ImageChoicesConfig",
+    )
+    yield Component(
         name="image_dependence",
         summary="the same with real, shuffled and blank images: whether the model looks at them",
         factory="forge_plugins_vlm.evaluation.image_answers:ImageDependence",

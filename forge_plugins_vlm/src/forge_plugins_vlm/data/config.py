@@ -67,7 +67,12 @@ def _of_chats(config: ImageTextConfig, _: attrs.Attribute[Any], value: str | Non
         raise ValueError("is for templates that write down today's, and has no effect without chat_template = true")
 
 
-def _from_one(_: object, attribute: attrs.Attribute[Any], value: Grid) -> None:
+def from_one(_: object, attribute: attrs.Attribute[Any], value: Grid) -> None:
+    """Validate a grid of at least one row and column.
+
+    Raises:
+        ValueError: it has none.
+    """
     if min(value) < 1:
         raise ValueError(f"'{attribute.name}' must be rows and columns from 1 on, it is {list(value)}")
 
@@ -106,7 +111,7 @@ class ImageTextConfig(AnswersConfig):
     """Of captions: the key or column of the text."""
     processor: Annotated[ComponentRef, Slot("image_processor", default="square")]
     """What makes tiles of images. Its tiles are those that the model's encoder takes."""
-    token_grid: Grid = attrs.field(validator=_from_one)
+    token_grid: Grid = attrs.field(validator=from_one)
     """Rows and columns of the tokens that the model's connector gives for a tile."""
     one_token_an_image: bool = False
     """An image is a single token of the text, as cross-attention has it, and not one for each of its own."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, min_len, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_core.contracts.evaluation import EvaluationConfig
+from forge_plugins_vlm.contracts.image_processor import ImageProcessorConfig
+from forge_plugins_vlm.contracts.vision_encoder import Grid
+from forge_plugins_vlm.data.config import from_one
 
 Measure = Literal["cider", "exact_match", "vqa_accuracy", "yes_no_f1"]
 
@@ -42,3 +45,38 @@ class ImageAnswersConfig(EvaluationConfig):
 class ImageDependenceConfig(ImageAnswersConfig):
     """The same with real images, with those of other samples, and with blank ones, beside the loss of each: whether
     the model looks at its images."""
+
+
+@attrs.frozen(kw_only=True)
+class ImageChoicesConfig(EvaluationConfig):
+    """Multiple choice by log-likelihood: of the choices of a question, the one that the model likes most counts.
+
+    A choice is written behind its prompt. Its log-likelihood is the sum over its own tokens, without an end;
+    ``accuracy`` is by that, ``normalised`` by its mean over the tokens, and ``log_likelihood`` is the mean sum of the
+    right choices, in nats. Each choice costs a forward of a whole sequence, which every layout can do.
+    """
+
+    path: str = attrs.field(validator=min_len(1))
+    """JSON Lines (also ``.gz`` and ``.zst``): ``{"image": "a.png", "prompt": "<image> is it red ?", "choices": ["yes",
+    "no"], "answer": 0}``. ``image`` is a name or an array of names, and missing where there is none; ``answer`` is the
+    place of the right choice, from 0. Relative to the working directory; ``~`` is the home directory."""
+    images: str | None = attrs.field(default=None, validator=optional(min_len(1)))
+    """The folder that names of images are relative to, by default that of the file."""
+    processor: Annotated[ComponentRef, Slot("image_processor", default="square")]
+    """What makes tiles of images, as in the training data."""
+    token_grid: Grid = attrs.field(validator=from_one)
+    """Rows and columns of the tokens that the model's connector gives for a tile."""
+    one_token_an_image: bool = False
+    """An image is a single token of the text, as cross-attention has it."""
+    placeholder: str = attrs.field(default="<image>", validator=min_len(1))
+    """Stands for an image in a prompt."""
+    separator: str = " "
+    """Stands between a prompt and its choice."""
+    samples: int = attrs.field(default=0, validator=ge(0))
+    """How many questions, from the first; 0 takes all."""
+
+    @property
+    def processor_config(self) -> ImageProcessorConfig:
+        """That of ``processor``."""
+        config: ImageProcessorConfig = self.processor.config
+        return config
