@@ -207,5 +207,11 @@ def placeholder_id(tokenizer: Tokenizer, placeholder: str) -> int:
     return int(ids[0]) if is_token else tokenizer.end_of_document
 
 
+def forbidden_ids(tokenizer: Tokenizer, placeholder: str) -> list[int]:
+    """Token ids that stand for images alone, which are not to be sampled."""
+    found = placeholder_id(tokenizer, placeholder)
+    return [] if found == tokenizer.end_of_document else [found]
+
+
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)

@@ -16,7 +16,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_data.chat import clock, template_of
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Processed
 from forge_plugins_vlm.data.config import ImageTextConfig
-from forge_plugins_vlm.data.document import TEXT, Document
+from forge_plugins_vlm.data.document import TEXT, Document, forbidden_ids
 from forge_plugins_vlm.data.documents import UnreadableError
 from forge_plugins_vlm.data.reading import ImageReader
 from forge_plugins_vlm.data.references import Reference
@@ -50,8 +50,7 @@ class PromptReader:
     @property
     def forbidden(self) -> list[int]:
         """Token ids that stand for images alone."""
-        end, placeholder = self._tokenizer.end_of_document, self._encode.placeholder_id
-        return [] if placeholder == end else [placeholder]
+        return forbidden_ids(self._tokenizer, self._config.placeholder)
 
     def usual_text(self, n_images: int) -> str:
         """The prompt of so many images and no words."""

@@ -18,7 +18,7 @@ from forge_plugins_data.answers import tokenizer_of
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor
 from forge_plugins_vlm.data.collation import Shape, collate
 from forge_plugins_vlm.data.config import ImageTextConfig, entries_of
-from forge_plugins_vlm.data.document import Document, Encoder
+from forge_plugins_vlm.data.document import Document, Encoder, forbidden_ids
 from forge_plugins_vlm.data.documents import Opened, open_documents
 from forge_plugins_vlm.data.guard import refuse_copies
 from forge_plugins_vlm.data.packing import one_each, pack
@@ -77,6 +77,7 @@ class ImageText:
     Attributes:
         counts: how many conversations there are, and how many of them are ``cut``, ``skipped`` as too long, or
             ``unreadable``, as far as images had to be looked at.
+        forbidden: token ids that stand for images alone, which no answer has.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ImageText:
         self.counts = opened.counts
         self._config = config
         self._documents = opened.documents
+        self.forbidden = forbidden_ids(tokenizer, config.placeholder)
         self._shape = shape_of(config, tokenizer, seq_len)
         packed = pack(self._documents, seq_len, config.max_images) if config.packing else one_each(self._documents)
         self._order, self._bounds = packed

@@ -56,7 +56,8 @@ def generate_in_layout(
                 places = [len(prompts[number]) + step - 1 for number in asked]
                 chosen = logits[[*asked.values()], places]
                 if forbidden:
-                    chosen[:, [*forbidden]] = -torch.inf
+                    there = [token for token in forbidden if token < chosen.shape[-1]]  # a head may lack some
+                    chosen[:, there] = -torch.inf
                 likeliest = dict(zip(asked, chosen.argmax(-1).tolist(), strict=True))
             found = _known_to_all(context, likeliest, len(prompts))
             for number, token in found.items():
