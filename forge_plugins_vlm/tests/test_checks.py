@@ -14,6 +14,14 @@ from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "vlm"
+IMAGES = (
+    "{{name='image_text', path='.', processor={{name='square', size={size}}}, token_grid=[{grid}, {grid}], "
+    "tokenizer={{name='tokenizer_file', path='tokenizer.json'}}}}"
+)
+TWO_SIZES = (
+    f"[{{name='a', weight=1, source={IMAGES.format(size=32, grid=4)}}}, "
+    f"{{name='b', weight=1, source={IMAGES.format(size=64, grid=8)}}}]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +52,21 @@ def refused():
             "joint_decoder",
             ["data.processor.size=48"],
             "data.processor gives tiles of 48 × 48 pixels: ",
+        ),
+        (
+            "joint_decoder",
+            ["model.encoder.patch=16", "data.token_grid=[2, 2]"],
+            "and evaluations[0].data.token_grid says 16; set evaluations[0].data.token_grid = [2, 2]",
+        ),
+        (
+            "joint_decoder",
+            [f"eval.data={IMAGES.format(size=32, grid=2)}"],
+            "and eval.data.token_grid says 4; set eval.data.token_grid = [4, 4]",
+        ),
+        (
+            "joint_decoder",
+            ["model.encoder.any_size=true", f"data={{name='mixture', sources={TWO_SIZES}}}"],
+            "data.sources[1].source.processor gives tiles of 64 × 64 pixels, and data.sources[0].source.processor",
         ),
         (
             "joint_decoder",

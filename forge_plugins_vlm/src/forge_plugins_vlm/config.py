@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -65,10 +65,10 @@ class VisionLanguageConfig(TransformerConfig):
             yield "input_tokens", f"must be less than model.vocab_size = {self.vocab_size}, got {self.input_tokens}"
         for key, sentence in self.fusion.config.check(job):
             yield ".".join(filter(None, ("fusion", key))), sentence
-        places = [("data", job.data), *((f"evaluations[{index}]", one) for index, one in enumerate(job.evaluations))]
-        for key, component in places:
-            for place, source in image_sources(component.config, key):
-                yield from self._check_source(place, source)
+        trained = [*image_sources(job.data.config, "data")]
+        for place, source in [*trained, *_measured_sources(job)]:
+            yield from self._check_source(place, source)
+        yield from _refuse_several_sizes(trained)
 
     def _check_source(self, place: str, source: Any) -> Iterator[tuple[str, str]]:
         """What does not fit in a source of images.
@@ -95,6 +95,23 @@ class VisionLanguageConfig(TransformerConfig):
         if source.processor.config.pads and not self.encoder.config.takes_padding:
             sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"
             yield "encoder", f"{sentence}; siglip2_naflex can"
+
+
+def _measured_sources(job: Job) -> Iterator[tuple[str, Any]]:
+    """The configs of sources of images that are not trained on, as ``image_sources`` has them."""
+    if job.eval.data is not None:
+        yield from image_sources(job.eval.data.config, "eval.data")
+    for number, use in enumerate(job.evaluations):
+        yield from image_sources(use.config, f"evaluations[{number}]")
+
+
+def _refuse_several_sizes(sources: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Tiles of a batch are one array; those of another size would be filled up, and their tokens be others."""
+    for place, source in sources[1:]:
+        first, (height, width) = sources[0], source.processor.config.tile_size
+        if (height, width) != (wanted := first[1].processor.config.tile_size):
+            sentence = f"{place}.processor gives tiles of {height} × {width} pixels, and {first[0]}.processor of"
+            yield "encoder", f"{sentence} {wanted[0]} × {wanted[1]}; those of one batch have one size"
 
 
 def image_sources(config: Any, place: str) -> Iterator[tuple[str, Any]]:
