@@ -392,6 +392,8 @@ def test_a_video_file_is_decoded_frame_by_frame(tmp_path, open_source):
         ({"image": "a.png"}, {"format": "captions"}, r"has no 'caption'; its keys are image \(choose with"),
         ({"image": 3, "caption": "a"}, {"format": "captions"}, "an image must be the name of a file, it is 3"),
         ({"image": "http://x/a.png", "caption": "a"}, {"format": "captions"}, "is an address; download it"),
+        ({"image": "a\0.png", "caption": "a"}, {"format": "captions"}, "an image must be the name of a file"),
+        ({"image": "\ud800.png", "caption": "a"}, {"format": "captions"}, "an image must be the name of a file"),
         ({"images": [None], "texts": []}, {"format": "interleaved"}, "1 images and 0 texts"),
         ({"images": [None], "texts": [None]}, {"format": "interleaved"}, "neither an image nor a text at place 1"),
         ({"texts": [{"user": "?"}]}, {"format": "turns"}, "text 1 must have 'user' and 'assistant'"),
@@ -403,6 +405,38 @@ def test_what_is_not_in_the_format_is_refused_by_its_line(record, keys, words, t
     with pytest.raises(ConfigError, match=words) as caught:
         open_source(**as_jsonl(tmp_path / "a.jsonl", [record]), **keys)
     assert "a.jsonl, line 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("a.png,a red,circle", "row 1 of .*a.csv has more values than the first line has names"),
+        (f"a.png,{'a' * 200_000}", "row 1 of .*a.csv is not CSV: field larger than field limit"),
+    ],
+    ids=["a comma", "too long"],
+)
+def test_a_damaged_row_of_a_csv_is_refused_by_its_number(row, words, tmp_path, open_source, picture):
+    picture("a.png")
+    (tmp_path / "a.csv").write_text(f"image,caption\n{row}\n")
+
+    with pytest.raises(ConfigError, match=words):
+        open_source(path=str(tmp_path / "a.csv"), format="captions")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [(["b.png", "a.png"], [1, 0]), (["elsewhere/1.png", "elsewhere/2.png"], [0, 1])]
+)
+def test_images_of_a_tar_are_in_the_order_in_which_its_json_names_them(said, expected, tmp_path, picture, open_source):
+    turns = [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "a"}]
+    contents = [(tmp_path / picture(f"{seed}.png", seed)).read_bytes() for seed in range(2)]
+    members = [("0.a.png", contents[0]), ("0.b.png", contents[1])]
+    members.append(("0.json", json.dumps({"images": said, "conversations": turns}).encode()))
+    write_tar(tmp_path / "a.tar", members)
+
+    (pixels,) = open_source(path=str(tmp_path / "a.tar"), format="llava").read(np.arange(1))["pixels"]
+
+    pictures = [np.asarray(Image.open(tmp_path / f"{seed}.png")).transpose(2, 0, 1) for seed in expected]
+    assert np.array_equal(pixels, np.stack(pictures))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Row:
             value = next((value[key] for key in ("path", "url") if isinstance(value.get(key), str)), value)
         if isinstance(value, Reference):
             return value
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not _may_be_a_name(value):
             raise ConfigError(f"{self.where}: an image must be the name of a file, it is {shown(value)}")
         if value.startswith(("http://", "https://", "data:")):
             raise ConfigError(f"{self.where}: the image {shown(value)} is an address; download it, and name the file")
@@ -181,8 +181,7 @@ def _records(path: Path, ending: str) -> Iterator[tuple[Mapping[str, Any], objec
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if ending == ".csv":
-        for number, record in enumerate(csv.DictReader(io.StringIO(content, newline="")), 1):
-            yield record, f"row {number} of {path}"
+        yield from _csv_records(path, content)
         return
     try:
         found = json.loads(content)
@@ -194,6 +193,24 @@ def _records(path: Path, ending: str) -> Iterator[tuple[Mapping[str, Any], objec
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: entry {number} must be an object, it is {shown(record)}")
         yield record, f"entry {number} of {path}"
+
+
+def _csv_records(path: Path, content: str) -> Iterator[tuple[Mapping[str, Any], object]]:
+    lines = csv.DictReader(io.StringIO(content, newline=""))
+    number = 0
+    try:
+        for number, record in enumerate(lines, 1):
+            where = f"row {number} of {path}"
+            if None in record:
+                raise ConfigError(f"{where} has more values than the first line has names; quote values with commas")
+            yield record, where
+    except csv.Error as error:
+        raise ConfigError(f"row {number + 1} of {path} is not CSV: {error}") from error
+
+
+def _may_be_a_name(value: str) -> bool:
+    """Whether a file can be called so: names are not empty, and have neither a zero nor half a character."""
+    return bool(value) and "\0" not in value and not any("\ud800" <= one <= "\udfff" for one in value)
 
 
 def _picture_with_text(file: SelectedFile, config: ImageTextConfig) -> Row:

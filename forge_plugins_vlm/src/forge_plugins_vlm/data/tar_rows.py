@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
@@ -19,7 +19,8 @@ from forge_plugins_vlm.data.rows import PICTURES, Row
 def read_tar_rows(file: SelectedFile, config: ImageTextConfig) -> Iterator[Row]:
     """A row for each group of members: the keys of its ``.json``, its ``.txt`` as the caption, and its images.
 
-    A single image is ``image``, and several are an array; both names, ``image`` and ``images``, have them.
+    A single image is ``image``, and several are an array; both names, ``image`` and ``images``, have them, in the order
+    in which an array of the ``.json`` names them, or else in that of the tar.
 
     Raises:
         ConfigError: the tar is damaged or compressed; a member is not JSON, or not UTF-8.
@@ -51,20 +52,31 @@ def _row(
         elif ending in (".json", ".txt"):
             text = _text(tar, member, where)
             record |= _object(text, where) if ending == ".json" else {config.caption_field: text.strip()}
+
+    def named(name: object) -> TarMember | None:
+        candidates = (name, f"{key}.{name}", str(PurePosixPath(key).parent / str(name)))
+        return next((pictures[one] for one in candidates if isinstance(one, str) and one in pictures), None)
+
     if pictures:
-        images = [*pictures.values()]
+        images = _in_order(record.get("images", record.get(config.image_field)), named) or [*pictures.values()]
         own = images[0] if len(images) == 1 else images
         if config.format != "interleaved":  # where null says which place has none
             record["images"] = images
         record[config.image_field] = own
 
     def find(name: str) -> Reference:
-        for candidate in (name, f"{key}.{name}", str(PurePosixPath(key).parent / name)):
-            if candidate in pictures:
-                return pictures[candidate]
-        raise ConfigError(f"{where} has no image {name!r}; it has {', '.join(pictures) or 'none'}")
+        if (found := named(name)) is None:
+            raise ConfigError(f"{where} has no image {name!r}; it has {', '.join(pictures) or 'none'}")
+        return found
 
     return Row(record, where, f"{file.relative}:{number}", find)
+
+
+def _in_order(said: object, named: Callable[[object], TarMember | None]) -> list[TarMember]:
+    """The members that an array names, if it names members alone."""
+    found = [named(one) for one in said] if isinstance(said, list) else []
+    members = [one for one in found if one is not None]
+    return members if len(members) == len(found) else []
 
 
 def _key(member: tarfile.TarInfo) -> str:
