@@ -128,6 +128,22 @@ def test_forge_eval_measures_answers_with_real_shuffled_and_blank_images(folder,
     assert found["loss/real"] < found["loss/shuffled"]
 
 
+def test_forge_eval_by_name_measures_what_the_job_says_of_that_evaluation(folder, capsys):
+    own = f"""evaluations=[{{name="image_dependence", samples=8, max_new_tokens=4, measures=["cider"], data={{
+        name="image_text", path="{folder}/shapes/held_out.json", format="llava", token_grid=[4, 4],
+        processor={{name="square", size=32}},
+        tokenizer={{name="tokenizer_file", path="{folder}/shapes/tokenizer.json"}}}}}}]""".replace("\n", "")
+    assert main(["run", str(folder / "job.toml"), "run.name=with_own", "train.steps=2", own]) == 0
+    capsys.readouterr()
+
+    code = main(["eval", str(folder / "runs" / "with_own"), "--evaluation", "image_dependence", "--json"])
+    said = capsys.readouterr()
+
+    assert code == 0, said.err
+    measured = {key.partition("image_dependence/")[2].partition("/")[0] for key in json.loads(said.out)}
+    assert measured - {""} == {"loss", "cider"}
+
+
 LAYOUTS = {
     "fsdp2": (2, ["train.batch_size=2"]),
     "tp2": (2, ["parallel.tp=2"]),

@@ -42,8 +42,9 @@ def evaluate(
     """Evaluate RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
     Without --evaluation it measures what the job does: [eval] and [[evaluations]]. With it, the keys of the evaluation
-    are options (--samples 100), and settings of data (data.path=…) say what is evaluated, all of it. OVERRIDES are
-    settings of the job. One process needs no layout; several take that of the run, or what parallel.… says.
+    are options (--samples 100), those that the job says by default, and settings of data (data.path=…) say what is
+    evaluated, all of it. OVERRIDES are settings of the job. One process needs no layout; several take that of the run,
+    or what parallel.… says.
     """
     settings = with_evaluation_options(overrides, names, obj.catalog(), options_of(evaluate))
     ranks = CommandRanks.of(obj, nproc)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -26,7 +27,7 @@ def evaluation_job(
     On one rank it has no layout; on several, that of the run, unless ``overrides`` have degrees of another one.
 
     Args:
-        names: evaluations in place of the job's own; none keeps these.
+        names: evaluations in place of the job's own; none keeps these. One that the job has keeps its keys.
         overrides: settings of the command line. Those of ``data`` are about what ``names`` evaluate.
         catalog: the installed plugins without these distributions.
         world_size: ranks.
@@ -39,17 +40,26 @@ def evaluation_job(
         raise ConfigError(f"{data[0]}: say with --evaluation what is evaluated on these data, such as perplexity")
     given = CheckpointJob.of(checkpoint, others, catalog, world_size)
     installed = catalog(given.disabled)
-    for name in names:
-        installed.lookup("evaluation", name)
+    asked = [installed.lookup("evaluation", name).qualified_name for name in names]
     if names:
         given.table.pop("eval", None)
-        given.table["evaluations"] = [{"name": name} for name in names]
+        given.table["evaluations"] = [_own_or_new(given.table.get("evaluations", ()), name) for name in asked]
     job = given.load(others)
     if data:
         job = _with_data(job, given.load([*others, *data]), data[0])
     if not job.evaluations and not job.eval.interval:
         raise ConfigError(f"{checkpoint.path}: its job evaluates nothing; say with --evaluation what to measure")
     return job
+
+
+def _own_or_new(own: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """The table of an evaluation: that of the job, if it has one of this name, and else one of defaults.
+
+    Args:
+        name: with its distribution, as jobs of checkpoints have it.
+    """
+    found = [table for table in own if table.get("name") == name]
+    return found[0] if len(found) == 1 else {"name": name}
 
 
 def _with_data(job: Job, other: Job, setting: str) -> Job:
