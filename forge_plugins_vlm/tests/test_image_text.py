@@ -335,6 +335,22 @@ def test_sources_of_other_numbers_of_images_mix(tmp_path, samples, build, tokeni
     assert (batch["pixels"][batch["source"] == 1, 1] != 0).any()
 
 
+def test_a_mixture_with_a_source_of_another_kind_is_refused_with_what_to_do(tmp_path, samples, build, tokenizer_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a red circle " * 20)
+    tokenizer = {"name": "tokenizer_file", "path": str(tokenizer_path)}
+    images = {
+        "name": "image_text", "processor": {"name": "square", "size": 8}, "token_grid": [1, 2],
+        "tokenizer": tokenizer, **messages(tmp_path, samples),
+    }  # fmt: skip
+    texts = {"name": "text_files", "path": str(tmp_path / "texts"), "tokenizer": tokenizer}
+    sources = [{"name": name, "weight": 1.0, "source": one} for name, one in (("images", images), ("texts", texts))]
+    use = build.resolve("data_source", {"name": "mixture", "sources": sources})
+
+    with pytest.raises(ConfigError, match=r"source 'images' have the entry 'image_.*; use one kind of source for both"):
+        build(use, seq_len=16, split="train", seed=0, samples_per_step=4)
+
+
 def test_a_video_is_its_frames_at_equal_distances(tmp_path, picture, open_source):
     for frame in range(10):
         picture(f"video/{frame}.png", frame)

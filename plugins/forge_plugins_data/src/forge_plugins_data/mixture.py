@@ -106,10 +106,16 @@ class _Common:
             names_of_part.discard("weights")  # those of a part without them are 1
         for part in others:
             if differing := sorted(found[part.name] ^ found[first.name]):
+                is_packed = differing[0] in ("document", "positions")
+                hint = (
+                    "set document_mask or packing alike in all of them"
+                    if is_packed
+                    else "use one kind of source for both"
+                )
                 with_it, without = (part.name, first.name)[:: 1 if differing[0] in found[part.name] else -1]
                 raise ConfigError(
                     f"batches of source {with_it!r} have the entry {differing[0]!r}, and those of {without!r} have "
-                    "not; set document_mask alike in all of them"
+                    f"not; {hint}"
                 )
         has_weights |= any(part.loss_weight != 1 for part in parts)
         described = dict(
