@@ -50,6 +50,11 @@ def refused():
         ),
         (
             "joint_decoder",
+            ['evaluations=[{name="image_choices", path="a", token_grid=[2, 4], processor={name="square", size=32}}]'],
+            "and evaluations[0].token_grid says 8; set evaluations[0].token_grid = [4, 4]",
+        ),
+        (
+            "joint_decoder",
             ["data.processor.size=48"],
             "data.processor gives tiles of 48 × 48 pixels: ",
         ),
