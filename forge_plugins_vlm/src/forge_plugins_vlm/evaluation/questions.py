@@ -30,7 +30,8 @@ class Question:
 
 
 class Questions:
-    """The first questions of a source, and the entries with which a model answers them."""
+    """The first questions of a source, and the entries with which a model answers them. Samples without an answer, as
+    those whose images cannot be read, are left out."""
 
     def __init__(self, source: DataSource, samples: int, end_of_document: int) -> None:
         """
@@ -38,11 +39,15 @@ class Questions:
             samples: how many, from the first; 0 takes all.
 
         Raises:
-            ConfigError: samples are packed, or have no answer.
+            ConfigError: samples are packed, or none has an answer.
         """
         self._source = source
         number = min(samples or len(source), len(source))
-        self.questions = [_question(source.read(np.array([index])), index, end_of_document) for index in range(number)]
+        found = {index: _question(source.read(np.array([index])), end_of_document) for index in range(number)}
+        asked = {index: question for index, question in found.items() if question is not None}
+        if not asked:
+            raise ConfigError(f"none of {number} samples has an answer to compare with")
+        self.questions, self._indices = [*asked.values()], np.array([*asked])
         described = source.entries() if isinstance(source, DescribedSource) else {}
         self._dims = {name: entry.dims for name, entry in {**KNOWN, **described}.items()}
 
@@ -69,7 +74,7 @@ class Questions:
         Args:
             source: with the same samples, and perhaps other images.
         """
-        batch = source.read(np.array(numbers))
+        batch = source.read(self._indices[[*numbers]])
         return {
             name: self._continued(name, entry, numbers, width)
             for name, entry in batch.items()
@@ -87,17 +92,20 @@ class Questions:
         return rows
 
 
-def _question(batch: Mapping[str, np.ndarray], index: int, end_of_document: int) -> Question:
+def _question(batch: Mapping[str, np.ndarray], end_of_document: int) -> Question | None:
     """
     Args:
         batch: of one sample.
+
+    Returns:
+        Nothing, if it has no answer.
     """
     if "document" in batch:
         raise ConfigError("the data are packed, and a question needs a sample of its own; set packing = false")
     tokens, targets = batch["tokens"][0], batch["targets"][0]
     learned = np.flatnonzero(targets != IGNORED)
     if not len(learned):
-        return Question(tokens[:1].tolist(), [], f"unreadable {index}")
+        return None
     first = int(learned[0])
     behind = np.flatnonzero(targets[first:] == IGNORED)
     answer = targets[first : first + int(behind[0]) if len(behind) else None].tolist()
