@@ -224,3 +224,15 @@ def test_a_damaged_picture_is_an_error_of_reading(content):
 def test_settings_that_cannot_be_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_tiff_whose_offsets_are_fractions_is_damaged():
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "TIFF")
+    content = bytearray(stream.getvalue())
+    strip_offsets, rational = 273, 5
+    entry = content.index(strip_offsets.to_bytes(2, "little"))
+    content[entry + 2 : entry + 4] = rational.to_bytes(2, "little")
+
+    with pytest.raises(OSError, match="cannot be interpreted as an integer"):
+        open_picture(bytes(content))

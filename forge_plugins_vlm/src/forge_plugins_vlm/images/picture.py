@@ -16,6 +16,8 @@ from forge_plugins_vlm.images.config import Resample
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF in which height and width change places."""
+_DAMAGE = (ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError)
+"""PIL raises these beside OSError."""
 _WHITE = (255, 255, 255, 255)
 FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
@@ -44,7 +46,7 @@ def open_picture(content: bytes, at_least: Grid | None = None) -> Image.Image:
                 image.draft(None, (height, width) if orientation in _TURNED else (width, height))
             image.load()
             return ImageOps.exif_transpose(image) if orientation != 1 else image
-    except (ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:  # what PIL raises for damage
+    except _DAMAGE as error:
         raise OSError(str(error)) from error
 
 
@@ -66,7 +68,7 @@ def size_of(source: bytes | Path) -> Grid:
             with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:
                 width, height = image.size
                 return (width, height) if image.getexif().get(_ORIENTATION, 1) in _TURNED else (height, width)
-    except (ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except _DAMAGE as error:
         raise OSError(str(error)) from error
 
 
