@@ -82,12 +82,13 @@ def test_it_answers_questions_and_the_control_follows_what_is_seen(tmp_path, mon
     chance = {"two_images": 1 / 2, "motion": 1 / 4, "binding": 1 / 6}[task]
     hits = 0
     for seed in range(3):
-        settings = [f"run.name={seed}", f"train.seed={seed}", "checkpoint.interval=0"]
+        name = f"{task}-{seed}"
+        settings = [f"run.name={name}", f"train.seed={seed}", "checkpoint.interval=0"]
         assert main(["run", str(CONFIGS / "vlm" / f"{task}.toml"), *settings]) == 0
-        found, control = measured(str(seed)), measured(str(seed), "control")
+        found, control = measured(name), measured(name, "control")
         assert found["exact_match/blank"] <= chance + 0.15
         if task == "motion":
-            assert measured(str(seed), "single_frame")["exact_match"] <= 0.4
+            assert measured(name, "single_frame")["exact_match"] <= 0.4
         hits += min(found["exact_match/real"], control["exact_match"]) >= 0.9
         if hits == 2:
             return
