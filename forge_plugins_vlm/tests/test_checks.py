@@ -98,6 +98,16 @@ def refused():
             ["model.fusion.bidirectional=true", "model.attention=flash"],
             'the kernel "flash" takes no mask',
         ),
+        (
+            "joint_decoder",
+            ["model.learned_positions=true"],
+            "an image token stands in the place of an embedding with its position, and would have none",
+        ),
+        (
+            "cross_attention",
+            ['data.processor={name="naflex", size=32, patch=8, max_patches=16}'],
+            "cross_attention sees whole tiles, and data.processor gives padded ones",
+        ),
         ("cross_attention", ["model.fusion.layers=[3]"], "3 is none of the layers 0 to 2 of model.n_layers = 3"),
         ("cross_attention", ["model.fusion.layers=[1, 1]"], "must be different numbers from 0"),
         (

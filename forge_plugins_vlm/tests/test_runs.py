@@ -144,6 +144,14 @@ def test_forge_eval_by_name_measures_what_the_job_says_of_that_evaluation(folder
     assert measured - {""} == {"loss", "cider"}
 
 
+def test_one_question_has_no_images_of_others(folder, capsys):
+    capsys.readouterr()
+    keys = ["--samples", "1", "--max-new-tokens", "6", f'data.path="{folder}/shapes/held_out.json"']
+
+    assert main(["eval", str(folder / "runs" / "shapes"), "--evaluation", "image_dependence", *keys]) == 2
+    assert "there is one question, which has no other's images" in capsys.readouterr().err
+
+
 LAYOUTS = {
     "fsdp2": (2, ["train.batch_size=2"]),
     "tp2": (2, ["parallel.tp=2"]),

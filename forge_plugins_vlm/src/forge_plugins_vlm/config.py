@@ -57,6 +57,9 @@ class VisionLanguageConfig(TransformerConfig):
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this model in this job."""
         yield from super().check(job)
+        if self.learned_positions and self.fusion.config.places_tokens:
+            sentence = "an image token stands in the place of an embedding with its position, and would have none"
+            yield "learned_positions", f"{sentence}; use rotary positions, or the fusion cross_attention"
         if self.n_predictors:
             yield "multi_token", "no embedding of an image is a token ahead; remove it"
         if self.input_tokens and self.tie_embeddings:
@@ -92,6 +95,9 @@ class VisionLanguageConfig(TransformerConfig):
             yield "fusion", f"{sentence}; set {place}.one_token_an_image = false"
         if source.processor.config.has_newlines and places and not self.newline:
             yield "newline", f"{place}.processor ends the rows of an image with a learned token; set newline = true"
+        if source.processor.config.pads and not places:
+            sentence = f"{self.fusion.name} sees whole tiles, and {place}.processor gives padded ones"
+            yield "fusion", f"{sentence}; use another processor, or a fusion that places the tokens of images"
         if source.processor.config.pads and not self.encoder.config.takes_padding:
             sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"
             yield "encoder", f"{sentence}; siglip2_naflex can"

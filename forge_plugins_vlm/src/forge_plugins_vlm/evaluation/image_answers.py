@@ -75,6 +75,13 @@ class ImageAnswers(Evaluation):
 class ImageDependence(ImageAnswers):
     """The same, and the loss, with real images, with those of other samples, and with blank ones."""
 
+    def __init__(
+        self, config: ImageAnswersConfig, /, *, open_data: OpenData, tokenizer: Tokenizer | None, seq_len: int
+    ) -> None:
+        super().__init__(config, open_data=open_data, tokenizer=tokenizer, seq_len=seq_len)
+        if len(self._questions.questions) < 2:
+            raise ConfigError("image_dependence: there is one question, which has no other's images; give more data")
+
     def run(self, context: EvaluationContext) -> Mapping[str, float]:
         found: dict[str, float] = {}
         ways: tuple[Images, ...] = ("real", "shuffled", "blank")
