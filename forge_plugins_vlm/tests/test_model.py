@@ -7,6 +7,7 @@ import torch
 from small_vlm import FUSIONS, entries, images
 
 from forge_core.errors import PluginError
+from forge_plugins_dense.attention_sites import pattern
 
 ALL = pytest.mark.parametrize("fusion", FUSIONS)
 DECODER = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
@@ -224,3 +225,18 @@ def test_a_cache_gives_the_logits_of_a_bidirectional_whole(make_model):
     rest = [model(given["tokens"][:, place : place + 1], cache=cache) for place in (6, 7)]
 
     assert torch.allclose(torch.cat((first, *rest), dim=1), whole, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_pattern_of_attention_to_images_is_over_those_that_are_seen(make_model):
+    model, given = make_model("cross_attention").eval(), batch("cross_attention", "tItIt")
+    site = model.sites()["blocks.1.looking.attn_pattern"]
+    read = []
+    model.get_submodule(site.module).register_forward_hook(lambda core, args, _: read.append(pattern(core, *args)))
+    model(**given)
+
+    assert site.dims == ("sample", "head", "position", "image_token")
+    weights = read[0]  # (1, 2, 5, 8): an image has four tokens
+    assert torch.allclose(weights[:, :, 1:].sum(-1), torch.ones(()))
+    assert (weights[:, :, 1:3, 4:] == 0).all()
+    assert (weights[:, :, 3:, :4] == 0).all()

@@ -79,11 +79,6 @@ class VisionTower(nn.Module):
         self._trains_connector = self._trains("connector", names)
         self.train(self.training)
 
-    def tokens_of_tile(self, height: int, width: int) -> int:
-        """M, of a tile of so many pixels."""
-        number: int = self._connector_config.num_tokens(self._encoder_config.grid(height, width))
-        return number
-
     def units(self) -> Sequence[str]:
         """The repeated layers of the encoder, by their names in this module."""
         return [f"encoder.{name}" for name in self.encoder.units()]

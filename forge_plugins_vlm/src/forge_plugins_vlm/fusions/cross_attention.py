@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.contracts.observation import Site, within
-from forge_plugins_dense.attention import BlockInputs, attend
+from forge_plugins_dense.attention import AttentionCore, BlockInputs
+from forge_plugins_dense.attention_sites import core_sites
 from forge_plugins_dense.block import STREAM, Block, generating
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.initial_values import normal, zeros
@@ -127,6 +129,7 @@ class LookingBlock(nn.Module):
         return {
             "resid_pre": Site(module="", where="input", dims=STREAM),
             "attn_in": Site(module="attention_norm", dims=STREAM),
+            **{name: within("attention", site) for name, site in self.attention.sites().items()},
             "attn_out": Site(module="attention", dims=STREAM),
             "resid_mid": Site(module="feed_forward_norm", where="input", dims=STREAM),
             "mlp_in": Site(module="feed_forward_norm", dims=STREAM),
@@ -189,16 +192,25 @@ class ImageAttention(nn.Module):
         self.v = nn.Linear(model.dim, model.kv_heads * self.head_dim, bias=False)
         self.o = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=False)
         self.q_norm, self.k_norm = (make_norm("rmsnorm", self.head_dim, model.norm_eps) for _ in range(2))
-        self.backend = model.attention if model.attention in ("auto", "math") else "auto"
+        self.core = AttentionCore(model.attention if model.attention in ("auto", "math") else "auto")
 
     def forward(self, text: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``. A position that sees no image gets something that its gate drops."""
         k, v, tile = self._keys(surroundings, cache)
         q = self.q_norm(self.q(text).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         visible = visible_tokens(surroundings.facts["image_range"], tile, latest=self.latest)
-        mixed = attend(q, k, v, visible[:, None], False, self.backend)
+        mixed = self.core(q, k, v, visible[:, None], False)
         given: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return given
+
+    def sites(self) -> dict[str, Site]:
+        """Same as ``Attention.sites``, of the attention to image tokens."""
+        found = {}
+        for name in ("attn_scores", "attn_pattern", "z"):
+            site = core_sites()[name]
+            dims = tuple("image_token" if dim == "key" else dim for dim in site.dims)
+            found[name] = attrs.evolve(site, dims=dims)
+        return found
 
     def _keys(
         self, surroundings: BlockInputs, cache: LayerCache | None
