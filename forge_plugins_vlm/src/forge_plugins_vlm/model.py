@@ -21,6 +21,7 @@ from forge_plugins_dense.head import make_head
 from forge_plugins_dense.transformer import Transformer
 from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.image_mask import image_mask
+from forge_plugins_vlm.mrope import image_axes
 from forge_plugins_vlm.placing import Placing
 from forge_plugins_vlm.vision import VisionTower
 
@@ -37,6 +38,7 @@ class VisionLanguageModel(Transformer):
             self.head = make_head(config.dim, vocab_size - config.input_tokens, config.output_softcap)
         self.placing = Placing() if config.fusion.config.places_tokens else None
         self._is_bidirectional = getattr(config.fusion.config, "bidirectional", False)
+        self._mrope_sections = getattr(config.fusion.config, "mrope_sections", None)
         self._image_tokens_travel = "image_tokens" in self.needs
 
     def make_block(self, layer: int, build: Builder) -> nn.Module:
@@ -70,12 +72,22 @@ class VisionLanguageModel(Transformer):
             As ``Transformer.forward``; a stage without a head also gives the image tokens, where blocks read them.
         """
         images = self._looked_at(tokens, pixels, tile_sizes, image_slots, image_range, image_tokens, cache)
+        if self._mrope_sections is not None:
+            images |= self._turned(images["image_slots"], inputs.get("positions"), pixels, cache)
         if self._is_bidirectional and not (cache is not None and cache.length):
             inputs["mask"] = image_mask(images, inputs.get("document"), inputs.get("positions"))
         output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
         if self.head is not None or not self._image_tokens_travel:
             return output
         return output, {"image_tokens": images["image_tokens"]}  # type: ignore[return-value]  # hidden states
+
+    def rotary_positions(self, positions: torch.Tensor, facts: Mapping[str, torch.Tensor], pairs: int) -> torch.Tensor:
+        """Same as ``Transformer.rotary_positions``: in time, row and column, where the fusion is asked for them."""
+        if self._mrope_sections is None:
+            return positions
+        sections = torch.tensor(self._mrope_sections, device=positions.device)
+        axis = torch.arange(3, device=positions.device).repeat_interleave(sections, output_size=pairs)
+        return facts["image_axes"][..., axis]
 
     def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Image tokens in their places."""
@@ -182,14 +194,14 @@ class VisionLanguageModel(Transformer):
         """The facts about images that blocks and ``enter`` need."""
         batch, length = tokens.shape[:2]
         if cache is not None and cache.beside and slots is None:  # text goes on: no image token has a place in it
-            last, kept, its_tile = cache.beside
+            last, kept, its_tile = cache.beside[:3]
             slots, sees = tokens.new_full((batch, length), -1, dtype=torch.int64), last.expand(-1, length, -1)
             of_blocks = {"image_tokens": kept, "image_tile": its_tile} if self._image_tokens_travel else {}
             return {"image_slots": slots, "image_range": sees, **of_blocks}
         tile_size = self._tile_of_nothing() if pixels is None else pixels.shape[-2:]
         tile: torch.Tensor | None = None
         if cache is not None and cache.beside:
-            _, image_tokens, tile = cache.beside
+            _, image_tokens, tile = cache.beside[:3]
         elif self.vision is not None:
             if pixels is None:
                 pixels = tokens.new_zeros((batch, 1, 3, *tile_size), dtype=torch.uint8)
@@ -203,8 +215,30 @@ class VisionLanguageModel(Transformer):
         if tile is None:
             tile = torch.arange(image_tokens.shape[1], device=tokens.device) // self._tokens_of_tile(*tile_size)
         if cache is not None:
-            cache.beside = (facts["image_range"][:, -1:], image_tokens, tile)
+            cache.beside = (facts["image_range"][:, -1:], image_tokens, tile, *cache.beside[3:])
         return {**facts, "image_tokens": image_tokens, "image_tile": tile}
+
+    def _turned(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        pixels: torch.Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> dict[str, torch.Tensor]:
+        """``image_axes`` ``(B, S, 3)``; and what a cache is to know of images before the tokens that follow."""
+        begun = slots.new_zeros((len(slots), 1))
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + slots.shape[1], device=slots.device)[None]
+        if cache is not None and len(cache.beside) > 3:
+            begun = cache.beside[3]
+        size = self._tile_of_nothing() if pixels is None else pixels.shape[-2:]
+        config = self.config
+        grid = config.connector.config.grid(config.encoder.config.grid(*size))
+        axes, begun = image_axes(slots, positions, grid, begun)
+        if cache is not None:
+            cache.beside = (*cache.beside[:3], begun)
+        return {"image_axes": axes}
 
     def _tokens_of_tile(self, height: int, width: int) -> int:
         config = self.config

@@ -172,6 +172,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
     "joint": _LOOKING,
     "joint packed": [*_LOOKING, "data.packing=true"],
+    "joint mrope": [*_LOOKING, 'model.fusion={name="joint_decoder", mrope_sections=[0, 1, 1], bidirectional=true}'],
     "joint bf16": [*_LOOKING, "train.precision=bf16"],
     "joint frozen then thawed": [
         *_LOOKING,
@@ -612,6 +613,7 @@ CELLS: Mapping[str, Cell] = {
     **{name: cell for name, cell in looking_cells("joint packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("crossed packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("joint frozen then thawed").items() if "compiled" not in name},
+    **looking_cells("joint mrope", cp=False),
     "joint-fsdp2-bf16": Cell(2, [HALF], "joint bf16", BF16),
     "joint-tp2-bf16": Cell(2, [TP2], "joint bf16", BF16),
     # other optimizers

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from forge_core.config.sections import Job
 
 
+def _are_sections(_: object, attribute: attrs.Attribute[Any], value: tuple[int, int, int] | None) -> None:
+    if value is not None and (min(value) < 0 or not sum(value)):
+        raise ValueError(f"{attribute.name} must be three numbers of pairs of features, got {[*value]}")
+
+
 @attrs.frozen(kw_only=True)
 class JointDecoderConfig(FusionConfig):
     """Image tokens stand among those of text, and the decoder reads both alike."""
@@ -21,10 +26,16 @@ class JointDecoderConfig(FusionConfig):
     bidirectional: bool = False
     """Let the tokens of an image see each other in both directions, as in PaliGemma; text sees what is before it."""
 
+    mrope_sections: tuple[int, int, int] | None = attrs.field(default=None, validator=_are_sections)
+    """Rotate so many pairs of features of a head by time, by row and by column of an image (M-RoPE, Qwen2-VL); in
+    order, and all pairs in sum. Text after an image goes on behind its largest row or column."""
+
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this fusion in this job."""
         yield from super().check(job)
         model = job.model.config
+        if self.mrope_sections is not None:
+            yield from self._check_sections(job, self.mrope_sections)
         if not self.bidirectional:
             return
         if job.parallel.cp > 1:
@@ -35,6 +46,18 @@ class JointDecoderConfig(FusionConfig):
         if model.attention not in ("auto", "efficient", "math"):
             sentence = f'the kernel "{model.attention}" takes no mask'
             yield "bidirectional", f'{sentence}; set model.attention to "auto", "efficient" or "math"'
+
+    def _check_sections(self, job: Job, sections: tuple[int, int, int]) -> Iterator[tuple[str, str]]:
+        model, said = job.model.config, f"{[*sections]} are {sum(sections)} pairs of features"
+        for number in range(model.n_layers):
+            if (pairs := model.rotary_size(model.layer(number)) // 2) != sum(sections):
+                yield "mrope_sections", f"{said}, and layer {number} rotates {pairs} pairs a head"
+                break
+        if job.parallel.cp > 1:
+            sentence = "a rank does not know how many images are before its positions"
+            yield "mrope_sections", f"parallel.cp = {job.parallel.cp}: {sentence}; set parallel.cp = 1"
+        if model.newline:
+            yield "mrope_sections", "the learned end of a row has neither row nor column; set model.newline = false"
 
 
 def _are_layers(_: object, attribute: attrs.Attribute[Any], value: tuple[int, ...] | None) -> None:

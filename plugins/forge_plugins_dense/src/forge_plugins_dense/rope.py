@@ -26,7 +26,7 @@ def rotary_tables(
     initialised after a build on meta, and would be rounded when a model is cast to bf16.
 
     Args:
-        positions: ``(B, S)`` int64.
+        positions: ``(B, S)`` int64; or ``(B, S, head_dim / 2)``, one for each pair.
         head_dim: features of a head that are rotated.
         lengths: of the sequence or packed document that a position is in, which ``LongRope`` asks for: one number, or
             ``(B, S)`` or ``(B, 1)`` int64.
@@ -39,7 +39,8 @@ def rotary_tables(
         frequencies = frequencies / _long_rope_factors(scaling, lengths, positions.device)
     if factor != 1:
         frequencies = frequencies / factor
-    angles = positions[:, :, None, None].float() * frequencies
+    of_pairs = positions[:, :, None] if positions.ndim == 3 else positions[:, :, None, None]
+    angles = of_pairs.float() * frequencies
     if isinstance(scaling, LongRope) and scaling.attention_factor is not None:
         return angles.cos() * scaling.attention_factor, angles.sin() * scaling.attention_factor
     return angles.cos(), angles.sin()

@@ -81,6 +81,15 @@ class Transformer(nn.Module):
         """The block of a layer, with all that ``Block`` has. A model that extends this one may have others."""
         return Block(self.config, layer, build)
 
+    def rotary_positions(self, positions: torch.Tensor, facts: Mapping[str, torch.Tensor], pairs: int) -> torch.Tensor:
+        """The positions by which queries and keys are rotated: ``(B or 1, S)`` int64, or ``(B, S, pairs)``, one for
+        each pair of features. A model that extends this one may have others.
+
+        Args:
+            facts: given to ``forward``, and those that layers ask for.
+        """
+        return positions
+
     def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states ``(B, S, D)`` right after the embedding. A model that extends this one may put others in their
         place.
@@ -386,10 +395,11 @@ class Transformer(nn.Module):
         }
         if lengths is None:
             lengths = whole_length(tokens.shape[1]) if cache is None else cache.length
-        tables = functools.partial(rotary_tables, positions, scaling=self.config.frequency_scaling, lengths=lengths)
+        tables = functools.partial(rotary_tables, scaling=self.config.frequency_scaling, lengths=lengths)
+        turned = {kind: self.rotary_positions(positions, facts, kind.rotary_size // 2) for kind in kinds}
         return {
             kind: BlockInputs(
-                *tables(head_dim=kind.rotary_size, theta=kind.rope_theta, factor=kind.rope_factor),
+                *tables(turned[kind], head_dim=kind.rotary_size, theta=kind.rope_theta, factor=kind.rope_factor),
                 *masks[kind.window],
                 valid,
                 facts,
