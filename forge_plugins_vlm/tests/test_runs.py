@@ -144,6 +144,46 @@ def test_forge_eval_by_name_measures_what_the_job_says_of_that_evaluation(folder
     assert measured - {""} == {"loss", "cider"}
 
 
+NAFLEX = 'processor={name="naflex", size=32, patch=8, max_patches=12}'
+TINY = "num_hidden_layers=1, num_attention_heads=2, hidden_size=16"
+COMBINATIONS = {
+    "conv_vit of any size": ['model.encoder={name="conv_vit", any_size=true}'],
+    "conv_vit, padded": ['model.encoder={name="conv_vit", any_size=true}', f"data.{NAFLEX}"],
+    "siglip2_naflex": [
+        f'model.encoder={{name="siglip2_naflex", architecture={{{TINY}, patch_size=8, num_patches=16}}}}',
+        f"data.{NAFLEX}",
+    ],
+    "siglip": [f'model.encoder={{name="siglip", architecture={{{TINY}, patch_size=8, image_size=32}}}}'],
+    "clip": [f'model.encoder={{name="clip", architecture={{{TINY}, patch_size=8, image_size=32}}}}'],
+    "dinov2": [f'model.encoder={{name="dinov2", architecture={{{TINY}, patch_size=8, image_size=32}}}}'],
+    "concatenated": [
+        "model.encoder.name=concatenated",
+        'model.encoder.parts=[{encoder={name="conv_vit"}}, {encoder={name="conv_vit", dim=32, any_size=true}}]',
+    ],
+    "anyres": ["model.newline=true", 'data.processor={name="anyres", size=32, grids=[[1, 2], [2, 2]]}'],
+    "tiles": ["model.newline=true", 'data.processor={name="tiles", size=32}'],
+    "linear": ["model.connector.name=linear"],
+    "fused_mlp": ["model.connector.name=fused_mlp"],
+    "average_pool": ["model.connector.name=average_pool", "data.token_grid=[2, 2]"],
+    "attention_pool": ["model.connector.name=attention_pool", "data.token_grid=[2, 2]"],
+    "pixel_shuffle": ["model.connector.name=pixel_shuffle", "data.token_grid=[2, 2]"],
+    "resampler": ["model.connector.name=resampler", "data.token_grid=[1, 64]"],
+}
+"""Each encoder, image processor and connector beside the usual others."""
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_each_part_trains_and_says_something(folder, capsys, name):
+    run = name.replace(" ", "-").replace(",", "")
+    long = ["train.seq_len=128", "model.max_seq_len=160", "train.batch_size=4", "train.steps=2"]
+    assert main(["run", str(folder / "job.toml"), f"run.name={run}", *long, *COMBINATIONS[name]]) == 0
+    capsys.readouterr()
+
+    code = main(["vlm", "generate", str(folder / "runs" / run), "--image", held_out(folder, 0)])
+
+    assert code == 0, capsys.readouterr().err
+
+
 def test_one_question_has_no_images_of_others(folder, capsys):
     capsys.readouterr()
     keys = ["--samples", "1", "--max-new-tokens", "6", f'data.path="{folder}/shapes/held_out.json"']

@@ -247,5 +247,5 @@ class VisionLanguageModel(Transformer):
 
     def _tile_of_nothing(self) -> tuple[int, int]:
         """The size of the tile that stands for none: an encoder runs on all ranks, or FSDP would wait for it."""
-        height, width = self.config.encoder.config.tile_size or self.config.encoder.config.least_tile
+        height, width = self.config.encoder.config.usual_tile
         return height, width

@@ -173,6 +173,12 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "joint": _LOOKING,
     "joint packed": [*_LOOKING, "data.packing=true"],
     "joint mrope": [*_LOOKING, 'model.fusion={name="joint_decoder", mrope_sections=[0, 1, 1], bidirectional=true}'],
+    "joint padded": [  # tiles of which the picture is a part
+        *_LOOKING,
+        "model.encoder.any_size=true",
+        'data.processor={name="naflex", size=24, patch=8, max_patches=4}',
+        "data.token_grid=[3, 3]",
+    ],
     "joint bf16": [*_LOOKING, "train.precision=bf16"],
     "joint frozen then thawed": [
         *_LOOKING,
@@ -614,6 +620,7 @@ CELLS: Mapping[str, Cell] = {
     **{name: cell for name, cell in looking_cells("crossed packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("joint frozen then thawed").items() if "compiled" not in name},
     **looking_cells("joint mrope", cp=False),
+    **looking_cells("joint padded"),
     "joint-fsdp2-bf16": Cell(2, [HALF], "joint bf16", BF16),
     "joint-tp2-bf16": Cell(2, [TP2], "joint bf16", BF16),
     # other optimizers

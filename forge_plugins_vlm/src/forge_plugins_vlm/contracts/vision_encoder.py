@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
+from forge_core.errors import PluginError
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,9 +38,18 @@ class VisionEncoderConfig(ABC):
         """Height and width in pixels of the tiles that it takes; ``None`` for any that ``grid`` accepts."""
 
     @property
-    def least_tile(self) -> Grid:
-        """Height and width of the smallest tile that it takes, where ``tile_size`` is ``None``."""
-        raise NotImplementedError
+    def usual_tile(self) -> Grid:
+        """Height and width of a tile that it takes: FLOPs are counted for it, and a blank one stands for no image. By
+        default ``tile_size``.
+
+        Raises:
+            PluginError: it takes tiles of any size, and does not say which one is usual.
+        """
+        if self.tile_size is None:
+            raise PluginError(
+                f"{type(self).__qualname__} takes tiles of any size, and must have usual_tile: height and width of one"
+            )
+        return self.tile_size
 
     @abstractmethod
     def grid(self, height: int, width: int) -> Grid:

@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import attrs
@@ -29,7 +30,7 @@ def _has_a_patch(one: SquareArchitecture, _: attrs.Attribute[int], value: int) -
 
 
 @attrs.frozen(kw_only=True)
-class Architecture:
+class Architecture(ABC):
     """What the families have in common."""
 
     hidden_size: int = attrs.field(default=768, validator=gt(0))
@@ -46,9 +47,9 @@ class Architecture:
     """Added to the variance in norms."""
 
     @property
+    @abstractmethod
     def mlp_weights(self) -> int:
         """Weights of the MLP of a layer."""
-        raise NotImplementedError
 
 
 @attrs.frozen(kw_only=True)

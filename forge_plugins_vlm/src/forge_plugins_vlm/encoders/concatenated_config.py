@@ -52,6 +52,12 @@ class ConcatenatedConfig(VisionEncoderConfig):
         return next((size for size in sizes if size is not None), None)
 
     @property
+    def usual_tile(self) -> Grid:
+        """Same as ``VisionEncoderConfig.usual_tile``: that of the first."""
+        usual: Grid = self.tile_size or self.encoders[0].config.usual_tile
+        return usual
+
+    @property
     def takes_padding(self) -> bool:
         """Same as ``VisionEncoderConfig.takes_padding``: all of them do."""
         return all(use.config.takes_padding for use in self.encoders)

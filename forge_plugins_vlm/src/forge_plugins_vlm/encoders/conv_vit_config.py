@@ -60,6 +60,11 @@ class ConvViTConfig(VisionEncoderConfig):
         return None if self.any_size else self.size
 
     @property
+    def usual_tile(self) -> Grid:
+        """Same as ``VisionEncoderConfig.usual_tile``."""
+        return self.size
+
+    @property
     def takes_padding(self) -> bool:
         """Same as ``VisionEncoderConfig.takes_padding``."""
         return True

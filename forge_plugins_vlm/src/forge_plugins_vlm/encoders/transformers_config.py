@@ -256,6 +256,12 @@ class NaFlexConfig(TransformersConfig):
         return
 
     @property
+    def usual_tile(self) -> Grid:
+        """Same as ``VisionEncoderConfig.usual_tile``: as many patches as there are learned positions."""
+        side = round(self.found.num_patches**0.5) * self.found.patch_size
+        return side, side
+
+    @property
     def takes_padding(self) -> bool:
         """Same as ``VisionEncoderConfig.takes_padding``."""
         return True

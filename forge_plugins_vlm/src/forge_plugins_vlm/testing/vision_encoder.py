@@ -31,6 +31,13 @@ class VisionEncoderConformance(PartConformance):
         )
         assert config.dim > 0, f"dim is {config.dim}, and a feature has a width"
 
+    def test_takes_its_usual_tile(self) -> None:
+        config = self.use().config
+
+        rows, columns = config.grid(*config.usual_tile)
+
+        assert rows * columns > 0, f"its usual tile of {config.usual_tile} pixels has no features"
+
     def test_gives_the_grid_that_it_says(self) -> None:
         encoder, config = self.build_part().eval(), self.use().config
         for height, width in self._sizes():
