@@ -82,3 +82,16 @@ def test_forbidden_tokens_are_never_sampled(make_model):
         generate(model, [prompt], max_new_tokens=1, forbidden=[31])
     with pytest.raises(ConfigError, match="all token ids"):
         generate(model, [prompt], max_new_tokens=1, forbidden=range(31))
+
+
+@torch.no_grad()
+def test_padding_is_not_seen_in_both_directions_either(make_model):
+    model = make_model(fusion={"name": "joint_decoder", "bidirectional": True})
+    prompts, inputs = zip(
+        *(prompt_of("joint_decoder", layout, seed) for seed, layout in enumerate(("tIttI", "It"))), strict=True
+    )
+
+    found = generate(model, prompts, max_new_tokens=4, temperature=0, inputs=together(prompts, inputs))
+
+    for prompt, own, tokens in zip(prompts, inputs, found, strict=True):
+        assert generate(model, [prompt], max_new_tokens=4, temperature=0, inputs=own) == [tokens]

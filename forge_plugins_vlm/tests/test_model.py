@@ -240,3 +240,31 @@ def test_the_pattern_of_attention_to_images_is_over_those_that_are_seen(make_mod
     assert torch.allclose(weights[:, :, 1:].sum(-1), torch.ones(()))
     assert (weights[:, :, 1:3, 4:] == 0).all()
     assert (weights[:, :, 3:, :4] == 0).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("fusion", "of_image"), [("mixture_of_transformers", "image."), ("moma", "image_feed_forward.")]
+)
+def test_each_modality_is_computed_by_its_own_weights(make_model, fusion, of_image):
+    model = make_model(fusion).eval()
+    read = []
+    model.blocks["0"].register_forward_hook(lambda *given: read.append(given[-1].clone()))
+    given = batch(fusion, "It")  # neither the image sees the text, nor does the text before an image see that
+    other = batch(fusion, "tI")
+    model(**given)
+    model(**other)
+    for name, one in model.blocks["0"].named_parameters():
+        if name.startswith(of_image):
+            one.add_(torch.randn(one.shape, generator=torch.Generator().manual_seed(0)))
+    model(**given)
+    model(**other)
+    assert not torch.allclose(read[0][:, :4], read[2][:, :4], atol=1e-3)
+    assert torch.equal(read[1][:, 0], read[3][:, 0])
+    changed_text = [one for name, one in model.blocks["0"].feed_forward.named_parameters() if "predictor" not in name]
+    for one in changed_text:
+        one.add_(torch.randn(one.shape, generator=torch.Generator().manual_seed(1)))
+    model(**given)
+    model(**other)
+    assert torch.equal(read[2][:, :4], read[4][:, :4])
+    assert not torch.allclose(read[3][:, 0], read[5][:, 0], atol=1e-3)
