@@ -104,6 +104,15 @@ def refused():
             "an image token stands in the place of an embedding with its position, and would have none",
         ),
         (
+            "joint_decoder",
+            [
+                "model.fusion.mrope_sections=[4, 2, 2]",
+                "model.encoder.any_size=true",
+                'data.processor={name="naflex", size=32, patch=8, max_patches=16}',
+            ],
+            "counts rows and columns of whole tiles, and data.processor gives padded ones",
+        ),
+        (
             "cross_attention",
             ['data.processor={name="naflex", size=32, patch=8, max_patches=16}'],
             "cross_attention sees whole tiles, and data.processor gives padded ones",

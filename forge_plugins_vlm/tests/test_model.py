@@ -158,6 +158,17 @@ def test_text_before_any_image_gets_nothing_from_layers_that_look(make_model):
     assert not torch.allclose(model(**given)[:, 2:], model(**text)[:, 2:], atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_scaled_gate_is_further_open(make_model):
+    model, given = make_model("cross_attention").eval(), batch("cross_attention", "tItt")
+    scaled = make_model(fusion={"name": "cross_attention", "layers": [1], "gate_scale": 10.0}).eval()
+    for name, gate in scaled.named_parameters():
+        if name.endswith("_gate.weight"):
+            gate.fill_(model.get_parameter(name).item() / 10)
+
+    assert torch.allclose(scaled(**given), model(**given), atol=1e-6)
+
+
 def test_layers_in_place_of_others_have_no_attention_over_text(make_model):
     fusion = {"name": "cross_attention", "layers": [1], "place": "replace"}
     model = make_model(fusion=fusion)

@@ -394,6 +394,13 @@ def test_pixels_that_are_normalised_otherwise_are_refused(tmp_path, capfd):
             {"fusion": {"name": "mixture_of_transformers"}},
             ["LlavaForConditionalGeneration has the fusion joint_decoder"],
         ),
+        (
+            {"fusion": {"name": "joint_decoder", "mrope_sections": [2, 1, 1]}},
+            [
+                "LlavaForConditionalGeneration has the fusion joint_decoder without any of its keys",
+                "Idefics3ForConditionalGeneration has the fusion joint_decoder without any of its keys",
+            ],
+        ),
         ({"connector": {"name": "resampler"}}, ["has a connector mlp of two matrices"]),
     ],
 )
@@ -414,6 +421,7 @@ def test_a_model_that_has_no_form_there_is_refused_with_the_reason(keys, reasons
         ({"attention_dropout": 0.1}, "has no dropout, and no biases"),
         ({"input_tokens": 0}, "has input_tokens = 8, and the model 0"),
         ({"encoder": {"name": "conv_vit"}}, "has an encoder mllama and a connector linear"),
+        ({"fusion": {"gate_scale": 10.0}}, "has gates tanh(g); fusion.gate_scale is 10"),
     ],
 )
 def test_what_llama_with_images_has_not_is_named(keys, reason, tmp_path, build):
@@ -421,8 +429,10 @@ def test_what_llama_with_images_has_not_is_named(keys, reason, tmp_path, build):
     layout = layout_of_architecture("MllamaForConditionalGeneration", discover())
     table = layout.model_table(json.loads((tmp_path / "hf" / "config.json").read_text()))
 
+    fusion = {**table["fusion"], **keys.get("fusion", {})}
+
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        layout.config_json(build.resolve("model", {**table, **keys}).config, 72)
+        layout.config_json(build.resolve("model", {**table, **keys, "fusion": fusion}).config, 72)
 
 
 def test_a_token_that_the_head_has_not_may_be_forbidden(make_model):

@@ -95,6 +95,9 @@ class VisionLanguageConfig(TransformerConfig):
             yield "fusion", f"{sentence}; set {place}.one_token_an_image = false"
         if source.processor.config.has_newlines and places and not self.newline:
             yield "newline", f"{place}.processor ends the rows of an image with a learned token; set newline = true"
+        if source.processor.config.pads and getattr(self.fusion.config, "mrope_sections", None) is not None:
+            sentence = f"counts rows and columns of whole tiles, and {place}.processor gives padded ones"
+            yield "fusion.mrope_sections", f"{sentence}; use another processor, or remove it"
         if source.processor.config.pads and not places:
             sentence = f"{self.fusion.name} sees whole tiles, and {place}.processor gives padded ones"
             yield "fusion", f"{sentence}; use another processor, or a fusion that places the tokens of images"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import attrs
+from attrs.validators import gt
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_vlm.contracts.fusion import FusionConfig
@@ -81,6 +82,9 @@ class CrossAttentionConfig(FusionConfig):
     """Which images text sees: the latest before it, with those right before that one, or all of its document."""
     norm_images: bool = True
     """Norm image tokens before keys and values are made of them. Llama 3.2 does not."""
+
+    gate_scale: float = attrs.field(default=1.0, validator=gt(0))
+    """Gates are ``tanh(gate_scale · g)``, ``g`` being 0 at first: with 10, AdamW opens them ten times as fast."""
 
     def layers_of(self, n_layers: int) -> tuple[int, ...]:
         """The layers that look at images, of so many."""

@@ -52,11 +52,11 @@ class LookingBlock(nn.Module):
         norm = functools.partial(make_norm, model.norm, model.dim, model.norm_eps)
         self.attention_norm = norm()
         self.attention = ImageAttention(config, model)
-        self.attention_gate = Gate()
+        self.attention_gate = Gate(config.gate_scale)
         self.feed_forward_norm = norm()
         own = model.layer(layer)
         self.feed_forward: Any = build(own.feed_forward, dim=model.dim, layer=layer, n_layers=model.n_layers)
-        self.feed_forward_gate = Gate()
+        self.feed_forward_gate = Gate(config.gate_scale)
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
@@ -253,13 +253,14 @@ class ImageAttention(nn.Module):
 
 
 class Gate(nn.Module):
-    """``tanh(g)`` times an update of the residual stream, and nothing where no image is seen."""
+    """``tanh(scale · g)`` times an update of the residual stream, and nothing where no image is seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
+        self.scale = scale
         self.weight = nn.Parameter(torch.empty(1))
 
     def forward(self, update: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         """``(B, S, D)`` and ``(B, S)`` bool to ``(B, S, D)``."""
-        opened = torch.tanh(self.weight).to(update.dtype)
+        opened = torch.tanh(self.scale * self.weight).to(update.dtype)
         return torch.where(sees[..., None], update * opened, 0.0)

@@ -48,8 +48,8 @@ class Idefics3Layout(VisionLanguageLayout):
 
     def write(self, config: VisionLanguageConfig) -> Table:
         name, connector, fusion = self.architectures[0], config.connector.config, config.fusion.config
-        if not isinstance(fusion, JointDecoderConfig) or fusion.bidirectional:
-            raise ConfigError(f"{name} has the fusion joint_decoder without bidirectional")
+        if fusion != JointDecoderConfig():
+            raise ConfigError(f"{name} has the fusion joint_decoder without any of its keys")
         if not isinstance(connector, PixelShuffleConfig) or connector.n_layers != 1 or connector.bias:
             raise ConfigError(f"{name} has a connector pixel_shuffle of one matrix without a bias")
         if config.newline:

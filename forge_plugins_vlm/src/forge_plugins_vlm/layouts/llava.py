@@ -59,8 +59,8 @@ class LlavaLayout(VisionLanguageLayout):
 
     def write(self, config: VisionLanguageConfig) -> Table:
         name, connector, fusion = self.architectures[0], config.connector.config, config.fusion.config
-        if not isinstance(fusion, JointDecoderConfig) or fusion.bidirectional:
-            raise ConfigError(f"{name} has the fusion joint_decoder without bidirectional")
+        if fusion != JointDecoderConfig():
+            raise ConfigError(f"{name} has the fusion joint_decoder without any of its keys")
         if not isinstance(connector, MLPConnectorConfig) or connector.n_layers != 2:
             raise ConfigError(f"{name} has a connector mlp of two matrices")
         if config.newline != self.has_newline:
