@@ -7,14 +7,14 @@ converts dtypes; see PyTorch issue 189308.
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import os
 import pickle
 import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -129,19 +129,32 @@ class _Reader(FileSystemReader):
 
     def _refuse_packed(self, record: Any) -> None:
         """A record is a zip archive, as torch writes it: stored as it is, or it could unpack to more than there is."""
-        start = record.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        with (
-            (self._folder / record.relative_path).open("rb") as file,
-            mmap.mmap(
-                file.fileno(), record.offset + record.length - start, offset=start, access=mmap.ACCESS_READ
-            ) as end,
-            # it looks from the end, and does not mind what comes before
-            zipfile.ZipFile(end) as archive,  # type: ignore[call-overload]  # mmap.seek tells nothing before 3.13
-        ):
-            members = archive.infolist()
+        with (self._folder / record.relative_path).open("rb") as file:
+            members = zipfile.ZipFile(_Part(file, record.offset, record.length)).infolist()
         stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
         if not stored or sum(member.file_size for member in members) > record.length:
             raise DamagedError(f"{record.relative_path} has a compressed record")
+
+
+class _Part:
+    """Some bytes of a file, for ``zipfile``, which in newer Pythons refuses archives that have others before them."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._end = file, start, start + length
+        self.seek(0)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
+        if origin + offset < self._start:
+            raise OSError("there is nothing before its beginning")
+        return self._file.seek(origin + offset) - self._start
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._end - self._file.tell())
+        return self._file.read(left if size < 0 else min(size, left))
 
 
 def _refuse_implausible(metadata: object, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -120,6 +120,9 @@ class Saver:
                 use_non_blocking_copy=on_gpu,
             )
         )
+        # torch 2.11 closes this after every staging, and has closed it for good; later ones do not
+        copies: Any = self._stager._state_dict_stager
+        self._release, copies.close = copies.close, lambda: None
         self._staging: Any = None
         self._thread: threading.Thread | None = None
         self._is_committed = False
@@ -166,6 +169,7 @@ class Saver:
         rank is writing, and returns how that ended as far as this rank knows."""
         outcome = self._join()
         self._stager.close()
+        self._release()
         return None if outcome is None else outcome.saved
 
     def _are_shared(self, snapshot: Snapshot) -> bool:

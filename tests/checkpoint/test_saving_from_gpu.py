@@ -1,5 +1,7 @@
 """What is copied from a GPU is what has been computed by then, and nothing that is computed later."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def process_group():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.gpu
 @pytest.mark.parametrize("background", [True, False])
 def test_a_save_waits_for_what_is_under_way_and_is_waited_for_before_a_step(tmp_path, process_group, background):
     device = torch.device("cuda", 0)
@@ -66,6 +68,7 @@ def test_the_device_is_waited_for_before_anything_is_copied(tmp_path, process_gr
     class Stager:
         def __init__(self, options):
             assert options.use_async_staging
+            self._state_dict_stager = SimpleNamespace(close=lambda: done.append("released"))
 
         def stage(self, tensors):
             done.append("copied")
@@ -83,4 +86,4 @@ def test_the_device_is_waited_for_before_anything_is_copied(tmp_path, process_gr
 
     assert saver.finish().error is None
     saver.close()
-    assert done == ["waited", "copied"]
+    assert done == ["waited", "copied", "released"]
