@@ -188,6 +188,7 @@ def test_the_kernel_is_given_what_it_takes(compiled):
     assert output.dtype == of_rows.dtype == of_weight.dtype == torch.bfloat16
 
 
+@pytest.mark.gpu
 @needs_hopper
 def test_the_kernel_gives_what_the_emulation_gives():
     """Both multiply the same float8 values. What is left is the output's rounding to bf16, and the bits of sums that
@@ -202,6 +203,7 @@ def test_the_kernel_gives_what_the_emulation_gives():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own doing
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # an import of torch's
+@pytest.mark.gpu
 @needs_hopper
 def test_the_kernel_compiles_to_one_graph_that_gives_the_same():
     given = factors(torch.bfloat16, "cuda")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from forge_plugins_moe import grouped
 from forge_plugins_moe.grouped import grouped_product
 
 
@@ -18,3 +19,19 @@ def test_experts_without_rows_take_a_gradient_of_any_strides(dtype):
     assert product.shape == (0, 16)
     assert rows.grad.shape == rows.shape
     torch.testing.assert_close(weight.grad, torch.zeros_like(weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 7, 0, 24], [0, 0, 0, 0, 0]])
+def test_torchs_own_backward_takes_an_expanded_gradient(counts):
+    """As CUDA multiplies in bf16, tried on the CPU: ``benchmarks/gpu.py`` compares it there."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((sum(counts), 64), (5, 128, 64)))
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    gradients = []
+    for product in (grouped._product_in_bf16, grouped._product):
+        given = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        output = product(*given, ends)
+        gradients.append((output, *torch.autograd.grad(output.sum(), given)))
+
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
