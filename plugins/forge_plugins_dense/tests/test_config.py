@@ -82,7 +82,7 @@ def job(*, seq_len: int = 64, tp: int = 1, pp: int = 1, device: str = "auto") ->
         ({}, {"seq_len": 65}, "max_seq_len"),
         ({}, {"tp": 3}, "n_heads"),
         ({}, {"tp": 4}, "n_kv_heads"),
-        ({"attention": "flex"}, {"device": "cpu"}, "attention"),
+        ({"attention": "flex", "head_dim": 16}, {"device": "cpu"}, "attention"),
     ],
 )
 def test_a_job_that_this_model_cannot_run_is_told_by_key(tiny_config, keys, given, key):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math", "flex"]
 CUDA_KERNELS = ("efficient", "cudnn", "flex")
+MIN_FLEX_FEATURES = 16
+"""A head's features from which on FlexAttention has a kernel for CUDA."""
 """Those that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
 NormName = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
 NormPlacement = Literal["input", "output", "both"]
@@ -56,6 +58,11 @@ def _has_a_kernel(config: TransformerConfig, _: attrs.Attribute[str], value: str
     if value == "efficient" and config.kv_heads != config.n_heads:
         raise ValueError(
             f'"efficient" has no grouped heads, and n_kv_heads = {config.kv_heads} is not n_heads = {config.n_heads}'
+        )
+    if value == "flex" and config.narrowest_head < MIN_FLEX_FEATURES:
+        raise ValueError(
+            f'"flex" needs heads of at least {MIN_FLEX_FEATURES} features, and these have {config.narrowest_head}; '
+            'raise head_dim, or take "auto"'
         )
 
 
@@ -269,7 +276,8 @@ class TransformerConfig:
     attention: AttentionBackend = attrs.field(default="auto", validator=_has_a_kernel)
     """The attention kernel in training and evaluation; generation leaves the choice to PyTorch. So does ``auto``, which
     takes FlexAttention for packed documents on CUDA, where ``flash`` cannot keep them apart. ``efficient``, ``cudnn``
-    and ``flex`` need CUDA; ``efficient`` needs as many key-value heads as query heads."""
+    and ``flex`` need CUDA; ``efficient`` needs as many key-value heads as query heads, ``flex`` heads of at least 16
+    features."""
 
     latent_attention: LatentAttentionConfig | None = attrs.field(default=None, validator=_takes_the_place_of_heads)
     """Multi-head latent attention (DeepSeek); by default there is none, and heads have keys and values of their own."""
@@ -338,6 +346,12 @@ class TransformerConfig:
         """The mean of a head's features of keys and of values."""
         latent = self.latent_attention
         return self.head_size if latent is None else (latent.plain_dim + latent.rotary_dim + latent.value_dim) / 2
+
+    @property
+    def narrowest_head(self) -> int:
+        """Features of a head, of its keys or its values, which have fewer."""
+        latent = self.latent_attention
+        return self.head_size if latent is None else min(self.head_size, latent.value_dim)
 
     @property
     def frequency_scaling(self) -> Llama3Scaling | YarnScaling | LongRope | None:

@@ -24,7 +24,7 @@ from forge_core.ops.sequence_sum import number_sequences, whole_length
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.block import STREAM, Block, times
 from forge_plugins_dense.cache import KeyValueCache
-from forge_plugins_dense.config import CUDA_KERNELS, TransformerConfig
+from forge_plugins_dense.config import CUDA_KERNELS, MIN_FLEX_FEATURES, TransformerConfig
 from forge_plugins_dense.dropout import Dropout, noise_of_layer
 from forge_plugins_dense.head import make_head
 from forge_plugins_dense.initial_values import normal
@@ -446,7 +446,8 @@ class Transformer(nn.Module):
         is_more = document is not None or window > 0 or self.config.attention_softcap is not None
         if self.training and self.config.attention_dropout:
             is_more = False  # its weights are multiplied out
-        if kernel == "flex" or (kernel == "auto" and is_more and tokens.is_cuda):
+        has_kernel = tokens.is_cuda and self.config.narrowest_head >= MIN_FLEX_FEATURES
+        if kernel == "flex" or (kernel == "auto" and is_more and has_kernel):
             if document is None:
                 document = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
             return document_block_mask(document, window), False
@@ -466,6 +467,11 @@ class Transformer(nn.Module):
             raise ConfigError(
                 f'model.attention = "{kernel}" cannot take the mask of context parallelism on CUDA; use "auto" or '
                 '"flex"'
+            )
+        if isinstance(mask, BlockMask) and self.config.narrowest_head < MIN_FLEX_FEATURES:
+            raise ConfigError(
+                f"context parallelism on CUDA needs heads of at least {MIN_FLEX_FEATURES} features, and model.head_dim "
+                f"gives them {self.config.narrowest_head}"
             )
         return mask
 
