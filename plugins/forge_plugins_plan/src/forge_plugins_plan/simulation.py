@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import attrs
@@ -30,6 +30,7 @@ from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
+from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import MemoryLedger, bytes_of
 
 _ALWAYS = ("tokens", "targets")
@@ -77,7 +78,7 @@ def simulate(
     written.
 
     Args:
-        gpu: what the job is to run on, for passes that decide by it.
+        gpu: what the job is to run on, for passes that decide by it, and kernels that a CPU does not have.
         ranks_per_node: what a launcher would say.
 
     Raises:
@@ -112,7 +113,7 @@ def simulate(
             reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
             return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
         try:
-            with fake, ledger:
+            with fake, ledger, nullcontext() if gpu is None else fused_norms():
                 memory = _step(job, mesh, built, build, ledger)
         except ForgeError as error:
             reason = str(error)
