@@ -49,6 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
         make_machine(folder, os.environ)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked ``gpu`` where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch  # most tests do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _runs_of_a_file_give_their_sockets_back() -> Iterator[None]:
     """A run that is over is a cycle of objects with four sockets, and some machines allow a process 1,024."""

@@ -104,7 +104,8 @@ class TrainSection:
     """Decides the order of the data; by default ``seed``."""
     precision: Precision = "bf16"
     """``bf16``: fp32 parameters and optimizer state, bf16 compute, fp32 reductions. ``bf16_pure``: parameters,
-    gradients, optimizer state and compute in bf16; buffers, such as counts of tokens, stay as a module has them."""
+    gradients, optimizer state and compute in bf16, microbatches of a step summed in bf16 too, unless FSDP does so in
+    fp32; buffers, such as counts of tokens, stay as a module has them."""
 
 
 @attrs.frozen(kw_only=True)

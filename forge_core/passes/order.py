@@ -93,8 +93,8 @@ def required_capabilities(job: Job, world_size: int | None) -> dict[str, str]:
         if degree > 1:
             resolved = f" ({degree} of {world_size} ranks)" if getattr(parallel, axis) == -1 else ""
             required[axis] = f"parallel.{axis} = {getattr(parallel, axis)}{resolved}"
-    if job.train.precision != "fp32":
-        required["precision"] = f'train.precision = "{job.train.precision}"'
+    if job.train.precision == "bf16":  # bf16_pure computes in what its parameters have
+        required["precision"] = 'train.precision = "bf16"'
     return required
 
 

@@ -171,7 +171,7 @@ class PassComponent(Component):
     """It is an ``AddingPass``: the model's weights mean something else with it. A resume may not change its keys."""
     serves: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Mesh axes that this pass makes use of (``dp_shard``, ``tp``, …), and ``"precision"`` if it computes in
-    ``train.precision``. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""
+    bf16 with parameters in fp32. An axis above 1 is resolved to the one installed pass that serves it, as a name is."""
 
 
 @attrs.frozen(kw_only=True)

@@ -116,7 +116,7 @@ def test_the_memory_of_the_host_is_looked_at(tmp_path, monkeypatch):
     assert run_with(tmp_path, WELL, least_free=0.01)[1] == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
 def test_a_real_gpu_answers():
     nvml = Nvml(torch.device("cuda", 0))
 

@@ -6,7 +6,7 @@ from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.adamw import adamw
 from forge_plugins_optim.config import AdamWConfig
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def parameter(name: str = "w", role: str = "matrix", shape: tuple[int, ...] = (3, 5), **kwargs) -> NamedParameter:
@@ -43,12 +43,13 @@ def test_updates_follow_the_paper(role: str, decay: float, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_the_kernel_is_fused(device: str, dtype: torch.dtype) -> None:
     entry = parameter(device=device, dtype=dtype)
     optimizer = adamw(AdamWConfig(lr=0.01), parameters=[entry])
     entry.parameter.grad = torch.ones_like(entry.parameter)
 
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         optimizer.step()
 
     assert "aten::_fused_adamw_" in {event.key for event in profile.key_averages()}

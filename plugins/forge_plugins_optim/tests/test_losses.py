@@ -18,7 +18,7 @@ from forge_plugins_optim.cross_entropy import CrossEntropy, cross_entropy
 from forge_plugins_optim.loss_config import ChunkedCrossEntropyConfig, CrossEntropyConfig
 
 B, S, D, V = 2, 9, 16, 50
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOSSES = [
     pytest.param(CrossEntropy(), id="plain"),
     *(pytest.param(ChunkedCrossEntropy(size), id=f"chunks of {size}") for size in (1, 4, 6, 18, 1000)),

@@ -236,7 +236,7 @@ def test_the_tiles_of_the_block_mask_cover_the_dense_mask_and_no_more(kind, seq_
             assert forward == backward
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's kernels need CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["one", "packed"])
 @pytest.mark.parametrize("seq_len", LENGTHS)
 def test_the_block_mask_attends_as_the_dense_mask_on_a_gpu(kind, seq_len):

@@ -62,7 +62,7 @@ def gatherings(model, microbatches):
 @pytest.mark.parametrize(
     ("config", "microbatches", "expected"),
     [
-        ({}, 1, {2}),
+        ({}, 3, {1}),
         ({"reshard_after_forward": "always"}, 2, {4}),
         ({"reshard_after_forward": "never"}, 1, {1}),
         ({"reshard_after_forward": "never"}, 2, {2}),

@@ -313,7 +313,7 @@ def test_a_device_that_is_found_only_at_the_start_is_refused_then(tmp_path):
         run_job(job, catalog)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_cuda_training_is_the_same_in_less_memory(tmp_path):
     config, catalog = write_job(tmp_path, device="cuda"), discover()
     wide = ["model.dim=512", "parallel.passes.fsdp=true"]
@@ -330,7 +330,7 @@ def test_on_cuda_training_is_the_same_in_less_memory(tmp_path):
 
     plain = curve(config, "plain")
     # the first values show that the model begins the same; the two optimizers round differently afterwards
-    assert curve(config, "offloaded")[:2] == pytest.approx(plain[:2], rel=1e-6)
+    assert curve(config, "offloaded")[:2] == pytest.approx(plain[:2], rel=1e-5)
     assert curve(config, "offloaded") == pytest.approx(plain, rel=1e-3)
     assert curve(config, "taken-back") == pytest.approx(plain, rel=1e-3)
     memory = {name: metrics(config, name)[-1]["memory_gib"] for name in ("plain", "offloaded")}

@@ -8,18 +8,27 @@ from attrs.validators import and_, ge, gt, le, min_len, optional
 
 from forge_core.config.sections import Job
 
+_MODES = ("default", "max-autotune-no-cudagraphs")
+_MODES_WITH_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def _trains(_: object, __: "attrs.Attribute[str]", value: str) -> None:
+    if value in _MODES_WITH_CUDA_GRAPHS:
+        raise ValueError(
+            f"\"{value}\" records CUDA graphs, and one block's overwrites what backward needs of another's; take "
+            f'"{_MODES_WITH_CUDA_GRAPHS[value]}"'
+        )
+    if value not in _MODES:
+        raise ValueError(f"must be one of {', '.join(_MODES)}; got {value!r}")
+
 
 @attrs.frozen(kw_only=True)
 class CompileConfig:
     """``[parallel.passes.compile]``."""
 
-    mode: str = attrs.field(
-        default="default",
-        validator=attrs.validators.in_(
-            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        ),
-    )
-    """torch.compile's mode: what to spend compile time on."""
+    mode: str = attrs.field(default="default", validator=_trains)
+    """torch.compile's mode, what to spend compile time on: ``default``, or ``max-autotune-no-cudagraphs``, which tries
+    several kernels for each product. The others record CUDA graphs, which training by blocks overwrites."""
     fullgraph: bool | None = None
     """Refuse graph breaks inside a block, with torch's explanation, instead of running slower. By default, so it is in
     all blocks but those with experts of which other ranks have some: the sizes of what is sent there depend on data."""
@@ -80,8 +89,9 @@ class FullyShardConfig:
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether to free a block's gathered parameters after its forward and gather them again in backward: less memory,
-    more communication. ``auto`` does so except in a pipeline, where a stage has many forwards before its backwards. The
-    last unit (norm, head, embedding) always keeps them, since backward starts there."""
+    more communication. ``auto`` does so except in a pipeline, where a stage has many forwards before its backwards, and
+    where no rank shares the parameters, of which a copy in bf16 is then made once a step. The last unit (norm, head,
+    embedding) always keeps them, since backward starts there."""
     keep_gathered: bool = False
     """Keep all gathered parameters from a step's first microbatch to its last (``train.grad_accumulation``), so that
     they are gathered once a step: the least communication, and the memory of the whole model in the compute dtype."""

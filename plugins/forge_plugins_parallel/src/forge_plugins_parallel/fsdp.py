@@ -64,20 +64,24 @@ class FullyShard:
         kept = kept_whole(model, self._config.keep_whole, is_stage=context.mesh.degrees["pp"] > 1)
         if kept:
             options["ignored_params"] = set(kept.values())
+        is_whole = mesh.size(mesh.ndim - 1) == 1 and not self._config.cpu_offload
+        reshards = self._reshards(context, is_whole=is_whole)
         touched = []
         units = {name: unit for name, unit in units_of(model).items() if not _is_kept(unit, kept)}
         for name, unit in units.items():
-            fully_shard(unit, reshard_after_forward=self._reshards(context), **options)
+            fully_shard(unit, reshard_after_forward=reshards, **options)
             touched.append(name)
         fully_shard(model, reshard_after_forward=False, **options)
         if kept and compute is not None:
             model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
         if self._config.prefetch:
             _prefetch(model, list(units.values()), self._config.prefetch)
-        if self._config.keep_gathered:
+        by_itself = is_whole and self._config.reshard_after_forward == "auto" and context.mesh.degrees["pp"] == 1
+        if self._config.keep_gathered or by_itself:
             _free_after_last_microbatch(model)
+        is_alone = mesh.size() == 1 and experts is None  # to divide by 1 would cost another pass over the gradients
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule) and not is_alone:
                 module.set_gradient_divide_factor(1.0)
                 # a factor is otherwise applied by NCCL's PREMUL_SUM, which gloo does not have
                 module.set_force_sum_reduction_for_comms(True)
@@ -88,13 +92,17 @@ class FullyShard:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=device.type == "cuda")  # copies from other memory would not overlap
 
-    def _reshards(self, context: PassContext) -> bool:
-        """Return whether blocks free their parameters between forward and backward."""
+    def _reshards(self, context: PassContext, *, is_whole: bool) -> bool:
+        """Return whether blocks free their parameters between forward and backward.
+
+        Args:
+            is_whole: a rank's parameters are whole, and on its device.
+        """
         if self._config.keep_gathered:
             return False
         if self._config.reshard_after_forward == "auto":
             # a pipeline stage has many forwards before its backwards, and would gather the same parameters for each
-            return context.mesh.degrees["pp"] == 1
+            return not is_whole and context.mesh.degrees["pp"] == 1
         return self._config.reshard_after_forward == "always"
 
 

@@ -103,7 +103,8 @@ def _measured(model: Any, context: PassContext, kept: frozenset[str]) -> Activat
 def _states(model: Any, context: PassContext) -> float:
     """Bytes of parameters, gradients and two moments, and of parameters and gradients gathered by FSDP.
 
-    FSDP gathers a block ahead, and with several microbatches a step it holds whole gradients until the last.
+    FSDP gathers a block ahead, and with several microbatches a step it holds whole gradients until the last. Where no
+    rank shares parameters, it keeps a copy of all in the compute dtype.
     """
     job = context.job
     shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
@@ -111,6 +112,8 @@ def _states(model: Any, context: PassContext) -> float:
     gathers = shards > 1 or job.train.precision == "bf16"
     if not gathers:
         return 4.0 * own
+    if shards == 1:
+        return 4.0 * own + own * _compute_dtype(job).itemsize / 4
     blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
     gathered = (own - sum(blocks) + 2 * max(blocks)) * _compute_dtype(job).itemsize / 4
     accumulated = own if shards > 1 and (job.train.grad_accumulation or 1) > 1 else 0

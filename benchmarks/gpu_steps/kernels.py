@@ -1,0 +1,133 @@
+"""Single kernels against a plain reference."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from forge_plugins_moe.grouped import grouped_product
+from gpu_steps.machine import seconds_of
+from gpu_steps.step import Figures, Setting, must
+
+COUNTS = ([0, 1, 7, 0, 24], [0, 0, 0, 0, 0], [32, 0, 0, 0, 0], [3, 3, 3, 3, 3])
+"""Rows of each of five experts."""
+SHAPES = {
+    "llama": (32, 8, 128, 128),
+    "small_heads": (16, 16, 64, 64),
+    "latent": (16, 16, 192, 128),
+}
+"""Query heads, key-value heads, features of a query and of a value."""
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def experts(setting: Setting) -> Figures:
+    """``grouped_product`` and its gradients in bf16 and fp32 against fp64, for experts with 0, 1 and 7 rows."""
+    worst: dict[str, float] = {}
+    for dtype, counts in itertools.product((torch.bfloat16, torch.float32), COUNTS):
+        distance = _experts_distance(setting, dtype, counts)
+        name = str(dtype).removeprefix("torch.")
+        worst[name] = max(worst.get(name, 0.0), distance)
+    figures = {f"error_{name}": float(f"{distance:.1e}") for name, distance in worst.items()}
+    figures["time_to_torch"] = round(_time_to_torch(setting), 3)
+    bounds = {"bfloat16": 1e-2, "float32": 1e-5}
+    return must({f"{name} is off by {worst[name]:.1e}": not worst[name] < bounds[name] for name in bounds}, figures)
+
+
+def _experts_distance(setting: Setting, dtype: torch.dtype, counts: list[int]) -> float:
+    """Of the product and both gradients; one gradient is expanded, as that of a sum is."""
+    generator = torch.Generator().manual_seed(sum(counts))
+    rows = torch.randn(sum(counts), 64, generator=generator).to(setting.device, dtype).requires_grad_()
+    weight = torch.randn(len(counts), 128, 64, generator=generator).to(setting.device, dtype).requires_grad_()
+    out = grouped_product(torch.tensor(counts, device=setting.device), weight)(rows, weight)
+    out.sum().backward()
+    with torch.no_grad():
+        parts = [part.double() @ one.double().T for part, one in zip(rows.split(counts), weight, strict=True)]
+        of_rows = [one.double().sum(0).expand(count, -1) for count, one in zip(counts, weight, strict=True)]
+        of_weight = [part.double().sum(0).expand(128, -1) for part in rows.split(counts)]
+    expected = (torch.cat(parts), torch.cat(of_rows), torch.stack(of_weight))
+    return max(_relative(got, want) for got, want in zip((out, rows.grad, weight.grad), expected, strict=True))
+
+
+def _time_to_torch(setting: Setting) -> float:
+    """Of forward and backward of 8 experts at work, ours over torch's own operator."""
+    count, side = (64, 64) if setting.tiny else (16384, 2048)
+    rows, weight = (
+        torch.randn(*shape, side, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((count,), (8, side))
+    )
+    counts = torch.full((8,), count // 8, device=setting.device)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    gradient = torch.randn(count, side, device=setting.device, dtype=torch.bfloat16)
+
+    def ours() -> None:
+        torch.autograd.grad(grouped_product(counts, weight)(rows, weight), (rows, weight), gradient)
+
+    def torchs() -> None:
+        out = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+        torch.autograd.grad(out, (rows, weight), gradient)
+
+    return seconds_of(ours, setting) / seconds_of(torchs, setting)
+
+
+def _relative(got: torch.Tensor | None, want: torch.Tensor) -> float:
+    assert got is not None
+    norm = want.norm().item()
+    return (got.double() - want).norm().item() / norm if norm else float(got.double().norm().item())
+
+
+def attention(setting: Setting) -> Figures:
+    """The kernel that torch takes for each shape in causal bf16, and milliseconds of forward and backward of each."""
+    batch, seq_len = (1, 128) if setting.tiny else (2, 4096)
+    figures: dict[str, float | int | str] = {}
+    for name, shape in SHAPES.items():
+        given = _factors(setting, batch, seq_len, shape)
+        figures[f"{name}_takes"] = _taken(given)
+        for kernel, backend in KERNELS.items():
+            if kernel == "math" and not setting.tiny:
+                continue  # four gigabytes of weights, and what everybody avoids
+            try:
+                with sdpa_kernel(backend):
+                    seconds = seconds_of(lambda given=given: _both_ways(given), setting, rounds=5)
+            except RuntimeError:
+                figures[f"{name}_{kernel}_ms"] = "none"
+            else:
+                figures[f"{name}_{kernel}_ms"] = round(seconds * 1e3, 2)
+    return figures
+
+
+def _factors(setting: Setting, batch: int, seq_len: int, shape: tuple[int, int, int, int]) -> list[torch.Tensor]:
+    heads, kv_heads, features, of_value = shape
+    sizes = ((heads, features), (kv_heads, features), (kv_heads, of_value))
+    return [
+        torch.randn(batch, count, seq_len, size, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+        for count, size in sizes
+    ]
+
+
+def _both_ways(given: list[torch.Tensor]) -> None:
+    q, k, v = given
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    torch.autograd.grad(mixed.sum(), given)
+
+
+def _taken(given: list[torch.Tensor]) -> str:
+    """By the name of what is called last: torch does not say."""
+    with torch.profiler.profile() as profile:
+        _both_ways(given)
+    names = {event.key for event in profile.key_averages()}
+    known = {
+        "_scaled_dot_product_flash_attention": "flash",
+        "_scaled_dot_product_cudnn_attention": "cudnn",
+        "_scaled_dot_product_efficient_attention": "efficient",
+        "_scaled_dot_product_attention_math": "math",
+    }
+    found = [kernel for part, kernel in known.items() if any(part in name for name in names)]
+    return found[0] if found else "unknown"
