@@ -26,6 +26,8 @@ import torch
 from gpu_steps import STEPS
 from gpu_steps.step import FailedError, Setting, SkippedError, Step
 
+from forge_core.errors import nearest
+
 PATIENCE = 3
 """A step may take so many times what it took on a GPU when this was written."""
 TINY_LIMIT = 300
@@ -56,7 +58,9 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     names = [step.name for step in STEPS]
     if unknown := [name for name in options.only if name not in names]:
-        parser.error(f"--only {unknown[0]}: there is no such step; there are {', '.join(names)}")
+        near = nearest(unknown[0], names)
+        meant = f" did you mean {near}?" if near else ""
+        parser.error(f"--only {unknown[0]}: there is no such step;{meant} there are {', '.join(names)}")
     if options.tiny != (options.device == "cpu"):
         parser.error("--tiny and --device cpu go together: the sizes are for the one or the other")
     if options.list:
@@ -92,10 +96,9 @@ def run_all(steps: Sequence[Step], options: argparse.Namespace) -> int:
 
 def in_a_process(step: Step, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """The answer, or why there is none."""
-    command = [sys.executable, __file__, "--in-process", "--only", step.name, "--device", options.device]
     begun = time.monotonic()
     process = subprocess.Popen(
-        command + ["--tiny"] * options.tiny,
+        command_of(step, options),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -113,6 +116,12 @@ def in_a_process(step: Step, options: argparse.Namespace, limit: float) -> dict[
         reason = f"exit code {process.returncode}: {lines[-1]}"
         return {"verdict": "failed", "reason": reason, "errors": errors[-4000:], "seconds": seconds}
     return {**json.loads(output.splitlines()[-1]), "seconds": seconds}
+
+
+def command_of(step: Step, options: argparse.Namespace) -> list[str]:
+    """Which prints the answer as its last line."""
+    command = [sys.executable, __file__, "--in-process", "--only", step.name, "--device", options.device]
+    return command + ["--tiny"] * options.tiny
 
 
 def answer(step: Step, options: argparse.Namespace) -> dict[str, Any]:

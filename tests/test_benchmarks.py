@@ -44,6 +44,7 @@ LONG = {
 OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert", "store", "look_into_demo")
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
+    "gpu": "tests/test_gpu.py",
     "train_gpu": "tests/test_train_gpu.py",
     "expert_overlap": "needs network namespaces",
     "two_checkouts": "needs another checkout",

@@ -1,0 +1,104 @@
+"""The list of steps that asks a GPU can be tried out without one."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.py"
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The script and what it is made of, as modules."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    before = set(sys.modules)
+    yield SimpleNamespace(script=importlib.import_module("gpu"), steps=importlib.import_module("gpu_steps.step"))
+    for name in sys.modules.keys() - before:
+        if name.partition(".")[0] in ("gpu", "gpu_steps", "train_gpu"):
+            del sys.modules[name]
+
+
+def asked(*arguments):
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_list_works_on_a_cpu(tmp_path):
+    listed = asked("--list", "--device", "cpu", "--tiny").stdout
+    names = [line.split()[0] for line in listed.splitlines()]
+
+    done = asked("--device", "cpu", "--tiny", "--minutes", "14", "--out", str(tmp_path / "answers.jsonl"))
+
+    assert done.returncode == 0, done.stdout
+    rows = re.findall(r"^\| (\S+) \| (\w+)[^|]* \| ([^|]*) \| [\d.]+ \|$", done.stdout, re.M)
+    assert [name for name, _, _ in rows] == names, done.stdout
+    assert {verdict for _, verdict, _ in rows} == {"ok"}, done.stdout
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["verdict"]) for one in answers] == [(name, "ok") for name in names]
+    assert all(one["figures"] for one in answers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--only", "documnts"], "--only documnts: there is no such step; did you mean documents?"),
+        (["--minutes", "0.01"], "--minutes 0.01 are too few for any step: the shortest takes 10 s"),
+        (["--only", "8b", "--minutes", "0.5"], "--minutes 0.5 are too few for any step: the shortest takes 60 s"),
+        (["--tiny"], "--tiny and --device cpu go together"),
+        pytest.param([], "torch sees no CUDA GPU here; --device cpu --tiny tries the list out", marks=without_a_gpu),
+    ],
+)
+def test_what_cannot_be_asked_is_told(arguments, sentence):
+    done = asked(*arguments)
+
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_an_answer_that_must_not_be_keeps_its_figures(gpu):
+    def off(setting):
+        return gpu.steps.must({"the loss is off by 0.5": True, "it is not finite": False}, {"loss": 0.5})
+
+    answer = gpu.script.answer(
+        gpu.steps.Step(name="off", asks="", seconds=1, run=off), Namespace(device="cpu", tiny=True)
+    )
+
+    assert answer == {"verdict": "failed", "reason": "the loss is off by 0.5", "figures": {"loss": 0.5}}
+    assert gpu.script.row({"step": "off", **answer}) == "| off | failed: the loss is off by 0.5 | loss 0.5 |  |"
+
+
+def test_a_step_that_ends_badly_or_never_leaves_the_others_their_turn(gpu, monkeypatch, capfd):
+    bodies = {
+        "breaks": "raise SystemExit('a | b')",
+        "hangs": "import time; time.sleep(600)",
+        "works": """print('{"verdict": "ok"}')""",
+    }
+    steps = [gpu.steps.Step(name=name, asks="", seconds=1, run=lambda setting: {}) for name in bodies]
+    monkeypatch.setattr(gpu.script, "command_of", lambda step, options: [sys.executable, "-c", bodies[step.name]])
+    monkeypatch.setattr(gpu.script, "PATIENCE", 5)
+
+    code = gpu.script.run_all(steps, Namespace(minutes=5, device="cuda", tiny=False, out=None))
+
+    rows = capfd.readouterr().out.splitlines()[2:]
+    assert code == 1
+    assert rows[0].startswith(r"| breaks | failed: exit code 1: a \| b |")
+    assert rows[1].startswith("| hangs | failed: not done after 5 s |")
+    assert rows[2].startswith("| works | ok |")
+
+
+def test_a_step_for_which_no_time_is_left_is_not_begun(gpu, capfd):
+    steps = [gpu.steps.Step(name="long", asks="", seconds=600, run=lambda setting: {})]
+
+    assert gpu.script.run_all(steps, Namespace(minutes=1, device="cuda", tiny=False, out=None)) == 0
+
+    assert "| long | skipped: takes 600 s, and 60 s are left |" in capfd.readouterr().out
