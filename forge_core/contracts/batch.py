@@ -29,6 +29,9 @@ class Entry:
     wanted_by: Literal["model", "engine", "loss"] = "model"
     """``"engine"``: not given to the model's forward, such as ``source``. ``"loss"``: given to a loss that takes it
     (``Loss``) alone; training by another loss is refused."""
+    absent: int | None = None
+    """What stands in a mixture for samples of sources without the entry. ``None``: such sources and one that has it
+    cannot be mixed."""
 
     def shape(self, sample: int, position: int) -> tuple[int | None, ...]:
         """Its shape in a batch of so many samples of so many positions; ``None`` where that is not known."""

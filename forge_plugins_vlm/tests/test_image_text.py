@@ -335,20 +335,74 @@ def test_sources_of_other_numbers_of_images_mix(tmp_path, samples, build, tokeni
     assert (batch["pixels"][batch["source"] == 1, 1] != 0).any()
 
 
-def test_a_mixture_with_a_source_of_another_kind_is_refused_with_what_to_do(tmp_path, samples, build, tokenizer_path):
+@pytest.fixture
+def beside_text(tmp_path, samples, build, tokenizer_path):
+    """Open a mixture of images and of files of text, whose keys are given."""
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("a red circle " * 20)
+    for name in "abcde":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"a red circle {name} " * 50)
     tokenizer = {"name": "tokenizer_file", "path": str(tokenizer_path)}
-    images = {
-        "name": "image_text", "processor": {"name": "square", "size": 8}, "token_grid": [1, 2],
-        "tokenizer": tokenizer, **messages(tmp_path, samples),
-    }  # fmt: skip
-    texts = {"name": "text_files", "path": str(tmp_path / "texts"), "tokenizer": tokenizer}
-    sources = [{"name": name, "weight": 1.0, "source": one} for name, one in (("images", images), ("texts", texts))]
-    use = build.resolve("data_source", {"name": "mixture", "sources": sources})
 
-    with pytest.raises(ConfigError, match=r"source 'images' have the entry 'image_.*; use one kind of source for both"):
-        build(use, seq_len=16, split="train", seed=0, samples_per_step=4)
+    def open_both(images=(), texts=(), split="train"):
+        sources = {
+            "images": {
+                "name": "image_text", "processor": {"name": "square", "size": 8}, "token_grid": [1, 2],
+                "tokenizer": tokenizer, **messages(tmp_path, samples), **dict(images),
+            },
+            "texts": {"name": "text_files", "path": str(tmp_path / "texts"), "tokenizer": tokenizer, **dict(texts)},
+        }  # fmt: skip
+        parts = [{"name": name, "weight": 1.0, "source": one} for name, one in sources.items()]
+        use = build.resolve("data_source", {"name": "mixture", "sources": parts})
+        alone = build(build.resolve("data_source", sources["texts"]), seq_len=16, split=split)
+        return build(use, seq_len=16, split=split, seed=0, samples_per_step=4), alone
+
+    return open_both
+
+
+def test_text_alone_mixes_with_images(beside_text):
+    mixture, texts = beside_text()
+
+    batch = mixture.read_at(np.arange(40))
+
+    is_text = batch["source"] == 1
+    assert is_text.sum() == 20
+    assert batch["pixels"].shape == (40, 1, 3, 8, 8)
+    assert (batch["pixels"][~is_text] != 0).any(axis=(1, 2, 3, 4)).all()
+    for name, absent in (("pixels", 0), ("image_slots", -1), ("image_range", 0)):
+        assert (batch[name][is_text] == absent).all(), name
+    of_texts = {row.tobytes() for row in texts.read(np.arange(len(texts)))["tokens"]}
+    assert {row.tobytes() for row in batch["tokens"][is_text]} <= of_texts
+
+
+def test_a_batch_without_an_image_has_the_entries_of_one_with_images(beside_text):
+    """Ranks compute the same layers, whichever samples they get."""
+    mixture, _ = beside_text()
+    both = mixture.read_at(np.arange(40))
+
+    alone = mixture.read_at(np.flatnonzero(both["source"] == 1)[:3])
+
+    assert {name: (values.dtype, values.ndim) for name, values in alone.items()} == {
+        name: (values.dtype, values.ndim) for name, values in both.items()
+    }
+    assert alone["pixels"].shape == (3, 1, 3, 8, 8)
+    assert (alone["image_slots"] == -1).all()
+
+
+def test_both_are_evaluated(beside_text):
+    mixture, _ = beside_text(images={"validation": 0.3}, texts={"validation": 0.3}, split="validation")
+
+    batch = mixture.read(np.arange(len(mixture)))
+
+    assert set(batch["source"]) == {0, 1}
+    assert (batch["image_slots"][batch["source"] == 1] == -1).all()
+
+
+def test_documents_of_text_are_kept_apart_where_conversations_are(beside_text):
+    with pytest.raises(ConfigError, match=r"entry 'document'.*; set document_mask or packing alike in all of them"):
+        beside_text(images={"packing": True})
+    mixture, _ = beside_text(images={"packing": True}, texts={"document_mask": True})
+
+    assert {"document", "positions", "pixels"} <= set(mixture.read_at(np.arange(8)))
 
 
 def test_a_video_is_its_frames_at_equal_distances(tmp_path, picture, open_source):

@@ -61,7 +61,7 @@ LOOKING_BY_DAY = {
     *("crossed-tp2-fsdp2-ac-full", "crossed-pp2-interleaved-tp2", "crossed-cp2", "crossed-packed-hsdp2x2"),
     *("mixture-of-transformers-tp2-whole-positions", "mixture-of-transformers-pp2", "moma-ep2", "moma-tp2"),
     *("joint-frozen-then-thawed-fsdp2", "joint-frozen-then-thawed-pp2", "joint-fsdp2-bf16"),
-    *("joint-mrope-pp2", "joint-padded-pp2"),
+    *("joint-mrope-pp2", "joint-padded-pp2", "joint-among-text-fsdp2", "joint-among-text-pp2"),
 }
 """Of images among text; the other layouts of these are by night."""
 BY_NIGHT |= {

@@ -74,15 +74,20 @@ _MOE_BIASED = (  # with a limit that is reached; the bias of "down" is whole whe
 )
 _MOE = f'model.feed_forward={{name="moe", n_experts=4, hidden_dim=32, shared_experts=1, {_DEEPSEEK}}}'
 
+_PICTURES = (
+    '{name="image_text", path="pictures/data.json", format="llava", token_grid=[2, 2], validation=0.1, '
+    'processor={name="square", size=16}, prompt_template="{prompt}{answer}"}'
+)
 _LOOKING = [
     "model.name=vision_language",
     *_SHAPE,
     "model.encoder={name='conv_vit', size=[16, 16], patch=8, dim=16, n_layers=2, n_heads=2}",
-    (
-        'data={name="image_text", path="pictures/data.json", format="llava", token_grid=[2, 2], validation=0.1, '
-        'processor={name="square", size=16}, prompt_template="{prompt}{answer}"}'
-    ),
+    f"data={_PICTURES}",
 ]
+_MORE_TEXT = (  # some microbatches of some ranks have no picture
+    f'data={{name="mixture", sources=[{{name="pictures", weight=0.4, source={_PICTURES}}}, '
+    '{name="long", weight=0.6, source={name="text_files", path="long", validation=0.1}}]}'
+)
 _MODALITY_EXPERTS = (
     '{name="moe", n_experts=2, hidden_dim=32, '
     'router={name="expert_choice", experts_per_token=1, score_function="sigmoid", predictor=true}}'
@@ -179,6 +184,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         'data.processor={name="naflex", size=24, patch=8, max_patches=4}',
         "data.token_grid=[3, 3]",
     ],
+    "joint among text": [*_LOOKING, _MORE_TEXT],
     "joint bf16": [*_LOOKING, "train.precision=bf16"],
     "joint frozen then thawed": [
         *_LOOKING,
@@ -621,6 +627,7 @@ CELLS: Mapping[str, Cell] = {
     **{name: cell for name, cell in looking_cells("joint frozen then thawed").items() if "compiled" not in name},
     **looking_cells("joint mrope", cp=False),
     **looking_cells("joint padded"),
+    **looking_cells("joint among text"),
     "joint-fsdp2-bf16": Cell(2, [HALF], "joint bf16", BF16),
     "joint-tp2-bf16": Cell(2, [TP2], "joint bf16", BF16),
     # other optimizers

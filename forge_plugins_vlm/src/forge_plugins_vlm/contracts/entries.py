@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from forge_core.contracts.batch import Entry
 
 ENTRIES: Mapping[str, Entry] = {
-    "pixels": Entry(dims=("sample", "tile", "channel", "height", "width"), dtype="uint8"),
-    "tile_sizes": Entry(dims=("sample", "tile", "side")),
-    "image_slots": Entry(dims=("sample", "position")),
-    "image_range": Entry(dims=("sample", "position", "bound")),
+    "pixels": Entry(dims=("sample", "tile", "channel", "height", "width"), dtype="uint8", absent=0),
+    "tile_sizes": Entry(dims=("sample", "tile", "side"), absent=0),
+    "image_slots": Entry(dims=("sample", "position"), absent=-1),
+    "image_range": Entry(dims=("sample", "position", "bound"), absent=0),
 }
 """
 ================  ===================  ================================================================================
@@ -29,4 +29,6 @@ ENTRIES: Mapping[str, Entry] = {
 
 Where an image takes one position (``data.one_token_an_image``), which is enough for a fusion that does not place its
 tokens, all ``image_slots`` are −1, and ``image_range`` begins at that position.
+
+A sample without images has the values of ``absent``, so that sources of text alone can be mixed with those of images.
 """

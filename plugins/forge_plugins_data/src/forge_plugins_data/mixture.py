@@ -101,9 +101,13 @@ class _Common:
                     "the same; prepare both with one tokenizer"
                 )
         found = {part.name: set(part.stream.read(np.zeros(1, np.int64))) for part in parts}
+        described = dict(
+            pair for part in parts if hasattr(part.source, "entries") for pair in part.source.entries().items()
+        )
         has_weights = any("weights" in names_of_part for names_of_part in found.values())
+        replaced = {"weights", *(name for name, entry in described.items() if entry.absent is not None)}
         for names_of_part in found.values():
-            names_of_part.discard("weights")  # those of a part without them are 1
+            names_of_part.difference_update(replaced)  # a part that does not have them has them from `gathered`
         for part in others:
             if differing := sorted(found[part.name] ^ found[first.name]):
                 is_packed = differing[0] in ("document", "positions")
@@ -118,9 +122,6 @@ class _Common:
                     f"not; {hint}"
                 )
         has_weights |= any(part.loss_weight != 1 for part in parts)
-        described = dict(
-            pair for part in parts if hasattr(part.source, "entries") for pair in part.source.entries().items()
-        )
         windows = [part.source for part in parts if isinstance(part.source, TokenWindows) and part.source.is_plain]
         return cls(
             parts=parts,
@@ -153,7 +154,8 @@ class _Common:
 
     def gathered(self, which: np.ndarray, read: Callable[[int, np.ndarray], dict[str, np.ndarray]]) -> dict[str, Any]:
         """One batch of the rows that ``read(part, rows)`` gives for each part in ``which`` ``(B,)``. Where parts differ
-        in another dimension, such as the number of images, the smaller ones are filled up with zeros."""
+        in another dimension, such as the number of images, the smaller ones are filled up with zeros. All batches have
+        every entry with an ``absent``, also those without a sample of a source that has it."""
         batch: dict[str, np.ndarray] = {}
         parts = [
             (rows, read(part, rows)) for part in np.unique(which).tolist() for rows in [np.flatnonzero(which == part)]
@@ -161,10 +163,15 @@ class _Common:
         for name in dict.fromkeys(name for _, found in parts for name in found):
             arrays = [(rows, found[name]) for rows, found in parts if name in found]
             shape = np.max([values.shape[1:] for _, values in arrays], axis=0, initial=0).astype(int)
-            is_even = all(values.shape[1:] == tuple(shape) for _, values in arrays)
-            batch[name] = (np.ones if is_even else np.zeros)((len(which), *shape), arrays[0][1].dtype)
+            absent = 1 if name == "weights" else getattr(self.entries.get(name), "absent", None) or 0
+            batch[name] = np.full((len(which), *shape), absent, arrays[0][1].dtype)
             for rows, values in arrays:
+                batch[name][rows] = 0
                 batch[name][(rows, *map(slice, values.shape[1:]))] = values
+        for name, entry in self.entries.items():
+            if entry.absent is not None and name not in batch:
+                sizes = entry.shape(*batch["tokens"].shape)
+                batch[name] = np.full([size or 1 for size in sizes], entry.absent, entry.dtype)
         if self.loss_weights is not None:
             own = batch.get("weights", np.ones(batch["targets"].shape, np.float32))
             batch["weights"] = own * self.loss_weights[which][:, None]
