@@ -80,6 +80,16 @@ def test_what_is_found_is_told_once_until_it_changes(tmp_path, change, said):
     assert lines == [f"health: GPU 3 (H100) {said}"] * 2
 
 
+def test_memory_that_is_asked_for_twice_is_told_once(tmp_path, monkeypatch):
+    retries = iter([0, 2, 3, 3])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": next(retries)})
+
+    stop, lines = run_with(tmp_path, WELL, steps=4)
+
+    assert stop == ""
+    assert [line[:51] for line in lines] == ["health: GPU 3 (H100) has no memory left in one piec"]
+
+
 def test_a_driver_that_fails_meanwhile_is_not_asked_again_and_does_not_end_the_run(tmp_path):
     lost = RuntimeError("NVML: Unknown Error")
 

@@ -26,6 +26,7 @@ class Health(Callback):
         self._config = config
         self._gpu: Nvml | None = None
         self._first_look: GpuState | None = None
+        self._retries = 0
         self._told: set[str] = set()
         self._group: dist.ProcessGroup | None = None
 
@@ -81,6 +82,14 @@ class Health(Callback):
             yield f"{now.name} is slowed down by {' and '.join(now.slowed_down_by)}", False
         if now.free < least:
             yield f"{now.name} has less than {least:.0%} of its memory free", False
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        if retries > self._retries:
+            way_out = "take smaller microbatches, or set PYTORCH_ALLOC_CONF=expandable_segments:True"
+            yield (
+                f"{now.name} has no memory left in one piece, so that torch frees its cache and waits; {way_out}",
+                False,
+            )
+        self._retries = retries
 
     def _check_collective(self, run: RunContext) -> None:
         """A small all-reduce over all ranks, on the device.
