@@ -14,7 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,8 +129,11 @@ class _Reader(FileSystemReader):
 
     def _refuse_packed(self, record: Any) -> None:
         """A record is a zip archive, as torch writes it: stored as it is, or it could unpack to more than there is."""
-        with (self._folder / record.relative_path).open("rb") as file:
-            members = zipfile.ZipFile(_Part(file, record.offset, record.length)).infolist()
+        with self.fs.create_stream(self._folder / record.relative_path, "rb") as file:
+            try:
+                members = zipfile.ZipFile(_Part(file, record.offset, record.length)).infolist()
+            except zipfile.BadZipFile as error:
+                raise error.__context__ or error from None  # it does not tell what the disk has said
         stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
         if not stored or sum(member.file_size for member in members) > record.length:
             raise DamagedError(f"{record.relative_path} has a compressed record")
@@ -139,7 +142,7 @@ class _Reader(FileSystemReader):
 class _Part:
     """Some bytes of a file, for ``zipfile``, which in newer Pythons refuses archives that have others before them."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._end = file, start, start + length
         self.seek(0)
 
@@ -147,12 +150,12 @@ class _Part:
         origin = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
         if origin + offset < self._start:
             raise OSError("there is nothing before its beginning")
-        return self._file.seek(origin + offset) - self._start
+        return int(self._file.seek(origin + offset)) - self._start
 
     def tell(self) -> int:
-        return self._file.tell() - self._start
+        return int(self._file.tell()) - self._start
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int = -1) -> Any:
         left = max(0, self._end - self._file.tell())
         return self._file.read(left if size < 0 else min(size, left))
 

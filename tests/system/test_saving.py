@@ -67,6 +67,7 @@ class SlowStager:
 
     def __init__(self, options):
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._state_dict_stager = self._stager._state_dict_stager
         self._thread = ThreadPoolExecutor(1)
 
     def stage(self, tensors) -> Future:
