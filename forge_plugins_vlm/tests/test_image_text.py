@@ -8,6 +8,7 @@ import json
 import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -425,6 +426,48 @@ def video_record(tmp_path, name):
         tmp_path / "a.jsonl",
         [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]}],
     )
+
+
+def broken_videos(tmp_path, monkeypatch):
+    """A folder without a frame, and a file that the decoder does not take, each in a conversation."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+
+    class FFmpegError(Exception):
+        pass
+
+    def refuse(path):
+        raise FFmpegError("Invalid data found when processing input")
+
+    monkeypatch.setitem(sys.modules, "av", SimpleNamespace(open=refuse, FFmpegError=FFmpegError))
+    return [
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": name}]},
+                      {"role": "assistant", "content": "yes"}]}
+        for name in ("empty", "a.mp4")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("which", "sentence"),
+    [(0, r"empty cannot be read: it is a folder without images"), (1, r"a.mp4 cannot be read: Invalid data found")],
+)
+def test_a_video_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, open_source, monkeypatch, which, sentence):
+    record = broken_videos(tmp_path, monkeypatch)[which]
+
+    with pytest.raises(ConfigError, match=rf"line 1: the video .*{sentence}.*set on_error = \"skip\""):
+        open_source(**as_jsonl(tmp_path / "a.jsonl", [record]))
+
+
+def test_videos_that_cannot_be_read_are_skipped_and_counted(tmp_path, picture, open_source, monkeypatch):
+    picture("good/0.png", 1)
+    good = {"messages": [{"role": "user", "content": [{"type": "video", "video": "good"}]},
+                         {"role": "assistant", "content": "yes"}]}  # fmt: skip
+    records = [*broken_videos(tmp_path, monkeypatch), good]
+
+    source = open_source(**as_jsonl(tmp_path / "a.jsonl", records), on_error="skip")
+
+    assert len(source) == 1
+    assert source.counts["unreadable"] == 2
 
 
 def test_a_video_file_without_a_decoder_says_what_to_install(tmp_path, open_source, monkeypatch):

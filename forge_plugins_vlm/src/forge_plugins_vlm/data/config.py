@@ -121,8 +121,8 @@ class ImageTextConfig(AnswersConfig):
     max_images: int = attrs.field(default=8, validator=ge(1))
     """The most images of a sample, a frame of a video being one. ``too_long`` says what becomes of others."""
     on_error: OnError = "refuse"
-    """What to do with what has an image that cannot be read: ``refuse`` it with an error, or ``skip`` it, and tell how
-    many there are. What is found when it is read keeps its place, without targets."""
+    """What to do with what has an image or a video that cannot be read: ``refuse`` it with an error, or ``skip`` it,
+    and tell how many there are. What is found when it is read keeps its place, without targets."""
     prompt_template: str = attrs.field(default=PLAIN, validator=_template)
     """How a prompt and its answer are written, an end of document behind them. An answer without a prompt stands
     alone."""

@@ -70,10 +70,10 @@ def open_documents(
 
 
 class UnreadableError(Exception):
-    """An image cannot be read; its message names it, with the reason."""
+    """An image, or a video, cannot be read; the message names it, with the reason."""
 
     def __init__(self, reference: Reference, error: OSError) -> None:
-        super().__init__(f"the image {reference.where} cannot be read: {error.strerror or error}")
+        super().__init__(f"the {reference.kind} {reference.where} cannot be read: {error.strerror or error}")
 
 
 def _samples(config: ImageTextConfig, split: Split) -> Iterator[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 from PIL import Image
@@ -16,6 +16,9 @@ from forge_plugins_vlm.images.picture import open_picture, size_of
 
 class Reference(ABC):
     """An image that can be read when it is needed, from any thread."""
+
+    kind: ClassVar[str] = "image"
+    """For messages."""
 
     @property
     @abstractmethod

@@ -28,14 +28,17 @@ def frames_of(video: Path, part: Mapping[str, Any], where: str, config: ImageTex
         video: a folder of images in the order of their names, or a file.
         part: of a message; for a folder, ``fps`` says how many frames a second it has, by default one.
 
+    Returns:
+        A single ``BrokenVideo`` for a folder without images, or a file that cannot be read.
+
     Raises:
-        ConfigError: a folder without images; a file that cannot be read, or no decoder for it.
+        ConfigError: there is no decoder for a file, or ``fps`` is no number above 0.
     """
     if not video.is_dir():
         return _frames_of_file(video, where, config)
     files = sorted(file for file in video.iterdir() if file.suffix.lower() in _ENDINGS)
     if not files:
-        raise ConfigError(f"{where}: the video {video} is a folder without images")
+        return [BrokenVideo(video, "it is a folder without images")]
     rate = part.get("fps", 1.0)
     if not isinstance(rate, (int, float)) or rate <= 0:
         raise ConfigError(f"{where}: 'fps' must be a number above 0, it is {rate!r}")
@@ -51,6 +54,29 @@ def n_frames(duration: float, config: ImageTextConfig) -> int:
 def uniform(there: int, wanted: int) -> list[int]:
     """Which of the frames that are there are read, at equal distances, the first and the last among them."""
     return [round(float(place)) for place in np.linspace(0, there - 1, min(there, wanted))]
+
+
+@attrs.frozen
+class BrokenVideo(Reference):
+    """A video of which no frame can be read."""
+
+    kind = "video"
+    path: Path
+    reason: str
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    @property
+    def identity(self) -> str:
+        raise OSError(self.reason)
+
+    def open(self, at_least: Grid | None = None) -> Image.Image:
+        raise OSError(self.reason)
+
+    def size(self) -> Grid:
+        raise OSError(self.reason)
 
 
 @attrs.frozen
@@ -94,7 +120,7 @@ def _frames_of_file(video: Path, where: str, config: ImageTextConfig) -> Sequenc
             there = stream.frames or sum(1 for _ in container.decode(stream))
             rate = float(stream.average_rate or 1)
     except (av.FFmpegError, IndexError, OSError) as error:
-        raise ConfigError(f"{where}: the video {video} cannot be read: {error}") from error
+        return [BrokenVideo(video, str(error))]
     return [VideoFrame(video, index) for index in uniform(there, n_frames(there / rate, config))]
 
 
