@@ -128,8 +128,12 @@ class Matrix:
         """What a model keeps beside its parameters (biases of routers) follows from counts, and so is at the end what
         it is in one process, bit for bit."""
         reference = alone(CELLS[cell].training)
-        parameters = {f"model.{name}" for name in self._launcher.seen(reference)[0].gradients}
         held = [self._held(name, "end") for name in (cell, reference)]
+        parameters = {f"model.{name}" for name in self._launcher.seen(reference)[0].gradients}
+        of_optimizer = [key.removeprefix("optimizer.") for key in held[1] if key.startswith("optimizer.")]
+        parameters |= {
+            f"model.{key.rpartition('.')[0]}" for key in of_optimizer
+        }  # those that were frozen at step 1, too
         yield from _differences(
             *(
                 {key: bits for key, bits in one.items() if key.startswith("model.") and key not in parameters}
