@@ -30,8 +30,8 @@ class Entry:
     """``"engine"``: not given to the model's forward, such as ``source``. ``"loss"``: given to a loss that takes it
     (``Loss``) alone; training by another loss is refused."""
     absent: int | None = None
-    """What stands in a mixture for samples of sources without the entry. ``None``: such sources and one that has it
-    cannot be mixed."""
+    """Stands in a mixture for samples of sources that do not have the entry. ``None``: such sources cannot be mixed
+    with one that has it."""
 
     def shape(self, sample: int, position: int) -> tuple[int | None, ...]:
         """Its shape in a batch of so many samples of so many positions; ``None`` where that is not known."""
