@@ -1,4 +1,4 @@
-"""What a GPU says of Forge in half an hour: does it work there, are the numbers right, how fast is it.
+"""Asks a GPU for half an hour: does Forge work there, are the numbers right, how fast is it.
 
 A list of steps, the most telling first, each in a process of its own with a time limit, so that half an hour that ends
 early has still said something. Each prints a row of a table, and appends a line of JSON to ``--out``. A step begins

@@ -42,7 +42,7 @@ def experts(setting: Setting) -> Figures:
 
 
 def _experts_distance(setting: Setting, dtype: torch.dtype, counts: list[int]) -> float:
-    """Of the product and both gradients; one gradient is expanded, as that of a sum is."""
+    """The largest of three: the product's and both gradients'. The gradient it is given is expanded, as that of a sum is."""
     generator = torch.Generator().manual_seed(sum(counts))
     rows = torch.randn(sum(counts), 64, generator=generator).to(setting.device, dtype).requires_grad_()
     weight = torch.randn(len(counts), 128, 64, generator=generator).to(setting.device, dtype).requires_grad_()
@@ -57,7 +57,7 @@ def _experts_distance(setting: Setting, dtype: torch.dtype, counts: list[int]) -
 
 
 def _time_to_torch(setting: Setting) -> float:
-    """Of forward and backward of 8 experts at work, ours over torch's own operator."""
+    """Time of forward and backward of 8 experts at work, ours over torch's own operator."""
     count, side = (64, 64) if setting.tiny else (16384, 2048)
     rows, weight = (
         torch.randn(*shape, side, device=setting.device, dtype=torch.bfloat16, requires_grad=True)

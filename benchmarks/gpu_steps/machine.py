@@ -43,7 +43,7 @@ def names_of(device: torch.device) -> dict[str, str]:
 
 
 def said(*command: str) -> str:
-    """What a program prints, or nothing where there is none."""
+    """The output of a program, or nothing where there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -63,7 +63,7 @@ interval = 1
 
 @attrs.frozen
 class SmallRun:
-    """What a training has left behind."""
+    """A training that is over."""
 
     folder: Path
     logged: Sequence[Mapping[str, float]]
@@ -133,6 +133,6 @@ def documents(count: int) -> np.ndarray:
 
 
 def read_run(folder: Path) -> SmallRun:
-    """What has been logged there."""
+    """Read what has been logged there."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return SmallRun(folder, [one for one in map(json.loads, lines) if "loss" in one])

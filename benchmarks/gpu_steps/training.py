@@ -25,7 +25,7 @@ COMPILED = "parallel.passes.compile.fullgraph=true"
 MASKED = ("data.document_mask=true", "data.end_of_document=0")
 LAST = "checkpoints/step_00000020"
 BF16_BOUND = 2e-2
-"""Of a loss, relative: kernels round in other orders."""
+"""Relative difference of losses: kernels round in other orders."""
 
 
 def documents(setting: Setting) -> Figures:
