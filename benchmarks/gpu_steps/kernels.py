@@ -42,7 +42,7 @@ def experts(setting: Setting) -> Figures:
 
 
 def _experts_distance(setting: Setting, dtype: torch.dtype, counts: list[int]) -> float:
-    """The largest of three: the product's and both gradients'. The gradient it is given is expanded, as that of a sum is."""
+    """The largest of the product's and both gradients', for a gradient that is expanded, as that of a sum is."""
     generator = torch.Generator().manual_seed(sum(counts))
     rows = torch.randn(sum(counts), 64, generator=generator).to(setting.device, dtype).requires_grad_()
     weight = torch.randn(len(counts), 128, 64, generator=generator).to(setting.device, dtype).requires_grad_()
