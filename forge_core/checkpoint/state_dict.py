@@ -19,7 +19,8 @@ from forge_core.ops.local_tensor import local_tensor
 
 
 def model_tensors(parameters: Mapping[str, nn.Parameter], parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """The given parameters, and persistent buffers, as they are: writing to them changes the model."""
+    """The given parameters, and persistent buffers, as they are: writing to them changes the model. ``state_dict`` has
+    FSDP drop the copies that it has gathered, so that the next forward takes what is written."""
     named: dict[str, torch.Tensor] = dict(parameters)
     for part in parts:
         persistent = {canonical_name(name) for name in part.state_dict(keep_vars=True)}

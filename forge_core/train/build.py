@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
@@ -71,12 +70,6 @@ class BuiltModel:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the model that this rank saves, by key."""
         return model_tensors(self.parameters, self.parts)
-
-    def drop_gathered(self) -> None:
-        """Drop what FSDP has gathered for a forward without a backward, which it would take for the next one, too."""
-        for module in (module for part in self.parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 @attrs.frozen

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.state_dict import plain_values
@@ -52,12 +53,12 @@ class EvaluationWeights:
                 values = self._values(name)
                 trained[name] = values.clone()
                 values.copy_(local_tensor(weights.pop(name)))
-            self._model.drop_gathered()
+            self._drop_gathered()
             yield
         finally:
             for name, values in trained.items():
                 self._values(name).copy_(values)
-            self._model.drop_gathered()
+            self._drop_gathered()
 
     def _by_name(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -90,6 +91,13 @@ class EvaluationWeights:
     def _values(self, name: str) -> torch.Tensor:
         """This rank's part of a parameter, in the same memory."""
         return local_tensor(plain_values(self._model.parameters[name])).detach()
+
+    def _drop_gathered(self) -> None:
+        """The root's parameters stay gathered after a forward without a backward, with the values of then."""
+        for part in self._model.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:

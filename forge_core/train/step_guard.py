@@ -399,7 +399,6 @@ class NonFiniteSearch:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), self._watched(seen):
             self.model.executor.evaluate(batch)
-        self.model.drop_gathered()
         if not seen:
             return None
         bad = torch.stack([flag.to(self.device) for _, _, flag in seen]).tolist()

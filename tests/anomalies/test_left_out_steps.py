@@ -50,11 +50,7 @@ def marked(first, stop, more=EMA):
 
 BACK = ["train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=2"]
 WITHOUT = ['data={name="numbered", without=[16, 24]}', f"callbacks=[{EMA}]"]
-EVALUATED = [  # right before it goes back
-    *DATA,
-    *("train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=1", "train.precision=bf16"),
-    *("eval.interval=6", 'eval.data={name="numbered"}', "eval.batches=1"),
-]
+SEARCHED = [*DATA, "train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=1", "train.precision=bf16"]
 POISONED = {  # name: the reference that leaves out the same steps, the number of ranks, settings
     "gradient-nan": ("one", 1, [*DATA, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
     "loss-inf": ("one", 1, [*DATA, poison("loss", "inf=true", FIRST_MIDDLE_LAST), RARELY]),
@@ -107,8 +103,8 @@ def launcher(tmp_path_factory, saboteur_site):
                 Work("back-reference", 1, [*DATA, *BACK, *WITHOUT, "train.steps=13"]),
                 Work("back-of-two", 2, [*TWO, *BACK, *marked(18, 24), "metrics.interval=4"]),
                 Work("back-of-two-reference", 2, [*TWO, *BACK, *WITHOUT]),
-                Work("back-evaluated", 1, [*EVALUATED, *marked(16, 20, more="")]),
-                Work("back-evaluated-reference", 1, [*EVALUATED, 'data={name="numbered", without=[16, 20]}']),
+                Work("back-searched", 1, [*SEARCHED, *marked(16, 20, more="")]),
+                Work("back-searched-reference", 1, [*SEARCHED, 'data={name="numbered", without=[16, 20]}']),
             ],
             timeout=800,
         )
@@ -184,12 +180,12 @@ def test_too_many_in_a_row_take_the_run_back_and_their_samples_out(launcher, nam
         assert [line[key] for key in keys] == [reference[line["step"]][key] for key in keys]
 
 
-def test_a_run_that_goes_back_right_after_an_evaluation_computes_with_what_it_has_read(launcher):
-    """An evaluation is a forward without a backward, after which FSDP keeps the copies that it has gathered."""
-    (event,) = events(launcher, "back-evaluated", "rolled_back")
+def test_a_run_that_goes_back_right_after_the_search_computes_with_what_it_has_read(launcher):
+    """The search ends with a forward, after which FSDP keeps the copies in bf16 that it has made."""
+    (event,) = events(launcher, "back-searched", "rolled_back")
 
     assert (event["step"], event["to_step"], event["samples"]) == (6, 3, [[16, 19]])
-    assert_equal(launcher.saved("back-evaluated"), launcher.saved("back-evaluated-reference"))
+    assert_equal(launcher.saved("back-searched"), launcher.saved("back-searched-reference"))
 
 
 def test_a_row_of_which_a_part_was_saved_takes_the_run_back_to_before_it(launcher):

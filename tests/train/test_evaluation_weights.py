@@ -30,7 +30,7 @@ class Owner:
 
 def model():
     part = nn.Linear(3, 2)
-    return SimpleNamespace(parameters=dict(part.named_parameters()), parts=[part], drop_gathered=lambda: None)
+    return SimpleNamespace(parameters=dict(part.named_parameters()), parts=[part])
 
 
 def test_the_parameters_are_back_bit_for_bit_also_after_an_error():

@@ -1,7 +1,5 @@
 """When parameters are gathered and freed."""
 
-from types import SimpleNamespace
-
 import attrs
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch.distributed.tensor import Shard
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import PluginError
-from forge_core.train.build import BuiltModel, materialise
+from forge_core.train.build import materialise
 from forge_core.train.executor import PlainExecutor
 from forge_plugins_parallel.config import FullyShardConfig
 from forge_plugins_parallel.fsdp import _placement
@@ -82,21 +80,6 @@ def test_what_was_kept_is_freed_with_the_last_microbatch(context):
 
     blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert all(block._get_fsdp_state()._fsdp_param_group.is_sharded for block in blocks)
-
-
-def test_what_a_forward_alone_has_gathered_can_be_dropped(context):
-    """It would be taken for the next forward, also if parameters have changed meanwhile."""
-    model = sharded(context)
-    groups = [
-        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
-    ]
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-
-    PlainExecutor(model, cross_entropy).evaluate({"tokens": tokens, "targets": tokens})
-
-    assert not any(group.is_sharded for group in groups)
-    BuiltModel.drop_gathered(SimpleNamespace(parts=[model]))
-    assert all(group.is_sharded for group in groups)
 
 
 def test_a_parameter_that_cannot_be_sharded_is_named(context):
