@@ -378,3 +378,8 @@ def test_the_rest_of_the_job_is_left_as_it_was():
     assert problems == []
     assert attrs.evolve(done, parallel=asked.parallel) == asked
     assert asked.parallel.passes == {}
+
+
+def test_pure_bf16_asks_for_no_pass_and_mixed_precision_for_one():
+    assert required_capabilities(job({}, precision="bf16_pure"), world_size=1) == {}
+    assert [*required_capabilities(job({}, precision="bf16"), world_size=1)] == ["precision"]

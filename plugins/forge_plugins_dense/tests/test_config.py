@@ -46,6 +46,14 @@ def test_key_value_heads_default_to_the_heads_that_were_asked_for(tiny_config):
     assert tiny_config(n_heads=8, n_kv_heads=None).kv_heads == 8
 
 
+def test_heads_that_flex_attention_has_no_kernel_for_are_refused(tiny_config):
+    with pytest.raises(
+        ValueError, match='"flex" needs heads of at least 16 features, and these have 8; raise head_dim'
+    ):
+        tiny_config(attention="flex", head_dim=8)
+    assert tiny_config(attention="flex", head_dim=16).narrowest_head == 16
+
+
 def test_settings_of_the_mlp_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="has no effect beside hidden_dim"):
         MLPConfig(hidden_dim=64, multiplier=1.3)

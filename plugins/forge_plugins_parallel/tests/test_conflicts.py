@@ -1,5 +1,7 @@
 """Every need and every conflict that a pass declares is found by validation, all of a job at once."""
 
+import re
+
 import pytest
 
 from forge_core.api import PassComponent
@@ -195,6 +197,20 @@ def test_conflicts_are_told_together_with_everything_else(problems):
     assert "pipeline.schedule" in said
     assert "compile.whole_model" in said
     assert "4 heads cannot be shared out evenly to parallel.tp = 3 ranks" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [
+        ("reduce-overhead", 'records CUDA graphs, .*; take "default"'),
+        ("max-autotune", 'records CUDA graphs, .*; take "max-autotune-no-cudagraphs"'),
+        ("fastest", "must be one of default, max-autotune-no-cudagraphs; got 'fastest'"),
+    ],
+)
+def test_a_mode_of_compile_that_cannot_train_is_refused_with_one_that_can(problems, mode, sentence):
+    (line,) = problems([f"{COMPILE}.mode={mode}"])
+
+    assert re.search(rf"compile\.mode: .*{sentence}", line), line
 
 
 def test_degrees_that_do_not_fit_hide_no_conflict(tmp_path):
