@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import fork_server
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
@@ -70,9 +70,9 @@ def source(run, split="train", seq_len=32, **keys):
 
 
 def forge(folder, *arguments, code=0):
-    command = [sys.executable, "-W", "ignore", "-m", "forge_core", *arguments]
+    command = [sys.executable, "-m", "forge_core", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    done = fork_server.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fork_server
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders import similarity
@@ -108,8 +108,8 @@ def folder(tmp_path_factory):
 
 
 def forge(folder, *arguments, code=0):
-    command = [sys.executable, "-W", "ignore", "-m", "forge_core", *arguments]
-    done = subprocess.run(
+    command = [sys.executable, "-m", "forge_core", *arguments]
+    done = fork_server.run(
         command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
     assert done.returncode == code, done.stdout + done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+import fork_server
 from forge_core.errors import ConfigError
 from forge_plugins_interp.store import Store
 
@@ -21,9 +21,9 @@ sites = ["embed", "blocks.*.resid_post", "blocks.1.z"]
 
 
 def run_forge(folder, *arguments):
-    command = [sys.executable, "-W", "ignore", "-m", "forge_core", "run", "job.toml", *arguments]
+    command = [sys.executable, "-m", "forge_core", "run", "job.toml", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return fork_server.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def train(folder, name, *more):

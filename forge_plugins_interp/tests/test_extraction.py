@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import forge_plugins_interp as interp
+import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_plugins_interp.reduction import Reduction, token_counts
@@ -67,8 +68,6 @@ def test_a_store_has_what_is_seen(run, alone):
 )
 def test_a_store_is_the_same_in_every_layout(run, alone, tmp_path, layout):
     command = [sys.executable, "-m", "forge_core", "extract", str(run), "--sites", SITES, "--samples", str(SAMPLES)]
-    import fork_server
-
     done = fork_server.run(
         [*command, "--out", str(tmp_path / "two"), "--nproc", "2", *layout], capture_output=True, text=True, timeout=200
     )
@@ -145,9 +144,9 @@ def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
         "from forge_core.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, "extract", str(run), "--sites", SITES]
+    command = [sys.executable, "-c", code, "extract", str(run), "--sites", SITES]
     command += ["--samples", str(SAMPLES), "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = fork_server.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and not shard_file(out, "logits", 0).exists():
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -157,7 +156,7 @@ def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
         assert main(["sites", str(run)]) == 0  # any other command leaves it alone
         with pytest.raises(Exception, match="is not complete; the same forge extract goes on with it"):
             Store(out)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     assert shard_file(out, "logits", 0).stat().st_mtime_ns == first

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+
+import fork_server
 
 EVALUATION = """
 [[evaluations]]
@@ -22,9 +23,9 @@ interval = 2
 
 
 def train(folder, name, *more):
-    command = [sys.executable, "-W", "ignore", "-m", "forge_core", "run", "job.toml", f"run.name={name}", *more]
+    command = [sys.executable, "-m", "forge_core", "run", "job.toml", f"run.name={name}", *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = fork_server.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
     prefix = "eval/representations/"
@@ -82,7 +83,7 @@ def test_a_resumed_run_compares_with_the_same_values(folder, alone):
 def test_other_sites_need_another_label(folder, alone):
     command = [sys.executable, "-m", "forge_core", "run", "job.toml", "run.name=alone", "train.steps=8"]
     other = ['evaluations=[{name="representations", sites=["embed"], interval=2}]']
-    done = subprocess.run([*command, *other], cwd=folder, capture_output=True, text=True)
+    done = fork_server.run([*command, *other], cwd=folder, capture_output=True, text=True)
 
     assert done.returncode == 2
     assert "the first evaluation of this run had other sites (blocks.0.resid_post)" in done.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+import fork_server
 from forge_core.cli import main
 from forge_plugins_interp.fingerprint import Fingerprint, difference
 from forge_plugins_interp.trace_comparison import read_trace
@@ -60,8 +60,8 @@ def job(run):
 
 def trace(job, out, *more, path=""):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path)}
-    command = [sys.executable, "-W", "ignore", "-m", "forge_core", "trace", str(job), "--out", str(out), *more]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "forge_core", "trace", str(job), "--out", str(out), *more]
+    done = fork_server.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -188,7 +188,7 @@ def test_a_site_that_is_not_there_is_a_sentence(job, tmp_path):
         "--sites",
         "blocks.0.resid",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = fork_server.run(command, capture_output=True, text=True)
 
     assert done.returncode == 2
     assert not tmp_path.exists()  # nothing is left of it

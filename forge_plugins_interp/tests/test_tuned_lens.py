@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 import forge_plugins_interp as interp
+import fork_server
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
@@ -115,7 +115,7 @@ def test_translators_are_a_mean_of_a_token(model):
 
 
 def train(run, name, *settings, code=0):
-    command = [sys.executable, "-W", "ignore", "-m", "forge_core", "run", "job.toml", f"run.name={name}"]
+    command = [sys.executable, "-m", "forge_core", "run", "job.toml", f"run.name={name}"]
     keys = [
         f"checkpoint.load.path={run}",
         "loss.name=own",
@@ -125,7 +125,7 @@ def train(run, name, *settings, code=0):
         "metrics.interval=1",
         "optimizer.weight_decay=0.0",
     ]
-    done = subprocess.run(
+    done = fork_server.run(
         [*command, *keys, *settings],
         cwd=run.parent.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -9,11 +9,11 @@ from parity_matrix.launch import Launcher, Work
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUTERS = {
-    "unbalanced": 'name="softmax_topk", balance=0.0',
-    "unbalanced-sigmoid": 'name="sigmoid_topk", bias_rate=0.0',
-    "bias-ac": 'name="sigmoid_topk", bias_rate=0.003',
-    "loss": 'name="softmax_topk", balance=0.1',
+ROUTERS = {  # steps, and the router
+    "unbalanced": (80, 'name="softmax_topk", balance=0.0'),
+    "unbalanced-sigmoid": (80, 'name="sigmoid_topk", bias_rate=0.0'),
+    "bias-ac": (200, 'name="sigmoid_topk", bias_rate=0.003'),
+    "loss": (200, 'name="softmax_topk", balance=0.1'),
 }
 
 
@@ -22,7 +22,7 @@ def launcher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("balance")
     _write_skewed_text(folder / "skewed")
     launcher = Launcher(folder)
-    launcher.launch([Work(name, 2, _settings(name, router)) for name, router in ROUTERS.items()], timeout=800)
+    launcher.launch([Work(name, 2, _settings(name, *of)) for name, of in ROUTERS.items()], timeout=800)
     return launcher
 
 
@@ -36,10 +36,10 @@ def _write_skewed_text(folder):
         (folder / f"{file}.txt").write_text(" ".join(text))
 
 
-def _settings(name, router):
+def _settings(name, steps, router):
     settings = [
         *("model.n_layers=2", "model.n_heads=4", "data.path=skewed", "eval.interval=0", "optimizer.lr=1e-3"),
-        *("train.steps=300", "train.seq_len=64", "train.batch_size=8", "scheduler.warmup_steps=20"),
+        *(f"train.steps={steps}", "train.seq_len=64", "train.batch_size=8", "scheduler.warmup_steps=20"),
         f'model.feed_forward={{name="moe", n_experts=8, hidden_dim=32, router={{{router}}}}}',
         f"{FSDP}=true",
     ]
@@ -47,10 +47,10 @@ def _settings(name, router):
 
 
 def _violation(launcher, name):
-    """Of the worse layer, the mean over the last 20 of 300 steps."""
+    """Of the worse layer, the mean over the last 20 steps."""
     last = [line for line in launcher.metrics(name) if "loss" in line][-20:]
     layers = [key for key in last[0] if key.startswith("load_violation/")]
-    assert (len(layers), last[-1]["step"]) == (2, 300)
+    assert (len(layers), last[-1]["step"]) == (2, ROUTERS[name][0])
     return max(sum(line[layer] for line in last) / len(last) for layer in layers)
 
 

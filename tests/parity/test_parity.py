@@ -8,68 +8,33 @@ from parity_matrix.selection import by_day_or_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-BY_NIGHT = {  # what puts together what other cells have apart, and graphs that take long to compile
-    *("compiled", "moe-ac-selective-compiled", "tp2-ac-auto"),
-    *("global-batch", "ac-none", "ac-every-second", "bf16-ac-full", "fp8-rowwise-exact-gradients"),
-    *("ac-budget", "fsdp2-never-reshard", "fsdp2-auxiliary", "hsdp2x2-ac-every-second", "hsdp2x2-tp2", "pp2-fsdp2-tp2"),
-    *("fsdp4-mixture", "hsdp2x2-mixture", "pp2-zero-bubble-v-fsdp2-mixture", "moe-ep2-mixture"),
-    *("phases-accumulation4", "fsdp4-phases", "hsdp2x2-phases", "tp2-fsdp2-phases", "cp2-phases", "moe-ep2-phases"),
-    *("tp2-copies2", "tp2-fsdp1-microbatches2", "tp2-fsdp2-even-vocabulary", "tp2-fsdp2-tied"),
-    *("tp2-bf16", "tp2-fp8", "tp2-whole-whole-positions"),
-    *("pp2-1f1b-auxiliary", "pp2-copies2-zero-bubble-v", "pp2-dualpipe-v-packed", "pp2-interleaved-bf16"),
-    *("pp2-interleaved-zero-bubble-packed", "pp2-tp2-dualpipe-v-packed", "pp2-tp2-tied"),
-    *("pp2-zero-bubble-v-ac-full", "pp2-zero-bubble-v-chunked"),
-    *("cp2-ac-auto", "cp2-copies2", "cp2-fsdp2-packed", "cp2-tp2-packed"),
-    *("cp2-ring-ac-auto", "cp2-ring-bf16", "cp2-ring-compiled", "cp2-ring-fsdp2", "cp2-ring-tp2"),
-    *("cp2-ring-pp2-ac-full", "cp2-ring-pp2-zero-bubble-v"),
-    *("latent-compiled-ac-selective", "cp2-latent", "pp2-latent", "tp2-fsdp2-latent", "tp2-latent-whole-positions"),
-    *("moe-ep2-cp2-fsdp2", "moe-ep2-cp2-packed", "moe-ep2-fsdp2-ac-full-packed", "moe-ep2-hash", "moe-pp2-hash"),
-    *("moe-ep2-overlap-compiled", "moe-ep2-sinkhorn-compiled", "moe-ep2-tp2-overlap-chunks3"),
-    *("moe-ep4-hierarchical-chunks2-ac-full-packed", "moe-pp2-ep2-zero-bubble-v-overlap"),
-    *("moe-tp2-expert-choice-ac-full", "moe-tp2-noisy-ac-full", "moe-pp2-sinkhorn"),
-    *("moe-ep2-tp2-fp8", "moe-pp2-fp8"),
-    *("moe-ac-selective-compiled-biased", "moe-tp2-fsdp2-whole-positions-biased", "moe-pp2-ep2-biased"),
-    *("moe-ep2-copies2", "moe-pp2-ep2-capacity-ac-full", "moe-pp2-ep2-dualpipe-v-packed"),
-    *("ahead-ac-auto", "ahead-ac-full", "ahead-chunked", "ahead-microbatches2-moe-packed"),
-    *("ahead-compiled-ac-selective", "ahead-compiled-whole-model"),
-    *("ahead-fsdp2-moe-packed", "ahead-tp2-chunked-packed", "ahead-cp2-ring"),
-    *("ahead-pp2-dualpipe-v", "ahead-pp2-interleaved-zero-bubble-packed", "ahead-pp2-zero-bubble-v-chunked"),
-    *("ahead-pp2-fsdp2", "ahead-pp2-cp2-moe-packed", "ahead-pp2-ep2-moe-packed"),
-    *("ahead-pp2-tp2-packed", "ahead-pp2-tp2-whole-positions"),
-    *(f"windows-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "fsdp2", "hsdp2x2")),
-    *(f"windows-{layout}" for layout in ("tp2-whole-positions", "pp2", "cp2-tp2", "pp2-fsdp2-packed")),
-    *(f"windows-and-sinks-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "fsdp2")),
-    *(f"windows-and-sinks-{layout}" for layout in ("hsdp2x2", "tp2-whole-positions", "pp2", "cp2-tp2")),
-    "windows-and-sinks-pp2-fsdp2-packed",
-    *(f"biases-{layout}" for layout in ("accumulation4", "chunked", "ac-full", "ac-selective-compiled", "hsdp2x2")),
-    *(f"biases-{layout}" for layout in ("tp2-chunked", "pp2", "cp2", "cp2-tp2")),
-    *(f"lora-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "hsdp2x2", "tp2-chunked")),
-    *(f"lora-{layout}" for layout in ("tp2-whole-positions", "pp2", "cp2-tp2", "fsdp2-bf16")),
-    *(f"biases-and-dropout-{layout}" for layout in ("accumulation4", "chunked", "ac-selective-compiled", "fsdp2")),
-    *(f"biases-and-dropout-{layout}" for layout in ("tp2-whole-positions", "pp2", "cp2", "tp2-fsdp2")),
-    *("attention-dropout-compiled", "attention-dropout-ac-full", "attention-dropout-hsdp2x2"),
-    *(f"muon-{layout}" for layout in ("fsdp4", "cp2", "pp2-fsdp2", "moe-ep2")),
-    *(f"factored-{layout}" for layout in ("fsdp4", "hsdp2x2", "cp2", "pp2-fsdp2", "moe-ep2")),
-    *(
-        f"{optimizer}-{layout}"
-        for optimizer in ("lion", "schedule-free")
-        for layout in ("accumulation4", "fsdp4", "hsdp2x2", "tp2", "pp2", "pp2-fsdp2", "cp2", "moe-ep2")
-    ),
+BY_DAY = {  # each pass, each schedule and each training at least once; what puts them together further is by night
+    *("microbatches2", "accumulation4", "chunked", "fsdp1", "ac-full", "ac-selective", "ac-auto", "bf16"),
+    *("fsdp2", "fsdp2-keep-gathered-ac-full", "fsdp2-compiled-ac-selective", "copies2", "hsdp2x2"),
+    *("tp2", "tp2-chunked", "tp2-whole-positions", "tp2-ac-selective", "tp2-fsdp2"),
+    *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),
+    *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring", "cp2-fsdp2", "pp2-cp2-tp2"),
+    *("fp8-tensorwise", "fsdp2-fp8-gathered-ac-full", "moe-ep2-fp8-ac-selective"),
+    *("packed-accumulation4", "cp2-pp2-ac-full-packed", "tp2-packed"),
+    *("tp2-tied", "pp2-zero-bubble-v-tied", "tp2-whole", "tp2-latent"),
+    *("fsdp2-penalised", "pp2-zero-bubble-v-penalised", "tp2-auxiliary"),
+    *("mixture-accumulation4", "cp2-mixture", "pp2-mixture", "fsdp2-phases-bf16", "pp2-phases"),
+    *("moe-accumulation4", "moe-ac-full", "moe-tp2", "moe-ep2", "moe-ep2-tp2", "moe-pp2-ep2-zero-bubble-v"),
+    *("moe-tp2-capacity", "moe-ep2-expert-choice-chunks2", "moe-pp2-expert-choice", "moe-ep2-fsdp2-biased"),
+    *("moe-pp2", "moe-ep4-hierarchical", "moe-ep2-ac-selective-packed", "moe-tp2-without-sequence"),
+    *("ahead-accumulation4", "ahead-tp2-whole-positions", "ahead-pp2-1f1b", "ahead-cp2-moe-packed"),
+    *("windows-ac-full", "windows-cp2-packed", "windows-and-sinks-tp2-chunked"),
+    *("long-rope-cp2-ring", "long-rope-packed-cp2", "biases-tp2-whole-positions"),
+    *("biases-and-dropout-hsdp2x2", "attention-dropout-cp2", "attention-dropout-pp2"),
+    *("lora-ac-full", "lora-tp2-fsdp2", "lora-moe-ep2", "complete-p-pp2", "complete-p-moe-ep2"),
+    *("muon-accumulation4", "muon-tp2-fsdp2", "muon-pp2", "factored-tp2", "factored-pp2", "factored-moe-ep2-fsdp2"),
+    *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2"),
+    *("joint-cp2", "joint-pp2-zero-bubble-v-fsdp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),
+    *("joint-frozen-then-thawed-fsdp2", "joint-among-text-pp2", "crossed-fsdp2", "crossed-pp2-interleaved-tp2"),
+    *("crossed-cp2", "mixture-of-transformers-tp2-whole-positions", "moma-ep2"),
 }
-LOOKING_BY_DAY = {
-    *("joint-fsdp2", "joint-tp2", "joint-cp2", "joint-pp2-zero-bubble-v-fsdp2", "joint-packed-pp2"),
-    *("crossed-tp2-fsdp2-ac-full", "crossed-pp2-interleaved-tp2", "crossed-cp2", "crossed-packed-hsdp2x2"),
-    *("mixture-of-transformers-tp2-whole-positions", "mixture-of-transformers-pp2", "moma-ep2", "moma-tp2"),
-    *("joint-frozen-then-thawed-fsdp2", "joint-frozen-then-thawed-pp2", "joint-fsdp2-bf16"),
-    *("joint-mrope-pp2", "joint-padded-pp2", "joint-among-text-fsdp2", "joint-among-text-pp2"),
-}
-"""Of images among text; the other layouts of these are by night."""
-BY_NIGHT |= {
-    name
-    for name in CELLS
-    if name.startswith(("joint-", "crossed-", "mixture-of-transformers-", "moma-")) and name not in LOOKING_BY_DAY
-}
-assert CELLS.keys() >= BY_NIGHT | LOOKING_BY_DAY
+BY_NIGHT = CELLS.keys() - BY_DAY
+assert CELLS.keys() >= BY_DAY
 
 
 every_cell = pytest.mark.parametrize("cell", by_day_or_night(CELLS, BY_NIGHT))
@@ -109,8 +74,8 @@ NEXT = dict(zip(FAMILIES, [*FAMILIES[1:], FAMILIES[0]], strict=True))
 
 
 def _exchange(writer, reader):
-    """By day each family is read by the next one and by one process, and reads what one process has written."""
-    by_day = "one process" in (writer, reader) or NEXT.get(writer) in (reader, None)
+    """By day each family is read by the next one."""
+    by_day = NEXT.get(writer) in (reader, None)
     return pytest.param(writer, reader, marks=[] if by_day else [pytest.mark.nightly])
 
 

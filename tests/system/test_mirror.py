@@ -21,6 +21,7 @@ from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
 from forge_plugins_mirror.mirror import Mirror, open_mirror
 from forge_plugins_mirror.mirroring import Mirroring
+from forge_plugins_mirror.uploader import Uploader
 
 _NAMES = (f"run{number}" for number in itertools.count())
 
@@ -33,8 +34,22 @@ def all_is_well():
 
 
 @pytest.fixture
-def run(shared_tiny, tmp_path):
-    """Runs the tiny job in this process, under a name of its own, with a mirror."""
+def wait_for_copier(monkeypatch):
+    """A function that waits until the thread of the run has copied all that it was asked for, or has failed to."""
+    copiers, start = [], Uploader.start
+    monkeypatch.setattr(Uploader, "start", lambda self: (copiers.append(self), start(self)))
+
+    def wait():
+        while copiers[-1].is_busy:
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def run(shared_tiny, tmp_path, wait_for_copier):
+    """Runs the tiny job in this process, under a name of its own, with a mirror. What ``happens`` at a step finds
+    copies under way; steps after it begin when there are none, so that the run hears of them while it trains."""
     name = next(_NAMES)
 
     def start(*arguments, at_step=None, happens=None):
@@ -43,6 +58,8 @@ def run(shared_tiny, tmp_path):
         def step(self, microbatches):
             if self.step == at_step:
                 happens()
+            elif at_step is not None and self.step > at_step:
+                wait_for_copier()
             return train_step(self, microbatches)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -184,22 +201,20 @@ def test_a_mirror_that_hangs_up_does_not_stop_the_run_and_the_same_command_catch
     assert run.steps_there() == [2, 4, 6, 8, 10]
 
 
-def test_what_could_not_be_copied_is_tried_again_after_the_next_save(run):
+def test_what_could_not_be_copied_is_tried_again_after_the_next_save(run, wait_for_copier, monkeypatch):
     def back():
+        wait_for_copier()
         Objects.bytes_left = None
 
-    times = iter([_hang_up, back])
-    steps = iter([3, 8])
-    at = {next(steps): next(times), next(steps): next(times)}
+    at = {3: _hang_up, 8: back}
     train_step = Trainer._train_step
 
     def step(self, microbatches):
         at.get(self.step, lambda: None)()
         return train_step(self, microbatches)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", step)
-        assert run() == 0
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    assert run() == 0
 
     assert _events(run, "mirror_failed") != []
     assert run.steps_there() == [2, 4, 6, 8, 10]
@@ -230,6 +245,14 @@ def test_a_start_without_its_mirror_goes_by_what_is_here_and_not_by_nothing(run,
     assert not run.path.exists()
 
 
+@pytest.fixture
+def removed_between_copies(monkeypatch, wait_for_copier):
+    """What is being copied at this moment would be kept."""
+    removable = Mirroring.removable
+    monkeypatch.setattr(Mirroring, "removable", lambda *arguments: (wait_for_copier(), removable(*arguments))[1])
+
+
+@pytest.mark.usefixtures("removed_between_copies")
 def test_what_is_not_copied_yet_is_not_removed_here(run):
     assert run("checkpoint.keep_last=1", at_step=3, happens=_hang_up) == 0
     assert run.store.steps() == [10], "what the mirror would not keep either is not waited for"
@@ -243,18 +266,10 @@ def test_what_is_not_copied_yet_is_not_removed_here(run):
     assert {6, 8, 10} <= there
 
 
+@pytest.mark.usefixtures("removed_between_copies")
 def test_what_is_not_copied_yet_goes_when_the_disk_has_no_room_for_the_next_one(run, monkeypatch, capsys):
     usage = type("usage", (), {"free": 1000, "total": 0, "used": 0})
     monkeypatch.setattr("forge_plugins_mirror.mirroring.shutil", type("S", (), {"disk_usage": lambda path: usage}))
-    removable = Mirroring.removable
-
-    def after_the_copier_has_given_up(self, *arguments):
-        """What it is copying at this moment is kept: not what this test is about."""
-        while self._copier.is_busy:
-            time.sleep(0.01)
-        return removable(self, *arguments)
-
-    monkeypatch.setattr(Mirroring, "removable", after_the_copier_has_given_up)
     keep = ["checkpoint.keep_last=1", "checkpoint.mirror_keep_last=9"]
     assert run(*keep, at_step=5, happens=_hang_up) == 0
 

@@ -59,10 +59,11 @@ class Objects(AbstractFileSystem):
         Objects.put.append(target.name)
 
     def _use(self, n_bytes: int) -> None:
-        if self.bytes_left is not None:
-            Objects.bytes_left = max(0, self.bytes_left - n_bytes - 1)
-            if not Objects.bytes_left:
-                raise ConnectionResetError("the other side has hung up")
+        left = Objects.bytes_left
+        if left:
+            Objects.bytes_left = left = max(0, left - n_bytes - 1)
+        if left == 0:  # and stays so for as long as nobody else says otherwise, in another thread maybe
+            raise ConnectionResetError("the other side has hung up")
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         self._use(0)
