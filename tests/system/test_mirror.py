@@ -247,7 +247,7 @@ def test_a_start_without_its_mirror_goes_by_what_is_here_and_not_by_nothing(run,
 
 @pytest.fixture
 def removed_between_copies(monkeypatch, wait_for_copier):
-    """What is being copied at this moment would be kept."""
+    """What is not copied at this moment would be kept, until the next save."""
     removable = Mirroring.removable
     monkeypatch.setattr(Mirroring, "removable", lambda *arguments: (wait_for_copier(), removable(*arguments))[1])
 
@@ -309,6 +309,7 @@ def test_a_run_that_goes_back_takes_the_later_ones_from_the_mirror(run, monkeypa
     assert all(there[step] == read_manifest(run.store.folder(step)) for step in there), "none from before"
 
 
+@pytest.mark.usefixtures("removed_between_copies")
 def test_list_and_verify_know_the_mirror(run, capsys):
     assert run("train.steps=4", "checkpoint.keep_last=1", "checkpoint.mirror_keep_last=9") == 0
     far = next(Path(run.far.removeprefix("objects://")).rglob("step_00000002-*/state.json"))
