@@ -116,6 +116,12 @@ def shared_tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyJob:
     return TinyJob(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def new_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyJob]:
+    """A function that makes another one, in a folder of this name."""
+    return lambda name: TinyJob(tmp_path_factory.mktemp(name))
+
+
 TRAINING = ("step", "loss", "grad_norm", "lr", "tokens")
 
 

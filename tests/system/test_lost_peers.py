@@ -3,6 +3,7 @@
 Times are those of reliability goal G11 (timeout + 2 s, timeout + 35 s) with room for a machine that is busy.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+import fork_server
 
 TIMEOUT = 6
 SETTINGS = [
@@ -29,16 +32,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 @pytest.fixture
 def start(tiny):
     """Start a command of its own session; nothing of it is left after the test."""
+    yield from _starting(tiny)
+
+
+def _starting(*jobs):
+    """Gives a function that starts a command in the folder of a job, by which all processes of it are found; ends
+    them."""
     started = []
 
-    def start(command, **environment):
-        process = subprocess.Popen(
+    def start(command, *, job=jobs[0], popen=fork_server.Popen, **environment):
+        process = popen(
             command,
-            env={**tiny.environment(), **environment},
+            env={**job.environment(), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            cwd=job.folder,
         )
         started.append(process)
         return process
@@ -46,48 +56,42 @@ def start(tiny):
     yield start
     for process in started:
         process.kill()
-    for number in processes_of(tiny):
-        os.kill(number, signal.SIGKILL)
+    for number in [number for job in jobs for number in processes_of(job)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
     for process in started:
         process.communicate(timeout=30)
 
 
 @pytest.fixture
 def start_ranks(tiny, start):
-    def start_ranks(n, *overrides, **environment):
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = str(probe.getsockname()[1])
-        group = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
-        return [
-            start(tiny.command(*SETTINGS, *overrides), RANK=str(rank), LOCAL_RANK=str(rank), **group)
-            for rank in range(n)
-        ]
+    return lambda n, *overrides, **environment: _start_ranks(start, tiny, n, *overrides, **environment)
 
-    return start_ranks
+
+def _start_ranks(start, job, n, *overrides, **environment):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    group = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
+    return [
+        start(job.command(*SETTINGS, *overrides), job=job, RANK=str(rank), LOCAL_RANK=str(rank), **group)
+        for rank in range(n)
+    ]
 
 
 def processes_of(tiny):
-    """All that have this test's folder in their environment or arguments: ranks, launchers, watchdogs."""
+    """All that are in this job's folder: ranks, launchers, watchdogs."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
-                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                folder = (entry / "cwd").readlink()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if f"FORGE_TEST={tiny.folder}".encode() in text and state != "Z":
+            if folder == tiny.folder and state != "Z":
                 found.append(int(entry.name))
     return found
-
-
-@pytest.fixture(autouse=True)
-def marked(tiny, monkeypatch):
-    monkeypatch.setenv("FORGE_TEST", str(tiny.folder))
-    environment = tiny.environment
-    tiny.environment = lambda: {**environment(), "FORGE_TEST": str(tiny.folder)}
-    monkeypatch.delenv("FORGE_TEST")
 
 
 def ranks_among(processes):
@@ -119,38 +123,6 @@ def is_training(tiny):
         return len(tiny.metrics()) >= 5
     except (OSError, ValueError):
         return False
-
-
-def test_a_rank_that_is_stopped_is_named_by_all_others_and_ended(tiny, start_ranks):
-    ranks = start_ranks(3)
-    wait_until(lambda: is_training(tiny), 120, *ranks)
-
-    ranks[1].send_signal(signal.SIGSTOP)
-    said = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
-    ranks[1].wait(timeout=60)
-    wait_until(lambda: not processes_of(tiny), 30)
-
-    assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
-    for rank, one in zip((0, 2), said, strict=True):
-        assert re.search(LOST.format(rank, 1) + "has given no sign of life", one)
-    assert "its process is stopped" in ranks[1].communicate()[1]
-    stacks = (tiny.path() / "stacks" / "rank_1.txt").read_text()
-    assert "in _train_step" in stacks or "in exchange" in stacks or "in run" in stacks
-
-
-def test_a_rank_that_is_killed_is_named_by_all_others(tiny, start_ranks):
-    ranks = start_ranks(3)
-    wait_until(lambda: is_training(tiny), 120, *ranks)
-
-    ranks[1].kill()
-    said = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
-
-    assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
-    for rank, one in zip((0, 2), said, strict=True):
-        assert re.search(LOST.format(rank, 1) + f"has ended without a word: its process {ranks[1].pid} is gone", one)
-    wait_until(lambda: not processes_of(tiny), 30)
-    assert "lost another rank" in (tiny.path() / "log.txt").read_text()
-    assert [path for path in tiny.path().glob("stacks/*") if path.stat().st_size] == []
 
 
 STUCK = """
@@ -201,23 +173,28 @@ class Config:
 """
 
 
-@pytest.fixture
-def stuck(make_distribution):
+def package(folder, name, source):
+    """A folder of packages: the class of a source as the callback of this name."""
+    plugin = PLUGIN.replace("stuck", name).replace("Stuck", name.capitalize())
+    about = f"acme_{name}-1.0.dist-info"
+    files = {
+        f"acme_{name}/__init__.py": "",
+        f"acme_{name}/plugin.py": plugin,
+        f"acme_{name}/{name}.py": source,
+        f"acme_{name}/config.py": CONFIG,
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: acme-{name}\nVersion: 1.0\n",
+        f"{about}/entry_points.txt": f"[forge.v1]\nacme-{name} = acme_{name}.plugin\n",
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory):
     """A folder of packages: a callback that brings rank 1 down in step 5."""
-    files = {"acme_stuck/plugin.py": PLUGIN, "acme_stuck/stuck.py": STUCK, "acme_stuck/config.py": CONFIG}
-    return make_distribution("acme-stuck", files=files)
-
-
-@pytest.fixture
-def slow(make_distribution):
-    """Installs the class ``Slow`` of a source as the callback ``slow``, and gives the folder."""
-
-    def install(source):
-        plugin = PLUGIN.replace("stuck", "slow").replace("Stuck", "Slow")
-        files = {"acme_slow/plugin.py": plugin, "acme_slow/slow.py": source, "acme_slow/config.py": CONFIG}
-        return make_distribution("acme-slow", files=files)
-
-    return install
+    return package(tmp_path_factory.mktemp("packages"), "stuck", STUCK)
 
 
 def callback(how):
@@ -228,40 +205,6 @@ WAIT_FOR_EACH_OTHER = (
     r"all of them still give signs of life, and wait for each other: rank 0 on \S+ is in step 5, at stuck.py:\d+, in "
     r"callbacks\[\d\] plugin.acme-stuck.callback.stuck, step_end; rank 1 on \S+ is in step 6, at \w+.py:\d+"
 )
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("sleeps", "is alive and does not come: it is in step 5, at stuck.py"),
-        ("locks", "has given no sign of life"),
-        ("fails", "has ended: KeyError: 'a bug'"),
-        ("leaves", "has ended without a word"),
-        ("collective", WAIT_FOR_EACH_OTHER),
-    ],
-)
-def test_what_holds_a_rank_up_is_found_and_the_launcher_ends_with_its_code(tiny, start, stuck, how, said):
-    run = start(tiny.command("--nproc", "2", *SETTINGS, callback(how)), PYTHONPATH=str(stuck))
-    _, errors = run.communicate(timeout=120)
-
-    lost = r"rank 0 on \S+ has lost another rank in step \d+: " if how == "collective" else LOST.format(0, 1)
-    assert re.search(lost + said, errors), errors
-    assert run.returncode == (1 if how == "fails" else 5), errors
-    wait_until(lambda: not processes_of(tiny), 30)
-    assert ("error: rank 1 has ended by exit code 7" in errors) is (how == "leaves")
-    if how in ("sleeps", "locks"):
-        assert "stuck.py" in (tiny.path() / "stacks" / "rank_1.txt").read_text()
-        assert not (tiny.path() / "stacks" / "rank_0.txt").exists()
-
-
-def test_the_all_reduce_of_the_health_callback_has_a_deadline_of_its_own(tiny, start, stuck):
-    both = 'callbacks=[{name="stuck"}, {name="health", interval=5, collective_timeout=3.0}]'
-
-    run = start(tiny.command("--nproc", "2", *SETTINGS, both, "run.step_timeout=600"), PYTHONPATH=str(stuck))
-    _, errors = run.communicate(timeout=240)
-
-    assert run.returncode == 5
-    assert re.search(LOST.format(0, 1) + "is alive and does not come: it is in step 5, at stuck.py", errors), errors
 
 
 SLOW_READER = f"""
@@ -279,17 +222,107 @@ class Slow(Callback):
             verify = store.damage
             store.damage = lambda *arguments: time.sleep({TIMEOUT + 8}) or verify(*arguments)
 """
+HELD_UP = {  # by what holds rank 1 up
+    "sleeps": "is alive and does not come: it is in step 5, at stuck.py",
+    "locks": "has given no sign of life",
+    "fails": "has ended: KeyError: 'a bug'",
+    "leaves": "has ended without a word",
+    "collective": WAIT_FOR_EACH_OTHER,
+}
 
 
-def test_going_back_to_a_checkpoint_may_take_a_rank_longer_than_a_step(tiny, start, slow):
-    diverges = ["optimizer.lr=1e30", "train.clip_norm=0", "anomalies.roll_back_after=1", "anomalies.give_up_after=1"]
-    command = tiny.command("--nproc", "2", *SETTINGS, *diverges, "checkpoint.interval=1", 'callbacks=["slow"]')
+class HeldUp:
+    """Runs of which a rank is held up, all at once, since each waits for most of its time."""
 
-    run = start(command, PYTHONPATH=str(slow(SLOW_READER)))
-    _, said = run.communicate(timeout=240)
+    def __init__(self, jobs, start, stuck, slow):
+        self.jobs = jobs
+        """By what holds them up."""
+        self.launchers = {}
+        self.stopped, self.killed = (_start_ranks(start, jobs[name], 3) for name in ("stopped", "killed"))
+        wait_until(lambda: is_training(jobs["stopped"]), 120, *self.stopped)
+        self.stopped[1].send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_training(jobs["killed"]), 120, *self.killed)
+        self.killed[1].kill()
+        both = 'callbacks=[{name="stuck"}, {name="health", interval=5, collective_timeout=3.0}]'
+        diverges = ["optimizer.lr=1e30", "train.clip_norm=0"]
+        gives_up = ["anomalies.roll_back_after=1", "anomalies.give_up_after=1"]
+        settings = {
+            **{how: [callback(how)] for how in HELD_UP},
+            "health": [both, "run.step_timeout=600"],
+            "reader": [*diverges, *gives_up, "checkpoint.interval=1", 'callbacks=["slow"]'],
+        }
+        for name, overrides in settings.items():
+            command = jobs[name].command("--nproc", "2", *SETTINGS, *overrides)
+            packages = slow if name == "reader" else stuck
+            self.launchers[name] = start(command, job=jobs[name], PYTHONPATH=str(packages))
 
-    assert run.returncode == 4, said
-    assert "rolled_back" in (tiny.path() / "events.jsonl").read_text()
+    def ended(self, name):
+        """The launcher's exit code and what it has said."""
+        _, said = self.launchers[name].communicate(timeout=240)
+        wait_until(lambda: not processes_of(self.jobs[name]), 30)
+        return self.launchers[name].returncode, said
+
+
+@pytest.fixture(scope="module")
+def held_up(new_tiny, tmp_path_factory, stuck):
+    jobs = {name: new_tiny(name) for name in (*HELD_UP, "stopped", "killed", "health", "reader")}
+    slow = package(tmp_path_factory.mktemp("packages"), "slow", SLOW_READER)
+    for start in _starting(*jobs.values()):
+        yield HeldUp(jobs, start, stuck, slow)
+
+
+def test_a_rank_that_is_stopped_is_named_by_all_others_and_ended(held_up):
+    ranks, tiny = held_up.stopped, held_up.jobs["stopped"]
+    said = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+    ranks[1].wait(timeout=60)
+    wait_until(lambda: not processes_of(tiny), 30)
+
+    assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
+    for rank, one in zip((0, 2), said, strict=True):
+        assert re.search(LOST.format(rank, 1) + "has given no sign of life", one)
+    assert "its process is stopped" in ranks[1].communicate()[1]
+    stacks = (tiny.path() / "stacks" / "rank_1.txt").read_text()
+    assert "in _train_step" in stacks or "in exchange" in stacks or "in run" in stacks
+
+
+def test_a_rank_that_is_killed_is_named_by_all_others(held_up):
+    ranks, tiny = held_up.killed, held_up.jobs["killed"]
+    said = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+
+    assert [ranks[rank].returncode for rank in (0, 2)] == [5, 5], said
+    for rank, one in zip((0, 2), said, strict=True):
+        assert re.search(LOST.format(rank, 1) + f"has ended without a word: its process {ranks[1].pid} is gone", one)
+    wait_until(lambda: not processes_of(tiny), 30)
+    assert "lost another rank" in (tiny.path() / "log.txt").read_text()
+    assert [path for path in tiny.path().glob("stacks/*") if path.stat().st_size] == []
+
+
+@pytest.mark.parametrize("how", HELD_UP)
+def test_what_holds_a_rank_up_is_found_and_the_launcher_ends_with_its_code(held_up, how):
+    code, errors = held_up.ended(how)
+
+    lost = r"rank 0 on \S+ has lost another rank in step \d+: " if how == "collective" else LOST.format(0, 1)
+    assert re.search(lost + HELD_UP[how], errors), errors
+    assert code == (1 if how == "fails" else 5), errors
+    assert ("error: rank 1 has ended by exit code 7" in errors) is (how == "leaves")
+    if how in ("sleeps", "locks"):
+        stacks = held_up.jobs[how].path() / "stacks"
+        assert "stuck.py" in (stacks / "rank_1.txt").read_text()
+        assert not (stacks / "rank_0.txt").exists()
+
+
+def test_the_all_reduce_of_the_health_callback_has_a_deadline_of_its_own(held_up):
+    code, errors = held_up.ended("health")
+
+    assert code == 5
+    assert re.search(LOST.format(0, 1) + "is alive and does not come: it is in step 5, at stuck.py", errors), errors
+
+
+def test_going_back_to_a_checkpoint_may_take_a_rank_longer_than_a_step(held_up):
+    code, said = held_up.ended("reader")
+
+    assert code == 4, said
+    assert "rolled_back" in (held_up.jobs["reader"].path() / "events.jsonl").read_text()
 
 
 SLOW_REMOVER = f"""
@@ -315,10 +348,11 @@ class Slow(Callback):
 
 
 @pytest.mark.nightly
-def test_deleting_an_old_checkpoint_may_take_longer_than_a_step(tiny, start, slow):
+def test_deleting_an_old_checkpoint_may_take_longer_than_a_step(tiny, start, tmp_path):
     saves = ["train.steps=60", "checkpoint.interval=20", "checkpoint.keep_last=1", 'callbacks=["slow"]']
 
-    run = start(tiny.command("--nproc", "2", *SETTINGS, *saves), PYTHONPATH=str(slow(SLOW_REMOVER)))
+    slow = package(tmp_path / "packages", "slow", SLOW_REMOVER)
+    run = start(tiny.command("--nproc", "2", *SETTINGS, *saves), PYTHONPATH=str(slow))
     _, said = run.communicate(timeout=240)
 
     assert run.returncode == 0, said
@@ -379,7 +413,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tiny, start, launcher):
     else:
         torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command[2:3] = [*torchrun, "--local-addr=localhost", "-m", "forge_core"]
-    run = start(command)
+    run = start(command, popen=subprocess.Popen)
     wait_until(lambda: is_training(tiny), 120, run)
     assert set(ranks_among(processes_of(tiny))) == {0, 1}
 
