@@ -14,11 +14,11 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -97,16 +97,16 @@ def run_all(steps: Sequence[Step], options: argparse.Namespace) -> int:
 def in_a_process(step: Step, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """The answer, or why there is none."""
     begun = time.monotonic()
-    process = subprocess.Popen(
+    process = Popen(
         command_of(step, options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
         text=True,
         start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return {"verdict": "failed", "reason": f"not done after {limit:.0f} s", "seconds": round(limit, 1)}

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fork_server
+
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.py"
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
 
@@ -33,19 +35,30 @@ def asked(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_list_works_on_a_cpu(tmp_path):
-    listed = asked("--list", "--device", "cpu", "--tiny").stdout
-    names = [line.split()[0] for line in listed.splitlines()]
+def test_the_whole_list_works_on_a_cpu(gpu, monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(gpu.script, "Popen", fork_server.Popen)
+    options = Namespace(minutes=14, device="cpu", tiny=True, out=tmp_path / "answers.jsonl")
 
-    done = asked("--device", "cpu", "--tiny", "--minutes", "14", "--out", str(tmp_path / "answers.jsonl"))
+    code = gpu.script.run_all(gpu.script.STEPS, options)
 
-    assert done.returncode == 0, done.stdout
-    rows = re.findall(r"^\| (\S+) \| (\w+)[^|]* \| ([^|]*) \| [\d.]+ \|$", done.stdout, re.M)
-    assert [name for name, _, _ in rows] == names, done.stdout
-    assert {verdict for _, verdict, _ in rows} == {"ok"}, done.stdout
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    said = capfd.readouterr().out
+    assert code == 0, said
+    names = [step.name for step in gpu.script.STEPS]
+    rows = re.findall(r"^\| (\S+) \| (\w+)[^|]* \| ([^|]*) \| [\d.]+ \|$", said, re.M)
+    assert [name for name, _, _ in rows] == names, said
+    assert {verdict for _, verdict, _ in rows} == {"ok"}, said
+    answers = [json.loads(line) for line in options.out.read_text().splitlines()]
     assert [(one["step"], one["verdict"]) for one in answers] == [(name, "ok") for name in names]
     assert all(one["figures"] for one in answers)
+
+
+def test_it_lists_its_steps_and_does_those_that_are_asked_for():
+    listed = asked("--list", "--device", "cpu", "--tiny").stdout
+
+    done = asked("--device", "cpu", "--tiny", "--only", "device", "--minutes", "2")
+
+    assert listed.splitlines()[0].startswith("device ")
+    assert (done.returncode, done.stdout.count("\n| device | ok | ")) == (0, 1), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -58,11 +71,14 @@ def test_the_whole_list_works_on_a_cpu(tmp_path):
         pytest.param([], "torch sees no CUDA GPU here; --device cpu --tiny tries the list out", marks=without_a_gpu),
     ],
 )
-def test_what_cannot_be_asked_is_told(arguments, sentence):
-    done = asked(*arguments)
+def test_what_cannot_be_asked_is_told(gpu, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
 
-    assert done.returncode == 2
-    assert sentence in done.stderr
+    with pytest.raises(SystemExit) as left:
+        gpu.script.main()
+
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_an_answer_that_must_not_be_keeps_its_figures(gpu):
