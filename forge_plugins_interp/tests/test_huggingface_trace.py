@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import fork_server
 from forge_core.cli import main
 from forge_plugins_interp.trace_comparison import read_trace
 
@@ -44,6 +45,7 @@ SETTINGS = [
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.run", fork_server.run)  # which ``forge trace`` starts a run with
     (tmp_path / "text").mkdir()
     for file in range(20):
         (tmp_path / "text" / f"{file}.txt").write_text("".join(f"{n} and {n * n}. " for n in range(file, file + 9)))

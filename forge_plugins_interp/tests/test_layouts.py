@@ -84,7 +84,6 @@ FOUR = {
     "pp2 cp2": ["parallel.pp=2", "parallel.cp=2"],
 }
 OF_EXPERTS = {
-    "tp2 cp2": FOUR["tp2 cp2"],
     "ep4 by nodes": [
         "parallel.dp_shard=4",
         "parallel.ep=4",
@@ -270,19 +269,30 @@ def effects(one: Session) -> Values:
 
 class InLayouts:
     def dense_on_two(self) -> dict[str, dict]:
-        found = {name: measured("dense", settings, 2) for name, settings in TWO.items() if name != "ep2"}
+        found = in_layouts("dense", TWO, ["recomputation", "tp2 without sp", "cp2", "pp2"])
         compiled = session("dense", ["parallel.dp_shard=2", "parallel.passes.compile={}"], 2)
         return {**found, "compiled": {"store": stored(compiled)}}
 
     def moe_on_two(self) -> dict[str, dict]:
-        layouts = {name: settings for name, settings in TWO.items() if name not in ("fsdp2", "recomputation")}
-        return {name: measured("moe", settings, 2) for name, settings in layouts.items()}
+        return in_layouts("moe", TWO, ["tp2", "ep2"])
 
     def dense_on_four(self) -> dict[str, dict]:
-        return {name: measured("dense", settings, 4) for name, settings in FOUR.items()}
+        return in_layouts("dense", FOUR, ["tp2 cp2"])
 
     def moe_on_four(self) -> dict[str, dict]:
-        return {name: measured("moe", settings, 4) for name, settings in OF_EXPERTS.items()}
+        return in_layouts("moe", OF_EXPERTS, ["ep4 by nodes"])
+
+    def dense_on_two_by_night(self) -> dict[str, dict]:
+        return in_layouts("dense", TWO, ["fsdp2", "tp2"])
+
+    def moe_on_two_by_night(self) -> dict[str, dict]:
+        return in_layouts("moe", TWO, ["tp2 without sp", "cp2", "pp2"])
+
+    def dense_on_four_by_night(self) -> dict[str, dict]:
+        return in_layouts("dense", FOUR, ["hsdp2x2", "tp2 fsdp2", "pp2 tp2", "pp2 cp2"])
+
+    def moe_on_four_by_night(self) -> dict[str, dict]:
+        return in_layouts("moe", FOUR, ["tp2 cp2"])
 
     def dense_alone(self) -> dict[str, dict]:
         return {"alone": measured("dense", [], 1)}
@@ -291,7 +301,13 @@ class InLayouts:
         return {"alone": measured("moe", [], 1)}
 
 
+def in_layouts(model: str, layouts: dict[str, list[str]], names: list[str]) -> dict[str, dict]:
+    """What is measured in those of ``layouts`` that are named."""
+    return {name: measured(model, layouts[name], dist.get_world_size()) for name in names}
+
+
 CASES = [("dense_on_two", 2), ("moe_on_two", 2), ("dense_on_four", 4), ("moe_on_four", 4)]
+BY_NIGHT = [pytest.param(f"{method}_by_night", ranks, marks=pytest.mark.nightly) for method, ranks in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +315,7 @@ def alone():
     return {model: on_ranks(InLayouts, f"{model}_alone", 1)[0]["alone"] for model in MODELS}
 
 
-@pytest.mark.parametrize(("method", "ranks"), CASES)
+@pytest.mark.parametrize(("method", "ranks"), [*CASES, *BY_NIGHT])
 def test_values_gradients_and_changes_are_those_of_one_process(alone, method, ranks):
     expected = alone[method.partition("_")[0]]
     of_ranks = on_ranks(InLayouts, method, ranks)
