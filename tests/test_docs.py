@@ -20,6 +20,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+import fork_server
 from forge_core.checkpoint.export import write_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
@@ -269,10 +270,10 @@ def run_python(packages_of_pages):
     sources = [str(path) for path in packages_of_pages.glob("*/src")]
 
     def run(*arguments: str, folder: Path = packages_of_pages, **variables: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([*sources, str(ROOT)])
-        settings = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        settings = {"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **settings, **variables}
-        return subprocess.run(
+        start = subprocess.run if "pytest" in arguments else fork_server.run  # kits look at what is imported, and when
+        return start(
             [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
         )
 
@@ -509,11 +510,32 @@ def test_the_page_on_architecture_has_the_phases_in_their_order():
     assert re.findall(r"^\| \*\*(\w+)\*\*", page, re.M) == list(PHASES)
 
 
+SHORTER = {
+    "interpretability.ipynb": {
+        "steps = 400": "steps = 160",
+        "seq_len = 128": "seq_len = 64",
+        "steps = 250": "steps = 20",
+        '"--samples", "300"': '"--samples", "60"',
+        "range(300)": "range(60)",
+        "[:20_000]": "[:2_000]",
+    },
+    "image_attention.ipynb": {"steps = 400": "steps = 40", '"2048"': '"256"'},
+    "routing.ipynb": {},
+}
+"""Less training than in the notebooks as they are published."""
+
+
 @pytest.mark.parametrize("notebook", sorted(DOCS.glob("notebooks/*.ipynb")), ids=lambda path: path.name)
 def test_notebooks_run(tmp_path, notebook):
     """In a copy; the outputs that a notebook is kept with are of the same kinds."""
     folder = Path(shutil.copytree(notebook.parent, tmp_path / "notebooks"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    text = notebook.read_text(encoding="utf-8")
+    for long, short in SHORTER[notebook.name].items():
+        long, short = (json.dumps(one)[1:-1] for one in (long, short))
+        assert text.count(long) == 1, long
+        text = text.replace(long, short)
+    (folder / notebook.name).write_text(text, encoding="utf-8")
 
     done = subprocess.run(
         [sys.executable, "execute.py", notebook.name], cwd=folder, env=environment, capture_output=True, text=True
@@ -574,15 +596,3 @@ def test_no_paths_of_a_machine(page):
 
 
 # -- the build
-
-
-@pytest.mark.slow
-def test_the_documentation_builds_without_warnings(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path / "html")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
