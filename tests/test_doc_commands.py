@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fork_server
 from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "configs", folder / "configs")
     _write_downloaded_model(folder / "models/Qwen3-0.6B")
     demo = folder / "configs/demo.toml"
-    short = {"steps = 400": "steps = 100", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
+    short = {"steps = 400": "steps = 60", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
     short |= {"n_layers = 4": "n_layers = 3", "{stdlib}": "corpus", ".py": ".txt"}
     text = demo.read_text()
     for long, brief in short.items():
@@ -216,7 +217,7 @@ def type_in(folder, monkeypatch, capfd):
         capfd.readouterr()
         if "--nproc" in words or words[0] == "python":
             module = [] if words[0] == "python" else ["-m", "forge_core"]
-            done = subprocess.run(
+            done = fork_server.run(
                 [sys.executable, *module, *words[1:]],
                 capture_output=True,
                 text=True,
