@@ -13,32 +13,32 @@ import fork_server
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
-    "adapters": ["--widths", "64"],
-    "checkpoint": ["--width", "128", "--rounds", "2"],
-    "convert": ["--mib", "4", "--rounds", "1"],
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
-    "observation": ["--steps", "10", "--rounds", "1", "--dim", "32", "--positions", "64"],
-    "optimizers": ["--layers", "1", "--dim", "32", "--rounds", "1"],
-    "parity": ["tp2"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
     "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],
     "step_overhead": ["--steps", "10", "--rounds", "1"],
     "vlm": ["step", "--dim", "32", "--layers", "1", "--positions", "80", "--rounds", "1"],
-    "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
 }
 LONG = {
+    "adapters": ["--widths", "64"],
     "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
+    "checkpoint": ["--width", "128", "--rounds", "2"],
+    "convert": ["--mib", "4", "--rounds", "1"],
     "look_into_demo": ["--steps", "24", "--sae-steps", "24"],
     "lost_peers": ["--repeats", "1"],
     "lr_transfer": ["--widths", "32", "64", "--steps", "2"],
     "mixture": [],
     "moe": ["--rounds", "1"],
     "muon_ranks": ["--ranks", "2"],
+    "observation": ["--steps", "10", "--rounds", "1", "--dim", "32", "--positions", "64"],
+    "optimizers": ["--layers", "1", "--dim", "32", "--rounds", "1"],
+    "parity": ["tp2"],
     "plan_memory": [],
     "resume": [],
+    "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
     "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }
 OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert", "store", "look_into_demo")

@@ -52,7 +52,7 @@ def test_a_job_that_cannot_be_run_says_why_in_its_row(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sparse_model_is_measured_beside_the_dense_one_of_as_many_active_parameters():
     """As the benchmark itself says that one can try it out."""
     script = SCRIPT.with_name("moe.py")
