@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import fork_server
 from parity_matrix.launch import Launcher, Work
 
 README = Path(__file__).parents[1] / "README.md"
@@ -39,7 +39,7 @@ def installed(package, monkeypatch):
 
 @pytest.mark.slow
 def test_it_passes_the_kit(package, installed):
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(package / "tests")],
         capture_output=True,
         text=True,

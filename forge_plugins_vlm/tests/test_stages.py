@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from small_vlm import FUSIONS, entries, images
 
+import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
@@ -85,7 +85,7 @@ def train(folder, *overrides):
     if "--nproc" in overrides:
         command = [sys.executable, "-m", "forge_core", "run", str(folder / "job.toml"), *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        done = fork_server.run(command, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
     else:
         catalog = discover()
@@ -247,25 +247,29 @@ def test_a_resume_at_the_border_of_stages_is_bit_identical(folder, straight, ste
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
-@pytest.mark.slow
+LAYOUTS = {
+    "fsdp": ("train.batch_size=2",),
+    "pp": ("parallel.pp=2", "train.batch_size=2", "train.grad_accumulation=2"),
+    "tp": ("parallel.tp=2",),
+    "recomputed": ("train.batch_size=2", "parallel.passes.activation_checkpointing=true"),
+}
+BY_DAY = {"joint_decoder": ("recomputed", "tp"), "cross_attention": ("pp",)}
+
+
 @pytest.mark.parametrize(
-    ("layout", "passes"),
+    ("fusion", "layout"),
     [
-        ((), ()),
-        (("parallel.pp=2", "train.batch_size=2", "train.grad_accumulation=2"), ()),
-        (("parallel.tp=2",), ()),
-        ((), ("parallel.passes.activation_checkpointing=true",)),
+        pytest.param(fusion, layout, marks=[] if layout in names else pytest.mark.nightly)
+        for fusion, names in BY_DAY.items()
+        for layout in LAYOUTS
     ],
-    ids=["fsdp", "pp", "tp", "recomputed"],
 )
-@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
-def test_stages_on_two_ranks_are_those_of_one(folder, request, layout, passes, fusion):
+def test_stages_on_two_ranks_are_those_of_one(folder, straight, fusion, layout):
     keys = ['model.fusion={name="cross_attention"}', "data.one_token_an_image=true"]
     keys = keys if fusion == "cross_attention" else []
-    name = f"run.name={request.node.callspec.id}"
-    alone, one = train(folder, f"{name}-one", *keys)
-    batch = () if layout else ("train.batch_size=2",)
-    lines, two = train(folder, "--nproc", "2", name, *batch, *layout, *passes, *keys)
+    name = f"run.name={fusion}-{layout}"
+    alone, one = train(folder, f"{name}-one", *keys) if keys else straight
+    lines, two = train(folder, "--nproc", "2", name, *LAYOUTS[layout], *keys)
 
     for found, wanted in zip(curve(lines), curve(alone), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
@@ -275,7 +279,6 @@ def test_stages_on_two_ranks_are_those_of_one(folder, request, layout, passes, f
     assert torch.equal(frozen["model.embed.weight"], weights(one, 3)["model.embed.weight"])
 
 
-@pytest.mark.slow
 def test_stages_on_two_ranks_resume_at_a_border_bit_identical(folder):
     lines, run = train(folder, "--nproc", "2", "run.name=sharded", "train.batch_size=2", "train.precision=bf16")
     settings = ("train.batch_size=2", "train.precision=bf16", f"checkpoint.resume={checkpoint(run, 3)}")
