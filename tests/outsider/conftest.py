@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
 import pytest
 
+import fork_server
 from forge_testing.scaffold.package import write_package
 
 HERE = Path(__file__).parent
@@ -49,6 +50,10 @@ class Installation:
         """A ``forge`` command that must succeed; returns what it printed."""
         return succeed(self.python.with_name("forge"), *arguments, cwd=cwd)
 
+    def in_turn(self, *commands: list[str], cwd: Path) -> str:
+        """Commands of Python in it, which must succeed, by forks of one process that has imported what they import."""
+        return succeed(self.python, self.folder / "tools" / "in_turn.py", json.dumps(commands), cwd=cwd)
+
     def refused(self, *arguments: str | Path, cwd: Path) -> str:
         """A ``forge`` command that must end with exit code 2; returns what it said."""
         done = run(self.python.with_name("forge"), *arguments, cwd=cwd)
@@ -60,17 +65,51 @@ class Installation:
         return succeed(self.python, *arguments, cwd=cwd)
 
 
+BUILD = """
+import os, sys
+from hatchling.build import build_wheel
+
+wheels, *sources = sys.argv[1:]
+for source in sources:
+    os.chdir(source)
+    build_wheel(wheels)
+"""
+"""What an installer does for each source, in one process."""
+
+
+IN_TURN = """
+import json, sys
+import fork_server
+
+for command in json.loads(sys.argv[1]):
+    done = fork_server.run([sys.executable, *command], capture_output=True, text=True)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        sys.exit(f"{command} exits with {done.returncode}: {done.stderr}")
+"""
+FORKED_RANKS = """
+import fork_server
+from forge_testing import several_ranks
+
+several_ranks.Popen = fork_server.Popen
+"""
+"""A plugin of pytest."""
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     folder = tmp_path_factory.mktemp("outsiders")
     wheels = folder / "wheels"
     outsiders = [shutil.copytree(path, folder / path.name) for path in sorted(HERE.glob("acme-*"))]
     outsiders.append(write_package("router", "acme-gate", folder))
-    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda source: succeed(*build, source, cwd=folder), [*outsiders, *OURS]))
+    wheels.mkdir()
+    succeed(sys.executable, "-c", BUILD, wheels, *outsiders, *OURS, cwd=folder)
     succeed(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     see_third_parties(folder / "venv", folder / "third_parties")
+    (folder / "tools").mkdir()
+    shutil.copy(fork_server.__file__, folder / "tools")
+    (folder / "tools" / "in_turn.py").write_text(IN_TURN)
+    (folder / "tools" / "forked_ranks.py").write_text(FORKED_RANKS)
     installation = Installation(folder)
     pip = (sys.executable, "-m", "pip", "--python", installation.python)
     succeed(*pip, "install", "-q", "--no-deps", "--no-index", *sorted(wheels.glob("*.whl")), cwd=folder)

@@ -59,14 +59,19 @@ def folder(installed, tmp_path_factory) -> Path:
         (folder / "corpus" / f"{number}.txt").write_text(text)
     (folder / "jay.toml").write_text(CONFIG)
     (folder / "look.py").write_text(LOOK)
-    installed.forge("run", "jay.toml", cwd=folder)
+    extract = ["-m", "forge_core", "extract", "runs/jay", "--sites", "blocks.*.*", "--samples", "6", "--out"]
+    installed.in_turn(
+        ["-m", "forge_core", "run", "jay.toml"],
+        ["look.py", "alone.pt"],
+        [*TORCHRUN, "look.py", "ranks.pt", *LAYOUT],
+        [*extract, "alone"],
+        [*extract, "ranks", "--nproc", "4", *LAYOUT],
+        cwd=folder,
+    )
     return folder
 
 
-def test_values_and_changes_are_those_of_one_process(installed, folder: Path) -> None:
-    installed.succeed("look.py", "alone.pt", cwd=folder)
-    installed.succeed(*TORCHRUN, "look.py", "ranks.pt", *LAYOUT, cwd=folder)
-
+def test_values_and_changes_are_those_of_one_process(folder: Path) -> None:
     alone, ranks = (torch.load(folder / f"{name}.pt") for name in ("alone", "ranks"))
     assert alone.keys() == ranks.keys() > {"blocks.1.z", "blocks.0.mlp_post", "changed"}
     for name, value in alone.items():
@@ -75,10 +80,6 @@ def test_values_and_changes_are_those_of_one_process(installed, folder: Path) ->
 
 
 def test_stores_of_two_layouts_are_alike_by_its_metric(installed, folder: Path) -> None:
-    extract = ["extract", "runs/jay", "--sites", "blocks.*.*", "--samples", "6", "--out"]
-    installed.forge(*extract, "alone", cwd=folder)
-    installed.forge(*extract, "ranks", "--nproc", "4", *LAYOUT, cwd=folder)
-
     printed = installed.forge(
         *("compare", "alone", "ranks", "--metric", "mean_distance", "--sites", "blocks.*.mlp_out"),
         *("--out", "means.csv"),
