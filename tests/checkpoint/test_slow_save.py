@@ -24,7 +24,7 @@ def test_one_that_is_too_slow_is_agreed_upon_and_those_after_it_are_written(tmp_
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         fork_server.Popen(
-            [sys.executable, str(Path(__file__).with_name("stalling_rank.py")), str(tmp_path), "5"],
+            [sys.executable, str(Path(__file__).with_name("stalling_rank.py")), str(tmp_path), "3"],
             env={**shared, "WORLD_SIZE": str(RANKS), "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -42,7 +42,7 @@ def test_one_that_is_too_slow_is_agreed_upon_and_those_after_it_are_written(tmp_
     first, *others = [[json.loads(line) for line in out.splitlines()] for out, _ in ended]
     assert others == [first] * (RANKS - 1)
     errors = dict(first)
-    assert "(checkpoint.timeout = 5)" in errors.pop(4)
+    assert "(checkpoint.timeout = 3)" in errors.pop(4)
     assert errors == {1: None, 2: None, 3: None, 5: None}
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.steps() == [1, 2, 3, 5]

@@ -110,7 +110,7 @@ def said(failing_disk, tmp_path, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", ["background", "foreground"], indirect=True)
+@pytest.mark.parametrize("said", ["background", pytest.param("foreground", marks=pytest.mark.nightly)], indirect=True)
 def test_each_call_that_fails_is_named_on_all_ranks_and_nothing_acknowledged_is_lost(said, tmp_path):
     first, second = said
     saved = {line["saved"]: line["error"] for line in first if "saved" in line}

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+import fork_server
 from faults.history import problems_of
 from faults.job import SmallJob
 from forge_core.checkpoint.store import open_checkpoint
@@ -14,15 +15,15 @@ STEPS_A_KILL = 48
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.nightly)]
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.nightly)]
 )
 @pytest.mark.timeout(3600)
 def test_a_run_that_was_killed_as_a_whole_ends_bit_for_bit_as_one_that_was_not(tmp_path, kills):
     steps = STEPS_A_KILL * kills
-    straight = SmallJob(tmp_path / "straight", steps=steps, interval=7)
+    straight = SmallJob(tmp_path / "straight", steps=steps, interval=7, popen=fork_server.Popen)
     straight.start()
     assert straight.wait() == 0, straight.output[-3000:]
-    killed = SmallJob(tmp_path / "killed", steps=steps, interval=7)
+    killed = SmallJob(tmp_path / "killed", steps=steps, interval=7, popen=fork_server.Popen)
     chosen = random.Random(kills)
 
     for kill in range(kills):

@@ -60,10 +60,13 @@ class SmallJob:
     """In a folder of its own. Losses are collected from all attempts: ``metrics.jsonl`` itself forgets what is done
     again."""
 
-    def __init__(self, folder: Path, *, steps: int, interval: int) -> None:
+    def __init__(
+        self, folder: Path, *, steps: int, interval: int, popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+    ) -> None:
         self.run = folder / "runs" / "small"
         self.losses: dict[int, set[tuple[float, float]]] = {}
         """By step: loss and gradient norm of every attempt that came so far; one if they agree."""
+        self._popen = popen
         self._config = folder / "small.toml"
         self._output = folder / "output"
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +79,7 @@ class SmallJob:
 
     def start(self, *options: str) -> None:
         with self._output.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = self._popen(
                 [sys.executable, "-m", "forge_core", "run", str(self._config), "--nproc", "2", *options],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=output,
