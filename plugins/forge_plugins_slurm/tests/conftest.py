@@ -17,6 +17,8 @@ from textwrap import dedent
 
 import pytest
 
+import fork_server
+
 REQUIRE = "FORGE_REQUIRE_SLURM"
 """Environment variable that turns "there is no Slurm here" from a skip into a failure."""
 
@@ -402,7 +404,7 @@ class SlurmJob:
         self, *arguments: str | Path, cluster: SlurmCluster | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         environment = cluster.environment if cluster else os.environ
-        return subprocess.run(
+        return fork_server.run(
             [sys.executable, "-m", "forge_core", *map(str, arguments)],
             env={**environment, "OMP_NUM_THREADS": "1", **self.variables, **variables},
             cwd=self.folder,

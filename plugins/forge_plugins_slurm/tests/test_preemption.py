@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
+
+from forge_plugins_slurm.cluster import read_cluster
 
 STEPS = 60
 LAUNCHERS = ["srun", "torchrun"]
@@ -106,6 +109,21 @@ def test_a_preempted_run_comes_back_and_ends_as_if_nothing_had_happened(slurm_cl
     story.equals(reference)
     (row,) = json.loads(slurm_job.forge("status", "runs/preempted", "--json", cluster=story.cluster).stdout)
     assert (row["state"], row["step"], row["checkpoint"], row["job_id"]) == ("finished", STEPS, STEPS, story.id)
+
+
+def test_a_real_slurm_answers_doctor(slurm_cluster, slurm_job):
+    """In this file, where such a cluster runs."""
+    cluster = slurm_cluster(grace=30)
+
+    done = slurm_job.forge("doctor", "--json", "--init", cluster=cluster)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {(one["subject"], one["found"].partition(":")[0]): one for one in json.loads(done.stdout)}
+    (version,) = [said for subject, said in found if subject == "Slurm"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*, cluster test", version)
+    assert found["preemption", "low"]["found"] == "low: REQUEUE, 30 s of grace, then 5 s until the kill"
+    written = read_cluster(slurm_job.folder / "cluster.toml")
+    assert (written.partition, written.time, written.ranks_per_node) == ("low", "1:00:00", 1)
 
 
 # -- the other shapes: minutes each
