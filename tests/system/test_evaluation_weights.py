@@ -24,7 +24,7 @@ SCHEDULE_FREE = 'optimizer={name="schedule_free_adamw", lr=3e-3}'
 EMA = 'callbacks=[{name="parity_probe"}, {name="ema", decay=0.7, warm_up=true}]'
 """Of a decay with which averages and weights are far from each other after ten steps."""
 KINDS = {"schedule-free": SCHEDULE_FREE, "ema": EMA}
-OFTEN = ["scheduler.name=constant", "eval.interval=2"]
+OFTEN = ["scheduler.name=constant", "eval.interval=5"]
 LAYOUTS = ("fsdp2", "tp2", "pp2-1f1b")
 RESUMED = [("plain", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2", "fsdp2"), ("tp2", "pp2-1f1b")]
 
@@ -50,9 +50,9 @@ def said(launcher):
         works += [work(kind, name, name, "checkpoint.interval=5") for name in ("plain", *LAYOUTS)]
         works += [work(kind, f"{name}-unevaluated", name, "eval.interval=0") for name in ("plain", "fsdp2")]
         works += [
-            work(kind, f"{writer}-to-{reader}", reader, "train.steps=14", resumes=writer) for writer, reader in RESUMED
+            work(kind, f"{writer}-to-{reader}", reader, "train.steps=15", resumes=writer) for writer, reader in RESUMED
         ]
-        works += [work(kind, f"longer-{name}", name, "train.steps=14") for name in ("plain", "fsdp2")]
+        works += [work(kind, f"longer-{name}", name, "train.steps=15") for name in ("plain", "fsdp2")]
     return launcher.launch(works)
 
 
@@ -75,7 +75,7 @@ def evaluate(launcher, name, capsys, *arguments):
 def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, kind, layout):
     found, expected = evaluated(launcher, f"{kind}-{layout}"), evaluated(launcher, f"{kind}-plain")
 
-    assert [*found] == [2, 4, 6, 8, 10]
+    assert [*found] == [5, 10]
     assert found == pytest.approx(expected, rel=1e-5)
 
 

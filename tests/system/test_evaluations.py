@@ -15,6 +15,7 @@ from forge_core.registry.discovery import discover
 from forge_core.train.evaluation import build_evaluations
 from parity_matrix.cells import CELLS, TRAININGS
 from parity_matrix.launch import Launcher, Work
+from parity_matrix.selection import by_day_or_night, selected_cells
 
 HELD_OUT = '{name="perplexity", interval=5}'
 SHORT = '{name="perplexity", label="short", data={name="text_files", path="short", pattern="*.txt"}}'
@@ -22,6 +23,7 @@ ACCURACY = '{name="accuracy", samples=5, interval=10}'
 EVALUATIONS = [f'evaluations=[{HELD_OUT}, {SHORT}, {ACCURACY}, {{name="logits_loss"}}]', "eval.interval=10"]
 LAYOUTS = ("fsdp2", "tp2", "tp2-whole-positions", "cp2", "cp2-ring", "pp2-1f1b", "pp2-dualpipe-v", "tp2-fsdp2")
 SPARSE = ("moe-ep2", "moe-cp2-packed")
+BY_NIGHT = {"fsdp2", "tp2", "tp2-whole-positions", "cp2-ring", "pp2-dualpipe-v", "moe-cp2-packed"}
 WRONG = {
     "a tensor": "returned a Tensor as 'loss', not a number; read a tensor with .item()",
     "nan": "returned NaN as 'loss'",
@@ -39,8 +41,9 @@ def launcher(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def said(launcher):
-    """All runs of this file, in one launch; the words of rank 0."""
+def said(request, launcher):
+    """The runs of all selected tests, in one launch; the words of rank 0."""
+    cells = selected_cells(request)
     plain = [Work(name, 1, [*TRAININGS[name], *EVALUATIONS]) for name in ("plain", "moe", "moe packed")]
     wrong = [
         Work(
@@ -51,7 +54,7 @@ def said(launcher):
         )
         for given in WRONG
     ]
-    return launcher.launch([*plain, *map(_work, (*LAYOUTS, *SPARSE)), *wrong])
+    return launcher.launch([*plain, *(_work(cell) for cell in (*LAYOUTS, *SPARSE) if cell in cells), *wrong])
 
 
 def evaluated(launcher, name):
@@ -76,7 +79,7 @@ def test_the_perplexity_of_the_held_out_data_is_that_of_eval(launcher, said):
     assert last["eval/short/loss"] != last["eval/loss"]
 
 
-@pytest.mark.parametrize("cell", [*LAYOUTS, *SPARSE])
+@pytest.mark.parametrize("cell", by_day_or_night([*LAYOUTS, *SPARSE], BY_NIGHT))
 def test_every_layout_measures_what_one_process_does(launcher, said, cell):
     expected, found = evaluated(launcher, CELLS[cell].training), evaluated(launcher, cell)
 
@@ -87,9 +90,9 @@ def test_every_layout_measures_what_one_process_does(launcher, said, cell):
             assert line[key] == pytest.approx(of_one[key], rel=1e-2 if "accuracy" in key else 1e-5), key
 
 
-@pytest.mark.parametrize("run", ["plain", *LAYOUTS, *SPARSE])
-def test_the_loss_of_predicted_logits_is_the_loss(launcher, said, run):
-    last = evaluated(launcher, run)[-1]
+@pytest.mark.parametrize("cell", by_day_or_night(["plain", *LAYOUTS, *SPARSE], BY_NIGHT))
+def test_the_loss_of_predicted_logits_is_the_loss(launcher, said, cell):
+    last = evaluated(launcher, cell)[-1]
 
     assert last["eval/logits_loss/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
     assert last["eval/logits_loss/targets"] == last["eval/tokens"]

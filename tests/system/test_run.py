@@ -191,14 +191,13 @@ def _wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("processes", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("1", signal.SIGTERM)])
-def test_a_signal_saves_and_leaves_with_3_and_the_same_command_continues(tiny, processes, number, training_values):
-    settings = ["--nproc", processes, "train.batch_size=2", "train.grad_accumulation=2", "train.steps=300"]
+def test_a_signal_saves_and_leaves_with_3_and_the_same_command_continues(tiny):
+    settings = ["--nproc", "1", "train.batch_size=2", "train.grad_accumulation=2", "train.steps=300"]
     running = fork_server.Popen(
         tiny.command(*settings), env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     _wait_for(lambda: (tiny.path() / "metrics.jsonl").exists() and len(tiny.metrics()) > 3)
-    running.send_signal(number)
+    running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
 
     assert running.returncode == 3, out + err
@@ -223,22 +222,6 @@ def test_values_that_are_not_finite_end_the_run_with_4_and_are_never_saved(tiny,
     newest.load(values)
     losses = {line["step"]: line["loss"] for line in tiny.metrics()}
     assert losses[newest.step] == losses[newest.step]  # the step it was saved at was a number, not NaN
-
-
-def test_a_rank_that_dies_ends_the_others_with_5(tiny):
-    running = subprocess.Popen(
-        tiny.command("--nproc", "2", "train.batch_size=2", "train.steps=100000"),
-        env=tiny.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _wait_for(lambda: (tiny.path() / "metrics.jsonl").exists() and len(tiny.metrics()) > 3)
-    ranks = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True, check=True).stdout.split()
-    os.kill(int(ranks[1]), signal.SIGKILL)
-    out, err = running.communicate(timeout=60)
-
-    assert running.returncode == 5, out + err
 
 
 def test_torchrun_starts_the_same_run_and_the_working_folder_is_no_source_of_modules(
