@@ -216,7 +216,7 @@ def test_choices_are_scored_the_same_in_every_layout(tmp_path_factory, tmp_path,
         f'evaluations=[{{name="image_choices", path="{path}", processor={{name="square", size=16}}, '
         f'token_grid=[2, 2], one_token_an_image={one_token}, separator=""}}]'
     )
-    shared = [*TRAININGS[training], evaluation, "train.steps=2", "eval.interval=0"]
+    shared = [*TRAININGS[training], evaluation, "train.steps=3", "eval.interval=0"]
     works = [Work(f"{training}-one", 1, shared)]
     works += [Work(f"{training}-{name}", ranks, [*shared, *keys]) for name, (ranks, keys) in LAYOUTS.items()]
 

@@ -208,7 +208,7 @@ def test_answers_are_the_same_in_every_layout(tmp_path_factory, training):
         'evaluations=[{name="image_dependence", samples=5, max_new_tokens=3, '
         'measures=["exact_match", "cider", "vqa_accuracy"]}]'
     )
-    shared = [*TRAININGS[training], asked, "train.steps=2", "eval.interval=0"]
+    shared = [*TRAININGS[training], asked, "train.steps=3", "eval.interval=0"]
     works = [Work(f"{training}-one", 1, shared)]
     works += [Work(f"{training}-{name}", ranks, [*shared, *keys]) for name, (ranks, keys) in LAYOUTS.items()]
 
