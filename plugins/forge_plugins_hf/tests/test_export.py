@@ -19,6 +19,7 @@ from forge_core.cli import main
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_core.train.trainer import Trainer
+from forge_plugins_hf import export_process
 from forge_plugins_hf.export import _held
 from forge_plugins_hf.export_process import ExportProcess
 from forge_testing.callback import CallbackConformance
@@ -54,6 +55,7 @@ SETTINGS = [*("train.steps=3", "train.seq_len=16", "train.precision=fp32", "trai
 SETTINGS += ["data.name=text_files", "data.path=a.txt", "data.tokenizer=bytes", "optimizer.lr=1e-2", "eval.interval=0"]
 
 
+@pytest.mark.usefixtures("forked_exports")
 class TestExport(CallbackConformance):
     component = "forge-plugins-hf:export"
 
@@ -64,6 +66,18 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("".join(f"{n} and {n * n}. " for n in range(600)))
     (tmp_path / "job.toml").write_text(JOB)
     return tmp_path
+
+
+@pytest.fixture
+def forked_exports(monkeypatch):
+    """Each export is ``forge convert`` in a fork; what stands between it and the run starts Python twice."""
+
+    def start(command, *, env, **options):
+        assert command[1:3] == ["-m", export_process.__name__]
+        env = {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"}
+        return fork_server.Popen(command[4:], env=env, **options)
+
+    monkeypatch.setattr(export_process, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
 
 
 def told(run, *names):
@@ -88,6 +102,7 @@ def content(path):
     return {one.name: one.read_bytes() for one in path.iterdir()}
 
 
+@pytest.mark.usefixtures("forked_exports")
 def test_each_checkpoint_becomes_a_folder_that_transformers_reads(folder, capfd):
     assert main(["run", "job.toml", "train.steps=3"]) == 0
     assert "exported runs/r/exports/step_00000003" in capfd.readouterr().out
@@ -104,6 +119,7 @@ def test_each_checkpoint_becomes_a_folder_that_transformers_reads(folder, capfd)
     assert not (run / ".exporting").exists()
 
 
+@pytest.mark.usefixtures("forked_exports")
 def test_adapters_are_folded_in_and_the_architecture_stays(folder):
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.Qwen2Config(
@@ -141,6 +157,7 @@ def test_an_export_that_is_slower_than_saving_leaves_out_those_between(folder, c
     assert json.loads((folder / "out/r/step_00000006/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.usefixtures("forked_exports")
 def test_only_steps_of_the_interval_and_the_last_one_are_exported(folder, capfd):
     assert main(["run", "job.toml", "checkpoint.interval=2", "callbacks=[{name='export', interval=4}]"]) == 0
     assert exported(folder / "runs/r") == [4, 6]
@@ -213,6 +230,7 @@ def test_a_run_that_is_told_to_leave_does_not_wait_for_an_export(folder, capfd, 
     assert exported(run) == [stopped_at, 6]
 
 
+@pytest.mark.usefixtures("forked_exports")
 def test_a_checkpoint_that_takes_the_place_of_another_is_exported_again(folder):
     assert main(["run", "job.toml"]) == 0
     before = content(folder / "runs/r/exports/step_00000006")
@@ -270,6 +288,7 @@ def disk(tmp_path):
         yield path
 
 
+@pytest.mark.usefixtures("forked_exports")
 def test_a_full_disk_is_said_and_the_run_goes_on(folder, disk, capfd):
     assert main(["run", "job.toml", f"callbacks=[{{name='export', path='{disk}'}}]", "model.dim=64"]) == 0
 
@@ -292,7 +311,6 @@ def test_ranks_that_share_a_model_export_it_as_one_does(tmp_path):
     launcher = Launcher(tmp_path)
     settings = ["callbacks=[{name='export'}]", "train.steps=4", "eval.interval=0", "checkpoint.interval=4"]
     works = [
-        Work("alone", 1, settings),
         Work("fsdp2", 2, [*settings, "train.batch_size=2"]),
         Work("pp2", 2, [*settings, "train.batch_size=1", "train.grad_accumulation=4", "parallel.pp=2"]),
     ]

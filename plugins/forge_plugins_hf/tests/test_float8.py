@@ -170,7 +170,6 @@ def test_every_layout_begins_with_the_same_weights(tmp_path):
     works = [
         Work("converted", 1, [*given, f"checkpoint.load.path={tmp_path / 'ours/checkpoint'}"]),
         Work("alone", 1, load),
-        Work("fsdp2", 2, [*load, half]),
         Work("tp2-ep2", 4, [*load, half, "parallel.tp=2", "parallel.ep=2"]),
         Work("pp2", 2, [*load, "train.batch_size=1", "train.grad_accumulation=4", "parallel.pp=2"]),
     ]

@@ -1,6 +1,12 @@
 """The tiny job of the system tests, for sweeps."""
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
+
+import fork_server
+from forge_plugins_studies import processes
 
 
 @pytest.fixture
@@ -13,6 +19,18 @@ def study(tmp_path, monkeypatch):
     config.write_text(TOML.format(folder=tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return config
+
+
+@pytest.fixture
+def forked_runs(monkeypatch):
+    """Runs are forks, which do not notice that their parent dies."""
+
+    def start(command, *, preexec_fn, **options):
+        assert preexec_fn is not None
+        return fork_server.Popen(command, **options)
+
+    own = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(processes, "subprocess", own)
 
 
 TOML = """

@@ -45,7 +45,7 @@ COMPLETE_P = "parametrization={name='complete_p', base={dim=32, n_layers=2}}"
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
+def job(tmp_path, monkeypatch, forked_runs):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "text").mkdir()

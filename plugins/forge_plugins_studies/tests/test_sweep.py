@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import fork_server
 from forge_core.cli import main
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Task, run_tasks, state_of
@@ -32,7 +33,7 @@ def last_event(run):
     return json.loads((run / "events.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(study, capfd):
     grid = ["sweep", str(study), *SWEEP, "--sweep", "train.seed=1,2", "--parallel", "2"]
     runs = study.parent / "runs"
@@ -62,7 +63,7 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
 def test_a_signal_saves_the_run_that_is_on_and_the_same_command_goes_on(study):
     command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=100000", "eval.interval=0"]
     runs = study.parent / "runs"
-    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    sweep = fork_server.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     metrics = runs / "tiny-lr-1e-2" / "metrics.jsonl"
     wait_for_a_step(metrics.parent, sweep)
     sweep.send_signal(signal.SIGINT)
@@ -81,7 +82,7 @@ def test_a_signal_saves_the_run_that_is_on_and_the_same_command_goes_on(study):
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_a_run_that_fails_is_told_and_the_others_are_run(study, capfd):
     assert (
         main(["sweep", str(study), "--sweep", "optimizer.lr=1e30,1e-2", "anomalies.give_up_after=1", "train.steps=20"])
@@ -98,7 +99,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_run(study, capfd):
 def test_a_run_stops_when_its_sweep_is_killed(study):
     command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=5000", "eval.interval=0"]
     run = study.parent / "runs" / "tiny-lr-1e-2"
-    sweep = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    sweep = fork_server.Popen(command, stdout=subprocess.DEVNULL)
     wait_for_a_step(run, sweep)
     sweep.kill()
     sweep.wait()
