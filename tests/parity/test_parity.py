@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 BY_DAY = {  # each pass, each schedule and each training at least once; what puts them together further is by night
     *("microbatches2", "accumulation4", "chunked", "fsdp1", "ac-full", "ac-selective", "ac-auto", "bf16"),
     *("fsdp2", "fsdp2-keep-gathered-ac-full", "fsdp2-compiled-ac-selective", "copies2", "hsdp2x2"),
+    *("fsdp2-sums-shards", "cp2-copies2-sums-shards"),
     *("tp2", "tp2-chunked", "tp2-whole-positions", "tp2-ac-selective", "tp2-fsdp2"),
     *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),
     *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring", "cp2-fsdp2", "pp2-cp2-tp2"),

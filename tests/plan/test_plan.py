@@ -91,6 +91,15 @@ def test_predicted_peaks_are_within_five_percent_of_what_real_runs_take(only, jo
     assert max(map(abs, errors)) < 5, benchmark.stdout
 
 
+def test_gradients_of_microbatches_are_whole_or_in_shards(planned):
+    several = ("--world-size", "8", "--gpu", "h200", "train.grad_accumulation=4")
+    plans = [planned(*several, f"parallel.passes.fsdp.accumulate={one}") for one in ("whole", "sharded", "auto")]
+
+    whole, sharded, auto = (plan["stages"][0]["largest"]["temporary"] for plan in plans)
+    assert whole - sharded > 0.5 * 4 * plans[0]["parameters"]
+    assert auto == whole  # which is next to nothing on such a GPU
+
+
 def test_a_thousand_ranks_are_planned_in_one_process(planned):
     plan = planned("--world-size", "1024", "parallel.dp_replicate=8", "--gpu", "h200")
 

@@ -149,6 +149,10 @@ ON_RANKS = {
         ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", f"{PASSES}.fsdp.keep_gathered=true"],
         "fsdp.keep_gathered: true cannot be combined with parallel.pp = 2",
     ),
+    "gradients in shards, in a pipeline": (
+        ["--nproc", "2", "parallel.pp=2", "train.grad_accumulation=2", f"{PASSES}.fsdp.accumulate=sharded"],
+        'fsdp.accumulate: "sharded" cannot be combined with parallel.pp = 2: a pipeline reduces gradients once a step',
+    ),
     "a schedule by its first letters": (
         ["--nproc", "2", "parallel.pp=2", f"{PASSES}.pipeline.schedule=zbv"],
         "\"zbv\" is not allowed; did you mean 'ZBVZeroBubble'?",

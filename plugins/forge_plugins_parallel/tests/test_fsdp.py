@@ -6,6 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
+from forge_core.contracts.gpu import Gpu
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import PluginError
@@ -13,6 +14,7 @@ from forge_core.train.build import materialise
 from forge_core.train.executor import PlainExecutor
 from forge_plugins_parallel.config import FullyShardConfig
 from forge_plugins_parallel.fsdp import _placement
+from forge_plugins_parallel.gradient_sums import sums_whole
 from forge_testing.component_case import builder
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SmallModel, cross_entropy, small_job
@@ -82,6 +84,57 @@ def test_what_was_kept_is_freed_with_the_last_microbatch(context):
     assert all(block._get_fsdp_state()._fsdp_param_group.is_sharded for block in blocks)
 
 
+@pytest.mark.parametrize("accumulate", ["sharded", "whole"])
+def test_before_the_last_microbatch_gradients_are_as_the_key_says(context, accumulate):
+    model = sharded(_accumulating(context), accumulate=accumulate)
+    group = model.blocks["0"]._get_fsdp_state()._fsdp_param_group
+    seen = []
+
+    def look(*_):
+        whole = sum(
+            one._unsharded_param.grad is not None for one in group.fsdp_params if hasattr(one, "_unsharded_param")
+        )
+        seen.append((whole, sum(one.sharded_param.grad is not None for one in group.fsdp_params)))
+
+    model.register_forward_pre_hook(look)
+
+    gatherings(model, 2)
+
+    n = len(group.fsdp_params)
+    assert seen == [(0, 0), (0, n) if accumulate == "sharded" else (n, 0)]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "gib", "degrees", "expected"),
+    [
+        ("auto", None, {}, True),  # no GPU, no telling
+        ("auto", 16.0, {}, True),
+        ("auto", 15.9, {}, False),
+        ("auto", 15.9, {"pp": 2}, True),
+        ("whole", 15.9, {}, True),
+        ("sharded", None, {}, False),
+    ],
+)
+def test_whole_gradients_are_kept_where_they_are_a_small_part_of_the_memory(
+    context, accumulate, gib, degrees, expected
+):
+    gpu = gib and Gpu("small", memory_gib=gib, peak_flops=1.0, capability=(9, 0))
+    mesh = attrs.evolve(context.mesh, degrees={**context.mesh.degrees, **degrees})
+    context = attrs.evolve(_accumulating(context), planned_gpu=gpu, mesh=mesh)
+
+    assert sums_whole(2**30, accumulate, context) == expected
+
+
+def test_one_microbatch_leaves_nothing_to_sum(context):
+    assert not sums_whole(1.0, "whole", context)
+
+
+def _accumulating(context):
+    job = context.job
+    return attrs.evolve(context, job=attrs.evolve(job, train=attrs.evolve(job.train, grad_accumulation=2)))
+
+
 def test_a_parameter_that_cannot_be_sharded_is_named(context):
     model = SmallModel()
     model.temperature = torch.nn.Parameter(torch.ones(()))
@@ -101,6 +154,7 @@ def test_a_pipeline_keeps_parameters_gathered(context):
     [
         ({"keep_gathered": True, "reshard_after_forward": "always"}, 2, "contradicts"),
         ({"keep_gathered": True}, 1, "one microbatch a step"),
+        ({"accumulate": "sharded"}, 1, "one microbatch a step"),
     ],
 )
 def test_keys_without_effect_are_refused(config, accumulation, sentence):
@@ -109,7 +163,7 @@ def test_keys_without_effect_are_refused(config, accumulation, sentence):
 
     ((key, found),) = FullyShardConfig(**config).check(job)
 
-    assert key == "keep_gathered"
+    assert key == next(iter(config))
     assert sentence in found
 
 

@@ -266,6 +266,7 @@ FOUR_MICROBATCHES = [QUARTER, "train.grad_accumulation=4"]
 TWO_SMALL_MICROBATCHES = [QUARTER, "train.grad_accumulation=2"]
 
 FSDP = "parallel.passes.fsdp"
+SHARDED_SUMS = f"{FSDP}.accumulate=sharded"
 AC = "parallel.passes.activation_checkpointing"
 COMPILE = "parallel.passes.compile"
 FP8_PASS = "parallel.passes.fp8"
@@ -382,6 +383,11 @@ CELLS: Mapping[str, Cell] = {
     # data parallelism
     "fsdp2": Cell(2, [HALF]),
     "fsdp2-microbatches2": Cell(2, TWO_SMALL_MICROBATCHES),
+    "fsdp2-sums-shards": Cell(2, [*TWO_SMALL_MICROBATCHES, SHARDED_SUMS]),
+    "fsdp2-sums-shards-keep-gathered": Cell(2, [*TWO_SMALL_MICROBATCHES, SHARDED_SUMS, f"{FSDP}.keep_gathered=true"]),
+    "fsdp2-sums-shards-bf16": Cell(2, [*TWO_SMALL_MICROBATCHES, SHARDED_SUMS], "bf16", BF16),
+    "copies2-sums-shards": Cell(2, [COPIES, *TWO_SMALL_MICROBATCHES, SHARDED_SUMS]),
+    "cp2-copies2-sums-shards": Cell(4, [CP2, COPIES, *TWO_SMALL_MICROBATCHES, SHARDED_SUMS]),
     "fsdp2-never-reshard": Cell(2, [HALF, f"{FSDP}.reshard_after_forward=never"]),
     "fsdp2-keep-gathered-ac-full": Cell(2, [*TWO_SMALL_MICROBATCHES, f"{FSDP}.keep_gathered=true", f"{AC}=true"]),
     "fsdp2-tied": Cell(2, [HALF], "tied"),
@@ -545,6 +551,7 @@ CELLS: Mapping[str, Cell] = {
     "moe-ep2-ac-selective-packed": Cell(2, [HALF, EP2, f"{AC}.mode=selective"], "moe packed"),
     "moe-ep2-compiled": Cell(2, [HALF, EP2, f"{COMPILE}=true"], "moe"),
     "moe-ep2-cp2-packed": Cell(2, [CP2, EP2], "moe packed"),
+    "moe-ep2-sums-shards": Cell(2, [EP2, *TWO_SMALL_MICROBATCHES, SHARDED_SUMS], "moe"),
     "moe-ep4": Cell(4, [QUARTER, "parallel.ep=4"], "moe"),
     "moe-ep2-fsdp2": Cell(4, [QUARTER, EP2], "moe"),
     "moe-ep2-fsdp2-ac-full-packed": Cell(4, [QUARTER, EP2, f"{AC}=true"], "moe packed"),

@@ -95,6 +95,12 @@ class FullyShardConfig:
     keep_gathered: bool = False
     """Keep all gathered parameters from a step's first microbatch to its last (``train.grad_accumulation``), so that
     they are gathered once a step: the least communication, and the memory of the whole model in the compute dtype."""
+    accumulate: Literal["auto", "sharded", "whole"] = "auto"
+    """How the gradients of a step's microbatches (``train.grad_accumulation``) are summed. ``whole``: each rank keeps
+    the gradient of every parameter in fp32, and all ranks reduce it with the last microbatch: 4 bytes a parameter,
+    however many ranks there are. ``sharded``: they reduce it with each microbatch, and a rank keeps its share; copies
+    of the model (``parallel.dp_replicate``) are summed with the last one. ``auto`` takes ``whole`` where that is at
+    most a sixteenth of the GPU's memory, and on other devices. With ``bf16_pure``, shards are summed in bf16."""
     prefetch: int = attrs.field(default=0, validator=ge(0))
     """Blocks to gather ahead of the one that computes, in forward and backward; each holds its whole parameters for
     that much longer. 0 leaves it to torch: in backward one ahead, in forward what the host has come to."""
@@ -119,6 +125,8 @@ class FullyShardConfig:
             yield "keep_gathered", 'contradicts reshard_after_forward = "always"; leave out one of the two'
         if self.keep_gathered and job.train.grad_accumulation == 1:
             yield "keep_gathered", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
+        if self.accumulate != "auto" and job.train.grad_accumulation == 1:
+            yield "accumulate", "there is one microbatch a step, as train.grad_accumulation = 1; leave it out"
         yield from self._check_what_tp_leaves(job)
 
     def _check_what_tp_leaves(self, job: Job) -> Iterator[tuple[str, str]]:

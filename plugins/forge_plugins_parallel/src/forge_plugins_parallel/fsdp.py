@@ -21,7 +21,9 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
+from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
+from forge_plugins_parallel.gradient_sums import sums_whole
 from forge_plugins_parallel.kept_whole import ComputeDtype, kept_whole
 from forge_plugins_parallel.units import units_of
 
@@ -64,6 +66,7 @@ class FullyShard:
         kept = kept_whole(model, self._config.keep_whole, is_stage=context.mesh.degrees["pp"] > 1)
         if kept:
             options["ignored_params"] = set(kept.values())
+        size = 4.0 * sum(local_tensor(one).numel() for one in set(model.parameters()) - set(kept.values()))
         is_whole = mesh.size(mesh.ndim - 1) == 1 and not self._config.cpu_offload
         reshards = self._reshards(context, is_whole=is_whole)
         touched = []
@@ -76,6 +79,8 @@ class FullyShard:
             model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
         if self._config.prefetch:
             _prefetch(model, list(units.values()), self._config.prefetch)
+        if not sums_whole(size, self._config.accumulate, context):
+            _reduce_with_each_microbatch(model)
         by_itself = is_whole and self._config.reshard_after_forward == "auto" and context.mesh.degrees["pp"] == 1
         if self._config.keep_gathered or by_itself:
             _free_after_last_microbatch(model)
@@ -133,6 +138,11 @@ def _prefetch(model: Any, units: Sequence[nn.Module], ahead: int) -> None:
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + ahead])
     for i, unit in enumerate(backward):
         unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + ahead])
+
+
+def _reduce_with_each_microbatch(model: Any) -> None:
+    """Microbatches before the last are summed over the ranks that share parameters, and the sum of all over copies."""
+    model.set_requires_gradient_sync = model.set_requires_all_reduce
 
 
 def _free_after_last_microbatch(model: Any) -> None:

@@ -86,6 +86,7 @@ def forge_parallel_passes() -> Iterable[PassComponent]:
         serves=("dp_replicate", "dp_shard", "precision"),
         conflicts=(
             Conflict("parallel.pp", "a pipeline keeps parameters gathered by itself", when={"keep_gathered": True}),
+            Conflict("parallel.pp", "a pipeline reduces gradients once a step", when={"accumulate": "sharded"}),
             Conflict(
                 "run.device",
                 "it takes parameters off a CUDA device",

@@ -15,6 +15,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
+from forge_plugins_parallel.gradient_sums import sums_whole
 from forge_plugins_parallel.units import units_of
 
 GIB = 2**30
@@ -103,7 +104,7 @@ def _measured(model: Any, context: PassContext, kept: frozenset[str]) -> Activat
 def _states(model: Any, context: PassContext) -> float:
     """Bytes of parameters, gradients and two moments, and of parameters and gradients gathered by FSDP.
 
-    FSDP gathers a block ahead, and with several microbatches a step it holds whole gradients until the last. Where no
+    FSDP gathers a block ahead, and may hold whole gradients until the last of several microbatches. Where no
     rank shares parameters, it keeps a copy of all in the compute dtype.
     """
     job = context.job
@@ -116,7 +117,9 @@ def _states(model: Any, context: PassContext) -> float:
         return 4.0 * own + own * _compute_dtype(job).itemsize / 4
     blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
     gathered = (own - sum(blocks) + 2 * max(blocks)) * _compute_dtype(job).itemsize / 4
-    accumulated = own if shards > 1 and (job.train.grad_accumulation or 1) > 1 else 0
+    fsdp = job.parallel.passes.get("fsdp")
+    accumulate = getattr(fsdp and fsdp.config, "accumulate", "auto")  # a run has the pass without naming it, too
+    accumulated = own if sums_whole(own, accumulate, context) else 0
     return 4.0 * own / shards + gathered + accumulated
 
 
