@@ -190,22 +190,19 @@ def test_two_ranks_stopped_by_every_signal_make_one_unbroken_history(held):
 
 
 def test_ctrl_c_twice_leaves_at_once_and_a_closed_terminal_saves(held):
-    twice = [held(n, name=f"twice-{n}", at=2, within=ON_TERMINAL, FOR_EVER="1") for n in (1, 2)]
+    twice = held(2, name="twice", at=2, within=ON_TERMINAL, FOR_EVER="1")
     closed = [held(n, name=f"closed-{n}", at=2, within=ON_TERMINAL) for n in (1, 2)]
 
-    for run in twice:
-        run.wait().type("\x03")
+    twice.wait().type("\x03")
     for run in closed:
         run.wait().process.kill()
-    for run in twice:
-        time.sleep(0.5)
-        run.type("\x03")
+    time.sleep(0.5)
+    twice.type("\x03")
 
-    for run in twice:
-        code, out, _ = run.ended()
-        assert code == 130, out
-        assert "once more leaves at once" in out
-        assert run.checkpoints() == []
+    code, out, _ = twice.ended()
+    assert code == 130, out
+    assert "once more leaves at once" in out
+    assert twice.checkpoints() == []
     deadline = time.monotonic() + 100
     for run in closed:
         while run.last_event()["event"] != "preempted":
