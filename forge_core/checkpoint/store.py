@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -35,6 +35,7 @@ from forge_core.errors import ConfigError
 
 __all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "superfluous", "usage_problem"]
 __all__ += ["whole_problem"]
+Result = TypeVar("Result")
 
 
 @attrs.frozen
@@ -57,10 +58,7 @@ class Checkpoint:
         Raises:
             ConfigError: it cannot be read, or is no table of JSON values.
         """
-        try:
-            return read_state(self.path)
-        except DamagedError as error:
-            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
+        return self._read(read_state)
 
     def job(self) -> dict[str, Any]:
         """The resolved job that wrote it, as plain data.
@@ -68,10 +66,7 @@ class Checkpoint:
         Raises:
             ConfigError: it cannot be read, or is no TOML that stands alone.
         """
-        try:
-            return read_job(self.path)
-        except DamagedError as error:
-            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
+        return self._read(read_job)
 
     def saved_tensors(self) -> Mapping[str, Any]:
         """Descriptions (``size``, ``properties.dtype``) of the tensors, by key.
@@ -84,10 +79,7 @@ class Checkpoint:
     @cached_property
     def _description(self) -> Metadata:
         """Read once: a model is often converted tensor by tensor."""
-        try:
-            return read_description(self.path)
-        except DamagedError as error:
-            raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
+        return self._read(read_description)
 
     def refuse_misfits(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises as ``load`` does, and reads nothing. For ranks that must all know before they read together."""
@@ -100,8 +92,11 @@ class Checkpoint:
             ConfigError: a key, shape or dtype is not what the checkpoint has, or what is stored is not what it says.
                 Tensors of the checkpoint that are not asked for are the caller's business.
         """
+        self._read(lambda path: read_tensors(path, self._description, tensors))
+
+    def _read(self, read: Callable[[Path], Result]) -> Result:
         try:
-            read_tensors(self.path, self._description, tensors)
+            return read(self.path)
         except DamagedError as error:
             raise ConfigError(f"checkpoint {self.path} cannot be used: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Mapping, MutableMapping
 
@@ -12,10 +13,13 @@ from forge_core.distributed.parent_death import end_with_launcher
 from forge_core.errors import ConfigError, ForgeError, NotJoinedError
 
 __all__ = ["end_with_launcher", "find_cluster", "interface_problem", "refuse_unknown_host"]
-__all__ += ["refuse_unknown_interfaces", "why_not_joined", "world_size_of"]
+__all__ += ["allow_sockets", "why_not_joined", "world_size_of"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65_535
+_SOCKETS_A_RANK = 4
+"""Connections to each other rank: of the default group, of votes and of checkpoints; and those of all axes together."""
+_OTHER_FILES = 256
 
 
 def world_size_of(environment: MutableMapping[str, str], cluster: ClusterEnvironment = NO_CLUSTER) -> int | None:
@@ -80,15 +84,22 @@ def refuse_unknown_host() -> None:
         raise ConfigError(f"{_who()} cannot find the host of rank 0: MASTER_ADDR={host}: {error.strerror}") from error
 
 
-def refuse_unknown_interfaces() -> None:
-    """Say at once what gloo and NCCL would find out later, in other words.
+def allow_sockets(ranks: int) -> None:
+    """Raise this process' limit of open files until connections to all ranks fit.
 
     Raises:
-        ConfigError: ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names no interface of this host.
+        ConfigError: they do not fit into what this user may have.
     """
-    problem = interface_problem(os.environ)
-    if problem:
-        raise ConfigError(problem)
+    needed = _OTHER_FILES + _SOCKETS_A_RANK * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"{ranks} ranks need some {needed} open files in each process, and {hard} are allowed here; raise the "
+            f"limit of the shell or service that starts them (ulimit -Hn {needed})"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def interface_problem(environment: Mapping[str, str]) -> str | None:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch f
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge_core.config.sections import AXES, Job
-from forge_core.distributed.environment import refuse_unknown_host, refuse_unknown_interfaces, why_not_joined
+from forge_core.distributed.environment import allow_sockets, interface_problem, refuse_unknown_host, why_not_joined
 from forge_core.errors import ConfigError
 from forge_core.job import resolve_degrees
 
@@ -149,9 +149,11 @@ def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
         ForgeError: the group does not come together; says on which host and port, and why.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    refuse_unknown_interfaces()
+    if problem := interface_problem(os.environ):
+        raise ConfigError(problem)
     if "RANK" in os.environ:
         refuse_unknown_host()
+        allow_sockets(int(os.environ["WORLD_SIZE"]))
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (dist.DistNetworkError, dist.DistStoreError) as error:

@@ -53,10 +53,7 @@ class Replicas:
         return tensor
 
     def sum_step(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        loss: torch.Tensor,
-        more: Callable[[], Sequence[torch.Tensor]],
+        self, parameters: Mapping[str, torch.Tensor], loss: torch.Tensor, more: Callable[[], Sequence[torch.Tensor]]
     ) -> torch.Tensor:
         """Sum as ``sum`` does: the gradients of ``parameters``, and what ``more`` returns. A parameter that one replica
         did not use, and another did, has a gradient in both afterwards.
@@ -127,10 +124,7 @@ class JoinedReplicas(Replicas):
         return tensor
 
     def sum_step(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        loss: torch.Tensor,
-        more: Callable[[], Sequence[torch.Tensor]],
+        self, parameters: Mapping[str, torch.Tensor], loss: torch.Tensor, more: Callable[[], Sequence[torch.Tensor]]
     ) -> torch.Tensor:
         total = loss.clone()
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]

@@ -1,9 +1,12 @@
 """torchrun's variables are taken as they are, and Slurm's become them."""
 
+import resource
+import sys
 from functools import partial
 
 import pytest
 
+import fork_server
 from forge_core.distributed import environment as core
 from forge_core.errors import ConfigError
 from forge_plugins_slurm.cluster_environment import SlurmEnvironment, first_host
@@ -119,3 +122,31 @@ def test_a_batch_script_of_slurm_is_no_rank(missing):
 def test_an_environment_that_cannot_be(environment, sentence):
     with pytest.raises(ConfigError, match=sentence):
         world_size_of(dict(environment))
+
+
+@pytest.fixture
+def limit():
+    """Sets this process' limits of open files, which are what they were afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft, hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_of_open_files_is_raised_where_ranks_need_more(limit):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit(300, hard)
+
+    core.allow_sockets(8)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+    core.allow_sockets(100)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (656, hard)
+
+
+def test_ranks_that_need_more_open_files_than_are_allowed_are_refused_before_they_connect():
+    code = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (512, 1024)); "
+    code += "from forge_core.distributed.environment import allow_sockets; allow_sockets(192); allow_sockets(1000)"
+
+    done = fork_server.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    sentence = "1000 ranks need some 4256 open files in each process, and 1024 are allowed here; raise the limit of"
+    assert sentence in done.stderr
