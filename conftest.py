@@ -66,13 +66,16 @@ def _runs_of_a_file_give_their_sockets_back() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ranks_of_kits_are_forked() -> None:
+def _ranks_of_kits_are_forked() -> Iterator[None]:
     """Of packages' own tests too: a kit starts two processes for each component."""
     import fork_server
     from forge_testing import several_ranks
 
     fork_server.take_environment()  # which is the machine's from now on
     several_ranks.Popen = fork_server.Popen  # type: ignore[misc]
+    yield
+    changed = fork_server.changed_since_start()
+    assert not changed, f"a test or a library has set {changed}: no process was forked from then on"
 
 
 def make_machine(folder: Path, environment: MutableMapping[str, str]) -> None:

@@ -38,7 +38,9 @@ from typing import Any
 _FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
 """Beginnings of the names of variables that are read while a process starts, or while it imports torch."""
 _READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
-"""Of those, the exceptions. The last one is set by torch itself, in a process that trains."""
+_READ_LATER += ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+"""Of those, the exceptions. Libraries set the last ones themselves: torch in a process that trains, scikit-learn in one
+that imports it. A test process that once has them would fork nothing from then on."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, sys/prctl.h
 _SECONDS = 250.0
 """In which a server answers, on the busiest machine."""
@@ -191,6 +193,12 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_FIXED) and not name.startswith(_READ_LATER)
     }
+
+
+def changed_since_start() -> dict[str, str]:
+    """Variables of this process that no server has, and because of which it forks nothing."""
+    own = {**_fixed(_environment({"env": None})), "OMP_NUM_THREADS": "1"}  # which tests say themselves
+    return dict(own.items() ^ _fixed(_ENVIRONMENT).items())
 
 
 def _program(command: Sequence[Any]) -> tuple[str, str, list[str]] | None:

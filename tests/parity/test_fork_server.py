@@ -128,6 +128,7 @@ def test_sets_have_other_orders_on_the_next_rank():
     [
         ([], {}, True),
         ([], {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}, True),
+        ([], {"KMP_INIT_AT_FORK": "FALSE", "KMP_DUPLICATE_LIB_OK": "True"}, True),
         (["-I"], {}, False),
         ([], {"PYTHONHASHSEED": "1"}, False),
         ([], {"OMP_NUM_THREADS": "2"}, False),
