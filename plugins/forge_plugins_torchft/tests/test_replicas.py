@@ -60,6 +60,7 @@ def test_two_replicas_train_as_one_process_does_and_resume(job):
     assert manager_state(job, 0) == manager_state(job, 1) == {"step": 16, "batches_committed": 32}
 
 
+@pytest.mark.nightly
 def test_state_that_is_not_of_its_parameters_shape_is_had_from_another_replica(job):
     """While both run, and each rank of a replica has its part of it."""
     optimizer = (
