@@ -25,7 +25,7 @@ def _benchmark(*arguments, script=SCRIPT):
     return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_job_is_run_and_becomes_a_row(tmp_path):
     model = tmp_path / "small.toml"
     model.write_text(MODEL)
