@@ -270,7 +270,8 @@ def run_python(packages_of_pages):
     sources = [str(path) for path in packages_of_pages.glob("*/src")]
 
     def run(*arguments: str, folder: Path = packages_of_pages, **variables: str) -> subprocess.CompletedProcess[str]:
-        settings = {"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
+        path = [*sources, *([str(Path(fork_server.__file__).parent)] if "pytest" in arguments else [])]
+        settings = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **settings, **variables}
         start = subprocess.run if "pytest" in arguments else fork_server.run  # kits look at what is imported, and when
         return start(
@@ -287,7 +288,8 @@ def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pa
     root = f"--rootdir={packages_of_pages.parent}"
 
     done = run_python(
-        "-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider", root, *tests
+        *("-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider"),
+        *("-p", "forked_ranks", root, *tests),
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

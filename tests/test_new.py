@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
 from forge_core.cli import main
 from forge_core.registry.hookspecs import CORE_KINDS
 from forge_testing.scaffold.package import HOOKS, WITHOUT_PACKAGE, write_package
@@ -56,10 +57,11 @@ def environment(packages: Path) -> dict[str, str]:
 def outcomes(packages: Path, environment: dict[str, str]) -> dict[str, list[str]]:
     """What pytest says of each package's tests, all run in one process."""
     options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(packages)]
+    forked = os.pathsep.join([environment["PYTHONPATH"], str(Path(fork_server.__file__).parent)])
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *(name_of(kind) for kind in KINDS)],
+        [sys.executable, "-m", "pytest", *options, "-p", "forked_ranks", *(name_of(kind) for kind in KINDS)],
         cwd=packages,
-        env=environment,
+        env={**environment, "PYTHONPATH": forked},
         capture_output=True,
         text=True,
     )

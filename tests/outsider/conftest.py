@@ -87,13 +87,6 @@ for command in json.loads(sys.argv[1]):
     if done.returncode:
         sys.exit(f"{command} exits with {done.returncode}: {done.stderr}")
 """
-FORKED_RANKS = """
-import fork_server
-from forge_testing import several_ranks
-
-several_ranks.Popen = fork_server.Popen
-"""
-"""A plugin of pytest."""
 
 
 @pytest.fixture(scope="session")
@@ -107,9 +100,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     succeed(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     see_third_parties(folder / "venv", folder / "third_parties")
     (folder / "tools").mkdir()
-    shutil.copy(fork_server.__file__, folder / "tools")
+    for module in ("fork_server.py", "forked_ranks.py"):
+        shutil.copy(Path(fork_server.__file__).with_name(module), folder / "tools")
     (folder / "tools" / "in_turn.py").write_text(IN_TURN)
-    (folder / "tools" / "forked_ranks.py").write_text(FORKED_RANKS)
     installation = Installation(folder)
     pip = (sys.executable, "-m", "pip", "--python", installation.python)
     succeed(*pip, "install", "-q", "--no-deps", "--no-index", *sorted(wheels.glob("*.whl")), cwd=folder)
