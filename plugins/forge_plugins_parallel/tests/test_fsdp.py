@@ -14,7 +14,8 @@ from forge_core.train.build import materialise
 from forge_core.train.executor import PlainExecutor
 from forge_plugins_parallel.config import FullyShardConfig
 from forge_plugins_parallel.fsdp import _placement
-from forge_plugins_parallel.gradient_sums import sums_whole
+from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
+from forge_plugins_parallel.recompute_choice import _states
 from forge_testing.component_case import builder
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SmallModel, cross_entropy, small_job
@@ -124,6 +125,19 @@ def test_whole_gradients_are_kept_where_they_are_a_small_part_of_the_memory(
     context = attrs.evolve(_accumulating(context), planned_gpu=gpu, mesh=mesh)
 
     assert sums_whole(2**30, accumulate, context) == expected
+
+
+@pytest.mark.parametrize(("accumulate", "copies"), [("sharded", 0), ("whole", 1)])
+def test_recomputation_by_memory_counts_whole_gradients_where_they_are_kept(context, accumulate, copies):
+    with torch.device("meta"):
+        model = SmallModel()
+    fsdp = {"fsdp": builder().resolve("parallel_pass", {"name": "fsdp", "accumulate": accumulate})}
+    alone = attrs.evolve(context, mesh=attrs.evolve(context.mesh, degrees={**context.mesh.degrees, "dp_shard": 2}))
+    several = _accumulating(alone)
+    parallel = attrs.evolve(several.job.parallel, passes=fsdp)
+    several = attrs.evolve(several, job=attrs.evolve(several.job, parallel=parallel))
+
+    assert _states(model, several) - _states(model, alone) == copies * whole_gradient_bytes(model)
 
 
 def test_one_microbatch_leaves_nothing_to_sum(context):

@@ -98,9 +98,9 @@ class FullyShardConfig:
     accumulate: Literal["auto", "sharded", "whole"] = "auto"
     """How the gradients of a step's microbatches (``train.grad_accumulation``) are summed. ``whole``: each rank keeps
     the gradient of every parameter in fp32, and all ranks reduce it with the last microbatch: 4 bytes a parameter,
-    however many ranks there are. ``sharded``: they reduce it with each microbatch, and a rank keeps its share; copies
-    of the model (``parallel.dp_replicate``) are summed with the last one. ``auto`` takes ``whole`` where that is at
-    most a sixteenth of the GPU's memory, and on other devices. With ``bf16_pure``, shards are summed in bf16."""
+    however many ranks there are. ``sharded``: they reduce it with each microbatch, and a rank keeps its share.
+    ``auto`` takes ``whole`` where that is at most a sixteenth of the GPU's memory, and on other devices. With
+    ``bf16_pure``, shards are summed in bf16."""
     prefetch: int = attrs.field(default=0, validator=ge(0))
     """Blocks to gather ahead of the one that computes, in forward and backward; each holds its whole parameters for
     that much longer. 0 leaves it to torch: in backward one ahead, in forward what the host has come to."""

@@ -21,9 +21,8 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
-from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
-from forge_plugins_parallel.gradient_sums import sums_whole
+from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
 from forge_plugins_parallel.kept_whole import ComputeDtype, kept_whole
 from forge_plugins_parallel.units import units_of
 
@@ -66,7 +65,7 @@ class FullyShard:
         kept = kept_whole(model, self._config.keep_whole, is_stage=context.mesh.degrees["pp"] > 1)
         if kept:
             options["ignored_params"] = set(kept.values())
-        size = 4.0 * sum(local_tensor(one).numel() for one in set(model.parameters()) - set(kept.values()))
+        keeps_whole_gradients = sums_whole(whole_gradient_bytes(model), self._config.accumulate, context)
         is_whole = mesh.size(mesh.ndim - 1) == 1 and not self._config.cpu_offload
         reshards = self._reshards(context, is_whole=is_whole)
         touched = []
@@ -79,7 +78,7 @@ class FullyShard:
             model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
         if self._config.prefetch:
             _prefetch(model, list(units.values()), self._config.prefetch)
-        if not sums_whole(size, self._config.accumulate, context):
+        if not keeps_whole_gradients:
             _reduce_with_each_microbatch(model)
         by_itself = is_whole and self._config.reshard_after_forward == "auto" and context.mesh.degrees["pp"] == 1
         if self._config.keep_gathered or by_itself:
@@ -141,8 +140,9 @@ def _prefetch(model: Any, units: Sequence[nn.Module], ahead: int) -> None:
 
 
 def _reduce_with_each_microbatch(model: Any) -> None:
-    """Microbatches before the last are summed over the ranks that share parameters, and the sum of all over copies."""
-    model.set_requires_gradient_sync = model.set_requires_all_reduce
+    """Over copies of the model, too: what torch holds back for the last microbatch is lost where that one does not use
+    a unit."""
+    model.set_requires_gradient_sync = lambda requires, *, recurse=True: None
 
 
 def _free_after_last_microbatch(model: Any) -> None:

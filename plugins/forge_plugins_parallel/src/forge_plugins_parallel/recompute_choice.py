@@ -15,7 +15,8 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
-from forge_plugins_parallel.gradient_sums import sums_whole
+from forge_plugins_parallel.config import FullyShardConfig
+from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
 from forge_plugins_parallel.units import units_of
 
 GIB = 2**30
@@ -117,9 +118,10 @@ def _states(model: Any, context: PassContext) -> float:
         return 4.0 * own + own * _compute_dtype(job).itemsize / 4
     blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
     gathered = (own - sum(blocks) + 2 * max(blocks)) * _compute_dtype(job).itemsize / 4
-    fsdp = job.parallel.passes.get("fsdp")
-    accumulate = getattr(fsdp and fsdp.config, "accumulate", "auto")  # a run has the pass without naming it, too
-    accumulated = own if sums_whole(own, accumulate, context) else 0
+    configs = [use.config for use in job.parallel.passes.values() if use is not None]
+    fsdp = next((one for one in configs if isinstance(one, FullyShardConfig)), FullyShardConfig())
+    whole = whole_gradient_bytes(model)
+    accumulated = whole if sums_whole(whole, fsdp.accumulate, context) else 0
     return 4.0 * own / shards + gathered + accumulated
 
 
