@@ -1,6 +1,5 @@
 """torchrun's variables are taken as they are, and Slurm's become them."""
 
-import resource
 import sys
 from functools import partial
 
@@ -124,29 +123,26 @@ def test_an_environment_that_cannot_be(environment, sentence):
         world_size_of(dict(environment))
 
 
-@pytest.fixture
-def limit():
-    """Sets this process' limits of open files, which are what they were afterwards."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield lambda soft, hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def limited(soft, hard, then):
+    """What a process says that may have so many open files."""
+    code = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); {then}"
+    return fork_server.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_the_limit_of_open_files_is_raised_where_ranks_need_more(limit):
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    limit(300, hard)
+def test_the_limit_of_open_files_is_raised_where_ranks_need_more():
+    ask = "from forge_core.distributed.environment import allow_sockets; "
+    ask += "[allow_sockets(n) or print(r.getrlimit(r.RLIMIT_NOFILE)) for n in (8, 100)]"
 
-    core.allow_sockets(8)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-    core.allow_sockets(100)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (656, hard)
+    assert limited(300, 1000, ask).stdout == "(300, 1000)\n(656, 1000)\n"
 
 
 def test_ranks_that_need_more_open_files_than_are_allowed_are_refused_before_they_connect():
-    code = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (512, 1024)); "
-    code += "from forge_core.distributed.environment import allow_sockets; allow_sockets(192); allow_sockets(1000)"
+    join = (
+        "import os, torch; os.environ.update(RANK='1', WORLD_SIZE='1000', MASTER_ADDR='localhost', MASTER_PORT='1'); "
+    )
+    join += "from forge_core.distributed.mesh import join_process_group; join_process_group(torch.device('cpu'), 5.0)"
 
-    done = fork_server.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = limited(512, 1024, join).stderr
 
     sentence = "1000 ranks need some 4256 open files in each process, and 1024 are allowed here; raise the limit of"
-    assert sentence in done.stderr
+    assert sentence in said

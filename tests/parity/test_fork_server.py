@@ -143,6 +143,12 @@ def test_one_that_is_told_something_before_its_first_line_is_started(arguments, 
     assert done.stdout == f"{is_forked}\n", done.stderr
 
 
+def test_what_stops_forking_is_named(monkeypatch):
+    assert fork_server.changed_since_start() == {}
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert fork_server.changed_since_start() == {"MALLOC_ARENA_MAX": "1"}
+
+
 @pytest.mark.parametrize(("name", "is_forked"), [("sitecustomize", False), ("numpy", False), ("acme", True)])
 def test_one_with_modules_in_place_of_those_it_would_import_is_started(tmp_path, name, is_forked):
     (tmp_path / f"{name}.py").touch()

@@ -8,7 +8,7 @@ from parity_matrix.selection import by_day_or_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-BY_DAY = {  # each pass, each schedule and each training at least once; what puts them together further is by night
+BY_DAY = {  # each pass and schedule, and a layout or two of most trainings; what puts them together is by night
     *("microbatches2", "accumulation4", "chunked", "fsdp1", "ac-full", "ac-selective", "ac-auto", "bf16"),
     *("fsdp2", "fsdp2-keep-gathered-ac-full", "fsdp2-compiled-ac-selective", "copies2", "hsdp2x2"),
     *("fsdp2-sums-shards", "cp2-copies2-sums-shards"),
