@@ -69,4 +69,4 @@ def test_a_plugin_that_needs_one_that_has_gone_is_listed_with_the_new_name(make_
 
     (plugin,) = [one for one in json.loads(capsys.readouterr().out)["plugins"] if one["distribution"] == "acme-old"]
     assert plugin["status"] == "broken"
-    assert "forge_core.engine.peers is forge_core.distributed.peer_monitor now" in plugin["reason"]
+    assert "forge_core.engine.peers is forge_plugins_monitor.peers.peer_monitor now" in plugin["reason"]

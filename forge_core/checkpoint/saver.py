@@ -25,6 +25,7 @@ from forge_core.checkpoint.frozen_files import FOLDER, FrozenFiles
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
+from forge_core.distributed.any_rank import any_rank
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.timeouts import CHECKPOINT_GROUP
 from forge_core.errors import ForgeError, SaveError
@@ -191,16 +192,15 @@ class Saver:
         over which they save, as after one that was too slow, nothing more can be said over it, and they get another."""
         if dist.get_world_size() == 1:
             return own.saved
-        outcomes: list[Any] = [None] * dist.get_world_size()
         error = own.saved.error
-        dist.all_gather_object(outcomes, (None if error is None else str(error), own.is_group_lost))
-        if any(is_group_lost for _, is_group_lost in outcomes):
+        said = [None if error is None else str(error)]
+        dist.broadcast_object_list(said, src=0)
+        if any_rank(own.is_group_lost)[0]:
             dist.destroy_process_group(self._group)
             self._group = self._new_group()
-        said = outcomes[0][0]
-        if said is None:
+        if said[0] is None:
             return attrs.evolve(own.saved, error=None)
-        agreed = SaveError(said) if error is None else type(error)(said)
+        agreed = SaveError(said[0]) if error is None else type(error)(said[0])
         agreed.__cause__ = error
         return attrs.evolve(own.saved, error=agreed)
 
@@ -247,9 +247,9 @@ class Saver:
             places = [folder, folder / FOLDER] if snapshot.frozen else [folder]
             files = [file for place in places for file in sorted(place.glob(pattern))]
             own = self._together(lambda: describe_files(folder, files), n_bytes)
-            written: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(written, own, group=self._group)
-            entries = {name: entry for part in written for name, entry in part.items()}
+            written: list[Any] | None = [None] * dist.get_world_size() if first else None
+            dist.gather_object(own, written, group=self._group)
+            entries = {name: entry for part in written or [] for name, entry in part.items()}
             self._together(lambda: self._commit(snapshot, folder, entries) if first else None, n_bytes)
         except BaseException:
             if first:

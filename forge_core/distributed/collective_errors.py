@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from forge_core import errors
+from forge_core.distributed.any_rank import any_rank
 from forge_core.errors import ExitCode, ForgeError
 
 T = TypeVar("T")
@@ -52,18 +53,19 @@ def _tell(error: ForgeError | None, group: dist.ProcessGroup | None = None, done
     Raises:
         ForgeError: one of them has failed.
     """
-    said: list[tuple[str, ExitCode, str] | bool] = [done] * dist.get_world_size()
-    own = done if error is None else (str(error), error.exit_code, type(error).__name__)
+    failed, waiting = any_rank(error is not None, not done, group=group)
+    if not failed:
+        return not waiting
+    said: list[tuple[str, ExitCode, str] | None] = [None] * dist.get_world_size()
+    own = None if error is None else (str(error), error.exit_code, type(error).__name__)
     dist.all_gather_object(said, own, group=group)
-    failed = [(rank, *entry) for rank, entry in enumerate(said) if isinstance(entry, tuple)]
-    if failed:
-        _, _, code, name = failed[0]
-        joined = _class_named(name)(
-            "" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed])
-        )
-        joined.exit_code, joined.is_on_all_ranks = code, True
-        raise joined from error
-    return all(said)
+    errors_of = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
+    _, _, code, name = errors_of[0]
+    joined = _class_named(name)(
+        "" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in errors_of])
+    )
+    joined.exit_code, joined.is_on_all_ranks = code, True
+    raise joined from error
 
 
 def _is_on_all_ranks(error: BaseException | None) -> bool:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Requests
+from forge_core.distributed.any_rank import any_rank
+from forge_core.distributed.host_copy import HostCopy
 
 
 @attrs.frozen
@@ -20,57 +22,63 @@ class Votes:
 
 
 class Consensus:
-    """Exchanges requests over gloo, so that no device has to be waited for.
+    """Sends requests along with a reduction that each step has anyway.
 
     Args:
         requests: this rank's.
+        device: the run's.
     """
 
-    def __init__(self, requests: Requests) -> None:
+    is_writing: bool = False
+    """This rank is writing a checkpoint. It is sent along, too."""
+
+    def __init__(self, requests: Requests, device: torch.device) -> None:
         self._requests = requests
         self._alone = dist.get_world_size() == 1
-        self._group = None if self._alone else dist.new_group(backend="gloo")
-        self._flags = torch.zeros(3, dtype=torch.int32)
-        self._under_way: dist.Work | None = None
+        self._n_late = int(device.type == "cuda")
+        """Reductions that are not waited for: the host would wait for the step."""
+        self._under_way: list[HostCopy] = []
+        self._n_answered = 0
+        """How many of those under way were sent before the last save was agreed on."""
 
-    def exchange(self, *, is_writing: bool) -> Votes:
-        """Exchange what is asked for, and whether this rank is writing a checkpoint.
+    def reduce(self, flag: torch.Tensor) -> torch.Tensor:
+        """Return whether ``flag`` is 1 on any rank, on its device; what is asked for until now goes with it. The host
+        does not wait.
 
-        With several ranks the answer is to what was asked one step ago: the exchange overlaps with a step.
+        Args:
+            flag: 1 or 0, fp32, a scalar.
         """
+        if self._alone:
+            return flag
+        asked = torch.tensor([self._requests.save_now, bool(self._requests.stop), self.is_writing], dtype=flag.dtype)
+        flags = torch.cat([flag.reshape(1), asked.to(flag.device, non_blocking=True)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        self._under_way.append(HostCopy(flags[1:]))
+        return flags[0]
+
+    def votes(self) -> Votes:
+        """Return what all ranks have asked for until the last ``reduce``; on GPUs, until the one before."""
         requests = self._requests
         if self._alone:
-            votes = Votes(requests.save_now, bool(requests.stop), is_writing)
+            votes = Votes(requests.save_now, bool(requests.stop), self.is_writing)
             requests.save_now = False
             return votes
-        votes = Votes(save=False, stop=False, is_writing=True)
-        if self._under_way is not None:
-            self._under_way.wait()
-            votes = Votes(*(bool(flag) for flag in self._flags.numpy()))
-        if votes.save:
-            requests.save_now = False
-        self._flags = torch.tensor([requests.save_now, bool(requests.stop), is_writing], dtype=torch.int32)
-        self._under_way = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return votes
+        n = max(0, len(self._under_way) - self._n_late)
+        asked, self._under_way = [copy.values() for copy in self._under_way[:n]], self._under_way[n:]
+        save = any(save for save, _, _ in asked[self._n_answered :])
+        self._n_answered = max(0, self._n_answered - n)
+        if save:
+            requests.save_now, self._n_answered = False, len(self._under_way)
+        return Votes(save, any(stop for _, stop, _ in asked), not asked or bool(asked[-1][2]))
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether any rank says so, now; all ranks wait for each other."""
-        if self._alone:
-            return flag
-        flags = torch.tensor([flag], dtype=torch.int32)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return bool(flags.numpy()[0])
+        return flag if self._alone else any_rank(flag)[0]
 
     def reason(self) -> str:
         """Return why to stop, once all know that they do. Where ranks were told different things, the lowest rank's."""
         if self._alone:
             return self._requests.stop
         reasons: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(reasons, self._requests.stop, group=self._group)
+        dist.all_gather_object(reasons, self._requests.stop)
         return next(filter(None, reasons))
-
-    def finish(self) -> None:
-        """Wait for an exchange that is under way."""
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None

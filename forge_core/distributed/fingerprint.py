@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -13,6 +15,7 @@ from forge_core import __version__
 from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
+from forge_core.distributed.any_rank import any_rank
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import components, job_table
 from forge_core.registry.catalog import Catalog
@@ -29,12 +32,17 @@ def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
     """
     if dist.get_world_size() == 1:
         return
+    own = fingerprint(job, catalog)
+    digest = [hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()]
+    expected = [*digest]
+    dist.broadcast_object_list(expected, src=0)
+    if not any_rank(digest != expected)[0]:
+        return
     ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, fingerprint(job, catalog))
+    dist.all_gather_object(ranks, own)
     differences = list(_differences(ranks))
-    if differences:
-        shown = "\n".join(differences[:_SHOWN]) + and_more(len(differences), _SHOWN, "\n  ")
-        raise ConfigError(f"the ranks have not been started with the same job and packages:\n{shown}")
+    shown = "\n".join(differences[:_SHOWN]) + and_more(len(differences), _SHOWN, "\n  ")
+    raise ConfigError(f"the ranks have not been started with the same job and packages:\n{shown}")
 
 
 def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:

@@ -154,6 +154,7 @@ def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
     if "RANK" in os.environ:
         refuse_unknown_host()
         allow_sockets(int(os.environ["WORLD_SIZE"]))
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to the ranks that are talked to, not to all
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (dist.DistNetworkError, dist.DistStoreError) as error:

@@ -87,6 +87,7 @@ CORE_KINDS = (
         "a cluster's variables: ranks, job, end",
         _CONTRACT,
     ),
+    _kind("supervisor", "forge_supervisors", "Supervisor", "who notices that a rank is lost, and names it", _CONTRACT),
 )
 """The kinds of the core."""
 

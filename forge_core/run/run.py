@@ -20,11 +20,12 @@ from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.replication import Replication
+from forge_core.contracts.supervisor import Supervisor
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.distributed.peer_monitor import PeerMonitor
+from forge_core.distributed.supervision import find_supervisor
 from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of
 from forge_core.job import job_table
 from forge_core.registry.catalog import Catalog
@@ -79,7 +80,7 @@ def run_job(
     """
     started = time.monotonic()
     signals = ExitStack() if until_the_end is None else nullcontext(until_the_end)
-    with _connected(job) as (device, peers), signals as heeded:
+    with _connected(job, catalog) as (device, peers), signals as heeded:
         begun = _begin(job, catalog, device, peers, dry_run=dry_run)
         if begun.is_complete:
             return _end_at_once(begun, dry_run=dry_run)
@@ -106,11 +107,12 @@ def run_job(
 
 
 @contextmanager
-def _connected(job: Job) -> Iterator[tuple[torch.device, PeerMonitor]]:
+def _connected(job: Job, catalog: Catalog) -> Iterator[tuple[torch.device, Supervisor]]:
     """Join the other ranks."""
     device = choose_device(job.run.device)
     join_process_group(device, job.run.first_step_timeout)
-    peers = PeerMonitor(job.run, RunDirectory(job, writes=False).path)
+    run_directory = RunDirectory(job, writes=False).path
+    peers = run_on_all_ranks(lambda: find_supervisor(catalog, job.run, run_directory))
     try:
         with peers.naming_lost_ranks():
             yield device, peers
@@ -119,7 +121,7 @@ def _connected(job: Job) -> Iterator[tuple[torch.device, PeerMonitor]]:
         peers.close()
 
 
-def _begin(job: Job, catalog: Catalog, device: torch.device, peers: PeerMonitor, *, dry_run: bool) -> Begun:
+def _begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, *, dry_run: bool) -> Begun:
     run_on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
     begun = run_on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
     peers.beat()
@@ -281,7 +283,7 @@ class _Training:
             directory=setup.directory,
             events=setup.events,
             supervisor=setup.peers,
-            consensus=Consensus(requests),
+            consensus=Consensus(requests, setup.device),
             record=self._record,
             reports=reports,
         )

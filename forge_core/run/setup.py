@@ -20,11 +20,11 @@ from forge_core.contracts.checkpoint_mirror import MirrorContext
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSource, Source
 from forge_core.contracts.scheduler import Schedule
+from forge_core.contracts.supervisor import Supervisor
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
 from forge_core.distributed.mesh import Mesh, build_mesh
-from forge_core.distributed.peer_monitor import PeerMonitor
 from forge_core.distributed.timeouts import Timeouts
 from forge_core.job import adding_passes, check_device, sort_passes
 from forge_core.registry.catalog import Catalog
@@ -50,7 +50,7 @@ class Begun:
     catalog: Catalog
     device: torch.device
     mesh: Mesh
-    peers: PeerMonitor
+    peers: Supervisor
     directory: RunDirectory
     store: CheckpointStore
     mirror: NoMirror
@@ -90,7 +90,7 @@ class RunSetup(Begun):
     """``train.grad_accumulation`` before ``with_global_batch``."""
 
 
-def begin(job: Job, catalog: Catalog, device: torch.device, peers: PeerMonitor, *, dry_run: bool) -> Begun:
+def begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, *, dry_run: bool) -> Begun:
     """Called by all ranks alike.
 
     Raises:
@@ -179,7 +179,7 @@ def prepare(begun: Begun) -> RunSetup:
         callbacks=callbacks,
         events=Events(
             [
-                *([("timeouts", Timeouts(job.run)), ("peers", peers)] if mesh.world_size > 1 else []),
+                *([("timeouts", Timeouts(job.run)), ("supervisor", peers)] if mesh.world_size > 1 else []),
                 ("console", console),
                 *(("progress bar", bar) for bar in console.progress()),
                 *callbacks,

@@ -13,6 +13,7 @@ from forge_core.contracts.batch import MixedSource
 from forge_core.contracts.callback import StepContext
 from forge_core.contracts.gpu import PEAK_BF16_TFLOPS
 from forge_core.data.loader import BatchLoader
+from forge_core.distributed.host_copy import HostCopy
 from forge_core.distributed.mesh import LOSS_AXES
 from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
@@ -28,8 +29,7 @@ class Pending:
 
     step: int
     names: tuple[str, ...]
-    values: torch.Tensor
-    copied: torch.cuda.Event | None
+    values: HostCopy
     known: Mapping[str, float]
 
 
@@ -148,21 +148,14 @@ class Metrics:
 
     def _copy(self, step: int, tensors: Mapping[str, torch.Tensor], known: Mapping[str, float]) -> None:
         stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
-        copied = None
-        if self._run.device.type == "cuda":
-            stacked = torch.empty_like(stacked, device="cpu", pin_memory=True).copy_(stacked, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            copied.record()
-        self._pending = Pending(step, tuple(tensors), stacked, copied, known)
+        self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def fetch(self) -> dict[str, float] | None:
         """The values of the last logged step, once. The host waits for the device here, and in the guard."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
-        if pending.copied is not None:
-            pending.copied.synchronize()
-        fetched = dict(zip(pending.names, pending.values.tolist(), strict=True))
+        fetched = dict(zip(pending.names, pending.values.values(), strict=True))
         fetched = {name: value for name, value in fetched.items() if value != ABSENT or not name.startswith("loss/")}
         return {"step": pending.step, **fetched, **pending.known}
 

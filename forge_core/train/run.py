@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import attrs
@@ -11,6 +10,7 @@ import torch
 
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Requests, RunContext
+from forge_core.contracts.supervisor import Supervisor
 from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import PluginError
@@ -25,16 +25,6 @@ class Directory(Protocol):
 
     def forget_after(self, step: int) -> None:
         """Take the lines of later steps back."""
-
-
-class Supervisor(Protocol):
-    """Ends this rank if it, or another one, does not come forward."""
-
-    def beat(self) -> None:
-        """Say that this rank comes forward."""
-
-    def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """A context in which a step may take so many seconds."""
 
 
 class Reports:

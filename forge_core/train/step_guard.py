@@ -160,10 +160,8 @@ class StepGuard:
         if self._section.spike_factor > 0:
             known = self._seen >= self._section.spike_window
             verdict |= known & (norm > self._section.spike_factor * self._mean)
-        verdict = verdict.float()
-        if self._mesh.world_size > 1:
-            dist.all_reduce(verdict, dist.ReduceOp.MAX)
-        own, verdict = verdict, self._any_replica(verdict)
+        own = self._run.consensus.reduce(verdict.float())
+        verdict = self._any_replica(own)
         start = self._loader.position - self._loader.samples_per_step
         stop = self._loader.position
         names, squares = [*gradients.named], gradients.squares.values()

@@ -79,7 +79,7 @@ class Trainer:
                 continue  # another replica was lost in it
             values = self.evaluations.run_if_due(self.step)
             self.saving.ask_for_timely_save()
-            votes = self.run.consensus.exchange(is_writing=self.saving.is_writing)
+            votes = self.run.consensus.votes()
             self.saving.after_step(self.step, values, votes)
             if self.guard.has_failed:
                 self._go_back()
@@ -134,6 +134,7 @@ class Trainer:
         """Seed the generators: a step draws the same random numbers after a resume, with nothing to save; and others
         on ranks, of all replicas, that have other samples, positions or layers."""
         self.run.reports.clear()
+        self.run.consensus.is_writing = self.saving.is_writing
         self.run.emit("step_start", step=self.step)
         self._enter_phase()
         mesh, device = self.run.mesh, self.run.device
@@ -219,7 +220,6 @@ class Trainer:
 
     def _finish(self) -> str:
         run = self.run
-        run.consensus.finish()
         self.metrics.log_pending()
         self.saving.finish(must_succeed=True)
         stopped = run.consensus.reason() if self.step < run.job.train.steps else ""

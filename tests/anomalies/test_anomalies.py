@@ -9,8 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.config.sections import AXES, AnomaliesSection
+from forge_core.contracts.callback import Requests
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
+from forge_core.distributed.consensus import Consensus
 from forge_core.distributed.mesh import Mesh, join_process_group
 from forge_core.train.gradients import Gradients
 from forge_core.train.step_guard import StepGuard
@@ -28,6 +30,7 @@ class Run:
         cut = {"batch_size": 2, "grad_accumulation": 2, "dp_rank": 0, "dp_size": 1}
         self._loader = BatchLoader(stream, position=0, **cut, workers=0, prefetch=1, pin_memory=False)
         self.mesh, self.said, self.events, self.step = mesh, [], [], 0
+        self.consensus = Consensus(Requests(), CPU)
         self.job, self.device, self.directory = SimpleNamespace(anomalies=AnomaliesSection(**keys)), CPU, self
         self.anomalies = StepGuard(self, self._loader, saved)
 

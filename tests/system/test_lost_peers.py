@@ -465,6 +465,13 @@ def test_a_run_that_another_attempt_has_taken_over_ends_at_its_next_save_on_all_
     assert json.loads((tiny.path() / "lease.json").read_text())["attempt"] == "b" * 32
 
 
+def temporary_folder(tiny, host):
+    """Of a host alone, as on two machines: ranks that share one are a node."""
+    folder = tiny.folder / "temporary" / host
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
 def start_on_two_hosts(tiny, start, hosts, *overrides):
     torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.207.0.1", "--master-port=29519"]
     return [
@@ -475,6 +482,7 @@ def start_on_two_hosts(tiny, start, hosts, *overrides):
                 *["run", str(tiny.config), *SETTINGS, *overrides],
             ],
             GLOO_SOCKET_IFNAME=cable,
+            TMPDIR=temporary_folder(tiny, name),
         )
         for i, (name, address, cable) in enumerate(hosts)
     ]
@@ -530,6 +538,7 @@ def test_a_host_that_is_replaced_joins_again_and_there_are_never_two_worlds(tiny
                 *["train.batch_size=2", "train.global_batch_size=4", "checkpoint.interval=20"],
             ],
             GLOO_SOCKET_IFNAME=cable,
+            TMPDIR=temporary_folder(tiny, name),
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )
 

@@ -35,6 +35,11 @@ class CurveExtrapolationConfig:
 
 
 @attrs.frozen(kw_only=True)
+class PeersConfig:
+    """Nothing to set: the limits are those of ``[run]``."""
+
+
+@attrs.frozen(kw_only=True)
 class HealthConfig:
     """When ``health`` looks, and what it takes for unhealthy."""
 

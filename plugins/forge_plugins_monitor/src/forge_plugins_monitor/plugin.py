@@ -8,6 +8,17 @@ FORGE_API = "1.1"
 
 
 @hookimpl
+def forge_supervisors() -> Iterable[Component]:
+    """Which rank is lost."""
+    yield Component(
+        name="peers",
+        summary="ranks publish signs of life; which one is missing is found out, and all end",
+        factory="forge_plugins_monitor.peers.peer_monitor:PeerMonitor",
+        config="forge_plugins_monitor.config:PeersConfig",
+    )
+
+
+@hookimpl
 def forge_callbacks() -> Iterable[Component]:
     """What happens beside training."""
     yield Component(

@@ -13,17 +13,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 from forge_core.config.sections import RunSection
-from forge_core.contracts.callback import Callback, RunContext
-from forge_core.distributed.diagnosis import SILENCE, Finding
-from forge_core.distributed.heartbeat import BEAT, Condition, Heartbeat
-from forge_core.distributed.position import position_of_error
-from forge_core.distributed.step_timeout import LEAVE_AFTER, SAY_AFTER, End, StepTimeout
+from forge_core.contracts.callback import RunContext
+from forge_core.contracts.supervisor import Supervisor
 from forge_core.distributed.torchrun import agent_without_restarts
-from forge_core.distributed.watchdog import Watchdog
 from forge_core.errors import LostPeerError, SaveError
+from forge_plugins_monitor.config import PeersConfig
+from forge_plugins_monitor.peers.diagnosis import Finding
+from forge_plugins_monitor.peers.heartbeat import Condition, Heartbeat
+from forge_plugins_monitor.peers.node_watch import BEAT
+from forge_plugins_monitor.peers.position import position_of_error
+from forge_plugins_monitor.peers.pulses import SILENCE
+from forge_plugins_monitor.peers.step_timeout import LEAVE_AFTER, SAY_AFTER, End, StepTimeout
+from forge_plugins_monitor.peers.watchdog import Watchdog
 
 _LEAVING = 8.0
 """Seconds that a rank which has lost another gets to close its files."""
+_FOUND_AFTER = SILENCE + 5 * BEAT
+"""Seconds after which it is known who is missing, or never will be."""
 
 _LOST = (
     "Connection closed by peer",
@@ -42,31 +48,30 @@ _LOST = (
 """How gloo, NCCL and torch's stores say that another rank is gone or does not come."""
 
 
-class PeerMonitor(Callback):
+class PeerMonitor(Supervisor):
     """Tells the other ranks how far this one is (heartbeat), finds out who is missing when they wait in vain
     (diagnosis), and ends this rank if it comes no further (step timeout).
 
     The training thread calls ``beat``; if it does not within the time that the run gives it, this process ends with
-    exit code 5. A group of one has nothing to wait for, and none of this happens.
+    exit code 5.
     """
 
-    def __init__(self, run: RunSection, run_directory: Path) -> None:
+    def __init__(self, config: PeersConfig, /, *, run: RunSection, run_directory: Path) -> None:
         self._run = run
-        self._alone = dist.get_world_size() == 1
-        if self._alone:
-            return
         self._rank = dist.get_rank()
         self._who = f"rank {self._rank} on {socket.gethostname()}"
         self._steps = 0
         self._sentence = ""
         """Which rank is lost, once it is known."""
         self._leaving_since = 0.0
+        self._is_let_go = False
+        """It does not hang: it waits for a rank that is lost."""
         self._own = Condition()
         stacks = run_directory / "stacks" / f"rank_{self._rank}.txt"
         self._timeout = StepTimeout(
             run.first_step_timeout, Watchdog(self._who, stacks, agent_without_restarts(os.environ))
         )
-        self._heartbeat = Heartbeat(self._own, lambda: self._timeout.is_late)
+        self._heartbeat = Heartbeat(self._own, self._timeout)
         self.beat()
         self._timeout.guard(self._end)
 
@@ -74,8 +79,6 @@ class PeerMonitor(Callback):
         self.beat()
 
     def step_start(self, run: RunContext, step: int) -> None:
-        if self._alone:
-            return
         self._steps += 1
         self._own.step = step
         if self._steps == 2:
@@ -83,32 +86,14 @@ class PeerMonitor(Callback):
         self.beat()
 
     def beat(self, more: float = 0.0) -> None:
-        """The training thread has got further.
-
-        Args:
-            more: seconds that it may take from here, beyond those of a step.
-        """
-        if not self._alone:
-            self._timeout.beat(self._own.step, more)
-
-    @contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
-        """Let the work in this context take so much longer than a step."""
-        self.beat(seconds)
-        yield
-        self.beat()
+        self._timeout.beat(self._own.step, more)
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Turn what a collective raises when another rank is gone into a sentence that says which one.
-
-        Raises:
-            LostPeerError: instead of the collective's error.
-        """
         try:
             yield
         except (RuntimeError, SaveError) as error:  # torch's own errors are RuntimeErrors, and a save wraps them
-            if self._alone or not any(words in str(error) for words in _LOST):
+            if not any(words in str(error) for words in _LOST):
                 self._fail(error)
                 raise
             self._own.gave_up_at = position_of_error(error)
@@ -122,49 +107,36 @@ class PeerMonitor(Callback):
             raise
 
     def close(self) -> None:
-        """The last thing that a rank does with the group."""
-        if self._alone:
-            return
         self._own.is_done = True
         self._heartbeat.close()
         self._timeout.close()
 
     def _fail(self, error: BaseException) -> None:
         """For the others to read: this rank ends, and not because of them."""
-        if not self._alone and not self._sentence:
+        if not self._sentence:
             self._own.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self._heartbeat.beat_now()
 
     def _find_out(self, *, is_timeout: bool) -> str:
-        """Ask until it is clear who is missing, for a few seconds at most; tell the others."""
+        """Ask who is missing, and wait until that is known, for a few seconds at most."""
         heartbeat = self._heartbeat
-        self._own.has_given_up = True
+        self._own.has_timed_out, self._own.has_given_up = is_timeout, True
         heartbeat.beat_now()
-        self._timeout.allow(self._own.step, SILENCE + 3 * BEAT)  # this rank hangs no longer
-        deadline = time.monotonic() + max(1.5, SILENCE + 1.5 * BEAT - heartbeat.seconds_watched)
-        while not (found := self._missing()) and time.monotonic() < deadline:
+        self._timeout.allow(self._own.step, _FOUND_AFTER + 3 * BEAT)  # this rank hangs no longer
+        deadline = time.monotonic() + _FOUND_AFTER
+        while heartbeat.verdict is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not found and is_timeout:
-            found = heartbeat.diagnosis().not_coming()
-        if heartbeat.verdict is None and found:
-            heartbeat.publish(found)
-            if not (_store_stays() and heartbeat.diagnosis().have_ended(found[1])):
-                time.sleep(1.2 * BEAT)  # the others shall have read it; and who fails shall be the first to end
-        return self._worded(heartbeat.verdict or found)
-
-    def _missing(self) -> Finding | None:
-        return self._heartbeat.verdict or self._heartbeat.diagnosis().missing()
+        if not (_store_stays() and heartbeat.verdict and heartbeat.verdict.have_ended):
+            time.sleep(1.2 * BEAT)  # the others shall have read it; and who fails shall be the first to end
+        return self._worded(heartbeat.verdict)
 
     def _worded(self, found: Finding | None) -> str:
         step = self._own.step
         if found is None:
-            sentence = f"{self._who} has lost another rank in step {step}: all of them still give signs of life"
-            waiting = self._heartbeat.diagnosis().positions()
-            return f"{sentence}, and wait for each other: {waiting}" if waiting else sentence
-        sentence, ranks = found
-        if self._rank in ranks:
-            return f"{self._who} was given up by the others in step {step}: {sentence}"
-        return f"{self._who} has lost another rank in step {step}: {sentence}"
+            return f"{self._who} has lost another rank in step {step}: nothing is known of the others"
+        if self._rank in found.ranks:
+            return f"{self._who} was given up by the others in step {step}: {found.sentence}"
+        return f"{self._who} has lost another rank in step {step}: {found.sentence}"
 
     def _end(self) -> End:
         """The end of this rank: it has lost another one, was told of it, or takes too long for its step."""
@@ -172,18 +144,20 @@ class PeerMonitor(Callback):
         if self._sentence:
             return End(self._leaving_since, self._sentence, leave_after=_LEAVING)
         quiet = math.inf if self._own.has_given_up else 0.0  # it is being found out
-        if heartbeat.verdict is not None:
-            return End(heartbeat.verdict_at, self._worded(heartbeat.verdict), max(quiet, LEAVE_AFTER - 1))
-        return End(timeout.beaten + timeout.seconds, self._too_slow(), max(quiet, SAY_AFTER))
+        overdue_since = timeout.beaten + timeout.seconds
+        if (verdict := heartbeat.verdict) is not None:
+            if verdict.ranks and self._rank not in verdict.ranks and not self._is_let_go:
+                self._is_let_go = True
+                timeout.allow(self._own.step, _LEAVING)  # it only waits: its stacks say nothing
+                overdue_since = math.inf
+            since = min(heartbeat.verdict_at, overdue_since)
+            return End(since, self._worded(verdict), max(quiet, LEAVE_AFTER - 1))
+        return End(overdue_since, self._too_slow(), max(quiet, SAY_AFTER))
 
     def _too_slow(self) -> str:
-        if (missing := self._missing()) is not None:
-            return self._worded(missing)
-        heartbeat = self._heartbeat
         return (
             f"{self._who} has got no further for {time.monotonic() - self._timeout.beaten:.0f} s in step "
-            f"{self._own.step}, at {heartbeat.where}; "
-            f"{heartbeat.diagnosis().positions(without=self._rank) or 'of the others nothing is known'}"
+            f"{self._own.step}, at {self._heartbeat.where}"
         )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import attrs
 
 from forge_core.config.describe import printable
-from forge_core.distributed.watchdog import Watchdog
 from forge_core.errors import ExitCode
+from forge_plugins_monitor.peers.watchdog import Watchdog
 
 SAY_AFTER, LEAVE_AFTER = 1.5, 6.0
 """Seconds beyond its limit after which a rank that is held up says so, and after which it leaves. The watchdog, which
@@ -61,6 +61,10 @@ class StepTimeout:
     def is_late(self) -> bool:
         """Return whether a third of the time has passed."""
         return time.monotonic() - self.beaten > self.seconds / 3
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() - self.beaten > self.seconds
 
     def guard(self, end: Callable[[], End]) -> None:
         """Start the thread.

@@ -1,0 +1,59 @@
+"""Supervisors: they notice that a rank is lost, say which one, and end the ranks that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_core.contracts.callback import Callback
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import RunSection
+
+
+class Supervisor(Callback):
+    """Base class. Supervises nothing: ranks wait for each other until torch's own time limit ends them.
+
+    The training thread calls all methods. It is a callback, too, and hears of the run's events before all others.
+    """
+
+    def beat(self, more: float = 0.0) -> None:
+        """This rank has got further.
+
+        Args:
+            more: seconds that it may take from here, beyond those of a step.
+        """
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Let the work in this context take so many seconds longer than a step."""
+        self.beat(seconds)
+        yield
+        self.beat()
+
+    @contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Turn what a collective raises when another rank is gone into a sentence that says which one.
+
+        Raises:
+            LostPeerError: instead of the collective's error.
+        """
+        yield
+
+    def close(self) -> None:
+        """The last call, when the process group has been left: after a failure, too."""
+
+
+class SupervisorFactory(Protocol):
+    """The signature of the factory that a description names."""
+
+    def __call__(self, config: Any, /, *, run: RunSection, run_directory: Path) -> Supervisor:
+        """Build it, on each rank of a run of several, which are in a process group and may talk to each other.
+
+        Args:
+            run: has the time limits ``step_timeout`` and ``first_step_timeout``, in seconds.
+            run_directory: of the run. It may not be there yet.
+        """
+        ...

@@ -1,0 +1,101 @@
+"""The signs of life of a rank, alone on its node."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_core.distributed.mesh import join_process_group
+from forge_core.distributed.process_identity import Process
+from forge_core.errors import ConfigError
+from forge_plugins_monitor.peers.heartbeat import Condition, Heartbeat
+from forge_plugins_monitor.peers.node_board import NodeBoard
+
+
+class InTime:
+    is_late = is_overdue = False
+
+
+@pytest.fixture
+def board_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def group(board_in):
+    join_process_group(torch.device("cpu"), 60.0)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_beat_still_says_why(group, monkeypatch):
+    condition, said = Condition(), []
+    take, write = Heartbeat._take_verdict, NodeBoard.write
+
+    def fail_meanwhile(heartbeat):
+        condition.failure = "KeyError: 'a bug'"
+        heartbeat._ended.set()  # as ``close`` does, before the beat has come to its end
+        heartbeat._wake.set()
+        take(heartbeat)
+
+    def note(board, name, entry):
+        said.append((name, dict(entry)))
+        write(board, name, entry)
+
+    monkeypatch.setattr(Heartbeat, "_take_verdict", fail_meanwhile)
+    monkeypatch.setattr(NodeBoard, "write", note)
+    heartbeat = Heartbeat(condition, InTime())
+    heartbeat.close()
+
+    assert [entry["failure"] for name, entry in said if name == "0"][-1] == "KeyError: 'a bug'"
+
+
+def test_the_board_is_removed_once_all_ranks_of_the_node_are_done(group, board_in):
+    condition = Condition()
+    heartbeat = Heartbeat(condition, InTime())
+    assert len(list(board_in.iterdir())) == 1
+
+    condition.is_done = True
+    heartbeat.close()
+
+    assert list(board_in.iterdir()) == []
+
+
+def test_a_board_of_ranks_that_were_killed_is_removed_by_the_next(board_in):
+    left = NodeBoard("left")
+    left.write("0", {"process": {**vars_of(Process.this()), "started": "0"}})  # the number is used again
+    used = NodeBoard("used")
+    used.write("0", {"process": vars_of(Process.this())})
+
+    NodeBoard("new")
+
+    assert sorted(path.name.rpartition("-")[2] for path in board_in.iterdir()) == ["new", "used"]
+
+
+def test_a_shorter_record_leaves_nothing_of_a_longer_one(board_in):
+    board = NodeBoard("x")
+    board.write("verdict", "a" * 10_000)
+    board.write("verdict", "b")
+
+    assert board.read("verdict") == "b"
+    assert board.read("nothing") is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_temporary_folder_that_cannot_be_written_is_named(board_in):
+    board_in.chmod(0o500)
+    with pytest.raises(ConfigError, match=f"{board_in}, where the ranks of a node .* set TMPDIR"):
+        NodeBoard("x")
+
+
+def test_a_temporary_folder_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(ConfigError, match=r"/nowhere, where the ranks of a node .* set TMPDIR"):
+        NodeBoard("x")
+
+
+def vars_of(process):
+    return json.loads(json.dumps({name: getattr(process, name) for name in ("machine", "number", "started")}))

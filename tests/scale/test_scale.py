@@ -1,0 +1,168 @@
+"""What grows with the number of ranks, and how fast: counted on real ranks, and compared with the table of the page.
+
+Nothing is timed. Ranks that are lost among 128 are named by all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+WORLD = Path(__file__).with_name("forked_world.py")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+SIZES = (8, 16, 32, 64)
+OF_A_NODE = 4
+TOML = """
+[run]
+name = "toy"
+dir = "{folder}/runs"
+
+[model]
+name = "transformer"
+dim = 16
+n_layers = 1
+n_heads = 2
+n_kv_heads = 2
+max_seq_len = 16
+
+[data]
+name = "text_files"
+path = "{folder}/text"
+pattern = "*.txt"
+workers = 0
+
+[train]
+steps = 4
+seq_len = 16
+batch_size = 1
+precision = "fp32"
+
+[optimizer]
+name = "adamw"
+lr = 1e-3
+
+[checkpoint]
+interval = 2
+background = false
+"""
+GROWTH: Mapping[str, Callable[[float], float]] = {
+    "0": lambda n: 0,
+    "1": lambda n: 1,
+    "log N": math.log2,
+    "N": lambda n: n,
+}
+"""By the name in the table."""
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="/proc is looked at")]
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Of the table that is counted: what, on which rank, growth."""
+    return re.findall(r"^\| ([^|]+) \| (rank 0|first of a node|others) \| ([^|]+) \|", PAGE.read_text(), re.M)
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory) -> Mapping[int, Mapping[str, Mapping[str, int]]]:
+    """By number of ranks and kind of rank: of a run from its beginning, and ``… on resuming`` of its continuation."""
+    return {n: counted(tmp_path_factory.mktemp(f"of_{n}"), n) for n in SIZES}
+
+
+def counted(folder: Path, n: int) -> Mapping[str, Mapping[str, int]]:
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("".join(f"line {i}: {i * 7919 % 9973}\n" for i in range(2000)))
+    (folder / "toy.toml").write_text(TOML.format(folder=folder))
+    found: dict[str, dict[str, int]] = {"rank 0": {}, "first of a node": {}, "others": {}}
+    for suffix, steps in (("", 4), (" on resuming", 8)):
+        command = [folder, n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
+        done = subprocess.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500, check=False)
+        assert done.returncode == 0, (folder / "0.err").read_text()
+        for kind, rank in (("rank 0", 0), ("first of a node", OF_A_NODE), ("others", OF_A_NODE + 1)):
+            of_rank = json.loads((folder / f"counts_{rank}.json").read_text())
+            found[kind] |= {f"{what}{suffix}": number for what, number in of_rank.items()}
+    return found
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("what", rows(), ids=" ".join)
+def test_it_grows_no_faster_than_the_page_says(counts, what):
+    name, kind, growth = what
+    numbers = [counts[n][kind].get(name, 0) for n in SIZES]
+
+    assert grows_like(growth, numbers), f"{name}, {kind}: {dict(zip(SIZES, numbers, strict=True))}"
+    assert growth == "0" or max(numbers) > 0, f"{name} is never counted: is its name right?"
+
+
+def grows_like(growth: str, numbers: Sequence[int]) -> bool:
+    """Return whether the increase over the second half of the sizes, per unit of what it grows with, is no more than
+    that over the first half: a faster growth bends up."""
+    size = GROWTH[growth]
+    if growth in ("0", "1"):
+        return max(numbers) <= (0 if growth == "0" else min(numbers))
+    early, late = ((numbers[j] - numbers[i]) / (size(SIZES[j]) - size(SIZES[i])) for i, j in ((0, 2), (2, 3)))
+    return late <= max(1.1 * early, early + 1 / (size(SIZES[3]) - size(SIZES[2])))
+
+
+@pytest.mark.parametrize(
+    ("growth", "numbers", "holds"),
+    [
+        ("log N", [18, 22, 26, 30], True),
+        ("log N", [8, 16, 32, 64], False),
+        ("N", [30, 48, 82, 148], True),
+        ("N", [64, 256, 1024, 4096], False),
+        ("1", [3, 3, 3, 3], True),
+        ("1", [3, 3, 3, 4], False),
+        ("0", [0, 0, 0, 1], False),
+    ],
+)
+def test_a_faster_growth_is_noticed(growth, numbers, holds):
+    assert grows_like(growth, numbers) is holds
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "sentence"),
+    [
+        ([13], signal.SIGKILL, r"rank 13 on \S+ has ended without a word"),
+        ([13], signal.SIGSTOP, r"rank 13 on \S+ has given no sign of life for \d+ s, since step \d+\n"),
+        (
+            range(8, 16),
+            signal.SIGSTOP,
+            r"rank 8 on \S+ has given no .*; rank 11 on \S+ has given .*; and 4 more\n",
+        ),
+    ],
+    ids=["killed", "frozen", "node frozen"],
+)
+def test_who_is_lost_among_128_ranks_is_named_by_all_others(tmp_path, lost, how, sentence):
+    n = 128
+    command = [sys.executable, WORLD, tmp_path, n, 8, "wait", 20]
+    world = subprocess.Popen([*map(str, command)], env=environment(), start_new_session=True)
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "step").exists() or int((tmp_path / "step").read_text() or 0) < 3:
+            assert world.poll() is None, (tmp_path / "0.err").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        processes = json.loads((tmp_path / "processes.json").read_text())
+        for rank in lost:
+            os.kill(processes[rank], how)
+        world.wait(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(world.pid, signal.SIGKILL)
+        world.wait()
+
+    others = {rank: (tmp_path / f"{rank}.err").read_text() for rank in range(n) if rank not in lost}
+    named = re.compile("has lost another rank in step.*" + sentence)
+    assert {rank: said for rank, said in others.items() if not named.search(said)} == {}
