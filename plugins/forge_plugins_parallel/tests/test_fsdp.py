@@ -81,8 +81,13 @@ def test_what_was_kept_is_freed_with_the_last_microbatch(context):
 
     gatherings(model, 2)
 
-    blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    assert all(block._get_fsdp_state()._fsdp_param_group.is_sharded for block in blocks)
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and module is not model  # which has nothing of its own
+    ]
+    assert len(groups) == 6
+    assert all(group.is_sharded for group in groups)
 
 
 @pytest.mark.parametrize("accumulate", ["sharded", "whole"])
@@ -138,6 +143,23 @@ def test_recomputation_by_memory_counts_whole_gradients_where_they_are_kept(cont
     several = attrs.evolve(several, job=attrs.evolve(several.job, parallel=parallel))
 
     assert _states(model, several) - _states(model, alone) == copies * whole_gradient_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "degrees", "are_freed"),
+    [({}, {}, True), ({"reshard_after_forward": "never"}, {}, False), ({}, {"pp": 2}, False)],
+)
+def test_recomputation_by_memory_counts_an_embedding_that_is_kept_gathered(context, config, degrees, are_freed):
+    with torch.device("meta"):
+        model = SmallModel()
+    fsdp = {"fsdp": builder().resolve("parallel_pass", {"name": "fsdp", **config})}
+    parallel = attrs.evolve(context.job.parallel, passes=fsdp)
+    mesh = attrs.evolve(context.mesh, degrees={**context.mesh.degrees, "dp_shard": 2, **degrees})
+    context = attrs.evolve(context, mesh=mesh, job=attrs.evolve(context.job, parallel=parallel))
+
+    own, block = (4 * sum(p.numel() for p in part.parameters()) for part in (model, model.blocks["0"]))
+    table = 4 * model.embed.weight.numel()
+    assert _states(model, context) == 4 * own / 2 + own - block - table * are_freed
 
 
 def test_one_microbatch_leaves_nothing_to_sum(context):

@@ -90,8 +90,9 @@ class FullyShardConfig:
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether to free a block's gathered parameters after its forward and gather them again in backward: less memory,
     more communication. ``auto`` does so except in a pipeline, where a stage has many forwards before its backwards, and
-    where no rank shares the parameters, of which a copy in bf16 is then made once a step. The last unit (norm, head,
-    embedding) always keeps them, since backward starts there."""
+    where no rank shares the parameters, of which a copy in bf16 is then made once a step. The embedding is freed
+    likewise before the first block, and not gathered again, unless the head is tied to it. Norm and head always keep
+    theirs, since backward starts there."""
     keep_gathered: bool = False
     """Keep all gathered parameters from a step's first microbatch to its last (``train.grad_accumulation``), so that
     they are gathered once a step: the least communication, and the memory of the whole model in the compute dtype."""
@@ -113,6 +114,20 @@ class FullyShardConfig:
     """Parameters that every rank keeps whole and that are never gathered, as patterns of their names, such as
     ``"vision.encoder.*"``; ``*`` stands for anything, dots included. For what the model freezes for the whole run, and
     is small. Each rank has them in fp32, as they are saved, and with ``train.precision = "bf16"`` once more in bf16."""
+
+    def reshards(self, *, pp: int, is_whole: bool) -> bool:
+        """Return whether blocks free their parameters between forward and backward.
+
+        Args:
+            pp: ranks along ``pp``.
+            is_whole: a rank's parameters are whole, and on its device.
+        """
+        if self.keep_gathered:
+            return False
+        if self.reshard_after_forward == "auto":
+            # a pipeline stage has many forwards before its backwards, and would gather the same parameters for each
+            return not is_whole and pp == 1
+        return self.reshard_after_forward == "always"
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Keys that would have no effect."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,15 @@ from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import sharding_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_plugins_parallel.config import FullyShardConfig, even_dimension
+from forge_plugins_parallel.end_units import EndUnit, end_units
 from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
 from forge_plugins_parallel.kept_whole import ComputeDtype, kept_whole
 from forge_plugins_parallel.units import units_of
 
 
 class FullyShard:
-    """Each block is a unit of its own, and so is what the model names in ``units``; embedding, norm, head and the rest
-    form the root's.
+    """Each block is a unit of its own, and so is what the model names in ``units``, the embedding, and the head with
+    the norm before it (``EndUnit``); the rest forms the root's.
 
     Parameters stay in the dtype in which they were built (fp32), are gathered in the compute dtype, and gradients are
     reduced in fp32 as *sums*: the engine divides by the global number of tokens, not by ranks.
@@ -67,28 +68,30 @@ class FullyShard:
             options["ignored_params"] = set(kept.values())
         keeps_whole_gradients = sums_whole(whole_gradient_bytes(model), self._config.accumulate, context)
         is_whole = mesh.size(mesh.ndim - 1) == 1 and not self._config.cpu_offload
-        reshards = self._reshards(context, is_whole=is_whole)
+        reshards = self._config.reshards(pp=context.mesh.degrees["pp"], is_whole=is_whole)
         touched = []
-        units = {name: unit for name, unit in units_of(model).items() if not _is_kept(unit, kept)}
+        units = {name: unit for name, unit in units_of(model).items() if not _is_kept(unit.parameters(), kept)}
         for name, unit in units.items():
             fully_shard(unit, reshard_after_forward=reshards, **options)
             touched.append(name)
+        ends = [end for end in end_units(model) if not _is_kept(end.parameters(), kept)]
+        for end in ends:
+            fully_shard(list(end.modules.values()), reshard_after_forward=False, **options)
+            touched += end.modules
         fully_shard(model, reshard_after_forward=False, **options)
+        for end in ends:
+            end.hook(model, frees=reshards)
         if kept and compute is not None:
             model.register_forward_pre_hook(ComputeDtype(kept, model, compute))
-        if self._config.prefetch:
-            _prefetch(model, list(units.values()), self._config.prefetch)
+        _prefetch(model, list(units.values()), ends, self._config.prefetch)
         if not keeps_whole_gradients:
             _reduce_with_each_microbatch(model)
         by_itself = is_whole and self._config.reshard_after_forward == "auto" and context.mesh.degrees["pp"] == 1
         if self._config.keep_gathered or by_itself:
             _free_after_last_microbatch(model)
         is_alone = mesh.size() == 1 and experts is None  # to divide by 1 would cost another pass over the gradients
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and not is_alone:
-                module.set_gradient_divide_factor(1.0)
-                # a factor is otherwise applied by NCCL's PREMUL_SUM, which gloo does not have
-                module.set_force_sum_reduction_for_comms(True)
+        if not is_alone:
+            _reduce_sums(model)
         return model, [*touched, ""]
 
     def _offload_policy(self, device: torch.device) -> OffloadPolicy:
@@ -96,23 +99,10 @@ class FullyShard:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=device.type == "cuda")  # copies from other memory would not overlap
 
-    def _reshards(self, context: PassContext, *, is_whole: bool) -> bool:
-        """Return whether blocks free their parameters between forward and backward.
 
-        Args:
-            is_whole: a rank's parameters are whole, and on its device.
-        """
-        if self._config.keep_gathered:
-            return False
-        if self._config.reshard_after_forward == "auto":
-            # a pipeline stage has many forwards before its backwards, and would gather the same parameters for each
-            return not is_whole and context.mesh.degrees["pp"] == 1
-        return self._config.reshard_after_forward == "always"
-
-
-def _is_kept(unit: nn.Module, kept: Mapping[str, nn.Parameter]) -> bool:
+def _is_kept(parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]) -> bool:
     """Return whether nothing of a unit is sharded."""
-    own = {id(parameter) for parameter in unit.parameters()}
+    own = {id(parameter) for parameter in parameters}
     return len(own) > 0 and own <= {id(parameter) for parameter in kept.values()}
 
 
@@ -129,14 +119,31 @@ def _refuse_scalars(model: nn.Module) -> None:
             )
 
 
-def _prefetch(model: Any, units: Sequence[nn.Module], ahead: int) -> None:
-    """Each unit, when it begins, has the next ones gathered: in forward after its own, in backward before."""
-    forward: list[Any] = [model, *units]  # the root's has the embedding, and the head
+def _prefetch(model: Any, units: Sequence[nn.Module], ends: Sequence[EndUnit], ahead: int) -> None:
+    """Each unit, when it begins, has the next ones gathered: in forward after its own, in backward before.
+
+    In any case the model has the embedding gathered, and in backward the last block; and the last block has the head.
+    """
+    entry = [end.sharded for end in ends if end.has_embedding]
+    forward: list[Any] = [model, *units]
     backward: list[Any] = [model, *reversed(units)]
+    before_heads = {end.last: end.sharded for end in ends if end.has_head}
+    for block, head in before_heads.items():
+        if block in forward:
+            forward.insert(forward.index(block) + 1, head)
     for i, unit in enumerate(forward):
-        unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + ahead])
+        following = forward[i + 1 : i + 1 + (ahead or unit in before_heads)]
+        unit.set_modules_to_forward_prefetch([*entry, *following] if unit is model else following)
     for i, unit in enumerate(backward):
-        unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + (ahead or unit is model)])
+
+
+def _reduce_sums(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # a factor is otherwise applied by NCCL's PREMUL_SUM, which gloo does not have
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _reduce_with_each_microbatch(model: Any) -> None:

@@ -16,6 +16,7 @@ from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_plugins_parallel.activations import Activations, BlockActivations, measure_activations
 from forge_plugins_parallel.config import FullyShardConfig
+from forge_plugins_parallel.end_units import end_units
 from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
 from forge_plugins_parallel.units import units_of
 
@@ -105,8 +106,8 @@ def _measured(model: Any, context: PassContext, kept: frozenset[str]) -> Activat
 def _states(model: Any, context: PassContext) -> float:
     """Bytes of parameters, gradients and two moments, and of parameters and gradients gathered by FSDP.
 
-    FSDP gathers a block ahead, and may hold whole gradients until the last of several microbatches. Where no
-    rank shares parameters, it keeps a copy of all in the compute dtype.
+    FSDP gathers a block ahead, frees the embedding where it frees blocks, and may hold whole gradients until the last
+    of several microbatches. Where no rank shares parameters, it keeps a copy of all in the compute dtype.
     """
     job = context.job
     shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
@@ -117,9 +118,13 @@ def _states(model: Any, context: PassContext) -> float:
     if shards == 1:
         return 4.0 * own + own * _compute_dtype(job).itemsize / 4
     blocks = [sum(_size(parameter) for parameter in block.parameters()) for block in units_of(model).values()]
-    gathered = (own - sum(blocks) + 2 * max(blocks)) * _compute_dtype(job).itemsize / 4
     configs = [use.config for use in job.parallel.passes.values() if use is not None]
     fsdp = next((one for one in configs if isinstance(one, FullyShardConfig)), FullyShardConfig())
+    freed = sum(blocks) - 2 * max(blocks)
+    if fsdp.reshards(pp=context.mesh.degrees["pp"], is_whole=False):
+        tables = [end for end in end_units(model) if not end.has_head]
+        freed += sum(_size(parameter) for table in tables for parameter in table.parameters())
+    gathered = (own - freed) * _compute_dtype(job).itemsize / 4
     whole = whole_gradient_bytes(model)
     accumulated = whole if sums_whole(whole, fsdp.accumulate, context) else 0
     return 4.0 * own / shards + gathered + accumulated
