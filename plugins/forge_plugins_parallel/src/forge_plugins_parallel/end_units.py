@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from forge_plugins_parallel.cut_layers import VocabParallelEmbedding
 
@@ -33,6 +34,8 @@ class EndUnit:
     last: nn.Module
     """The block during which a head is gathered."""
     _frees: bool = False
+    _has_started: bool = False
+    """There has been a forward of the model."""
     _has_begun: bool = False
     """The last block of this forward has run."""
     _is_early: bool = False
@@ -70,6 +73,7 @@ class EndUnit:
             self.last.register_forward_hook(torch.compiler.disable(self._begin_head))
 
     def _start(self, *_: Any) -> None:
+        self._has_started = True
         self._has_begun = self._is_early = False
         if self.has_embedding:
             self._gather()
@@ -97,8 +101,12 @@ class EndUnit:
                 group.reshard()  # the embedding's gradient is to come
 
     def _gather(self) -> None:
-        if any(not group.is_unsharded for group in self._groups):
-            self.sharded.unshard()
+        for group in self._groups:
+            if not group.is_unsharded:
+                # as part of a forward, so that what is gathered next does not wait until this has been copied
+                state = TrainingState.FORWARD if self._has_started else TrainingState.IDLE
+                with group.use_training_state(state):
+                    self.sharded.unshard()
 
     @property
     def sharded(self) -> Any:
