@@ -128,6 +128,10 @@ class Model(Protocol):
     The four parts are attributes with these names, and ``None`` on a pipeline stage that does not hold them. ``embed``,
     ``norm`` and ``head`` may be ``None`` of a whole model, such as an autoencoder, which no pipeline cuts. Further
     parts and units are those of a ``TowerModel``.
+
+    The embedding's table is there before the first block, and the head's weight after the last one (of a
+    ``MultiTokenModel``, the last one before the head): a pass may free them while blocks run. A model that uses one of
+    them at another time calls it as a module.
     """
 
     embed: nn.Module | None

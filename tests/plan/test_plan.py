@@ -106,7 +106,8 @@ def test_a_thousand_ranks_are_planned_in_one_process(planned):
     assert plan["mesh"]["dp_shard"] == 128
     assert plan["vocab_size"] == 257
     assert plan["tokens_per_step"] == 1024 * 2 * 64
-    assert [(one["phase"], one["touched"]) for one in plan["passes"]] == [("fsdp", ["blocks.* (4)", "the model"])]
+    touched = ["blocks.* (4)", "embed", "head", "the model"]
+    assert [(one["phase"], one["touched"]) for one in plan["passes"]] == [("fsdp", touched)]
     (stage,) = plan["stages"]
     assert sum(stage["at_peak"].values()) == stage["peak_bytes"]
     assert stage["parameter_bytes"] < plan["parameters"] * 4 / 64
@@ -125,6 +126,16 @@ def test_state_of_other_shapes_is_planned_with_the_bytes_that_it_has(planned, op
     (stage,) = planned("--world-size", "4", "parallel.tp=2", f"optimizer={optimizer}")["stages"]
 
     assert 0 < (stage["at_peak"]["optimizer"] - tables) / stage["parameter_bytes"] <= most
+
+
+def test_an_embedding_is_not_whole_on_a_rank_while_the_logits_are(planned):
+    layout = ("--world-size", "64", "--vocab-size", "8192")
+    (freed,) = planned(*layout)["stages"]
+    (kept,) = planned(*layout, "parallel.passes.fsdp.reshard_after_forward=never")["stages"]
+
+    table, block = 4 * 8192 * 64, 4 * (4 * 64 * 64 + 3 * 64 * 256)
+    assert kept["at_peak"]["gathered"] - freed["at_peak"]["gathered"] >= table
+    assert freed["at_peak"]["gathered"] < table + 4 * block
 
 
 def test_recomputation_is_compared_by_what_the_pass_itself_would_do(planned):
@@ -234,7 +245,7 @@ def test_float8_is_planned_for_a_gpu_that_has_it(planned, recipe):
 
     plan = planned(*FLOAT8, f"parallel.passes.fp8.recipe={recipe}", "--gpu", "h100")
 
-    assert [(one["phase"], one["modules"]) for one in plan["passes"]] == [("swap", 28), ("fsdp", 5)]
+    assert [(one["phase"], one["modules"]) for one in plan["passes"]] == [("swap", 28), ("fsdp", 7)]
     assert plan["flops_per_token"] == planned("--world-size", "2")["flops_per_token"]
 
 

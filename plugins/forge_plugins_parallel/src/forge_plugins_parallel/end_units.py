@@ -41,6 +41,11 @@ class EndUnit:
     _is_early: bool = False
     """Norm or head have been called before that, so that backward needs them for longer."""
 
+    @property
+    def name(self) -> str:
+        """``embed`` or ``head``."""
+        return [*self.modules][-1]
+
     def parameters(self) -> Iterator[nn.Parameter]:
         for module in self.modules.values():
             yield from module.parameters()

@@ -77,7 +77,7 @@ class FullyShard:
         ends = [end for end in end_units(model) if not _is_kept(end.parameters(), kept)]
         for end in ends:
             fully_shard(list(end.modules.values()), reshard_after_forward=False, **options)
-            touched += end.modules
+            touched.append(end.name)
         fully_shard(model, reshard_after_forward=False, **options)
         for end in ends:
             end.hook(model, frees=reshards)
