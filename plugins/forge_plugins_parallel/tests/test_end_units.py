@@ -159,9 +159,13 @@ class Seen:
             for one in (self.events, self.tables, storages):
                 one.clear()
 
+        def after_norm(_, __, normed):
+            normed.register_hook(lambda _: self.events.append("backward norm"))
+
         for name, block in model.blocks.items():
             block.attention_norm.register_forward_pre_hook(lambda *_, name=name: note(f"forward {name}"))
             block.down.register_full_backward_pre_hook(lambda *_, name=name: note(f"backward {name}"))
+        model.norm.register_forward_hook(after_norm)
         model.embed.register_forward_hook(lambda embed, *_: storages.append(embed.weight.untyped_storage()))
         model.register_forward_pre_hook(begin, prepend=True)
         patch = pytest.MonkeyPatch()
@@ -204,7 +208,7 @@ BACKWARD = ["backward 2", "reduce block", "gather block", "backward 1", "reduce 
 def test_the_head_is_gathered_in_the_last_block_and_reduced_before_that_blocks_backward(ranks, case):
     for rank in ranks:
         events, *_ = rank[case]
-        at_turn = ["gather block", "gather block", "reduce head"]
+        at_turn = ["gather block", "backward norm", "gather block", "reduce head"]
         assert events == ["gather embed", *FORWARD, *at_turn, *BACKWARD, "reduce embed"]
 
 
@@ -212,7 +216,8 @@ def test_the_head_is_gathered_in_the_last_block_and_reduced_before_that_blocks_b
 def test_tied_ends_are_gathered_at_both_and_reduced_once(ranks, case):
     for rank in ranks:
         events, *_ = rank[case]
-        assert events == ["gather head", *FORWARD, "gather block", "gather block", *BACKWARD, "reduce head"]
+        at_turn = ["gather block", "backward norm", "gather block"]
+        assert events == ["gather head", *FORWARD, *at_turn, *BACKWARD, "reduce head"]
 
 
 @pytest.mark.parametrize("case", ["untied", "tied", "ahead", "by weight", "tied by weight", "early exit"])
