@@ -188,7 +188,7 @@ def test_a_pass_stands_where_its_neighbours_tell_it_to(installed, job) -> None:
         ["acme-passes:label_blocks", "checkpointing", "12", "blocks.0–11"],
         ["forge-plugins-parallel:activation_checkpointing", "checkpointing", "12", "blocks.0–11"],
         ["acme-passes:acme_offload", "checkpointing", "4", "blocks.0,3,6,9"],
-        ["forge-plugins-parallel:fsdp", "fsdp", "13", "blocks.0–11,", "the", "model"],
+        ["forge-plugins-parallel:fsdp", "fsdp", "14", "blocks.0–11,", "head,", "the", "model"],
     ]
 
 
