@@ -20,7 +20,7 @@ from forge_core.registry.catalog import Catalog
 
 STATE = "state.json"
 JOB = "job.toml"
-_MAX_STATE_BYTES = 2**28
+_MAX_BYTES = {STATE: 2**28, JOB: MAX_BYTES}
 _COUNT = [ge(0), lt(2**62)]
 """Validators of counts: sums of them fit into 64 bits."""
 
@@ -155,8 +155,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedError: it cannot be read, or is no table of JSON values.
     """
+    return parse_state(read_text(folder, STATE))
+
+
+def parse_state(text: bytes) -> dict[str, Any]:
+    """Read the text of ``state.json``. Raises as ``read_state`` does."""
     try:
-        state = json.loads(_content(folder / STATE, _MAX_STATE_BYTES))
+        state = json.loads(text)
     except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
@@ -170,13 +175,30 @@ def read_job(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedError: it cannot be read, or is no such table.
     """
+    return parse_job(read_text(folder, JOB))
+
+
+def parse_job(text: bytes) -> dict[str, Any]:
+    """Read the text of ``job.toml``. Raises as ``read_job`` does."""
     try:
-        job = parse_toml(_content(folder / JOB, MAX_BYTES).decode())
+        job = parse_toml(text.decode())
     except ValueError as error:
         raise DamagedError(f"{JOB} is no TOML: {str(error)[:200]}") from None
     if "extends" in job:
         raise DamagedError(f"{JOB}: extends: a checkpoint stands alone, and reads no other file")
     return job
+
+
+def read_text(folder: Path, name: str) -> bytes:
+    """The content of ``STATE`` or ``JOB``.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    try:
+        return read_regular_file(folder / name, _MAX_BYTES[name], follow_link=False)
+    except OSError as error:
+        raise DamagedError(f"{name} cannot be read ({error.strerror})") from error
 
 
 def leads_outside(value: Any) -> str | None:
@@ -227,10 +249,3 @@ def _known(table: Any, cls: Any) -> Any:
         for one in filter(attrs.has, choices):
             known[key] = _known(value, one)
     return known
-
-
-def _content(file: Path, limit: int) -> bytes:
-    try:
-        return read_regular_file(file, limit, follow_link=False)
-    except OSError as error:
-        raise DamagedError(f"{file.name} cannot be read ({error.strerror})") from error

@@ -7,17 +7,33 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from forge_core.checkpoint.fsync import naming, open_large
 
 
 class NamingFileSystem(FileSystem):
-    """One failed write among those of many ranks is then found on the right disk."""
+    """One failed write among those of many ranks is then found on the right disk. It remembers what it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[Path, dict[str, Any]] = {}
+        """Entries of a manifest, which cost no second look at the bytes."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        opened = open_large(Path(path)) if mode == "wb" else super().create_stream(path, mode)
-        with naming(Path(path)), opened as stream:
-            yield stream
+        if mode != "wb":
+            with naming(Path(path)), super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with naming(Path(path)), open_large(Path(path)) as file:
+            yield file
+        self.written[Path(path)] = {"bytes": file.n_bytes, "xxh3_128": file.digest.hexdigest()}
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder for all ranks, which exchange their plans before they write into it."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            super().mkdir(path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 _PIECE = 2**20
 """Bytes. Linux keeps a longer write in larger stretches of memory, which it must first find: that takes two to four
@@ -21,9 +23,23 @@ class _InPieces(io.FileIO):
         return super().write(memoryview(data).cast("B")[:_PIECE])
 
 
-def open_large(path: Path) -> io.BufferedWriter:
-    """A new file of bytes, for writes of any size."""
-    return io.BufferedWriter(_InPieces(path, "wb"))
+class LargeFile(io.BufferedWriter):
+    """A new file of bytes, for writes of any size, one after the other. It knows the digest of what it is given."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(_InPieces(path, "wb"))
+        self.n_bytes = 0
+        self.digest = xxhash.xxh3_128()
+
+    def write(self, data: Any, /) -> int:
+        self.n_bytes += super().write(data)
+        self.digest.update(data)
+        return memoryview(data).nbytes
+
+
+def open_large(path: Path) -> LargeFile:
+    """Open a new file of bytes, for writes of any size."""
+    return LargeFile(path)
 
 
 @contextmanager
@@ -55,10 +71,15 @@ def make_folder(path: Path) -> None:
         flush(one.parent)
 
 
-def flush_tree(folder: Path) -> None:
-    """Flush every file below ``folder``, and the folders themselves."""
+def flush_tree(folder: Path, but: Collection[str] = ()) -> None:
+    """Flush every file below ``folder``, and the folders themselves.
+
+    Args:
+        but: files that have been flushed, by their paths below the folder.
+    """
     for path in folder.rglob("*"):
-        flush(path)
+        if path.relative_to(folder).as_posix() not in but:
+            flush(path)
     flush(folder)
 
 

@@ -239,14 +239,10 @@ class Saver:
         try:
             self._together(lambda: self._begin(folder, n_bytes) if first else None, n_bytes)
             try:
-                self._write_tensors(snapshot, folder, tensors)
+                own = self._write_tensors(snapshot, folder, tensors)
             except CheckpointException as error:
                 rank, (cause, _) = min(error.failures.items())
                 raise SaveError(_cannot_write(rank, folder, cause, n_bytes)) from error
-            pattern = f"__{dist.get_rank()}_*.distcp"
-            places = [folder, folder / FOLDER] if snapshot.frozen else [folder]
-            files = [file for place in places for file in sorted(place.glob(pattern))]
-            own = self._together(lambda: describe_files(folder, files), n_bytes)
             written: list[Any] | None = [None] * dist.get_world_size() if first else None
             dist.gather_object(own, written, group=self._group)
             entries = {name: entry for part in written or [] for name, entry in part.items()}
@@ -256,13 +252,20 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)  # or the disk would be fuller with every attempt
             raise
 
-    def _write_tensors(self, snapshot: Snapshot, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Frozen ones into files of their own."""
+    def _write_tensors(
+        self, snapshot: Snapshot, folder: Path, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, Mapping[str, Any]]:
+        """Frozen ones into files of their own. Returns the entries of the files that this rank has written."""
+        files = NamingFileSystem()
         frozen = {key: tensor for key, tensor in tensors.items() if key in snapshot.frozen}
-        if snapshot.frozen:
-            save(frozen, storage_writer=_writer(folder / FOLDER), process_group=self._group)
         others = {key: tensor for key, tensor in tensors.items() if key not in frozen}
-        save(others, storage_writer=_writer(folder), process_group=self._group)
+        for place, part in ((folder / FOLDER, frozen), (folder, others)):
+            if snapshot.frozen or place == folder:  # as on all ranks, of which some have no part in it
+                writer = FileSystemWriter(place)
+                writer.fs = files
+                save(dict(part), storage_writer=writer, process_group=self._group)
+        written = {file.relative_to(folder).as_posix(): entry for file, entry in files.written.items()}
+        return {name: entry for name, entry in written.items() if name.endswith(".distcp")}  # others are not final
 
     def _begin(self, folder: Path, n_bytes: int) -> None:
         """On rank 0."""
@@ -293,7 +296,7 @@ class Saver:
             written=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
             metrics=dict(snapshot.metrics),
         )
-        flush_tree(folder)
+        flush_tree(folder, files)  # which their ranks have flushed
         write_manifest(folder, manifest)
         flush(folder)
         self._may_commit()
@@ -317,12 +320,6 @@ class Saver:
                 raise SaveError(_cannot_write(dist.get_rank(), self._store.path, error, n_bytes)) from error
 
         return run_on_all_ranks(explained, self._group)
-
-
-def _writer(folder: Path) -> FileSystemWriter:
-    writer = FileSystemWriter(folder)
-    writer.fs = NamingFileSystem()
-    return writer
 
 
 def _cannot_write(rank: int, folder: Path, cause: BaseException, n_bytes: int) -> str:

@@ -7,7 +7,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from forge_core.checkpoint.contents import read_job, read_state
+from forge_core.checkpoint.contents import JOB, STATE, parse_job, parse_state, read_text
 from forge_core.checkpoint.fsync import flush
 from forge_core.checkpoint.manifest import (
     FILE_NAME,
@@ -30,11 +29,11 @@ from forge_core.checkpoint.manifest import (
 from forge_core.checkpoint.retention import superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_description, read_tensors, refuse_misfits, saved_tensors
+from forge_core.distributed.any_rank import any_rank
 from forge_core.distributed.collective_errors import run_on_rank0
 from forge_core.errors import ConfigError
 
-__all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "superfluous", "usage_problem"]
-__all__ += ["whole_problem"]
+__all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "superfluous", "whole_problem"]
 Result = TypeVar("Result")
 
 
@@ -47,6 +46,9 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    _description: Metadata
+    _texts: Mapping[str, bytes]
+    """Of ``state.json`` and ``job.toml``, where they could be read."""
 
     @property
     def step(self) -> int:
@@ -58,7 +60,7 @@ class Checkpoint:
         Raises:
             ConfigError: it cannot be read, or is no table of JSON values.
         """
-        return self._read(read_state)
+        return self._read(lambda path: parse_state(self._texts.get(STATE) or read_text(path, STATE)))
 
     def job(self) -> dict[str, Any]:
         """The resolved job that wrote it, as plain data.
@@ -66,20 +68,11 @@ class Checkpoint:
         Raises:
             ConfigError: it cannot be read, or is no TOML that stands alone.
         """
-        return self._read(read_job)
+        return self._read(lambda path: parse_job(self._texts.get(JOB) or read_text(path, JOB)))
 
     def saved_tensors(self) -> Mapping[str, Any]:
-        """Descriptions (``size``, ``properties.dtype``) of the tensors, by key.
-
-        Raises:
-            ConfigError: the description is not one of tensors alone.
-        """
+        """Descriptions (``size``, ``properties.dtype``) of the tensors, by key."""
         return saved_tensors(self._description)
-
-    @cached_property
-    def _description(self) -> Metadata:
-        """Read once: a model is often converted tensor by tensor."""
-        return self._read(read_description)
 
     def refuse_misfits(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises as ``load`` does, and reads nothing. For ranks that must all know before they read together."""
@@ -104,7 +97,7 @@ class Checkpoint:
         """One tensor, whole, on the CPU.
 
         Raises:
-            ConfigError: as ``load`` and ``saved_tensors``.
+            ConfigError: as ``load``.
         """
         entry = self.saved_tensors()[key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -159,10 +152,10 @@ class CheckpointStore:
         for step in sorted({*here, *far}, reverse=True):
             if before is not None and step >= before:
                 continue
-            problem = self._problem(step, here, far, report)
-            if problem is None:
-                return Checkpoint(self.folder(step), read_manifest(self.folder(step)))
-            problems.append(f"checkpoint {self.folder(step).name} cannot be used: {problem}")
+            found = self._opened(step, here, far, report)
+            if isinstance(found, Checkpoint):
+                return found
+            problems.append(f"checkpoint {self.folder(step).name} cannot be used: {found}")
             report(f"{problems[-1]}; trying the one before it")
         if problems:
             raise ConfigError(
@@ -183,28 +176,31 @@ class CheckpointStore:
         if step not in here and step not in far:
             there = _listed(sorted({*here, *far}))
             raise ConfigError(f"{self.path} has no checkpoint of step {step}; there are {there}")
-        if problem := self._problem(step, here, far, report):
-            raise ConfigError(f"checkpoint {self.folder(step)} cannot be used: {problem}")
-        return Checkpoint(self.folder(step).resolve(), read_manifest(self.folder(step)))
+        found = self._opened(step, here, far, report)
+        if not isinstance(found, Checkpoint):
+            raise ConfigError(f"checkpoint {self.folder(step)} cannot be used: {found}")
+        return attrs.evolve(found, path=self.folder(step).resolve())
 
-    def _problem(self, step: int, here: Sequence[int], far: Sequence[int], report: Callable[[str], None]) -> str | None:
-        """Find what is wrong with a checkpoint, having been fetched if it is not here and whole; or ``None``."""
+    def _opened(
+        self, step: int, here: Sequence[int], far: Sequence[int], report: Callable[[str], None]
+    ) -> Checkpoint | str:
+        """Open a checkpoint, having fetched it if it is not here and whole; or return what is wrong with it."""
         folder = self.folder(step)
-        problem = None
+        problem = ""
         if step in here:
-            problem = usage_problem(folder, self._problem_of)
-            if problem is None:
-                return None
+            found = _usable(folder, self._problem_of)
+            if isinstance(found, Checkpoint):
+                return found
             run_on_rank0(lambda: _refuse_newer(folder))
             if step not in far:
-                return problem
-            problem += "; "
+                return found
+            problem = f"{found}; "
         source = self._mirror.place
         report(f"{folder.name}: {problem or 'not here; '}fetching it from {source}")
         wrong_there = self._fetch(step)
         if wrong_there is not None:
-            return f"{problem or ''}at {source}, {wrong_there}"
-        return usage_problem(folder, self._problem_of)
+            return f"{problem}at {source}, {wrong_there}"
+        return _usable(folder, self._problem_of)
 
     def _fetch(self, step: int) -> str | None:
         """Fetch a checkpoint from the mirror and commit it. Returns its damage, or ``None``."""
@@ -332,43 +328,69 @@ def open_checkpoint(path: Path, problem_of: Callable[[Path], str | None] | None 
         path = path.resolve()  # not through `latest`, which may move on while we read
     except (OSError, RuntimeError) as error:  # links in a circle, or a disk that fails
         raise ConfigError(f"checkpoint {path} cannot be used: {error}") from error
-    problem = usage_problem(path, problem_of)
-    if problem is not None:
-        raise ConfigError(f"checkpoint {path} cannot be used: {problem}")
-    return Checkpoint(path, read_manifest(path))
-
-
-def usage_problem(path: Path, problem_of: Callable[[Path], str | None] | None) -> str | None:
-    """Find what is wrong with a checkpoint, or why it cannot be used though it is whole; or ``None``. All ranks get
-    the same answer."""
-    problem = whole_problem(path)
-    if problem is None and problem_of is not None:
-        problem = run_on_rank0(lambda: problem_of(path))
-    return problem
+    found = _usable(path, problem_of)
+    if not isinstance(found, Checkpoint):
+        raise ConfigError(f"checkpoint {path} cannot be used: {found}")
+    return found
 
 
 def whole_problem(path: Path) -> str | None:
     """Find what is wrong with a checkpoint, down to the last bit, or ``None``: ranks share the reading, and all get
     the same answer."""
+    found = _whole(path)
+    return None if isinstance(found, Checkpoint) else found
+
+
+def _usable(path: Path, problem_of: Callable[[Path], str | None] | None) -> Checkpoint | str:
+    """Open a checkpoint, or return what is wrong with it, or why it cannot be used though it is whole. All ranks get
+    the same answer."""
+    found = _whole(path)
+    if isinstance(found, Checkpoint) and problem_of is not None:
+        return run_on_rank0(lambda: problem_of(path)) or found
+    return found
+
+
+def _whole(path: Path) -> Checkpoint | str:
+    """Rank 0 reads for all what all must know, and looks at names and sizes; each rank reads a share of all bytes."""
+    manifest = run_on_rank0(lambda: _manifest_of(path))
+    if isinstance(manifest, str):
+        return manifest
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    problem = _problem_of_part(path, rank, ranks)
-    if ranks == 1:
-        return problem
-    problems: list[str | None] = [None] * ranks
-    dist.all_gather_object(problems, problem)
-    return next((f"{one} (as rank {r} sees it)" if r else one for r, one in enumerate(problems) if one), None)
+    problem = damage(path, _share(manifest.files, rank, ranks))
+    if ranks > 1 and any_rank(problem is not None)[0]:
+        problems: list[str | None] = [None] * ranks
+        dist.all_gather_object(problems, problem)
+        problem = next(f"{one} (as rank {r} sees it)" if r else one for r, one in enumerate(problems) if one)
+    return problem or run_on_rank0(lambda: _read(path, manifest))
 
 
-def _problem_of_part(path: Path, rank: int, ranks: int) -> str | None:
+def _manifest_of(path: Path) -> Manifest | str:
     try:
-        files = read_manifest(path).files
-        own_share = {name: files[name] for name in sorted(files)[rank::ranks]}
-        changed = visible_damage(path, files) or damage(path, own_share)
-        if changed is None:
-            read_description(path)
+        manifest = read_manifest(path)
     except DamagedError as error:
         return str(error)
-    return changed
+    return visible_damage(path, manifest.files) or manifest
+
+
+def _share(files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Mapping[str, Any]]:
+    """Files for each rank, of about as many bytes."""
+    share, before, total = {}, 0, sum(entry["bytes"] for entry in files.values())
+    for name in sorted(files):
+        if min(before * ranks // max(total, 1), ranks - 1) == rank:
+            share[name] = files[name]
+        before += files[name]["bytes"]
+    return share
+
+
+def _read(path: Path, manifest: Manifest) -> Checkpoint | str:
+    texts = {}
+    for name in (STATE, JOB):
+        with suppress(DamagedError):  # said once it is asked for
+            texts[name] = read_text(path, name)
+    try:
+        return Checkpoint(path, manifest, read_description(path), texts)
+    except DamagedError as error:
+        return str(error)
 
 
 def _refuse_newer(path: Path) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from forge_core.checkpoint import saver as saver_module
 from forge_core.checkpoint.saver import Saver, Snapshot
 from forge_core.checkpoint.store import CheckpointStore
 from forge_core.run.process import hard_exit
@@ -34,9 +33,10 @@ def main(folder: Path, timeout: float) -> None:
             stalls.remove(where)
             time.sleep(1.5 * timeout)
 
-    def described(*given: Any) -> Any:
-        stall("before it describes its files")
-        return describe(*given)
+    def written(*given: Any) -> Any:
+        entries = write(*given)
+        stall("before it tells of its files")
+        return entries
 
     saver = Saver(
         CheckpointStore(folder / "checkpoints"),
@@ -45,15 +45,15 @@ def main(folder: Path, timeout: float) -> None:
         timeout=timeout,
         may_commit=lambda: stall("before the checkpoint gets its name"),
     )
-    describe: Callable[..., Any] = saver_module.describe_files
-    with patch.object(saver_module, "describe_files", described):
+    write: Callable[..., Any] = saver._write_tensors
+    with patch.object(saver, "_write_tensors", written):
         _save(saver, 1)
         if dist.get_rank() == 0:
             stalls.add("before the checkpoint gets its name")
         _save(saver, 2)
         _save(saver, 3)
         if dist.get_rank() == 1:
-            stalls.add("before it describes its files")
+            stalls.add("before it tells of its files")
         _save(saver, 4)
         _save(saver, 5)
     saver.close()

@@ -41,10 +41,10 @@ def test_it_is_read_as_any_other(tmp_path):
 
 def test_its_description_is_read_once_however_many_tensors_are(tmp_path, monkeypatch):
     write(tmp_path / "checkpoint")
-    checkpoint = open_checkpoint(tmp_path / "checkpoint")
     descriptions = []
     read = store.read_description
     monkeypatch.setattr(store, "read_description", lambda folder: descriptions.append(folder) or read(folder))
+    checkpoint = open_checkpoint(tmp_path / "checkpoint")
 
     assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in VALUES.items())
 

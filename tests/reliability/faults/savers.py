@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -25,7 +25,7 @@ def _no_file_flush() -> None:
 
 
 def _no_folder_flush() -> None:
-    def flush_files(folder: Path) -> None:
+    def flush_files(folder: Path, but: Collection[str]) -> None:
         for path in folder.rglob("*"):
             if path.is_file():
                 flush(path)
@@ -74,7 +74,7 @@ def _manifest_first() -> None:
     Saver._commit = commit  # type: ignore[method-assign]
 
 
-def _flush_folders(folder: Path) -> None:
+def _flush_folders(folder: Path, but: Collection[str]) -> None:
     for path in (*folder.rglob("*"), folder):
         if path.is_dir():
             flush(path)

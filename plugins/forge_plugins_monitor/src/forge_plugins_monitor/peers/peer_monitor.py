@@ -126,9 +126,11 @@ class PeerMonitor(Supervisor):
         deadline = time.monotonic() + _FOUND_AFTER
         while heartbeat.verdict is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not (_store_stays() and heartbeat.verdict and heartbeat.verdict.have_ended):
-            time.sleep(1.2 * BEAT)  # the others shall have read it; and who fails shall be the first to end
-        return self._worded(heartbeat.verdict)
+        verdict, since = heartbeat.verdict, heartbeat.verdict_at
+        if verdict and not (_store_stays() and verdict.have_ended):
+            # the others shall have read it; and who fails shall be the first to end
+            time.sleep(max(0.0, since + 1.2 * BEAT - time.monotonic()))
+        return self._worded(verdict)
 
     def _worded(self, found: Finding | None) -> str:
         step = self._own.step
