@@ -25,13 +25,13 @@ WRITING = [
     (1, "open", "__1_0.distcp"),
     (1, "write", "__1_0.distcp"),
     (1, "fsync", "__1_0.distcp"),
-    (1, "read", "__1_0.distcp"),  # for its checksum
     (0, "open", ".metadata.tmp"),
     (0, "write", ".metadata.tmp"),
     (0, "fsync", ".metadata.tmp"),
     (0, "rename", ".metadata.tmp"),
     (0, "write", ".state.json.new"),
     (0, "fsync", "state.json"),
+    (0, "read", "state.json"),  # for its checksum
     (0, "rename", ".manifest.json.new"),
     (0, "fsync", ".partial"),
     (0, "rename", ".partial"),
@@ -41,12 +41,13 @@ CANNOT_BE_READ_IN = LAST_WHOLE + 1
 """By its rank 1, which finds out only when it reads tensors: looking for damage, it had another share."""
 READING = [
     # rank, call, and the end of the file's path; the steps after that
-    (1, "read", "__0_0.distcp"),
+    (0, "read", "__0_0.distcp"),
     (0, "read", ".metadata"),
-    (1, "open", "__0_0.distcp"),
-    (1, "stat", "state.json"),
+    (1, "open", "__1_0.distcp"),
+    (1, "stat", "__1_0.distcp"),
+    (0, "stat", "state.json"),
     (0, "stat", "manifest.json"),
-    (1, "open", "manifest.json"),
+    (0, "open", "manifest.json"),
     (1, "stat", ""),  # the folder and all that is in it
 ]
 
@@ -79,7 +80,7 @@ def _faults(rank):
     ]
     start = CANNOT_BE_READ_IN + 1
     read = [f"{call} /{_step(step)} {name}$" for step, (of, call, name) in enumerate(READING, start) if of == rank]
-    return [*written, *read, *([f"read /{_step(CANNOT_BE_READ_IN)}/__1_0.distcp"] if rank == 1 else [])]
+    return [*written, *read, *([f"read /{_step(CANNOT_BE_READ_IN)}/__0_0.distcp"] if rank == 1 else [])]
 
 
 @pytest.fixture
@@ -136,14 +137,14 @@ def test_each_call_that_fails_is_named_on_all_ranks_and_nothing_acknowledged_is_
     by_step = zip(reversed(newest["reported"]), enumerate(READING, start), strict=True)
     for line, (step, (rank, call, name)) in by_step:
         seen_by = r" \(as rank 1 sees it\)" if rank else ""
-        file = re.escape(name or "manifest.json")
+        file = re.escape(name or "__1_0.distcp")
         told = rf"checkpoint {_step(step)} cannot be used: {file} cannot be read \(Input/output error\){seen_by};"
         assert re.match(told, line), (call, line)
 
     refused, read = [line for line in first if "read" in line]
     assert second[-2] == refused
     assert f"rank 1 cannot read it: OSError: [Errno 5] Input/output error: '{tmp_path}" in refused["error"]
-    assert "__1_0.distcp'" in refused["error"]
+    assert "__0_0.distcp'" in refused["error"]
     assert (older["found"], older["reported"]) == (LAST_WHOLE, [])
     assert read == second[-1] == {"read": LAST_WHOLE, "values": [LAST_WHOLE]}
 
