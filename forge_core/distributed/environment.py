@@ -17,9 +17,10 @@ __all__ += ["allow_sockets", "why_not_joined", "world_size_of"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65_535
-_SOCKETS_A_RANK = 4
-"""Connections to each other rank: of the default group, of votes and of checkpoints; and those of all axes together."""
-_OTHER_FILES = 256
+_SOCKETS_OF_RANK_0 = 3
+"""Connections to each other rank: of the store, of the plan of a save, and room for one more. Other ranks connect to
+log N ranks (``docs/scale.md``)."""
+_OTHER_FILES = 512
 
 
 def world_size_of(environment: MutableMapping[str, str], cluster: ClusterEnvironment = NO_CLUSTER) -> int | None:
@@ -84,20 +85,20 @@ def refuse_unknown_host() -> None:
         raise ConfigError(f"{_who()} cannot find the host of rank 0: MASTER_ADDR={host}: {error.strerror}") from error
 
 
-def allow_sockets(ranks: int) -> None:
-    """Raise this process' limit of open files until connections to all ranks fit.
+def allow_sockets(rank: int, ranks: int) -> None:
+    """Raise this process' limit of open files until its connections to other ranks fit.
 
     Raises:
         ConfigError: they do not fit into what this user may have.
     """
-    needed = _OTHER_FILES + _SOCKETS_A_RANK * ranks
+    needed = _OTHER_FILES + (_SOCKETS_OF_RANK_0 * ranks if rank == 0 else 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"{ranks} ranks need some {needed} open files in each process, and {hard} are allowed here; raise the "
-            f"limit of the shell or service that starts them (ulimit -Hn {needed})"
+            f"rank {rank} of {ranks} needs some {needed} open files, and {hard} are allowed here; raise the limit of "
+            f"the shell or service that starts it (ulimit -Hn {needed})"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -153,7 +153,7 @@ def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
         raise ConfigError(problem)
     if "RANK" in os.environ:
         refuse_unknown_host()
-        allow_sockets(int(os.environ["WORLD_SIZE"]))
+        allow_sockets(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to the ranks that are talked to, not to all
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -131,18 +131,18 @@ def limited(soft, hard, then):
 
 def test_the_limit_of_open_files_is_raised_where_ranks_need_more():
     ask = "from forge_core.distributed.environment import allow_sockets; "
-    ask += "[allow_sockets(n) or print(r.getrlimit(r.RLIMIT_NOFILE)) for n in (8, 100)]"
+    ask += "[allow_sockets(*n) or print(r.getrlimit(r.RLIMIT_NOFILE)) for n in ((5, 1000), (0, 8), (0, 100))]"
 
-    assert limited(300, 1000, ask).stdout == "(300, 1000)\n(656, 1000)\n"
+    assert limited(512, 1000, ask).stdout == "(512, 1000)\n(536, 1000)\n(812, 1000)\n"
 
 
 def test_ranks_that_need_more_open_files_than_are_allowed_are_refused_before_they_connect():
     join = (
-        "import os, torch; os.environ.update(RANK='1', WORLD_SIZE='1000', MASTER_ADDR='localhost', MASTER_PORT='1'); "
+        "import os, torch; os.environ.update(RANK='0', WORLD_SIZE='1000', MASTER_ADDR='localhost', MASTER_PORT='1'); "
     )
     join += "from forge_core.distributed.mesh import join_process_group; join_process_group(torch.device('cpu'), 5.0)"
 
     said = limited(512, 1024, join).stderr
 
-    sentence = "1000 ranks need some 4256 open files in each process, and 1024 are allowed here; raise the limit of"
+    sentence = "rank 0 of 1000 needs some 3512 open files, and 1024 are allowed here; raise the limit of the shell"
     assert sentence in said
