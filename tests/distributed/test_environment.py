@@ -114,6 +114,7 @@ def test_a_batch_script_of_slurm_is_no_rank(missing):
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be a number, got 'x'"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
         ({**SLURM, **GROUP}, "RANK=1 and WORLD_SIZE=2 .* SLURM_PROCID=5 of 8 "),
+        ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID must be a number, got 'x'"),
         ({**SLURM, "WORLD_SIZE": "4"}, "^WORLD_SIZE=4 .* SLURM_PROCID=5 of 8 "),
         ({**SLURM, **GROUP, "WORLD_SIZE": "8"}, "RANK=1 and WORLD_SIZE=8 .* SLURM_PROCID=5 of 8 "),
     ],
@@ -121,6 +122,13 @@ def test_a_batch_script_of_slurm_is_no_rank(missing):
 def test_an_environment_that_cannot_be(environment, sentence):
     with pytest.raises(ConfigError, match=sentence):
         world_size_of(dict(environment))
+
+
+def test_the_address_of_rank_0_may_be_given_in_place_of_the_hosts():
+    environment = {**SLURM, "SLURM_STEP_NODELIST": "", "MASTER_ADDR": "head"}
+
+    assert world_size_of(environment) == 8
+    assert (environment["RANK"], environment["MASTER_ADDR"]) == ("5", "head")
 
 
 def limited(soft, hard, then):

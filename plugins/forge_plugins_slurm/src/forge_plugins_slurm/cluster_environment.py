@@ -82,16 +82,16 @@ def _refuse_unless_of_slurm(environment: Mapping[str, str], tasks: str) -> None:
 
 def _from_slurm(environment: Mapping[str, str], tasks: str) -> dict[str, str]:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
-    if not nodes:
+    if not nodes and "MASTER_ADDR" not in environment:
         raise ConfigError("SLURM_STEP_NODELIST is not set, so that rank 0 cannot be found; set MASTER_ADDR")
     # "4(x2)": four on each of two nodes; where nodes have different numbers, there is no one number to tell
     on_each = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return {
         **({"LOCAL_WORLD_SIZE": on_each[1]} if on_each else {}),
-        "RANK": environment["SLURM_PROCID"],
+        "RANK": str(_number(environment, "SLURM_PROCID")),
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": first_host(nodes),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
         "MASTER_PORT": str(_FIRST_PORT + crc32(" ".join(_own_step(environment)).encode()) % _PORTS),
     }
 
