@@ -50,8 +50,11 @@ class Consensus:
         """
         if self._alone:
             return flag
-        asked = torch.tensor([self._requests.save_now, bool(self._requests.stop), self.is_writing], dtype=flag.dtype)
-        flags = torch.cat([flag.reshape(1), asked.to(flag.device, non_blocking=True)])
+        flags = flag.new_zeros(4)  # filled on the device: a copy from pageable memory may wait for it
+        flags[0] = flag
+        for i, asked in enumerate((self._requests.save_now, self._requests.stop, self.is_writing), start=1):
+            if asked:
+                flags[i] = 1.0
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         self._under_way.append(HostCopy(flags[1:]))
         return flags[0]

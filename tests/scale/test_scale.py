@@ -169,3 +169,49 @@ def test_who_is_lost_among_many_ranks_is_named_by_all_others(tmp_path, lost, how
     others = {rank: (tmp_path / f"{rank}.err").read_text() for rank in range(n) if rank not in lost}
     named = re.compile("has lost another rank in step.*" + sentence)
     assert {rank: said for rank, said in others.items() if not named.search(said)} == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_run_that_loses_ranks_and_goes_on_with_fewer_has_one_unbroken_record(tmp_path):
+    """64 ranks, of which one is killed, then one frozen; then stopped; then 16, and 3."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("".join(f"line {i}: {i * 7919 % 9973}\n" for i in range(20_000)))
+    toml = TOML.format(folder=tmp_path).replace("batch_size = 1", "batch_size = 1\nglobal_batch_size = 192")
+    toml = toml.replace("steps = 4", "steps = 16").replace("interval = 2", "interval = 1\nkeep_last = 2")
+    (tmp_path / "toy.toml").write_text(toml + "\n[metrics]\ninterval = 1\n")
+    metrics = tmp_path / "runs" / "toy" / "metrics.jsonl"
+
+    def steps():
+        return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    def go(n, interrupt=None):
+        """Start so many ranks; after three more steps, do something to their processes. Returns the exit code."""
+        before = len(steps())
+        command = [sys.executable, WORLD, tmp_path, n, OF_A_NODE, "train", tmp_path / "toy.toml", "run.step_timeout=20"]
+        world = subprocess.Popen([*map(str, command)], env=environment(), start_new_session=True)
+        deadline = time.monotonic() + 400
+        while interrupt and len(steps()) < before + 3:
+            assert world.poll() is None, (tmp_path / "0.err").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        if interrupt:
+            interrupt(json.loads((tmp_path / "processes.json").read_text()))
+        return world.wait(timeout=400)
+
+    assert go(64, lambda processes: os.kill(processes[13], signal.SIGKILL)) == 5
+    assert go(64, lambda processes: os.kill(processes[40], signal.SIGSTOP)) == 5
+    assert go(64, lambda processes: os.kill(processes[7], signal.SIGINT)) == 3
+    assert go(16, lambda processes: os.kill(processes[0], signal.SIGINT)) == 3
+    assert go(3) == 0
+
+    assert steps() == [*range(1, 17)]
+    (tmp_path / "whole").mkdir()
+    alone = [sys.executable, "-m", "forge_core", "run", str(tmp_path / "toy.toml"), f"run.dir={tmp_path}/whole"]
+    subprocess.run(alone, env=environment(), check=True)
+    losses, expected = (
+        [json.loads(line)["loss"] for line in file.read_text().splitlines()]
+        for file in (metrics, tmp_path / "whole" / "toy" / "metrics.jsonl")
+    )
+    assert losses == pytest.approx(expected, rel=1e-5)
