@@ -207,7 +207,7 @@ class Bench:
             directory=SimpleNamespace(write_event=print),
             events=Events(callbacks),
             supervisor=None,
-            consensus=Consensus(requests),
+            consensus=Consensus(requests, self.device),
             record=lambda values: None,
             reports=reports,
         )

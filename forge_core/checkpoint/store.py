@@ -48,7 +48,7 @@ class Checkpoint:
     manifest: Manifest
     _description: Metadata
     _texts: Mapping[str, bytes]
-    """Of ``state.json`` and ``job.toml``, where they could be read."""
+    """``state.json`` and ``job.toml``, where they could be read."""
 
     @property
     def step(self) -> int:

@@ -37,7 +37,7 @@ from typing import Any
 
 _FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
 """Beginnings of the names of variables that are read while a process starts, or while it imports torch."""
-_READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
+_READ_LATER = ("PYTHONFAULTHANDLER", "PYTHONPATH", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_GLOO_LAZY_INIT")
 _READ_LATER += ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 """Of those, the exceptions. Libraries set the last ones themselves: torch in a process that trains, scikit-learn in one
 that imports it. A test process that once has them would fork nothing from then on."""
