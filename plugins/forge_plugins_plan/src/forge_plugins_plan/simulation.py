@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
@@ -32,6 +26,7 @@ from forge_core.train.build import BuiltModel, allocate, build_model, build_opti
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import MemoryLedger, bytes_of
+from forge_plugins_plan.world import rank_of
 
 _ALWAYS = ("tokens", "targets")
 _CPU = torch.device("cpu")  # FSDP's streams of a GPU cannot be had without one; sizes are the same
@@ -92,7 +87,7 @@ def simulate(
         with fake, ledger:
             allocate(part, device)
 
-    with _rank_of(world_size, rank, ranks_per_node):
+    with rank_of(world_size, rank, ranks_per_node):
         mesh = build_mesh(job, _CPU)
         build = ComponentBuilder(catalog)
         passes = sort_passes(job, catalog, world_size)
@@ -194,49 +189,3 @@ def _multiplied_rows(weight: torch.Tensor) -> int:
     tp = names.index("tp")
     cut = weight.placements[tp].is_shard(0)
     return -(-weight.shape[0] // weight.device_mesh.size(tp)) if cut else weight.shape[0]
-
-
-@contextmanager
-def _rank_of(world_size: int, rank: int, ranks_per_node: int) -> Iterator[None]:
-    """Be ``rank`` of a group whose collectives do nothing."""
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)  # as a launcher would say it
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        with _stages_that_do_not_vote(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, about what a real run would do: it will say them then
-            yield
-    finally:
-        # it knows meshes, and the next rank's is equal to this one's but has other groups
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch's
-        dist.destroy_process_group()
-        LEDGER.start_step(torch.ones(()))  # it holds tensors of the simulation
-        if before is None:
-            del os.environ["LOCAL_WORLD_SIZE"]
-        else:
-            os.environ["LOCAL_WORLD_SIZE"] = before
-
-
-@contextmanager
-def _stages_that_do_not_vote() -> Iterator[None]:
-    """Without torch's vote of all stages on whether they know their shapes, whose result has no value here.
-
-    Torch 2.11 has no such vote: a stage that is given its shapes, as ours are, takes them.
-    """
-    schedule: Any = _PipelineSchedule
-    vote = getattr(schedule, "_warmup_p2p", None)
-    if vote is None:
-        yield
-        return
-    schedule._warmup_p2p = _elect_static
-    try:
-        yield
-    finally:
-        schedule._warmup_p2p = vote
-
-
-def _elect_static(_: object, stages: Sequence[Any], *__: object) -> None:
-    from torch.distributed.pipelining._utils import InferenceMode  # torch 2.11 has none
-
-    for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC

@@ -1,0 +1,139 @@
+"""One rank of a world that is not there: torch's distributed state, without a loop over ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forge_core.ops.auxiliary_loss import LEDGER
+
+
+@contextmanager
+def rank_of(world_size: int, rank: int, ranks_per_node: int) -> Iterator[None]:
+    """Be ``rank`` of a group whose collectives do nothing.
+
+    What this takes does not grow with ``world_size``, but for lists of ranks.
+    """
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)  # as a launcher would say it
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with ExitStack() as stack:
+            for owner, name, other in _OTHERWISE:
+                stack.enter_context(_replaced(owner, name, other))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # torch's, about what a real run would do: it will say them then
+            yield
+    finally:
+        # it knows meshes, and the next rank's is equal to this one's but has other groups
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch's
+        dist.destroy_process_group()
+        LEDGER.start_step(torch.ones(()))  # it holds tensors of the simulation
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, other: Callable[[Any], Any]) -> Iterator[None]:
+    """``owner.name`` is ``other`` of what it was; nothing is done where this torch has none."""
+    if not hasattr(owner, name):
+        yield
+        return
+    before = vars(owner)[name]
+    setattr(owner, name, other(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _own_group_only(_: Any) -> Any:
+    """Of the groups along an axis of a mesh, make the one that this rank is in. torch makes all, on each rank."""
+
+    def make(axis: Any, rank_map: torch.Tensor, dim_name: str, __: Any) -> str:
+        if axis.numel() == dist.get_world_size():
+            return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]  # it has been made
+        layout = axis.nest() if hasattr(axis, "nest") else type_of_layout([axis])  # torch 2.11 has the first
+        groups = layout.remap_to_tensor(rank_map)
+        own = groups[(groups == dist.get_rank()).any(dim=1)][0]
+        return str(dist.new_group(own.tolist(), group_desc=f"mesh_{dim_name}").group_name)
+
+    from torch.distributed.device_mesh import _MeshLayout as type_of_layout
+
+    return staticmethod(make)
+
+
+@attrs.frozen
+class _Chunks(Sequence[torch.Tensor]):
+    """``torch.chunk`` with empty tensors for the ranks that it leaves without one; made as they are asked for."""
+
+    tensor: torch.Tensor
+    count: int
+    dim: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, rank: Any) -> Any:
+        rows = self.tensor.shape[self.dim]
+        each = -(-rows // self.count)
+        first = rank * each
+        if first >= rows and rank > 0:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, first, min(each, rows - first))
+
+
+def _asked_once(flag: Any) -> Any:
+    """torch reads the specs of all tensors of a list for each of them, to pass on one of two values."""
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        distinct = vars(schema).get("_distinct")
+        if distinct is None:
+            specs = [one for one in schema.args_spec if any(_is_strided(each) for each in one.placements)]
+            distinct = schema._distinct = {one.use_strided_shard_as_shard_order: one for one in specs}
+        if distinct:
+            flag(strategy, SimpleNamespace(args_spec=tuple(distinct.values())))
+
+    return propagate
+
+
+def _is_strided(placement: Any) -> bool:
+    return isinstance(placement, _sharding_prop._StridedShard)
+
+
+def _without_vote(_: Any) -> Any:
+    """Stages of a pipeline know their shapes. torch has all of them vote on it, and the result has no value here."""
+
+    def elect(_: object, stages: Sequence[Any], *__: object) -> None:
+        from torch.distributed.pipelining._utils import InferenceMode  # torch 2.11 has none, and no vote
+
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    return elect
+
+
+_OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
+    (DeviceMesh, "_init_one_process_group", _own_group_only),
+    (_fsdp_param, "_chunk_with_empty", lambda _: _Chunks),
+    (_sharding_prop, "_propagate_use_strided_shard_flag", _asked_once),
+    (_PipelineSchedule, "_warmup_p2p", _without_vote),
+)
+"""What of torch is done otherwise: all of it private, none of it seen in the figures."""
