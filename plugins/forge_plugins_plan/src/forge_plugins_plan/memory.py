@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from forge_core.ops.local_tensor import local_tensor
+from forge_plugins_plan.timeline import Change, Tally, Timeline
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
 """What memory is for:
@@ -33,11 +34,17 @@ class _Storage:
     size: int
     category: str
     birth: int
-    """How many changes the ledger had seen when the storage was made."""
+    """Its place in the log, or one of these."""
+
+
+_BEFORE = -1
+"""It was made before the log began."""
+_UNSEEN = -2
+"""It stands for something that is in no log."""
 
 
 class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """While it is active, every storage that an operation returns is counted until it is freed.
+    """While it is active, every storage that an operation returns is noted, and when it is freed.
 
     What kernels use inside and do not return is not seen. Storages are bytes as asked for: allocators round up.
     """
@@ -48,34 +55,55 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """The category of what is made now, unless an operation says more."""
         self.vocabulary: frozenset[int] = frozenset()
         """Last dimensions that make a tensor count as logits."""
+        self.log: list[Any] = []
+        """``Change`` since ``restart``, and whatever else is put there to mark a place."""
+        self._at_start: Counter[str] = Counter()
         self._live: dict[int, _Storage] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._current: Counter[str] = Counter()
-        self._changes = 0
-        self.restart()
+        self._equal: dict[Change, Change] = {}
 
     def restart(self) -> None:
-        """Look for the peak from here on."""
-        self.peak = sum(self._current.values())
-        self._at_peak = Counter(self._current)
-        self._peak_at = self._changes
-        self.largest = Counter(self._current)
-        """The most that each category has had, each at its own time."""
+        """Begin the log."""
+        self.log.clear()
+        self._at_start.clear()
+        for entry in self._live.values():
+            entry.birth = _BEFORE
+            self._at_start[entry.category] += entry.size
 
-    def at_peak(self, known: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
-        """Bytes by category at the peak, adding up to ``peak``.
+    def start(self, known: Mapping[str, Iterable[torch.Tensor]]) -> Tally:
+        """What was there when the log began.
 
         Args:
-            known: tensors whose category shows only afterwards (gradients are made by backward like all else), by it.
+            known: tensors whose category shows only afterwards, by it.
         """
-        found = Counter(self._at_peak)
+        tally = Tally(Counter(self._at_start))
+        for category, entry in self._entries(known):
+            if entry.birth == _BEFORE:
+                tally.known[entry.category] -= entry.size
+                tally.known[category] += entry.size
+        tally.restart()
+        return tally
+
+    def resolve(self, known: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Note in the log what tensors are for that show it only now (gradients are made by backward like all else)."""
+        for category, entry in self._entries(known):
+            if entry.birth >= 0:
+                made = self.log[entry.birth]
+                self.log[entry.birth] = made._replace(
+                    known_as=category, known_size=entry.size, category_then=entry.category
+                )
+
+    def adopt(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """See when ``tensor`` is freed, as if it had been made like another one; that it is made is not noted."""
+        category = next(entry.category for _, entry in self._entries({"": [like]}))
+        for storage in _storages(tensor):
+            self._watch(storage, _Storage(storage.size(), category, _UNSEEN))
+
+    def _entries(self, known: Mapping[str, Iterable[torch.Tensor]]) -> Iterator[tuple[str, _Storage]]:
         for category, tensors in known.items():
-            for key in {storage._cdata for tensor in tensors for storage in _storages(tensor)}:
-                entry = self._live.get(key)
-                if entry is not None and entry.birth <= self._peak_at:
-                    found[entry.category] -= entry.size
-                    found[category] += entry.size
-        return {category: found[category] for category in CATEGORIES}
+            for key in {storage._cdata: None for tensor in tensors for storage in _storages(tensor)}:
+                if key in self._live:
+                    yield category, self._live[key]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,6 +129,15 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made meanwhile is not seen."""
+        before, self._see = self._see, lambda *_: None  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self._see = before  # type: ignore[method-assign]
+
+    @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         before, self.phase = self.phase, phase
         try:
@@ -124,11 +161,14 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self.phase
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
+        entry = _Storage(0, category, len(self.log))
+        self._watch(storage, entry)
+        self._change(entry, storage.size(), category)
+
+    def _watch(self, storage: torch.UntypedStorage, entry: _Storage) -> None:
         key = storage._cdata
-        entry = _Storage(0, category, self._changes)
         self._live[key] = entry
         self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._change(entry, storage.size(), category)
 
     def _forget(self, key: int) -> None:
         del self._watched[key]
@@ -136,14 +176,9 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._change(entry, 0, entry.category)
 
     def _change(self, entry: _Storage, size: int, category: str) -> None:
-        self._current[entry.category] -= entry.size
-        self._current[category] += size
+        change = Change(entry.category, entry.size, category, size)
+        self.log.append(self._equal.setdefault(change, change))  # few are unlike all others
         entry.size, entry.category = size, category
-        self._changes += 1
-        self.largest[category] = max(self.largest[category], self._current[category])
-        total = sum(self._current.values())
-        if total > self.peak:
-            self.peak, self._at_peak, self._peak_at = total, Counter(self._current), self._changes
 
     def _resize_and_see(self) -> Any:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -21,11 +22,14 @@ from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.job import sort_passes
 from forge_core.ops.auxiliary_loss import LEDGER
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, allocate, build_model, build_optimizer
 from forge_core.train.gradients import clip_gradients, global_norm, squared_norms
 from forge_plugins_plan.fused_norm import fused_norms
-from forge_plugins_plan.memory import MemoryLedger, bytes_of
+from forge_plugins_plan.memory import CATEGORIES, MemoryLedger, bytes_of
+from forge_plugins_plan.repeated import NotRepeatedError, Repetition, lengthened, repetitions, shortened
+from forge_plugins_plan.timeline import Tally, Timeline
 from forge_plugins_plan.world import rank_of
 
 _ALWAYS = ("tokens", "targets")
@@ -44,6 +48,20 @@ class RankMemory:
 
 
 @attrs.frozen
+class OptimizerStep:
+    """What the optimizer has and does, which is the same whatever is recomputed."""
+
+    parameters: Sequence[object]
+    """What is updated, in words."""
+    start: Tally
+    """Before forward: parameters, and the optimizer's state."""
+    changes: Timeline
+    """After backward."""
+    largest: Mapping[str, int]
+    """Bytes of its state, and of the gradients that it reads."""
+
+
+@attrs.frozen
 class SimulatedRank:
     """What became of the job on one rank."""
 
@@ -56,6 +74,8 @@ class SimulatedRank:
     reason: str
     """Why it cannot; otherwise empty."""
     traffic: Sequence[Traffic]
+    optimizer: OptimizerStep | None
+    """``None`` like ``memory``."""
 
 
 def simulate(
@@ -66,6 +86,9 @@ def simulate(
     stage: int,
     gpu: Gpu | None = None,
     ranks_per_node: int = 8,
+    *,
+    shorten: bool = True,
+    like: OptimizerStep | None = None,
 ) -> SimulatedRank:
     """Build ``job`` for rank 0 of a pipeline stage among ``world_size`` ranks, and run a step of it.
 
@@ -75,66 +98,139 @@ def simulate(
     Args:
         gpu: what the job is to run on, for passes that decide by it, and kernels that a CPU does not have.
         ranks_per_node: what a launcher would say.
+        shorten: run forward and backward of some of the blocks that are alike, where the rest follows from these.
+        like: the optimizer's step of a job that differs in what is recomputed; it is not run again then.
 
     Raises:
         ForgeError: whatever the build of a real run would say.
     """
-    rank = stage * (world_size // job.parallel.pp)
-    ledger = MemoryLedger()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
-        with fake, ledger:
-            allocate(part, device)
-
-    with rank_of(world_size, rank, ranks_per_node):
-        mesh = build_mesh(job, _CPU)
-        build = ComponentBuilder(catalog)
-        passes = sort_passes(job, catalog, world_size)
-        context = PassContext(mesh, job, _CPU, gpu, _entries(job))
-        built = build_model(context, vocab_size, passes, build, fill=allocate_only)
-        size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
-        ledger.vocabulary = _vocabulary(built, vocab_size)
-        memory, reason = None, ""
-        appliers = [build(use) for use in passes]
-        traffic = [
-            one
-            for applier in appliers
-            if hasattr(applier, "traffic")
-            for part in built.parts
-            for one in applier.traffic(part, context)
-        ]
-        if any(getattr(applier, "parameters_on_host", False) for applier in appliers):
-            reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
-            return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
+    one = _Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like)
+    if shorten:
         try:
-            with fake, ledger, nullcontext() if gpu is None else fused_norms():
-                memory = _step(job, mesh, built, build, ledger)
-        except ForgeError as error:
-            reason = str(error)
-        except Exception as error:  # noqa: BLE001  # of torch or of a plugin; what is known without a step still is
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-        return SimulatedRank(rank, stage, built, size, memory, reason, traffic)
+            return one.run(shorten=True)
+        except NotRepeatedError:
+            pass
+    return one.run(shorten=False)
 
 
-def _step(job: Job, mesh: Mesh, built: BuiltModel, build: ComponentBuilder, ledger: MemoryLedger) -> RankMemory:
-    optimizer = build_optimizer(job, built, build)
-    with ledger.during("optimizer"):
-        _make_state(optimizer)
-    microbatches = _microbatches(job)
-    ledger.restart()
-    scale = torch.ones(())
-    LEDGER.start_step(scale)
-    with ledger.during("activations"):
-        built.executor.run(microbatches, scale)
-    gradients = [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
-    with ledger.during("optimizer"):
-        clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, _CPU), job.train.clip_norm)
-        optimizer.step()
-    state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
-    known = {"gradients": gradients, "optimizer": state}
-    largest = {**ledger.largest, **{category: bytes_of(tensors) for category, tensors in known.items()}}
-    return RankMemory(ledger.peak, ledger.at_peak(known), largest)
+@attrs.frozen
+class _Simulation:
+    job: Job
+    catalog: Catalog
+    vocab_size: int
+    world_size: int
+    stage: int
+    gpu: Gpu | None
+    ranks_per_node: int
+    like: OptimizerStep | None
+
+    def run(self, *, shorten: bool) -> SimulatedRank:
+        """
+        Raises:
+            ForgeError: as ``simulate``.
+            NotRepeatedError: the whole model has to be run.
+        """
+        rank = self.stage * (self.world_size // self.job.parallel.pp)
+        ledger = MemoryLedger()
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
+            with fake, ledger:
+                allocate(part, device)
+
+        with rank_of(self.world_size, rank, self.ranks_per_node):
+            mesh = build_mesh(self.job, _CPU)
+            build = ComponentBuilder(self.catalog)
+            passes = sort_passes(self.job, self.catalog, self.world_size)
+            context = PassContext(mesh, self.job, _CPU, self.gpu, _entries(self.job))
+            built = build_model(context, self.vocab_size, passes, build, fill=allocate_only)
+            size = bytes_of(tensor for part in built.parts for tensor in (*part.parameters(), *part.buffers()))
+            ledger.vocabulary = _vocabulary(built, self.vocab_size)
+            appliers = [build(use) for use in passes]
+            traffic = [] if self.like is not None else _traffic(appliers, built, context)
+            told = rank, self.stage, built, size
+            if any(getattr(applier, "parameters_on_host", False) for applier in appliers):
+                reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
+                return SimulatedRank(*told, None, reason, traffic, None)
+            found = [one for part in built.parts for one in repetitions(part)] if shorten else []
+            try:
+                with fake, ledger, nullcontext() if self.gpu is None else fused_norms():
+                    memory, optimizer = self._step(mesh, built, build, ledger, found)
+                return SimulatedRank(*told, memory, "", traffic, optimizer)
+            except Exception as error:  # of torch or of a plugin; what is known without a step still is
+                if found:
+                    raise NotRepeatedError from error
+                kind = "" if isinstance(error, ForgeError) else f"{type(error).__name__}: "
+                reason = f"{kind}{error if not kind else (str(error).splitlines() or ['no message'])[0]}"
+                return SimulatedRank(*told, None, reason, traffic, None)
+
+    def _step(
+        self,
+        mesh: Mesh,
+        built: BuiltModel,
+        build: ComponentBuilder,
+        ledger: MemoryLedger,
+        found: Sequence[Repetition],
+    ) -> tuple[RankMemory, OptimizerStep]:
+        updated = [_in_words(name, parameter) for name, parameter in built.parameters.items()]
+        like = self.like if self.like is not None and self.like.parameters == updated else None
+        optimizer = None if like is not None else build_optimizer(self.job, built, build)
+        if optimizer is not None:
+            with ledger.during("optimizer"):
+                _make_state(optimizer)
+        microbatches = _microbatches(self.job)
+        ledger.restart()
+        scale = torch.ones(())
+        LEDGER.start_step(scale)
+        with ledger.during("activations"), shortened(found, ledger.log):
+            built.executor.run(microbatches, scale)
+        n_of_run = len(ledger.log)
+        gradients = _gradients(built, found, ledger)
+        largest = {"gradients": bytes_of(gradients)}
+        if optimizer is not None:
+            with ledger.during("optimizer"):
+                clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, _CPU), self.job.train.clip_norm)
+                optimizer.step()
+            state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+            known = {"gradients": gradients, "optimizer": state}
+            ledger.resolve(known)
+            largest["optimizer"] = bytes_of(state)
+            like = OptimizerStep(updated, ledger.start(known), ledger.log[n_of_run:], largest)
+        else:
+            ledger.resolve({"gradients": gradients})
+        assert like is not None
+        log = ledger.log[:n_of_run]
+        tally = copy.deepcopy(like.start)
+        tally.play(lengthened(log, found, largest["gradients"]) if found else log)
+        tally.play(like.changes)
+        at_peak = {category: tally.at_peak[category] for category in CATEGORIES}
+        return RankMemory(tally.peak, at_peak, {**tally.largest, **like.largest}), like
+
+
+def _traffic(appliers: Sequence[Any], built: BuiltModel, context: PassContext) -> list[Traffic]:
+    return [
+        one
+        for applier in appliers
+        if hasattr(applier, "traffic")
+        for part in built.parts
+        for one in applier.traffic(part, context)
+    ]
+
+
+def _gradients(built: BuiltModel, found: Sequence[Repetition], ledger: MemoryLedger) -> list[torch.Tensor]:
+    """Of all parameters that have one, those of blocks that were left out included."""
+    for block, stand_in in (pair for one in found for pair in one.stand_ins()):
+        for parameter, other in zip(block.parameters(), stand_in.parameters(), strict=True):
+            if other.grad is not None:
+                with ledger.paused():
+                    parameter.grad = torch.zeros_like(other.grad)
+                ledger.adopt(parameter.grad, other.grad)
+    return [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
+
+
+def _in_words(name: str, parameter: torch.Tensor) -> object:
+    local = local_tensor(parameter)
+    return name, parameter.shape, local.shape, parameter.dtype, parameter.requires_grad
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,186 @@
+"""Blocks that come again and again: a few are simulated, and what the others do to memory follows from these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from forge_plugins_plan.alike import alike
+from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
+
+_KEPT = 8
+"""Times that a block is simulated. All but the first and the last must do the same to memory."""
+_FIRST = 6
+"""Of these, so many are the first ones; the others are the last."""
+_LONGEST = 8
+"""Blocks of different kinds that may take turns."""
+
+
+class NotRepeatedError(Exception):
+    """What is left out does not follow from what has been simulated."""
+
+
+@attrs.frozen(eq=False)
+class Repetition:
+    """A stretch of a model in which blocks are alike, or blocks of different kinds take turns evenly."""
+
+    part: Any
+    """The model, or a stage of a pipeline."""
+    kept: Sequence[Sequence[str]]
+    """The names of the blocks that are simulated, by turn."""
+    left_out: Sequence[Sequence[str]]
+    """The names of the others, by turn."""
+
+    def stand_ins(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Each block that is left out, with one that is simulated."""
+        for turn in self.left_out:
+            for name, other in zip(turn, self.kept[0], strict=True):
+                yield self.part.blocks[name], self.part.blocks[other]
+
+
+class _Mark(NamedTuple):
+    """In a log: here a turn of a repetition begins."""
+
+    repetition: int
+    backward: bool
+    turn: int
+
+
+def repetitions(part: Any) -> list[Repetition]:
+    """Those of a model's ``blocks`` that are long enough to leave some out; none where there is no telling."""
+    blocks = getattr(part, "blocks", None)
+    if not isinstance(blocks, nn.ModuleDict):
+        return []
+    names, found, first = list(blocks), [], 0
+    kinds = _kinds(part)
+    while first < len(names):
+        turns, period = max((_turns(kinds, first, period), period) for period in _periods(len(names) - first))
+        if turns > _KEPT:
+            each = [names[first + turn * period : first + (turn + 1) * period] for turn in range(turns)]
+            last = turns - (_KEPT - _FIRST)
+            found.append(Repetition(part, [*each[:_FIRST], *each[last:]], each[_FIRST:last]))
+        first += turns * period if turns > _KEPT else 1
+    return found
+
+
+def _kinds(part: Any) -> list[int]:
+    """A number for each block, equal for those that are alike."""
+    of_model = [value for value in vars(part).values() if isinstance(value, Mapping) and {*part.blocks} <= {*value}]
+    known: list[tuple[str, Any]] = []
+    kinds = []
+    for name, block in part.blocks.items():
+        held = block, [value[name] for value in of_model]
+        same = (i for i, (other, of_it) in enumerate(known) if alike(held, of_it, (f"blocks.{name}", f"blocks.{other}")))
+        kind = len(known) if len(known) > _LONGEST else next(same, len(known))
+        if kind == len(known):
+            known.append((name, held))
+        kinds.append(kind)
+    return kinds
+
+
+def _periods(length: int) -> range:
+    return range(min(_LONGEST, length), 0, -1)
+
+
+def _turns(kinds: Sequence[int], first: int, period: int) -> int:
+    end = first + period
+    while end < len(kinds) and kinds[end] == kinds[end - period]:
+        end += 1
+    return (end - first) // period
+
+
+@contextmanager
+def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
+    """Models are without the blocks that are left out, and those that are kept leave marks in ``log``."""
+    whole = [(part, dict(part.blocks)) for part in {id(one.part): one.part for one in found}.values()]
+    with ExitStack() as stack:
+        for number, one in enumerate(found):
+            for name in (name for turn in one.left_out for name in turn):
+                del one.part.blocks[name]
+            for turn, (first, *_) in enumerate(one.kept):
+                for handle in _marking(one.part.blocks[first], log, number, turn):
+                    stack.callback(handle.remove)
+        try:
+            yield
+        finally:
+            for part, blocks in whole:
+                part.blocks.clear()
+                part.blocks.update(blocks)
+
+
+def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterator[Any]:
+    def enter(*_: Any) -> None:
+        log.append(_Mark(number, False, turn))
+
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
+        for one in tree_iter(output):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(lambda _: log.append(_Mark(number, True, turn)))
+                return
+
+    yield block.register_forward_pre_hook(enter, prepend=True)
+    yield block.register_forward_hook(leave)
+
+
+def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) -> Timeline:
+    """The log of the whole model, from that of a model that was ``shortened``.
+
+    Args:
+        gradients: bytes that it is known to have made of them in the end, for a check.
+
+    Raises:
+        NotRepeatedError: turns are unlike each other, or what they add up to cannot be.
+    """
+    places = [i for i, one in enumerate(log) if isinstance(one, _Mark)]
+    timeline: list[Change | Repeat] = []
+    added: list[Counter[str]] = [Counter() for _ in found]
+    done = 0
+    while places:
+        own, places = places[:_KEPT], places[_KEPT:]
+        number = _one_pass([log[i] for i in own])
+        turns = [list(log[start + 1 : end]) for start, end in zip(own[1:-2], own[2:-1], strict=True)]
+        if any(turn != turns[0] for turn in turns):
+            raise NotRepeatedError("blocks that are alike do not do the same to memory")
+        times = len(turns) + len(found[number].left_out)
+        timeline += [one for one in log[done : own[1]] if isinstance(one, Change)]
+        timeline.append(Repeat(turns[0], times))
+        added[number].update(_net(turns[0]))
+        done = own[-2]
+    timeline += [one for one in log[done:] if isinstance(one, Change)]
+    _check(log, timeline, added, gradients)
+    return timeline
+
+
+def _one_pass(marks: Sequence[_Mark]) -> int:
+    """The repetition of marks that stand for all turns of one, in one direction."""
+    turns = [mark.turn for mark in marks]
+    if len({mark[:2] for mark in marks}) > 1 or turns not in ([*range(_KEPT)], [*range(_KEPT)][::-1]):
+        raise NotRepeatedError("blocks do not run one after the other")
+    return marks[0].repetition
+
+
+def _check(log: Sequence[Any], timeline: Timeline, added: Sequence[Counter[str]], gradients: int) -> None:
+    """Each turn leaves behind what all of them together have left, or less: what one makes, another frees."""
+    if _net(timeline)["gradients"] != gradients:
+        raise NotRepeatedError("gradients are not those of all blocks")
+    left = _net([one for one in log if isinstance(one, Change)])
+    for category in {category for one in added for category in one} - {"gradients"}:
+        of_turns = [one[category] for one in added]
+        if min(of_turns) < 0 or _KEPT * sum(of_turns) > max(left[category], 0):
+            raise NotRepeatedError(f"{category} of a block are not freed as they are made")
+
+
+def _net(timeline: Timeline) -> Counter[str]:
+    """Bytes by category that are there afterwards and were not before, by what is known of them in the end."""
+    tally = Tally()
+    tally.play(timeline)
+    sums = Counter(tally.current)
+    sums.update(tally.known)
+    return sums
