@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_iter
 
 from forge_plugins_plan.alike import alike
@@ -49,7 +50,7 @@ class _Mark(NamedTuple):
     """In a log: here a turn of a repetition begins."""
 
     repetition: int
-    backward: bool
+    phase: str
     turn: int
 
 
@@ -105,8 +106,8 @@ def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
             for name in (name for turn in one.left_out for name in turn):
                 del one.part.blocks[name]
             for turn, (first, *_) in enumerate(one.kept):
-                for handle in _marking(one.part.blocks[first], log, number, turn):
-                    stack.callback(handle.remove)
+                for end in _marking(one.part.blocks[first], log, number, turn):
+                    stack.callback(end)
         try:
             yield
         finally:
@@ -115,18 +116,39 @@ def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
                 part.blocks.update(blocks)
 
 
-def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterator[Any]:
-    def enter(*_: Any) -> None:
-        log.append(_Mark(number, False, turn))
+def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterator[Callable[[], None]]:
+    """Begin to mark, and give what ends it."""
+
+    def mark(phase: str) -> None:
+        log.append(_Mark(number, phase, turn))
 
     def leave(_: nn.Module, __: Any, output: Any) -> None:
         for one in tree_iter(output):
             if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(lambda _: log.append(_Mark(number, True, turn)))
+                one.register_hook(lambda _: mark("backward"))
                 return
 
-    yield block.register_forward_pre_hook(enter, prepend=True)
-    yield block.register_forward_hook(leave)
+    yield block.register_forward_pre_hook(lambda *_: mark("forward"), prepend=True).remove
+    yield block.register_forward_hook(leave).remove
+    if isinstance(block, FSDPModule):
+        yield _marking_reduction(block, lambda: mark("reduction"))
+
+
+def _marking_reduction(block: Any, mark: Callable[[], None]) -> Callable[[], None]:
+    """A pipeline's schedule has each unit reduce its gradients when all backwards are done, and so in none of them."""
+    state = block._get_fsdp_state()
+    group: Any = next(iter(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]))  # torch 2.11: one
+    if group is None:
+        return lambda: None
+    reduce = group.post_backward
+
+    def marked(*args: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            mark()
+        reduce(*args)
+
+    group.post_backward = marked
+    return lambda: delattr(group, "post_backward")
 
 
 def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) -> Timeline:

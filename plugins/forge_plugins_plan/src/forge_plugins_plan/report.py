@@ -151,7 +151,7 @@ def make_plan(
         return plan
     return attrs.evolve(
         plan,
-        recomputation=_recomputation(job, catalog, rows, world_size, plan, build),
+        recomputation=_recomputation(job, catalog, rows, world_size, plan, build, simulated),
         fits=needed_gib(peak) <= gpu.free_gib if gpu is not None else None,
     )
 
@@ -299,7 +299,13 @@ def _planned(use: ComponentRef, touched: Sequence[str], provided: CatalogEntry) 
 
 
 def _recomputation(
-    job: Job, catalog: Catalog, vocab_size: int, world_size: int, plan: Plan, build: ComponentBuilder
+    job: Job,
+    catalog: Catalog,
+    vocab_size: int,
+    world_size: int,
+    plan: Plan,
+    build: ComponentBuilder,
+    simulated: Sequence[SimulatedRank],
 ) -> list[PlannedRecomputation]:
     """Of the stage that needs most; ways that cannot be simulated are left out."""
     number = plan.stages.index(plan.heaviest)
@@ -308,8 +314,11 @@ def _recomputation(
         if one.is_the_jobs:
             planned.append(_compared(one, plan.heaviest))
         else:
-            simulated = simulate(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node)
-            stage = _stage(simulated)
+            other = simulate(
+                *(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node),
+                like=simulated[number].optimizer,
+            )
+            stage = _stage(other)
             if stage.peak_bytes is not None:
                 planned.append(_compared(one, stage))
     return planned
