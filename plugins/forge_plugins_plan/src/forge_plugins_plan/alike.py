@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 
 def alike(one: Any, other: Any, names: tuple[str, str]) -> bool:
-    """Compare objects by all that they hold, however deep. What both hold, such as a mesh, is taken for equal; of tensors
-    everything counts but the values. In doubt they are unlike.
+    """Compare objects by all that they hold, however deep. What both hold, such as a mesh, is taken for equal; of
+    tensors everything counts but the values. In doubt they are unlike.
 
     Args:
         names: their own, which may stand in what they hold.
@@ -41,12 +42,14 @@ class _Comparison:
         self._assumed[id(one), id(other)] = one, other
         return self._equal_of_one_type(one, other)
 
-    def _equal_of_one_type(self, one: Any, other: Any) -> bool:
+    def _equal_of_one_type(self, one: Any, other: Any) -> bool:  # noqa: C901  # a list of types
         match one:
             case str():
                 return one == other or self._nameless(one, 0) == self._nameless(other, 1)
             case int() | float() | bytes() | set() | frozenset() | RemovableHandle():
                 return isinstance(one, RemovableHandle) or bool(one == other)
+            case DeviceMesh():
+                return one == other
             case torch.Tensor():
                 return self._equal_tensors(one, other)
             case nn.Module():

@@ -17,7 +17,11 @@ from forge_core.job import load_job
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--world-size", type=click.IntRange(1, 32_768), metavar="N", required=True, help="Ranks of the run, up to 32768."
+    "--world-size",
+    type=click.IntRange(1, 1_048_576),
+    metavar="N",
+    required=True,
+    help="Ranks of the run, up to 1048576.",
 )
 @click.option(
     "--ranks-per-node", type=click.IntRange(min=1), metavar="N", default=8, show_default=True, help="GPUs of one."

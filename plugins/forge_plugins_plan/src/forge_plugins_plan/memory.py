@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from forge_core.ops.local_tensor import local_tensor
-from forge_plugins_plan.timeline import Change, Tally, Timeline
+from forge_plugins_plan.timeline import Change, Tally
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
 """What memory is for:

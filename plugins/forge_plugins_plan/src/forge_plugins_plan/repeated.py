@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import attrs
@@ -78,7 +79,9 @@ def _kinds(part: Any) -> list[int]:
     kinds = []
     for name, block in part.blocks.items():
         held = block, [value[name] for value in of_model]
-        same = (i for i, (other, of_it) in enumerate(known) if alike(held, of_it, (f"blocks.{name}", f"blocks.{other}")))
+        same = (
+            i for i, (other, of_it) in enumerate(known) if alike(held, of_it, (f"blocks.{name}", f"blocks.{other}"))
+        )
         kind = len(known) if len(known) > _LONGEST else next(same, len(known))
         if kind == len(known):
             known.append((name, held))
@@ -167,7 +170,7 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
     while places:
         own, places = places[:_KEPT], places[_KEPT:]
         number = _one_pass([log[i] for i in own])
-        turns = [list(log[start + 1 : end]) for start, end in zip(own[1:-2], own[2:-1], strict=True)]
+        turns = [list(log[start + 1 : end]) for start, end in pairwise(own[1:-1])]
         if any(turn != turns[0] for turn in turns):
             raise NotRepeatedError("blocks that are alike do not do the same to memory")
         times = len(turns) + len(found[number].left_out)

@@ -134,8 +134,13 @@ class _Simulation:
         ledger = MemoryLedger()
         fake = FakeTensorMode(allow_non_fake_inputs=True)
 
+        found: list[Repetition] = []
+
         def allocate_only(part: nn.Module, device: torch.device, _: int) -> None:
-            with fake, ledger:
+            of_part = repetitions(part) if shorten else []
+            found.extend(of_part)
+            # no optimizer will ask for the others
+            with fake, ledger, nullcontext() if self.like is None else shortened(of_part, []):
                 allocate(part, device)
 
         with rank_of(self.world_size, rank, self.ranks_per_node):
@@ -152,7 +157,6 @@ class _Simulation:
             if any(getattr(applier, "parameters_on_host", False) for applier in appliers):
                 reason = "parameters and optimizer are in the host's memory, and of a step there is no telling what is"
                 return SimulatedRank(*told, None, reason, traffic, None)
-            found = [one for part in built.parts for one in repetitions(part)] if shorten else []
             try:
                 with fake, ledger, nullcontext() if self.gpu is None else fused_norms():
                     memory, optimizer = self._step(mesh, built, build, ledger, found)
@@ -174,6 +178,8 @@ class _Simulation:
     ) -> tuple[RankMemory, OptimizerStep]:
         updated = [_in_words(name, parameter) for name, parameter in built.parameters.items()]
         like = self.like if self.like is not None and self.like.parameters == updated else None
+        if found and like is not self.like:
+            raise NotRepeatedError("other parameters are updated, of blocks that have not been allocated")
         optimizer = None if like is not None else build_optimizer(self.job, built, build)
         if optimizer is not None:
             with ledger.during("optimizer"):
@@ -185,23 +191,23 @@ class _Simulation:
         with ledger.during("activations"), shortened(found, ledger.log):
             built.executor.run(microbatches, scale)
         n_of_run = len(ledger.log)
-        gradients = _gradients(built, found, ledger)
-        largest = {"gradients": bytes_of(gradients)}
-        if optimizer is not None:
+        if optimizer is None:
+            ledger.resolve({"gradients": _gradients(built)})
+        else:
+            _stand_in(found, ledger)
+            gradients = _gradients(built)
             with ledger.during("optimizer"):
                 clip_gradients(gradients, global_norm(squared_norms(gradients), mesh, _CPU), self.job.train.clip_norm)
                 optimizer.step()
             state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
             known = {"gradients": gradients, "optimizer": state}
             ledger.resolve(known)
-            largest["optimizer"] = bytes_of(state)
+            largest = {category: bytes_of(tensors) for category, tensors in known.items()}
             like = OptimizerStep(updated, ledger.start(known), ledger.log[n_of_run:], largest)
-        else:
-            ledger.resolve({"gradients": gradients})
         assert like is not None
         log = ledger.log[:n_of_run]
         tally = copy.deepcopy(like.start)
-        tally.play(lengthened(log, found, largest["gradients"]) if found else log)
+        tally.play(lengthened(log, found, like.largest["gradients"]) if found else log)
         tally.play(like.changes)
         at_peak = {category: tally.at_peak[category] for category in CATEGORIES}
         return RankMemory(tally.peak, at_peak, {**tally.largest, **like.largest}), like
@@ -217,15 +223,18 @@ def _traffic(appliers: Sequence[Any], built: BuiltModel, context: PassContext) -
     ]
 
 
-def _gradients(built: BuiltModel, found: Sequence[Repetition], ledger: MemoryLedger) -> list[torch.Tensor]:
-    """Of all parameters that have one, those of blocks that were left out included."""
-    for block, stand_in in (pair for one in found for pair in one.stand_ins()):
-        for parameter, other in zip(block.parameters(), stand_in.parameters(), strict=True):
+def _gradients(built: BuiltModel) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
+
+
+def _stand_in(found: Sequence[Repetition], ledger: MemoryLedger) -> None:
+    """Give the parameters of blocks that have been left out the gradients that they would have."""
+    for block, other_block in (pair for one in found for pair in one.stand_ins()):
+        for parameter, other in zip(block.parameters(), other_block.parameters(), strict=True):
             if other.grad is not None:
                 with ledger.paused():
                     parameter.grad = torch.zeros_like(other.grad)
                 ledger.adopt(parameter.grad, other.grad)
-    return [parameter.grad for parameter in built.parameters.values() if parameter.grad is not None]
 
 
 def _in_words(name: str, parameter: torch.Tensor) -> object:
