@@ -16,6 +16,7 @@ SHORT = {
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
+    "plan_time": ["--preset", "debug_20m", "--ranks", "64"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
     "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],

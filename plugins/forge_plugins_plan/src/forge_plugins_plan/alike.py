@@ -45,11 +45,11 @@ class _Comparison:
     def _equal_of_one_type(self, one: Any, other: Any) -> bool:  # noqa: C901  # a list of types
         match one:
             case str():
-                return one == other or self._nameless(one, 0) == self._nameless(other, 1)
+                return bool(one == other) or self._nameless(one, 0) == self._nameless(other, 1)
             case int() | float() | bytes() | set() | frozenset() | RemovableHandle():
                 return isinstance(one, RemovableHandle) or bool(one == other)
             case DeviceMesh():
-                return one == other
+                return bool(one == other)
             case torch.Tensor():
                 return self._equal_tensors(one, other)
             case nn.Module():

@@ -128,7 +128,7 @@ def _marking(block: nn.Module, log: list[Any], number: int, turn: int) -> Iterat
     def leave(_: nn.Module, __: Any, output: Any) -> None:
         for one in tree_iter(output):
             if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(lambda _: mark("backward"))
+                one.register_hook(lambda _: mark("backward"))  # type: ignore[no-untyped-call]  # torch's
                 return
 
     yield block.register_forward_pre_hook(lambda *_: mark("forward"), prepend=True).remove

@@ -12,11 +12,13 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.ops.auxiliary_loss import LEDGER
@@ -70,12 +72,10 @@ def _own_group_only(_: Any) -> Any:
     def make(axis: Any, rank_map: torch.Tensor, dim_name: str, __: Any) -> str:
         if axis.numel() == dist.get_world_size():
             return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]  # it has been made
-        layout = axis.nest() if hasattr(axis, "nest") else type_of_layout([axis])  # torch 2.11 has the first
+        layout = axis.nest() if hasattr(axis, "nest") else _MeshLayout([axis])  # torch 2.11 has the first
         groups = layout.remap_to_tensor(rank_map)
         own = groups[(groups == dist.get_rank()).any(dim=1)][0]
         return str(dist.new_group(own.tolist(), group_desc=f"mesh_{dim_name}").group_name)
-
-    from torch.distributed.device_mesh import _MeshLayout as type_of_layout
 
     return staticmethod(make)
 
@@ -85,15 +85,15 @@ class _Chunks(Sequence[torch.Tensor]):
     """``torch.chunk`` with empty tensors for the ranks that it leaves without one; made as they are asked for."""
 
     tensor: torch.Tensor
-    count: int
+    n_ranks: int
     dim: int
 
     def __len__(self) -> int:
-        return self.count
+        return self.n_ranks
 
     def __getitem__(self, rank: Any) -> Any:
         rows = self.tensor.shape[self.dim]
-        each = -(-rows // self.count)
+        each = -(-rows // self.n_ranks)
         first = rank * each
         if first >= rows and rank > 0:
             return self.tensor.new_empty(0)
@@ -115,7 +115,7 @@ def _asked_once(flag: Any) -> Any:
 
 
 def _is_strided(placement: Any) -> bool:
-    return isinstance(placement, _sharding_prop._StridedShard)
+    return isinstance(placement, _StridedShard)
 
 
 def _without_vote(_: Any) -> Any:

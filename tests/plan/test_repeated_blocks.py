@@ -1,0 +1,196 @@
+"""What follows from a few blocks is what all of them do: plans of shortened models against those of whole ones."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
+from forge_plugins_plan import repeated, simulation
+from forge_plugins_plan.alike import alike
+from forge_plugins_plan.simulation import simulate
+from forge_plugins_plan.timeline import Change, Repeat, Tally
+
+JOB = """
+[model]
+name = "transformer"
+dim = 32
+n_layers = 12
+n_heads = 4
+max_seq_len = 64
+vocab_size = 300
+[data]
+name = "text_files"
+path = "unused"
+[train]
+steps = 4
+seq_len = 32
+batch_size = 2
+precision = "bf16"
+[optimizer]
+name = "adamw"
+lr = 1e-3
+"""
+FULL = "parallel.passes.activation_checkpointing.mode=full"
+SELECTIVE = "parallel.passes.activation_checkpointing.mode=selective"
+SPARSE = (
+    "model.feed_forward.name=moe",
+    "model.feed_forward.n_experts=8",
+    "model.feed_forward.router.name=sigmoid_topk",
+    "model.feed_forward.first_dense=2",
+)
+MUON = (
+    'optimizer={name="grouped", groups=[{roles=["matrix"], optimizer={name="muon", lr=1e-3}}, '
+    '{optimizer={name="adamw", lr=1e-3}}]}'
+)
+TWICE = "train.grad_accumulation=2"
+
+
+@pytest.fixture(scope="module")
+def catalog():
+    return discover()
+
+
+@pytest.fixture
+def job_of(catalog, tmp_path):
+    def load(world_size, *settings):
+        file = tmp_path / "job.toml"
+        file.write_text(JOB)
+        return load_job(file, settings, catalog=catalog, world_size=world_size)
+
+    return load
+
+
+@pytest.fixture
+def left_out(monkeypatch):
+    """How many blocks the simulations so far have left out, those that had to be run again whole not counted."""
+    counts = []
+    lengthened = simulation.lengthened
+
+    def noted(log, found, gradients):
+        timeline = lengthened(log, found, gradients)
+        counts.append(sum(len(turn) for one in found for turn in one.left_out))
+        return timeline
+
+    monkeypatch.setattr(simulation, "lengthened", noted)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, ["train.precision=fp32"]),
+        (1, [TWICE, FULL, "model.tie_embeddings=true"]),
+        (4, [TWICE, "parallel.passes.fsdp.accumulate=sharded"]),
+        (4, [SELECTIVE, "parallel.passes.fsdp.reshard_after_forward=never"]),
+        (4, [TWICE, "parallel.passes.fsdp.keep_gathered=true", "loss.name=chunked_cross_entropy"]),
+        (8, ["parallel.tp=2", "parallel.dp_replicate=2", SELECTIVE]),
+        (4, ["parallel.cp=2", FULL]),
+        (1, ["model.n_layers=20", FULL, "parallel.passes.activation_checkpointing.every=2"]),
+        (4, ["parallel.ep=2", *SPARSE]),
+        (4, [TWICE, FULL, *SPARSE]),
+        (4, ["parallel.passes.lora.rank=4"]),
+        (4, ["parallel.passes.compile=true", MUON]),
+        (4, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22"]),
+        (2, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22", FULL, "train.precision=fp32"]),
+    ],
+)
+def test_a_shortened_model_takes_the_memory_of_the_whole_one(catalog, job_of, left_out, world_size, settings):
+    job = job_of(world_size, *settings)
+    for stage in range(job.parallel.pp):
+        short = simulate(job, catalog, 300, world_size, stage)
+        assert short.reason == ""
+        assert left_out.pop() > 0
+        whole = simulate(job, catalog, 300, world_size, stage, shorten=False)
+
+        assert short.memory == whole.memory
+        assert short.parameter_bytes == whole.parameter_bytes
+
+
+def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, job_of, left_out):
+    plain, recomputed = job_of(4, TWICE), job_of(4, TWICE, FULL)
+    optimizer = simulate(plain, catalog, 300, 4, 0).optimizer
+    left_out.clear()
+
+    short = simulate(recomputed, catalog, 300, 4, 0, like=optimizer)
+
+    assert left_out[-1] > 0
+    assert short.memory == simulate(recomputed, catalog, 300, 4, 0, shorten=False).memory
+
+
+def test_an_optimizers_step_over_other_parameters_is_run_anew(catalog, job_of):
+    optimizer = simulate(job_of(4), catalog, 300, 4, 0).optimizer
+    wider = job_of(4, "model.dim=64")
+
+    assert simulate(wider, catalog, 300, 4, 0, like=optimizer).memory == simulate(wider, catalog, 300, 4, 0).memory
+
+
+def test_a_schedule_in_which_blocks_leave_no_even_trace_is_simulated_whole(catalog, job_of, left_out):
+    schedule = ["parallel.passes.pipeline.schedule=InterleavedZeroBubble", "model.n_layers=40"]
+    job = job_of(2, "parallel.pp=2", "train.grad_accumulation=4", *schedule)
+
+    short = simulate(job, catalog, 300, 2, 0)
+
+    assert not left_out
+    assert short.memory == simulate(job, catalog, 300, 2, 0, shorten=False).memory
+
+
+class Deepening(nn.Module):
+    """Keeps as much as its number says."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.number = number
+
+
+def model_of(numbers, **attributes):
+    model = nn.Module()
+    model.blocks = nn.ModuleDict({str(i): Deepening(number) for i, number in enumerate(numbers)})
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("numbers", "left_out"),
+    [
+        ([0] * 8, []),
+        ([0] * 9, [["6"]]),
+        (range(30), []),
+        ([1, 1, *[0] * 10], [["8"], ["9"]]),
+        ([0, 0, 1] * 9, [["18", "19", "20"]]),
+    ],
+)
+def test_blocks_that_are_alike_are_found_whether_or_not_they_take_turns(numbers, left_out):
+    found = repeated.repetitions(model_of(numbers))
+
+    assert [turn for one in found for turn in one.left_out] == left_out
+
+
+def test_what_a_model_holds_by_the_names_of_its_blocks_makes_them_differ():
+    assert repeated.repetitions(model_of([0] * 20))
+    assert not repeated.repetitions(model_of([0] * 20, kinds={str(i): i for i in range(20)}))
+
+
+def test_a_block_may_hold_its_own_name_and_no_other():
+    one, other = ({"name": f"blocks.{i}.attention", "size": [1, 2]} for i in (1, 12))
+
+    assert alike(one, other, ("blocks.1", "blocks.12"))
+    assert not alike(one, other, ("blocks.2", "blocks.12"))
+    assert not alike({"size": [1, 2]}, {"size": [1, 3]}, ("", ""))
+
+
+@pytest.mark.parametrize("freed", [0, 5, 7, 9])
+def test_a_repeat_is_what_its_changes_are_one_after_the_other(freed):
+    made = Change("a", 0, "a", 7)
+    turn = [made, Change("b", 0, "b", 3, "c", 3, "b"), Change("a", freed, "a", 0), Change("b", 0, "b", 2)]
+    tallies = []
+    for timeline in ([made, Repeat(turn, 5), made], [made, *turn * 5, made]):
+        tally = Tally()
+        tally.restart()
+        tally.play(timeline)
+        tallies.append(tally)
+
+    assert tallies[0] == tallies[1]
