@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -100,6 +100,28 @@ class _Chunks(Sequence[torch.Tensor]):
         return self.tensor.narrow(self.dim, first, min(each, rows - first))
 
 
+class _UncutTorch:
+    """torch as FSDP's collectives use it, which cut a tensor by ranks along one dimension and join it along another."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def chunk(tensor: torch.Tensor, n_ranks: int, dim: int) -> _Chunks:
+        return _Chunks(tensor, n_ranks, dim)
+
+    @staticmethod
+    def cat(tensors: Any, dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(tensors, _Chunks):
+            return torch.cat(tensors, dim, out=out)
+        if out is not None:
+            return out
+        shape = list(tensors.tensor.shape)
+        shape[tensors.dim] //= tensors.n_ranks
+        shape[dim] *= tensors.n_ranks
+        return tensors.tensor.new_empty(shape)
+
+
 def _asked_once(flag: Any) -> Any:
     """torch reads the specs of all tensors of a list for each of them, to pass on one of two values."""
 
@@ -133,6 +155,7 @@ def _without_vote(_: Any) -> Any:
 _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (DeviceMesh, "_init_one_process_group", _own_group_only),
     (_fsdp_param, "_chunk_with_empty", lambda _: _Chunks),
+    (_fsdp_collectives, "torch", lambda _: _UncutTorch()),
     (_sharding_prop, "_propagate_use_strided_shard_flag", _asked_once),
     (_PipelineSchedule, "_warmup_p2p", _without_vote),
 )
