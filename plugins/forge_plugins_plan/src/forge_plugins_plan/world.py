@@ -80,6 +80,19 @@ def _own_group_only(_: Any) -> Any:
     return staticmethod(make)
 
 
+def _once_a_mesh(concatenate: Any) -> Any:
+    """FSDP joins meshes for each parameter that is cut twice, and each of them would list all ranks."""
+    made: dict[tuple[DeviceMesh, ...], DeviceMesh] = {}
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        key = tuple(meshes)
+        if key not in made:
+            made[key] = concatenate(meshes)
+        return made[key]
+
+    return staticmethod(joined)
+
+
 @attrs.frozen
 class _Chunks(Sequence[torch.Tensor]):
     """``torch.chunk`` with empty tensors for the ranks that it leaves without one; made as they are asked for."""
@@ -154,6 +167,7 @@ def _without_vote(_: Any) -> Any:
 
 _OTHERWISE: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (DeviceMesh, "_init_one_process_group", _own_group_only),
+    (DeviceMesh, "_concatenate", _once_a_mesh),
     (_fsdp_param, "_chunk_with_empty", lambda _: _Chunks),
     (_fsdp_collectives, "torch", lambda _: _UncutTorch()),
     (_sharding_prop, "_propagate_use_strided_shard_flag", _asked_once),
