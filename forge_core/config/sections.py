@@ -68,8 +68,7 @@ class RunSection:
     so is, with several ranks, one that gets no further for so long by itself: through a step, a batch of an evaluation,
     a callback."""
     supervisor: Annotated[ComponentRef | None, Slot("supervisor")] = None
-    """Names a rank that is lost, in a run on several ranks; by default ``peers`` of forge-plugins-monitor, where it is
-    installed."""
+    """Names a rank that is lost, in a run on several ranks; by default ``peers``, where that is installed."""
     trackers_timeout: float = attrs.field(default=60.0, validator=gt(0))
     """Seconds that a checkpoint waits for trackers with state to be done with their lines, and the end of the run for
     all of them."""

@@ -148,7 +148,7 @@ def go(folder: Path, rank: int, ranks: int, of_a_node: int, port: int) -> int:
     tempfile.tempdir = None  # found out again, from the environment
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank % of_a_node), WORLD_SIZE=str(ranks))
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     return {"train": train, "wait": wait}[sys.argv[4]](folder, rank, *sys.argv[5:])
 
 
@@ -164,6 +164,8 @@ if __name__ == "__main__":
             code = 1
             try:
                 code = go(where, number, n, n_of_a_node, free_port)
+            except SystemExit as ended:  # a run that is stopped
+                code = int(ended.code or 0)
             finally:
                 sys.excepthook(*sys.exc_info()) if sys.exc_info()[0] else None
                 os._exit(code)

@@ -57,6 +57,8 @@ lr = 1e-3
 interval = 2
 background = false
 """
+LIMITS = ("run.step_timeout=20", "checkpoint.timeout=30")
+"""A rank may be frozen while it saves."""
 GROWTH: Mapping[str, Callable[[float], float]] = {
     "0": lambda n: 0,
     "1": lambda n: 1,
@@ -189,7 +191,7 @@ def test_a_run_that_loses_ranks_and_goes_on_with_fewer_has_one_unbroken_record(t
     def go(n, interrupt=None):
         """Start so many ranks; after three more steps, do something to their processes. Returns the exit code."""
         before = len(steps())
-        command = [sys.executable, WORLD, tmp_path, n, OF_A_NODE, "train", tmp_path / "toy.toml", "run.step_timeout=20"]
+        command = [sys.executable, WORLD, tmp_path, n, OF_A_NODE, "train", tmp_path / "toy.toml", *LIMITS]
         world = subprocess.Popen([*map(str, command)], env=environment(), start_new_session=True)
         deadline = time.monotonic() + 400
         while interrupt and len(steps()) < before + 3:
