@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
 from forge_core.job import load_job
+
+if TYPE_CHECKING:
+    from forge_core.config.sections import Job
+    from forge_plugins_plan.ettr_report import EttrReport
+    from forge_plugins_plan.figures import Figures
+    from forge_plugins_plan.report import Plan
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -28,6 +36,11 @@ from forge_core.job import load_job
 )
 @click.option("--gpu", metavar="NAME", help="Say whether it fits: a100-40, a100-80, h100, h200, b200.")
 @click.option("--vocab-size", type=click.IntRange(min=1), metavar="V", help="The data's, if the job does not say.")
+@click.option("--ettr", is_flag=True, help="Say how much of its time a long job trains, failures considered.")
+@click.option("--step-seconds", type=float, metavar="S", help="Of a step, for --ettr; reckoned with --gpu by default.")
+@click.option(
+    "--assume", multiple=True, metavar="NAME=NUMBER", help="A figure for --ettr, such as spares=4; repeatable."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; sizes in bytes.")
 @click.pass_obj
 def plan(
@@ -38,6 +51,9 @@ def plan(
     ranks_per_node: int,
     gpu: str | None,
     vocab_size: int | None,
+    ettr: bool,
+    step_seconds: float | None,
+    assume: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Say what the job in CONFIG would be and take on N ranks: FLOPs, passes, and the memory of a rank.
@@ -53,6 +69,7 @@ def plan(
     from forge_plugins_plan.gpus import gpu_named
     from forge_plugins_plan.report import as_text, make_plan
 
+    figures = _figures(gpu, ettr, step_seconds, assume)
     planned = make_plan(
         job,
         obj.catalog(job.plugins.disable),
@@ -61,10 +78,38 @@ def plan(
         gpu_named(gpu) if gpu is not None else None,
         ranks_per_node,
     )
+    failed = next((stage for stage in planned.stages if stage.reason), None)
+    told = None if figures is None or failed is not None else _ettr(job, planned, figures, step_seconds)
     if as_json:
-        click.echo(json.dumps(planned.as_json(), indent=2))
+        table = planned.as_json()
+        click.echo(json.dumps(table if told is None else table | {"ettr": told.as_json()}, indent=2))
     else:
         click.echo("\n".join(as_text(planned)))
-    failed = next((stage for stage in planned.stages if stage.reason), None)
+        if told is not None:
+            from forge_plugins_plan import ettr_report
+
+            click.echo("\n".join(["", *ettr_report.as_text(told)]))
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+
+def _figures(gpu: str | None, ettr: bool, step_seconds: float | None, assume: Sequence[str]) -> Figures | None:
+    """Those that ``--ettr`` reckons with; refuses options that would do nothing, before anything is planned."""
+    from forge_plugins_plan.figures import figures_with
+
+    if not ettr:
+        for name, value in (("--step-seconds", step_seconds), ("--assume", assume)):
+            if value not in (None, ()):
+                raise ConfigError(f"{name} has no effect without --ettr")
+        return None
+    if step_seconds is not None and not 0 < step_seconds < math.inf:
+        raise ConfigError(f"--step-seconds {step_seconds:g}: must be a number of seconds above 0")
+    if step_seconds is None and gpu is None:
+        raise ConfigError("--ettr needs the time of a step: give --step-seconds S, or --gpu NAME to have it reckoned")
+    return figures_with(assume)
+
+
+def _ettr(job: Job, planned: Plan, figures: Figures, step_seconds: float | None) -> EttrReport:
+    from forge_plugins_plan.ettr_report import report_of, seconds_of_step
+
+    return report_of(job, planned, figures, step_seconds or seconds_of_step(planned, figures))

@@ -11,6 +11,7 @@ import click
 
 from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
+from forge_plugins_slurm.effective_time import effective_time, in_words
 from forge_plugins_slurm.job_record import last_job
 from forge_plugins_slurm.queue import queued_jobs
 from forge_plugins_slurm.run_progress import RunProgress, progress_of, runs_in
@@ -20,7 +21,10 @@ from forge_plugins_slurm.run_progress import RunProgress, progress_of, runs_in
 @click.argument("folder", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(folder: Path, as_json: bool) -> None:
-    """Show the runs in DIR (by default runs/), or the one run whose directory it is."""
+    """Show the runs in DIR (by default runs/), or the one run whose directory it is.
+
+    Of one run, it also says how much of its time it has trained for good.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such directory; name the run.dir of the runs, or one run's directory")
     jobs = {run: last_job(run) for run in runs_in(folder)}
@@ -28,11 +32,16 @@ def status(folder: Path, as_json: bool) -> None:
     if queue is None:
         click.echo("note: Slurm does not answer, so that what is queued is not known", err=True)
     found = [progress_of(run, job, queue or {}) for run, job in jobs.items()]
+    told = [effective_time(one.path, one) for one in found if one.path == folder]
     if as_json:
         rows = [{**attrs.asdict(one), "path": str(one.path)} for one in found]
+        if told:
+            rows[0]["effective_time"] = attrs.asdict(told[0]) if told[0] else None
         click.echo(json.dumps(rows, indent=2))
     elif found:
         _print_table(found)
+        for one in filter(None, told):
+            click.echo(in_words(one))
     else:
         click.echo(f"there are no runs in {folder}")
 
