@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHORT = {
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
+    "ettr": ["--gpus", "1024", "--days", "9", "--lives", "2"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
     "plan_time": ["--preset", "debug_20m", "--ranks", "64"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],

@@ -192,6 +192,26 @@ def test_a_replica_that_is_hit_while_it_starts_begins_again():
     assert found.ratio / (found.ratio + found.lost["fewer replicas"]) == pytest.approx(there, rel=0.04)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "hot", "requeue"), [(2048, 46, 454), (4096, 51, 545), (8192, 54, 635), (16_384, 65, 768)]
+)
+def test_starts_take_what_was_published_or_a_little_more(gpus, hot, requeue):
+    """ByteRobust, Table 7."""
+    costs = costs_of(attrs.evolve(JOB, gpus=gpus), Figures())
+
+    assert 0.99 * hot < costs.start < 1.35 * hot
+    assert costs.start + costs.wait == pytest.approx(requeue, rel=0.05)
+
+
+def test_saves_take_what_was_measured_or_published():
+    of_two_ranks = LongJob(gpus=2, checkpoint_bytes=315e6, step_seconds=1.0, interval=60.0)
+    assert costs_of(of_two_ranks, Figures()).blocked == pytest.approx(0.042, rel=0.01)
+    assert costs_of(attrs.evolve(of_two_ranks, copies=2.0), Figures()).blocked == pytest.approx(0.084, rel=0.01)
+    of_a_cluster = attrs.evolve(of_two_ranks, gpus=24_576, checkpoint_bytes=2e12, copies=3.0)
+    assert costs_of(of_a_cluster, Figures()).written == pytest.approx(1)
+    assert costs_of(of_a_cluster, Figures()).read == pytest.approx(3)
+
+
 def test_the_same_seed_gives_the_same_lives():
     assert simulate(JOB, FIGURES, lives=3) == simulate(JOB, FIGURES, lives=3)
     assert simulate(JOB, FIGURES, lives=3) != simulate(JOB, FIGURES, lives=3, seed=1)
@@ -272,7 +292,7 @@ def test_a_planned_job_is_told_its_effective_training_time(plan):
     assert re.search(r"^Effective training time on 1,024 GPUs: 9\d\.\d% of 20 simulated lives of 90 days$", out, re.M)
     assert re.search(r"^  a failure every 2\.06 d; ", out, re.M)
     assert re.search(r"^  checkpoints of [\d.]+ GB, one every 2 h; best is one every 2 s$", out, re.M)
-    assert re.search(r"^Most would help: checkpoints every 2 s \(checkpoint\.interval = 1\): 99\.\d%$", out, re.M)
+    assert re.search(r"^Most would help: a checkpoint every 2 s \(checkpoint\.interval = 1\): 99\.\d%$", out, re.M)
     assert re.search(r"^  then .*4 spare nodes: 9\d\.\d%$", out, re.M)
     assert re.search(r"^  death_seconds +9 s +given by --assume$", out, re.M)
     assert re.search(r"^  wrong_seconds +4289 s +published: ByteRobust", out, re.M)
@@ -301,6 +321,9 @@ def test_the_same_as_data(plan):
     code, out, _ = plan(*asked)
     assert code == 0
     assert json.loads(out)["ettr"]["job"]["interval"] is None
+    code, out, _ = plan(*asked, "checkpoint.minutes=30", "--assume", "failures_per_1000_gpus_day=500")
+    assert code == 0
+    assert "checkpoint.minutes = 0" in json.loads(out)["ettr"]["helps"][0]["what"]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def report_of(job: Job, plan: Plan, figures: Figures, step_seconds: float) -> Et
         has_mirror=checkpoint.mirror is not None,
     )
     found = simulate(long_job, figures, days=DAYS, lives=LIVES)
-    better = sorted(_helps(long_job, figures), key=lambda one: -one.ratio)
+    better = sorted(_helps(job, long_job, figures), key=lambda one: -one.ratio)
     return EttrReport(
         job=long_job,
         figures=figures,
@@ -141,23 +141,19 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _helps(job: LongJob, figures: Figures) -> Iterator[Help]:
+def _helps(job: Job, long_job: LongJob, figures: Figures) -> Iterator[Help]:
     """Single changes, each with the ratio that it would lead to."""
-    best = best_interval(job, figures)
-    steps = max(1, round(best / job.step_seconds))
-    offers = [
-        (
-            f"checkpoints every {duration(best)} (checkpoint.interval = {steps})",
-            attrs.evolve(job, interval=best),
-            figures,
-        )
-    ]
-    short = max(SHORT_TIMEOUT, 10 * job.step_seconds)
-    if short < job.step_timeout:
-        offers.append((f"run.step_timeout = {short:.0f}", attrs.evolve(job, step_timeout=short), figures))
-    if not job.background:
-        offers.append(("checkpoint.background = true", attrs.evolve(job, background=True), figures))
+    steps = math.ceil(best_interval(long_job, figures) / long_job.step_seconds)
+    interval = steps * long_job.step_seconds
+    keys = f"checkpoint.interval = {steps}" + (", checkpoint.minutes = 0" if job.checkpoint.minutes else "")
+    saved = f"a checkpoint every {duration(interval)} ({keys})"
+    offers = [(saved, attrs.evolve(long_job, interval=interval), figures)]
+    short = max(SHORT_TIMEOUT, 10 * long_job.step_seconds)
+    if short < long_job.step_timeout:
+        offers.append((f"run.step_timeout = {short:.0f}", attrs.evolve(long_job, step_timeout=short), figures))
+    if not long_job.background:
+        offers.append(("checkpoint.background = true", attrs.evolve(long_job, background=True), figures))
     if figures.spares < SPARES:
-        offers.append((f"{SPARES} spare nodes", job, attrs.evolve(figures, spares=float(SPARES))))
+        offers.append((f"{SPARES} spare nodes", long_job, attrs.evolve(figures, spares=float(SPARES))))
     for what, other, with_figures in offers:
         yield Help(what, simulate(other, with_figures, days=DAYS, lives=LIVES).ratio)

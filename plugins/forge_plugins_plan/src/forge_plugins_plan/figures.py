@@ -24,7 +24,7 @@ def _figure(default: float, unit: str, source: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Each has a unit and a source, which say whether it was measured with Forge, published, or is to be given."""
+    """Each has a unit and a source: measured with Forge, published, set by Forge, or to be given."""
 
     failures_per_1000_gpus_day: float = _figure(
         UNEXPECTED / DAYS / GPUS * 1000, "", f"{_LLAMA}, Table 5: {UNEXPECTED} in {DAYS} days on {GPUS:,} GPUs"
@@ -34,9 +34,11 @@ class Figures:
     """A person stops the job, which saves and is started again; however many GPUs there are."""
     lost_file_systems_per_day: float = _figure(0.0, "", "not published; 0 unless given")
     """All checkpoints are lost with it, except those at a mirror."""
-    death_seconds: float = _figure(3.0, "s", "measured: silence after which Forge's supervisor names a rank (2 to 4 s)")
+    death_seconds: float = _figure(
+        3.0, "s", "set: silence after which the supervisor peers names a rank, 2 to 4 s in all"
+    )
     """Until a process or node that is gone is named."""
-    hang_seconds: float = _figure(2.0, "s", "measured: what the same takes beyond run.step_timeout (1.2 to 2 s)")
+    hang_seconds: float = _figure(2.0, "s", f"{_RESULTS}, Reliability: 1.2 s beyond run.step_timeout, 2 allowed")
     """Until a rank that is alive and does not come is named, beyond the step's time limit."""
     wrong_seconds: float = _figure(4289.0, "s", f"{_BYTEROBUST}, Table 6: mean for values that are NaN")
     """Until numbers that are wrong are noticed and the node that makes them is known."""
@@ -58,7 +60,7 @@ class Figures:
         2000 / 24_576, "GB/s", f"{_LLAMA}, 3.3.1: 2 TB/s sustained for a cluster of 24K GPUs"
     )
     """What a GPU's share of the file system writes or reads."""
-    mirror_gb_per_gpu: float = _figure(2000 / 24_576, "GB/s", "taken to be as fast as the file system")
+    mirror_gb_per_gpu: float = _figure(2000 / 24_576, "GB/s", "not published; taken to be that of the file system")
     """The same of the mirror."""
     host_copy_gb: float = _figure(3.75, "GB/s", f"{_RESULTS}, Checkpoints: 157 MB of a rank in 0.042 s")
     """How fast a rank copies what it saves into the host's memory, while training waits."""
