@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from forge_core.cli import main
@@ -111,6 +112,18 @@ def test_time_goes_on_for_a_run_that_trains(tmp_path):
     assert found.seconds == pytest.approx(time.time() - BEGUN, abs=60)
 
 
+def test_a_job_that_starts_again_after_a_failure_has_lost_what_was_not_saved(tmp_path):
+    failed = (50, "failed", {"step": 30})
+    run = make_run(tmp_path, events=[STARTED, failed], metrics=[(10, 1.0, 0), (30, 1.0, 0)], saved=20)
+    progress = attrs.evolve(progress_of(run, None, {}), state="running")  # as Slurm says
+
+    found = effective_time(run, progress)
+
+    assert found is not None
+    assert found.kept_steps == 20
+    assert found.seconds == pytest.approx(time.time() - BEGUN, abs=60)
+
+
 @pytest.mark.parametrize(
     ("events", "metrics"),
     [
@@ -119,6 +132,10 @@ def test_time_goes_on_for_a_run_that_trains(tmp_path):
         ([STARTED, (50, "completed", {"step": 10})], [{"step": 10, "loss": 1.0}]),
         ([(0, "saved", {"step": 5}), (50, "completed", {"step": 10})], [(10, 1.0, 0)]),
         ([{"event": "started", "time": "2026", "step": 0}, (50, "completed", {"step": 10})], [(10, 1.0, 0)]),
+        (
+            [STARTED, {"event": "completed", "time": "2030-01-01T00:00:00", "step": 10}],
+            [(10, 1.0, 0)],
+        ),  # of which zone?
         ([STARTED, {"event": "completed", "step": 10}], [(10, 1.0, 0)]),
         ([STARTED, (5, "completed", {"step": 10})], [(10, 1.0, 0)]),  # a clock that was set back
         ([STARTED, (50, "failed", {"step": 10})], [(10, 1.0, 0)]),  # and nothing saved
