@@ -7,12 +7,12 @@ converts dtypes; see PyTorch issue 189308.
 from __future__ import annotations
 
 import dataclasses
-import os
+import io
 import pickle
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.manifest import DamagedError, read_manifest
+from forge_core.checkpoint.stored_tensor import read_part
 from forge_core.errors import ConfigError, and_more
 
 _ALLOWED = {
@@ -123,41 +124,24 @@ class _Reader(FileSystemReader):
         return dataclasses.replace(self._description, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            self._refuse_packed(self.storage_data[item.storage_index])
-        return super().read_data(plan, planner)
+        parts = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        parts.sort(key=lambda part: (part[0].relative_path, part[0].offset))
+        for name, in_file in groupby(parts, key=lambda part: part[0].relative_path):
+            with self.fs.create_stream(self._folder / name, "rb") as stream:
+                file = io.FileIO(stream.fileno(), closefd=False)
+                for place, item in in_file:
+                    target = planner.resolve_tensor(item).detach()
+                    read_part(file, place, self._described(item.storage_index), item.storage_offsets, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def _refuse_packed(self, record: Any) -> None:
-        """A record is a zip archive, as torch writes it: stored as it is, or it could unpack to more than there is."""
-        with self.fs.create_stream(self._folder / record.relative_path, "rb") as file:
-            try:
-                members = zipfile.ZipFile(_Part(file, record.offset, record.length)).infolist()
-            except zipfile.BadZipFile as error:
-                raise error.__context__ or error from None  # it does not tell what the disk has said
-        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-        if not stored or sum(member.file_size for member in members) > record.length:
-            raise DamagedError(f"{record.relative_path} has a compressed record")
-
-
-class _Part:
-    """Some bytes of a file, for ``zipfile``, which in newer Pythons refuses archives that have others before them."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._end = file, start, start + length
-        self.seek(0)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
-        if origin + offset < self._start:
-            raise OSError("there is nothing before its beginning")
-        return int(self._file.seek(origin + offset)) - self._start
-
-    def tell(self) -> int:
-        return int(self._file.tell()) - self._start
-
-    def read(self, size: int = -1) -> Any:
-        left = max(0, self._end - self._file.tell())
-        return self._file.read(left if size < 0 else min(size, left))
+    def _described(self, index: MetadataIndex) -> torch.Tensor:
+        """What should be stored there, on the meta device."""
+        entry = saved_tensors(self._description)[index.fqn]
+        assert index.index is not None, "torch counts chunks"
+        return torch.empty(entry.chunks[index.index].sizes, dtype=entry.properties.dtype, device="meta")
 
 
 def _refuse_implausible(metadata: object, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -79,7 +79,7 @@ def test_a_record_is_looked_at_without_what_lies_before_it(store, monkeypatch):
             seen.append(file.read(4))
             super().__init__(file)
 
-    monkeypatch.setattr("forge_core.checkpoint.safe_reader.zipfile.ZipFile", Strict)
+    monkeypatch.setattr("forge_core.checkpoint.stored_tensor.zipfile.ZipFile", Strict)
     checkpoint = store.newest(_quiet)
     for key in checkpoint.saved_tensors():
         checkpoint.read(key)

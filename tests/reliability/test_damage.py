@@ -303,6 +303,14 @@ def _zip_bomb(path, marker, outside):
     _replace_record(path, packed.getvalue())
 
 
+def _record_of(value):
+    return lambda path, marker, outside: _replace_record(path, _torch_bytes(value))
+
+
+def _no_byte_order(path, marker, outside):
+    _replace_record(path, _torch_bytes(torch.zeros(64, 48)).replace(b"little", b"middle"))
+
+
 def _torch_bytes(value):
     written = io.BytesIO()
     torch.save(value, written)
@@ -365,6 +373,10 @@ HOSTILE = {
     "a place in words": _odd_places("here", 8),
     "records that want unpacking": _transformed,
     "a zip bomb": _zip_bomb,
+    "a record of another dtype": _record_of(torch.zeros(64, 48, dtype=torch.float64)),
+    "a record of another shape": _record_of(torch.zeros(48, 64)),
+    "a record of a table": _record_of({"w": torch.zeros(64, 48)}),
+    "a record of an unknown byte order": _no_byte_order,
 }
 
 _watched: list[str] | None = None

@@ -1,0 +1,202 @@
+"""What a rank needs of a stored tensor is read from its record, and hardly more."""
+
+import io
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forge_core.checkpoint.manifest import DamagedError
+from forge_core.checkpoint.stored_tensor import read_part
+
+DESCRIPTION = 12_000
+"""Bytes of a record that are read beside its values, at most."""
+
+
+class Counted(io.FileIO):
+    """A file that counts what is read of it."""
+
+    n_bytes = calls = 0
+    most = 1 << 31
+    """Bytes in one call. The system's own limit is a little below 2 GiB."""
+
+    def readinto(self, buffer):
+        n = super().readinto(memoryview(buffer)[: self.most])
+        self.n_bytes += n
+        self.calls += 1
+        return n
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A function that stores a tensor, or a record's bytes, among others; it returns the file and the place."""
+    files = []
+
+    def store(content):
+        if isinstance(content, torch.Tensor):
+            written = io.BytesIO()
+            torch.save(content, written)
+            content = written.getvalue()
+        before, after = b"PK\x05\x06" * 25, b"PK\x05\x06" * 100
+        path = tmp_path / "__0_0.distcp"
+        path.write_bytes(before + content + after)
+        place = SimpleNamespace(relative_path=path.name, offset=len(before), length=len(content))
+        files.append(Counted(path))
+        return files[-1], place
+
+    yield store
+    for file in files:
+        file.close()
+
+
+def part(tensor, begin, shape):
+    return tensor[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
+
+
+def read(stored, tensor, begin, shape, described=None):
+    """Returns what was read, and the file."""
+    file, place = stored(tensor)
+    target = torch.full(shape, 1, dtype=(tensor if described is None else described).dtype)
+    read_part(file, place, (tensor if described is None else described).to("meta"), begin, target)
+    return target, file
+
+
+def same_bits(one, other):
+    as_bytes = [tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize(
+    ("begin", "shape"),
+    [
+        ((0, 0, 0), (5, 7, 900)),  # all of it
+        ((2, 0, 0), (3, 7, 900)),  # one stretch
+        ((1, 3, 0), (3, 2, 900)),  # stretches
+        ((1, 3, 450), (3, 2, 450)),  # close together
+        ((4, 6, 899), (1, 1, 1)),
+        ((2, 0, 10), (0, 7, 20)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_a_part_is_the_same_to_the_bit(stored, dtype, begin, shape):
+    torch.manual_seed(0)
+    tensor = torch.randn(5, 7, 900).to(dtype)
+
+    got, _ = read(stored, tensor, begin, shape)
+
+    assert same_bits(got, part(tensor, begin, shape))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "begin", "shape"),
+    [
+        (torch.randn(900, 40).t(), (3, 100), (20, 500)),
+        (torch.randn(90, dtype=torch.complex64).conj(), (3,), (80,)),
+        (torch.randn(100)[10:90], (5,), (70,)),
+        (torch.nn.Parameter(torch.randn(9)).detach(), (0,), (9,)),
+        (torch.tensor(3.5), (), ()),
+        (torch.zeros(0, 4), (0, 0), (0, 4)),
+    ],
+    ids=["columns first", "conjugated", "of a larger one", "parameter", "one number", "nothing"],
+)
+def test_tensors_that_lie_otherwise_are_read_too(stored, tensor, begin, shape):
+    got, _ = read(stored, tensor, begin, shape)
+
+    assert same_bits(got, part(tensor, begin, shape) if shape else tensor)
+
+
+@pytest.mark.parametrize(
+    ("begin", "shape", "calls"),
+    [
+        ((100, 0), (28, 8192), 1),  # a part of the first dimension, as of fsdp
+        ((0, 4096), (256, 1024), 256),  # of the second, as of tensor parallelism
+        ((255, 8191), (1, 1), 1),
+    ],
+)
+def test_no_more_is_read_than_is_needed(stored, begin, shape, calls):
+    tensor = torch.randn(256, 8192)
+
+    got, file = read(stored, tensor, begin, shape)
+
+    assert same_bits(got, part(tensor, begin, shape))
+    assert file.n_bytes <= 1.1 * got.nbytes + DESCRIPTION
+    assert file.calls <= calls + 60
+
+
+def test_parts_within_a_page_are_read_with_what_lies_between_them_not_one_by_one(stored):
+    tensor = torch.randn(3, 2000, 20)
+
+    got, file = read(stored, tensor, (1, 0, 5), (2, 2000, 4))
+
+    assert same_bits(got, part(tensor, (1, 0, 5), (2, 2000, 4)))
+    assert file.calls < 60
+    assert file.n_bytes <= tensor[1:].nbytes + DESCRIPTION
+
+
+def test_reads_that_come_short_go_on(stored, monkeypatch):
+    monkeypatch.setattr(Counted, "most", 1000)
+    tensor = torch.randn(10, 1200)
+
+    assert same_bits(read(stored, tensor, (1, 0), (8, 1200))[0], tensor[1:9])
+
+
+def test_a_target_that_is_not_contiguous_is_filled(stored):
+    tensor, target = torch.randn(6, 8), torch.zeros(9, 8)
+    file, place = stored(tensor)
+
+    read_part(file, place, tensor.to("meta"), (1, 2), target[::2, 1:4][:4])
+
+    assert torch.equal(target[:7:2, 1:4], tensor[1:5, 2:5])
+    assert target[1::2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "described", [torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4)], ids=["dtype", "shape"]
+)
+def test_a_tensor_that_is_not_the_one_described_is_refused(stored, described):
+    kind = str(described.dtype).removeprefix("torch.")
+    said = rf"__0_0.distcp has a tensor float32 \(4, 6\), described as {kind} \({described.shape[0]}, "
+
+    with pytest.raises(DamagedError, match=said):
+        read(stored, torch.ones(4, 6), (0, 0), (1, 1), described)
+
+
+def rewritten(tensor, change, kind=zipfile.ZIP_STORED):
+    """The record of a tensor, with ``change`` made to each of its members."""
+    written, record = io.BytesIO(), io.BytesIO()
+    torch.save(tensor, written)
+    with zipfile.ZipFile(written) as old, zipfile.ZipFile(record, "w", kind) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name.partition("/")[2], old.read(name)))
+    return record.getvalue()
+
+
+def read_record(stored, record, like):
+    file, place = stored(record)
+    target = torch.zeros(like.shape[0] - 1, *like.shape[1:])
+    read_part(file, place, like.to("meta"), (1,) + (0,) * (like.dim() - 1), target)
+    return target
+
+
+def test_values_of_a_machine_with_the_other_byte_order_are_turned_round(stored):
+    tensor = torch.randn(50, 3)
+    others = {"byteorder": b"big", "data/0": tensor.numpy().byteswap().tobytes()}
+    record = rewritten(tensor, lambda name, old: others.get(name, old))
+
+    assert torch.equal(read_record(stored, record, tensor), tensor[1:])
+
+
+def test_a_compressed_record_is_refused(stored):
+    tensor = torch.zeros(50, 3)
+
+    with pytest.raises(DamagedError, match=r"__0_0.distcp has a compressed record"):
+        read_record(stored, rewritten(tensor, lambda _, old: old, zipfile.ZIP_DEFLATED), tensor)
+
+
+def test_a_record_with_fewer_values_than_it_says_gives_nothing_of_what_lies_behind_it(stored):
+    tensor = torch.zeros(5000, 3)
+    record = rewritten(tensor, lambda name, old: old[:4000] if name == "data/0" else old)
+
+    with pytest.raises(DamagedError, match=r"__0_0.distcp ends within a tensor"):
+        read_record(stored, record, tensor)
