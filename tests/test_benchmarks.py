@@ -28,6 +28,7 @@ LONG = {
     "adapters": ["--widths", "64"],
     "callbacks": ["--steps", "10", "--rounds", "1", "--dim", "32"],
     "checkpoint": ["--width", "128", "--rounds", "2"],
+    "checkpoint_reads": ["--width", "64", "--rounds", "1"],
     "convert": ["--mib", "4", "--rounds", "1"],
     "look_into_demo": ["--steps", "24", "--sae-steps", "24"],
     "lost_peers": ["--repeats", "1"],

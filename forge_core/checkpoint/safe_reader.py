@@ -7,7 +7,6 @@ converts dtypes; see PyTorch issue 189308.
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
 import warnings
 from collections import Counter
@@ -128,10 +127,9 @@ class _Reader(FileSystemReader):
         parts.sort(key=lambda part: (part[0].relative_path, part[0].offset))
         for name, in_file in groupby(parts, key=lambda part: part[0].relative_path):
             with self.fs.create_stream(self._folder / name, "rb") as stream:
-                file = io.FileIO(stream.fileno(), closefd=False)
                 for place, item in in_file:
                     target = planner.resolve_tensor(item).detach()
-                    read_part(file, place, self._described(item.storage_index), item.storage_offsets, target)
+                    read_part(stream.fileno(), place, self._described(item.storage_index), item.storage_offsets, target)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

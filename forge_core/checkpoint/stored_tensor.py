@@ -22,15 +22,16 @@ from forge_core.checkpoint.manifest import DamagedError
 
 _PAGE = 4096
 """Bytes. File systems read whole pages: of rows that are shorter, what is not wanted comes along anyway."""
+_SMALL = 16_384
+"""Bytes of a record that is not worth looking for its parts."""
 
 
-def read_part(
-    file: io.FileIO, place: Any, described: torch.Tensor, offsets: Sequence[int], target: torch.Tensor
-) -> None:
+def read_part(file: int, place: Any, described: torch.Tensor, offsets: Sequence[int], target: torch.Tensor) -> None:
     """Fill ``target`` with the part of a stored tensor that begins at ``offsets`` and has the target's shape.
 
     Args:
-        file: without a buffer, which some file systems want to have megabytes, and fill at each jump.
+        file: as the system counts it. Python's has a buffer, which on some file systems is of megabytes, and is filled
+            at each jump.
         place: where it lies, as DCP's ``_StorageInfo``.
         described: its dtype and shape, on the meta device.
 
@@ -39,18 +40,17 @@ def read_part(
         Exception: it is no archive of a tensor.
     """
     record: Any = _Record(file, place)
-    _refuse_packed(record)
-    device = "meta" if _is_native(record) else "cpu"  # torch turns bytes round on meta, too, and ends with signal 11
-    record.seek(0)
-    stored = torch.load(record, map_location=device, weights_only=True)
+    if place.length <= _SMALL:
+        record = io.BytesIO(record.read(place.length))
+    _refuse_packed(record, place)
+    start = _first_byte(record, described.nbytes) if place.length > _SMALL else None
+    stored = _load(record, "cpu" if start is None else "meta")
     if (stored.dtype, stored.shape) != (described.dtype, described.shape):
         what, instead = (f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in (stored, described))
-        raise DamagedError(f"{record.name} has a tensor {what}, described as {instead}")
-    start = _first_byte(stored)
-    if start is None:
-        record.seek(0)
-        stored = torch.load(record, map_location="cpu", weights_only=True)
-        target.copy_(narrow_tensor_by_index(stored, offsets, target.shape))
+        raise DamagedError(f"{place.relative_path} has a tensor {what}, described as {instead}")
+    if start is None or not _is_in_order(stored, start):
+        whole = stored if start is None else _load(record, "cpu")
+        target.copy_(narrow_tensor_by_index(whole, offsets, target.shape))
         return
     is_readable_into = target.device.type == "cpu" and target.is_contiguous()
     values = target if is_readable_into else torch.empty(target.shape, dtype=target.dtype)
@@ -63,67 +63,78 @@ def read_part(
 class _Record(io.RawIOBase):
     """The bytes of one archive, as a file of its own: ``zipfile`` in newer Pythons refuses others before it."""
 
-    def __init__(self, file: io.FileIO, place: Any) -> None:
-        self.name: str = place.relative_path
-        self._file, self._start, self._length, self._at = file, place.offset, place.length, 0
+    def __init__(self, file: int, place: Any) -> None:
+        self._file, self._place, self._at = file, place, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence] + offset
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.length}[whence] + offset
         if self._at < 0:
             raise OSError("there is nothing before its beginning")
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        """It is not short before the end, as a system's call for more than 2 GiB is."""
-        view, done = memoryview(buffer)[: max(0, self._length - self._at)], 0
-        self._file.seek(self._start + self._at)
-        while done < len(view) and (more := self._file.readinto(view[done:])):
-            done += int(more)
-        self._at += done
-        return done
+        view = memoryview(buffer)[: max(0, self._place.length - self._at)]
+        self.fill(self._at, view)
+        self._at += len(view)
+        return len(view)
+
+    def fill(self, at: int, into: Any) -> None:
+        """With bytes from ``at`` on. The system may give less at a time, as of more than 2 GiB."""
+        is_inside = at + len(into) <= self._place.length
+        while is_inside and into and (n := os.preadv(self._file, [into], self._place.offset + at)):
+            into, at = into[n:], at + n
+        if into:
+            raise DamagedError(f"{self._place.relative_path} ends within a tensor")
 
 
-def _refuse_packed(record: _Record) -> None:
+def _refuse_packed(record: Any, place: Any) -> None:
     """All of the archive is stored as it is, as torch writes it, or it could unpack to more than there is."""
     try:
         members = zipfile.ZipFile(record).infolist()
     except zipfile.BadZipFile as error:
         raise error.__context__ or error from None  # it does not tell what the disk has said
     stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-    if not stored or sum(member.file_size for member in members) > record.seek(0, os.SEEK_END):
-        raise DamagedError(f"{record.name} has a compressed record")
+    if not stored or sum(member.file_size for member in members) > place.length:
+        raise DamagedError(f"{place.relative_path} has a compressed record")
 
 
-def _is_native(record: Any) -> bool:
-    """A machine of this one's byte order wrote it. Who reads the archive for ``torch.load`` says so: another reader
-    may be made to see another archive."""
+def _first_byte(record: Any, n_bytes: int) -> int | None:
+    """Where values begin, if there are so many bytes of them, of a machine of this one's byte order: torch turns others
+    round on the meta device, too, and ends with signal 11. Who reads the archive for ``torch.load`` says so: another
+    reader may be made to see another archive."""
     record.seek(0)
     archive: Any = torch._C.PyTorchFileReader(record)
-    return not archive.has_record("byteorder") or bool(archive.get_record("byteorder") == sys.byteorder.encode())
-
-
-def _first_byte(stored: torch.Tensor) -> int | None:
-    """Where its values begin; ``None`` if they are not simply one after the other, and torch has to make sense of
-    them."""
-    if stored.layout is not torch.strided or not stored.is_contiguous() or stored.is_conj() or stored.is_neg():
+    is_other = archive.has_record("byteorder") and archive.get_record("byteorder") != sys.byteorder.encode()
+    if is_other or not archive.has_record("data/0") or archive.get_record_size("data/0") != n_bytes:
         return None
-    start = stored.untyped_storage()._checkpoint_offset
-    return None if start is None else start + int(stored.storage_offset()) * stored.itemsize
+    return int(archive.get_record_offset("data/0"))
+
+
+def _load(record: Any, device: str) -> Any:
+    record.seek(0)
+    return torch.load(record, map_location=device, weights_only=True)
+
+
+def _is_in_order(stored: torch.Tensor, start: int) -> bool:
+    """Its values are those from ``start`` on, one after the other, and torch need not make sense of them."""
+    if stored.layout is not torch.strided or not stored.is_contiguous() or stored.is_conj() or stored.is_neg():
+        return False
+    return stored.untyped_storage()._checkpoint_offset == start
 
 
 def _read(record: _Record, start: int, shape: Sequence[int], offsets: Sequence[int], into: Any) -> None:
     """Fill the array ``into`` with a part, at ``offsets``, of an array of this shape that begins at ``start``. Both are
     of bytes, and the last dimension is whole."""
-    row, wanted = math.prod(shape[1:]), into.shape[1:]
-    start += offsets[0] * row
-    if wanted == tuple(shape[1:]):
-        record.seek(start)
-        if record.readinto(into.reshape(-1)) < into.size:
-            raise DamagedError(f"{record.name} ends within a tensor")
-    elif row < _PAGE:
-        rows = np.empty((len(into), *shape[1:]), np.uint8)
-        _read(record, start, rows.shape, [0] * rows.ndim, rows)
-        into[:] = rows[:, *(slice(begin, begin + n) for begin, n in zip(offsets[1:], wanted, strict=True))]
-    else:
-        for i, one in enumerate(into):
-            _read(record, start + i * row, shape[1:], offsets[1:], one)
+    rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    is_whole = [into.shape[d + 1 :] == tuple(shape[d + 1 :]) for d in range(len(shape))]
+    d = next(d for d, row in enumerate(rows) if is_whole[d] or row < _PAGE)
+    begins = np.array([start + offsets[d] * rows[d]])
+    for offset, n, row in zip(offsets[:d], into.shape, rows, strict=False):
+        begins = np.add.outer(begins, (offset + np.arange(n)) * row)
+    stretches = into.reshape(begins.size, *into.shape[d:])
+    wanted = [slice(offset, offset + n) for offset, n in zip(offsets[d + 1 :], into.shape[d + 1 :], strict=True)]
+    for begin, stretch in zip(begins.flat, stretches, strict=True):
+        read: Any = stretch if is_whole[d] else np.empty((len(stretch), *shape[d + 1 :]), np.uint8)
+        record.fill(int(begin), memoryview(read.reshape(-1)))
+        if read is not stretch:
+            stretch[:] = read[:, *wanted]

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static int has(const char *path, const char *part) {
@@ -68,6 +69,15 @@ OPEN(open64)
 
 ssize_t read(int file, void *to, size_t length) {
     return fails_open_file("read", file) ? -1 : NEXT(read)(file, to, length);
+}
+
+/* What Python's os.preadv calls, on x86-64 and elsewhere. */
+ssize_t preadv64v2(int file, const struct iovec *to, int n, off64_t offset, int flags) {
+    return fails_open_file("read", file) ? -1 : NEXT(preadv64v2)(file, to, n, offset, flags);
+}
+
+ssize_t preadv2(int file, const struct iovec *to, int n, off_t offset, int flags) {
+    return fails_open_file("read", file) ? -1 : NEXT(preadv2)(file, to, n, offset, flags);
 }
 
 ssize_t write(int file, const void *from, size_t length) {
