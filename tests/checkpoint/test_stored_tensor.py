@@ -243,3 +243,17 @@ def test_a_file_that_has_become_shorter_is_named(stored, counted, monkeypatch):
 
     with pytest.raises(DamagedError, match=r"__0_0.distcp ends within a tensor"):
         read_part(file, place, tensor.to("meta"), (1, 0), torch.zeros(4000, 3))
+
+
+def test_nothing_that_lies_behind_a_record_is_read(stored, monkeypatch):
+    """As if its archive said that values begin near its end."""
+    tensor = torch.randn(5000, 3)
+    file, place = stored(tensor)
+    monkeypatch.setattr("forge_core.checkpoint.stored_tensor._first_byte", lambda *_: place.length - 100)
+    monkeypatch.setattr("forge_core.checkpoint.stored_tensor._is_in_order", lambda *_: True)
+    target = torch.zeros(20, 3)
+
+    with pytest.raises(DamagedError, match=r"__0_0.distcp ends within a tensor"):
+        read_part(file, place, tensor.to("meta"), (0, 0), target)
+
+    assert target.count_nonzero() == 0
