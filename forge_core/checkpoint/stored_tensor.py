@@ -42,8 +42,8 @@ def read_part(file: int, place: Any, described: torch.Tensor, offsets: Sequence[
     record: Any = _Record(file, place)
     if place.length <= _SMALL:
         record = io.BytesIO(record.read(place.length))
-    _refuse_packed(record, place)
-    start = _first_byte(record, described.nbytes) if place.length > _SMALL else None
+    is_usual = _sizes(record, place).get("data/0") == described.nbytes and place.length > _SMALL
+    start = _first_byte(record) if is_usual else None
     stored = _load(record, "cpu" if start is None else "meta")
     if (stored.dtype, stored.shape) != (described.dtype, described.shape):
         what, instead = (f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in (stored, described))
@@ -87,8 +87,9 @@ class _Record(io.RawIOBase):
             raise DamagedError(f"{self._place.relative_path} ends within a tensor")
 
 
-def _refuse_packed(record: Any, place: Any) -> None:
-    """All of the archive is stored as it is, as torch writes it, or it could unpack to more than there is."""
+def _sizes(record: Any, place: Any) -> dict[str, int]:
+    """Of what is in the archive, in bytes. All of it is stored as it is, as torch writes it, or it could unpack to more
+    than there is."""
     try:
         members = zipfile.ZipFile(record).infolist()
     except zipfile.BadZipFile as error:
@@ -96,18 +97,17 @@ def _refuse_packed(record: Any, place: Any) -> None:
     stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
     if not stored or sum(member.file_size for member in members) > place.length:
         raise DamagedError(f"{place.relative_path} has a compressed record")
+    return {member.filename.partition("/")[2]: member.file_size for member in members}
 
 
-def _first_byte(record: Any, n_bytes: int) -> int | None:
-    """Where values begin, if there are so many bytes of them, of a machine of this one's byte order: torch turns others
-    round on the meta device, too, and ends with signal 11. Who reads the archive for ``torch.load`` says so: another
-    reader may be made to see another archive."""
+def _first_byte(record: Any) -> int | None:
+    """Where values begin that a machine of this one's byte order has written: torch turns others round on the meta
+    device, too, and ends with signal 11. Who reads the archive for ``torch.load`` says so: another reader may be made
+    to see another archive."""
     record.seek(0)
     archive: Any = torch._C.PyTorchFileReader(record)
-    is_other = archive.has_record("byteorder") and archive.get_record("byteorder") != sys.byteorder.encode()
-    if is_other or not archive.has_record("data/0") or archive.get_record_size("data/0") != n_bytes:
-        return None
-    return int(archive.get_record_offset("data/0"))
+    is_native = not archive.has_record("byteorder") or archive.get_record("byteorder") == sys.byteorder.encode()
+    return int(archive.get_record_offset("data/0")) if is_native else None
 
 
 def _load(record: Any, device: str) -> Any:

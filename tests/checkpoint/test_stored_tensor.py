@@ -249,7 +249,7 @@ def test_nothing_that_lies_behind_a_record_is_read(stored, monkeypatch):
     """As if its archive said that values begin near its end."""
     tensor = torch.randn(5000, 3)
     file, place = stored(tensor)
-    monkeypatch.setattr("forge_core.checkpoint.stored_tensor._first_byte", lambda *_: place.length - 100)
+    monkeypatch.setattr("forge_core.checkpoint.stored_tensor._first_byte", lambda _: place.length - 100)
     monkeypatch.setattr("forge_core.checkpoint.stored_tensor._is_in_order", lambda *_: True)
     target = torch.zeros(20, 3)
 
