@@ -136,7 +136,7 @@ class _Reader(FileSystemReader):
         return done
 
     def _described(self, index: MetadataIndex) -> torch.Tensor:
-        """What should be stored there, on the meta device."""
+        """The tensor that should be stored there, on the meta device."""
         entry = saved_tensors(self._description)[index.fqn]
         assert index.index is not None, "torch counts chunks"
         return torch.empty(entry.chunks[index.index].sizes, dtype=entry.properties.dtype, device="meta")

@@ -1,7 +1,7 @@
 """A tensor as it lies in a file of a checkpoint, and reading no more of it than is needed.
 
 It is a zip archive that ``torch.save`` has written, with those of other tensors before and after it. What describes it
-takes some 10 KB; of its values, a rank reads those that it holds.
+takes some 10 KB. A rank reads the values that it holds.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _Record(io.RawIOBase):
 
 
 def _sizes(record: Any, place: Any) -> dict[str, int]:
-    """Of what is in the archive, in bytes. All of it is stored as it is, as torch writes it, or it could unpack to more
-    than there is."""
+    """Bytes of what is in the archive, by name. All of it is stored as it is, as torch writes it, or it could unpack
+    to more than there is."""
     try:
         members = zipfile.ZipFile(record).infolist()
     except zipfile.BadZipFile as error:
