@@ -189,7 +189,7 @@ class NodeWatch:
         for node, beat in beats.items():
             if node not in alive and beat["is_awaited"]:
                 said = {"host": self._nodes[node]["host"], "step": beat["step"], "where": "", "failure": ""}
-                said |= {"gave_up": False, "timed_out": False, "done": False}
+                said |= {"gave_up": False, "timed_out": False, "done": False, "need": Need.NONE}
                 found |= {rank: Sign(said, ages[node]) for rank in self._nodes[node]["ranks"]}
         return found
 
@@ -201,10 +201,12 @@ def _conclude(diagnosis: Diagnosis, seconds: float) -> Finding | None:
     """
     if found := diagnosis.missing():
         return found
-    timed_out = any(sign.said["timed_out"] for sign in diagnosis.signs.values())
-    if seconds < _SETTLED_AFTER + (0 if timed_out else SILENCE):
+    signs = diagnosis.signs.values()
+    is_overdue = any(sign.said["need"] == Need.OVERDUE for sign in signs)
+    if seconds < _SETTLED_AFTER + (0 if is_overdue else SILENCE):  # else a silent rank may be to come
         return None
-    return (diagnosis.not_coming() if timed_out else None) or diagnosis.waiting()
+    has_timed_out = any(sign.said["timed_out"] for sign in signs)
+    return (diagnosis.not_coming() if has_timed_out else None) or diagnosis.waiting()
 
 
 def _need_of_all(signs: Mapping[int, Sign]) -> Need:

@@ -14,9 +14,9 @@ from forge_core.config.describe import printable
 from forge_core.errors import ExitCode
 from forge_plugins_monitor.peers.watchdog import Watchdog
 
-SAY_AFTER, LEAVE_AFTER = 1.5, 6.0
-"""Seconds beyond its limit after which a rank that is held up says so, and after which it leaves. The watchdog, which
-needs nothing of the rank, comes later."""
+SAY_AFTER, LEAVE_AFTER = 3.5, 6.0
+"""Seconds beyond its limit after which a rank that is held up says so, and after which it leaves. Before that, it may
+be found out who is missing. The watchdog, which needs nothing of the rank, comes later."""
 
 
 @attrs.frozen
