@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -59,10 +58,12 @@ def run_ranks() -> Callable[..., list[str]]:
     """Run a Python file in ``world_size`` ranks; returns what each printed, or fails with what it said."""
 
     def run(script: Path, world_size: int, *arguments: object, timeout: float = 120) -> list[str]:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
+
+        # here and not on rank 0, which may end while others look there for whom they have not talked to yet
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         ranks = [
             fork_server.Popen(
                 [sys.executable, str(script), *map(str, arguments)],

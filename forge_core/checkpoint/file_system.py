@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from forge_core.checkpoint.fsync import naming, open_large
+from forge_core.checkpoint.fsync import HashedFile, naming
 
 
 class NamingFileSystem(FileSystem):
@@ -29,7 +29,7 @@ class NamingFileSystem(FileSystem):
             with naming(Path(path)), super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with naming(Path(path)), open_large(Path(path)) as file:
+        with naming(Path(path)), HashedFile(Path(path)) as file:
             yield file
         self.written[Path(path)] = {"bytes": file.n_bytes, "xxh3_128": file.digest.hexdigest()}
 

@@ -23,8 +23,13 @@ class _InPieces(io.FileIO):
         return super().write(memoryview(data).cast("B")[:_PIECE])
 
 
-class LargeFile(io.BufferedWriter):
-    """A new file of bytes, for writes of any size, one after the other. It knows the digest of what it is given."""
+def open_large(path: Path) -> io.BufferedWriter:
+    """Open a new file of bytes, for writes of any size."""
+    return io.BufferedWriter(_InPieces(path, "wb"))
+
+
+class HashedFile(io.BufferedWriter):
+    """Opens a new file of bytes, for writes of any size, one after the other, and knows their digest."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(_InPieces(path, "wb"))
@@ -35,11 +40,6 @@ class LargeFile(io.BufferedWriter):
         self.n_bytes += super().write(data)
         self.digest.update(data)
         return memoryview(data).nbytes
-
-
-def open_large(path: Path) -> LargeFile:
-    """Open a new file of bytes, for writes of any size."""
-    return LargeFile(path)
 
 
 @contextmanager

@@ -25,13 +25,9 @@ from forge_core.checkpoint.frozen_files import FOLDER, FrozenFiles
 from forge_core.checkpoint.fsync import flush, flush_tree, write_durably
 from forge_core.checkpoint.manifest import Manifest, as_size, describe_files, lack_of_room, write_manifest
 from forge_core.checkpoint.store import CheckpointStore
-from forge_core.distributed.any_rank import any_rank
-from forge_core.distributed.collective_errors import run_on_all_ranks
+from forge_core.distributed.collective_errors import any_rank, run_on_all_ranks
 from forge_core.distributed.timeouts import CHECKPOINT_GROUP
 from forge_core.errors import ForgeError, SaveError
-
-"""Description of the process group of its own over which ranks talk while they save: on the default group they would
-wait for collectives of training, and those for them."""
 
 
 @attrs.frozen(kw_only=True)

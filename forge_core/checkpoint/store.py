@@ -29,8 +29,7 @@ from forge_core.checkpoint.manifest import (
 from forge_core.checkpoint.retention import superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_description, read_tensors, refuse_misfits, saved_tensors
-from forge_core.distributed.any_rank import any_rank
-from forge_core.distributed.collective_errors import run_on_rank0
+from forge_core.distributed.collective_errors import any_rank, run_on_rank0
 from forge_core.errors import ConfigError
 
 __all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "superfluous", "whole_problem"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
 from forge_core import errors
-from forge_core.distributed.any_rank import any_rank
+from forge_core.distributed.dissemination import disseminate
 from forge_core.errors import ExitCode, ForgeError
 
 T = TypeVar("T")
@@ -47,23 +47,38 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
     return done[0]
 
 
+def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Return for each of up to six flags whether it is set on any rank. All ranks ask together.
+
+    Raises:
+        ForgeError: a rank has failed meanwhile in work that all of them do.
+    """
+    has_failed, *answers = disseminate(False, *flags, group=group)
+    if has_failed:
+        _fail_together(None, group)
+    return answers
+
+
 def _tell(error: ForgeError | None, group: dist.ProcessGroup | None = None, done: bool = True) -> bool:
     """Tell all ranks of a failure, or that this rank is ``done`` or not; return whether all are.
 
     Raises:
         ForgeError: one of them has failed.
     """
-    failed, waiting = any_rank(error is not None, not done, group=group)
-    if not failed:
-        return not waiting
+    has_failed, are_waiting = disseminate(error is not None, not done, group=group)
+    if has_failed:
+        _fail_together(error, group)
+    return not are_waiting
+
+
+def _fail_together(error: ForgeError | None, group: dist.ProcessGroup | None) -> NoReturn:
+    """Raise on all ranks what was raised on some. They all know that it was."""
     said: list[tuple[str, ExitCode, str] | None] = [None] * dist.get_world_size()
     own = None if error is None else (str(error), error.exit_code, type(error).__name__)
     dist.all_gather_object(said, own, group=group)
-    errors_of = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
-    _, _, code, name = errors_of[0]
-    joined = _class_named(name)(
-        "" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in errors_of])
-    )
+    failed = [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
+    _, _, code, name = failed[0]
+    joined = _class_named(name)("" if dist.get_rank() else _joined([(rank, message) for rank, message, _, _ in failed]))
     joined.exit_code, joined.is_on_all_ranks = code, True
     raise joined from error
 

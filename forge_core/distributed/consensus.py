@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Requests
-from forge_core.distributed.any_rank import any_rank
+from forge_core.distributed.collective_errors import any_rank
 from forge_core.distributed.host_copy import HostCopy
 
 

@@ -15,7 +15,8 @@ from forge_core import __version__
 from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
-from forge_core.distributed.any_rank import any_rank
+from forge_core.distributed.collective_errors import any_rank
+from forge_core.distributed.supervision import chosen_supervisor
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import components, job_table
 from forge_core.registry.catalog import Catalog
@@ -48,7 +49,9 @@ def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
 def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:
     """Every key of the resolved job that is not the machine's own, and every version that could change a number."""
     facts = {key: literal(value) for key, value in leaves(job_table(job)) if key not in _OF_THE_MACHINE}
-    providers = {use.provider for _, use in components(job)}
+    supervisor = chosen_supervisor(catalog, job.run)  # ranks with different ones would wait for each other
+    facts["run.supervisor"] = "none" if supervisor is None else str(supervisor.provider)
+    providers = {use.provider for _, use in components(job)} | ({supervisor.provider} if supervisor else set())
     versions = {one.distribution: one.version for one in catalog.plugins if one.distribution in providers}
     versions |= {"forge-core": __version__, "torch": str(torch.__version__), "numpy": version("numpy")}
     versions["Python"] = ".".join(platform.python_version_tuple()[:2])

@@ -8,18 +8,24 @@ import torch.distributed as dist
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import RunSection
+from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.supervisor import Supervisor
 from forge_core.registry.catalog import Catalog
 
 _DEFAULT = "peers"
 
 
-def find_supervisor(catalog: Catalog, run: RunSection, run_directory: Path) -> Supervisor:
+def chosen_supervisor(catalog: Catalog, run: RunSection) -> ComponentRef | None:
+    """Return the one that the run names, or ``peers`` where it is installed."""
+    if run.supervisor is None and any(one.component.name == _DEFAULT for one in catalog.components("supervisor")):
+        return ComponentBuilder(catalog).resolve("supervisor", _DEFAULT)
+    return run.supervisor
+
+
+def build_supervisor(catalog: Catalog, run: RunSection, run_directory: Path) -> Supervisor:
     """Build it on all ranks. For one rank alone, or where there is none, it is a ``Supervisor`` that does nothing."""
-    build, use = ComponentBuilder(catalog), run.supervisor
-    if use is None and any(one.component.name == _DEFAULT for one in catalog.components("supervisor")):
-        use = build.resolve("supervisor", _DEFAULT)
+    use = chosen_supervisor(catalog, run)
     if use is None or dist.get_world_size() == 1:
         return Supervisor()
-    supervisor: Supervisor = build(use, run=run, run_directory=run_directory)
+    supervisor: Supervisor = ComponentBuilder(catalog)(use, run=run, run_directory=run_directory)
     return supervisor

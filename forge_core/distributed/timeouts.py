@@ -17,8 +17,8 @@ from forge_core.contracts.callback import Callback, RunContext
 CHECKPOINT_GROUP = "forge_checkpoint"
 """The process group of the saver, which has a time limit of its own."""
 _GRACE = 60.0
-"""Seconds that NCCL gets on top: its watchdog ends the process without a word, and gloo, over which the ranks agree in
-every step, raises what can be said in a sentence."""
+"""Seconds that NCCL gets on top: its watchdog ends the process without a word, and by then the supervisor has said
+which rank is lost."""
 
 
 class Timeouts(Callback):

@@ -23,9 +23,10 @@ from forge_core.contracts.replication import Replication
 from forge_core.contracts.supervisor import Supervisor
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.consensus import Consensus
+from forge_core.distributed.dissemination import disseminate
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.distributed.supervision import find_supervisor
+from forge_core.distributed.supervision import build_supervisor
 from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of
 from forge_core.job import job_table
 from forge_core.registry.catalog import Catalog
@@ -111,20 +112,24 @@ def _connected(job: Job, catalog: Catalog) -> Iterator[tuple[torch.device, Super
     """Join the other ranks."""
     device = choose_device(job.run.device)
     join_process_group(device, job.run.first_step_timeout)
-    run_directory = RunDirectory(job, writes=False).path
-    peers = run_on_all_ranks(lambda: find_supervisor(catalog, job.run, run_directory))
+    peers = Supervisor()
     try:
+        run_on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
+        run_directory = RunDirectory(job, writes=False).path
+        peers = run_on_all_ranks(lambda: build_supervisor(catalog, job.run, run_directory))
         with peers.naming_lost_ranks():
             yield device, peers
+            disseminate()  # rank 0 keeps the store, in which others may look for a rank they have not talked to yet
     finally:
         dist.destroy_process_group()
         peers.close()
 
 
 def _begin(job: Job, catalog: Catalog, device: torch.device, peers: Supervisor, *, dry_run: bool) -> Begun:
-    run_on_all_ranks(lambda: refuse_unequal_ranks(job, catalog))
     begun = run_on_all_ranks(lambda: begin(job, catalog, device, peers, dry_run=dry_run))
     peers.beat()
+    if begun.mesh.world_size > 1 and type(peers) is Supervisor:
+        begun.console.line("no supervisor is installed: a rank that is lost is not named, and exit code 5 is not given")
     return begun
 
 

@@ -49,6 +49,8 @@ def marked(first, stop, more=EMA):
 
 
 BACK = ["train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=2"]
+EVALUATED = ["eval.interval=1", "eval.batches=1"]
+"""After each step, right before the run goes back: what FSDP has gathered for it is not what is trained on."""
 WITHOUT = ['data={name="numbered", without=[16, 24]}', f"callbacks=[{EMA}]"]
 SEARCHED = [*DATA, "train.steps=10", "checkpoint.interval=3", "anomalies.roll_back_after=1", "train.precision=bf16"]
 POISONED = {  # name: the reference that leaves out the same steps, the number of ranks, settings
@@ -101,8 +103,8 @@ def launcher(tmp_path_factory, saboteur_site):
                 Work("back-halved", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=5"]),
                 Work("back-halved", 1, [*DATA, *BACK, *marked(16, 24), "train.steps=13"]),
                 Work("back-reference", 1, [*DATA, *BACK, *WITHOUT, "train.steps=13"]),
-                Work("back-of-two", 2, [*TWO, *BACK, *marked(18, 24), "metrics.interval=4"]),
-                Work("back-of-two-reference", 2, [*TWO, *BACK, *WITHOUT]),
+                Work("back-of-two", 2, [*TWO, *BACK, *EVALUATED, *marked(18, 24), "metrics.interval=4"]),
+                Work("back-of-two-reference", 2, [*TWO, *BACK, *EVALUATED, *WITHOUT]),
                 Work("back-searched", 1, [*SEARCHED, *marked(16, 20, more="")]),
                 Work("back-searched-reference", 1, [*SEARCHED, 'data={name="numbered", without=[16, 20]}']),
             ],
@@ -164,7 +166,7 @@ def test_a_spike_is_judged_by_the_steps_before_it_also_after_a_resume(launcher):
 
 @pytest.mark.parametrize("name", ["back", "back-of-two"])
 def test_too_many_in_a_row_take_the_run_back_and_their_samples_out(launcher, name):
-    reference = {line["step"]: line for line in launcher.metrics(f"{name}-reference")}
+    reference = {line["step"]: line for line in launcher.metrics(f"{name}-reference") if "loss" in line}
 
     assert [(e["step"], e["reason"]) for e in events(launcher, name, "skipped")] == [
         (5, "not finite"),
@@ -173,7 +175,7 @@ def test_too_many_in_a_row_take_the_run_back_and_their_samples_out(launcher, nam
     (event,) = events(launcher, name, "rolled_back")
     assert (event["to_step"], event["attempt"], event["samples"]) == (3, 1, [[16, 23]])
     assert_equal(launcher.saved(name), launcher.saved(f"{name}-reference"))
-    lines = launcher.metrics(name)
+    lines = [line for line in launcher.metrics(name) if "loss" in line]
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "one history"
     for line in lines:
         keys = ("loss", "grad_norm", "lr", "tokens", "skipped")

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_all_ranks
+from forge_core.distributed.collective_errors import any_rank, run_on_all_ranks, run_on_rank0, run_slowly_on_all_ranks
 from forge_core.errors import ConfigError, ExitCode, ForgeError
 from forge_core.run.process import hard_exit
 
@@ -43,6 +43,19 @@ try:
 except ConfigError as raised:
     print(len(beats) >= 2, str(raised) == ("" if dist.get_rank() else "the second cannot"))
 print(run_slowly_on_all_ranks(lambda: dist.get_rank(), lambda: None) == dist.get_rank())
+
+
+def fails_where_others_ask():
+    """The first asks all a question; the second fails before it does."""
+    if dist.get_rank() == 1:
+        raise ConfigError("no folder for its board")
+    any_rank(False)
+
+
+try:
+    run_on_all_ranks(fails_where_others_ask)
+except ConfigError as raised:
+    print("while asked", str(raised) == ("" if dist.get_rank() else "no folder for its board"))
 
 
 def fails_between(error):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.contracts.callback import Requests
-from forge_core.distributed.any_rank import any_rank
+from forge_core.distributed.collective_errors import any_rank
 from forge_core.distributed.consensus import Consensus
 from forge_core.run.process import hard_exit
 
@@ -32,5 +32,5 @@ for device in ("cpu", "cuda"):  # decides how late votes are heard; the flags ar
                 or "-"
             )
     print(device, *heard, verdicts, consensus.reason())
-print(any_rank(rank == 2, False, True), consensus.any_rank(False))
+print(*any_rank(rank == 2, False, True), consensus.any_rank(False))
 hard_exit(0)

@@ -57,6 +57,26 @@ def test_ranks_with_unequal_jobs_are_all_refused_with_the_keys_that_differ(tiny,
     assert not tiny.path().exists()
 
 
+def test_ranks_with_unequal_supervisors_do_not_wait_for_each_other(tiny, start_ranks):
+    ranks = start_ranks([[], ['plugins.disable=["forge-plugins-monitor"]']])
+
+    said = [rank.communicate(timeout=180) for rank in ranks]
+
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert re.search("run.supervisor: .*forge-plugins-monitor.* on rank 0; none on rank 1", said[0][1]), said
+
+
+def test_a_run_that_nobody_watches_over_says_so(tiny, start_ranks):
+    ranks = start_ranks(
+        [['plugins.disable=["forge-plugins-monitor"]', "train.steps=1", "scheduler.warmup_steps=0"]] * 2
+    )
+
+    said = [rank.communicate(timeout=180) for rank in ranks]
+
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "no supervisor is installed: a rank that is lost is not named" in said[0][0]
+
+
 def test_every_rank_refuses_a_job_that_is_not_for_so_many(tiny, start_ranks):
     wrong = ["parallel.dp_shard=4", "parallel.passes.compile.whole_model=true"]
 
@@ -161,7 +181,7 @@ def test_ranks_that_see_different_files_end_alike_and_name_the_path(tiny, start_
     (here / "base").symlink_to(tiny.path("base"))
     once = ["run.name=warm", "run.first_step_timeout=90"]
     for wrong, folders, said_of_it in (
-        ("checkpoint.load.path=base", [here, elsewhere], "manifest.json cannot be read .* \\(as rank 1 sees it\\)"),
+        ("checkpoint.load.path=base", [here, elsewhere], "(is missing|cannot be read).* \\(as rank 1 sees it\\)"),
         ("checkpoint.resume=base", [elsewhere, here], "checkpoint.resume = 'base': expected .* nothing of that name"),
     ):
         ranks = start_ranks([[*once, wrong]] * 2, folders=folders)[-2:]

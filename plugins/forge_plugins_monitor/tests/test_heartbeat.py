@@ -42,7 +42,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_beat_still_says_why(group, monkeyp
         take(heartbeat)
 
     def note(board, name, entry):
-        said.append((name, dict(entry)))
+        said.append((name, dict(entry or {})))
         write(board, name, entry)
 
     monkeypatch.setattr(Heartbeat, "_take_verdict", fail_meanwhile)
@@ -70,9 +70,27 @@ def test_a_board_of_ranks_that_were_killed_is_removed_by_the_next(board_in):
     used = NodeBoard("used")
     used.write("0", {"process": vars_of(Process.this())})
 
+    NodeBoard("strange").write("0", {"another": "version"})
+
     NodeBoard("new")
 
-    assert sorted(path.name.rpartition("-")[2] for path in board_in.iterdir()) == ["new", "used"]
+    assert sorted(path.name.rpartition("-")[2] for path in board_in.iterdir()) == ["new", "strange", "used"]
+
+
+def test_who_is_lost_can_be_written_on_a_disk_that_has_become_full(board_in):
+    board = NodeBoard("x")
+
+    assert next(board_in.iterdir()).joinpath("verdict").stat().st_size == 4096
+    assert board.read("verdict") is None
+
+
+def test_a_rank_whose_record_cannot_be_read_at_this_moment_is_taken_for_alive(group, board_in):
+    heartbeat = Heartbeat(Condition(is_done=True), InTime())
+    next(board_in.iterdir()).joinpath("7").write_text("{")
+    heartbeat._ranks = [0, 7]
+    heartbeat.close()
+
+    assert len(list(board_in.iterdir())) == 1
 
 
 def test_a_shorter_record_leaves_nothing_of_a_longer_one(board_in):

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--world-size",
-    type=click.IntRange(1, 1_048_576),
+    type=click.IntRange(1, 131_072),
     metavar="N",
     required=True,
-    help="Ranks of the run, up to 1048576.",
+    help="Ranks of the run, up to 131072.",
 )
 @click.option(
     "--ranks-per-node", type=click.IntRange(min=1), metavar="N", default=8, show_default=True, help="GPUs of one."

@@ -48,6 +48,7 @@ class EttrReport:
         """Plain data; times are seconds, sizes bytes. What is infinite is null."""
         table: dict[str, Any] = attrs.asdict(self)
         table["job"]["interval"] = None if math.isinf(self.job.interval) else self.job.interval
+        table["best_interval"] = None if math.isinf(self.best_interval) else self.best_interval
         between = seconds_between_failures(self.job, self.figures)
         table["seconds_between_failures"] = None if math.isinf(between) else between
         table["figures"] = {
@@ -110,8 +111,8 @@ def as_text(report: EttrReport) -> Iterator[str]:
     between = duration(seconds_between_failures(job, report.figures))
     yield f"  a failure every {between}; with planned stops {found.interruptions:.3g} interruptions a day"
     saved = "none but the last" if math.isinf(job.interval) else f"one every {duration(job.interval)}"
-    best = duration(report.best_interval)
-    yield f"  checkpoints of {job.checkpoint_bytes / 1e9:,.1f} GB, {saved}; best is one every {best}"
+    best = "none" if math.isinf(report.best_interval) else f"one every {duration(report.best_interval)}"
+    yield f"  checkpoints of {job.checkpoint_bytes / 1e9:,.1f} GB, {saved}; best is {best}"
     there = costs.blocked + costs.written
     yield f"  for each, training waits {costs.blocked:.3f} s; it is there {there:.3g} s after it was begun"
     yield f"  steps of {job.step_seconds:.3g} s; a start takes {duration(costs.start + costs.read)}"
@@ -143,11 +144,13 @@ def duration(seconds: float) -> str:
 
 def _helps(job: Job, long_job: LongJob, figures: Figures) -> Iterator[Help]:
     """Single changes, each with the ratio that it would lead to."""
-    steps = math.ceil(best_interval(long_job, figures) / long_job.step_seconds)
-    interval = steps * long_job.step_seconds
-    keys = f"checkpoint.interval = {steps}" + (", checkpoint.minutes = 0" if job.checkpoint.minutes else "")
-    saved = f"a checkpoint every {duration(interval)} ({keys})"
-    offers = [(saved, attrs.evolve(long_job, interval=interval), figures)]
+    offers = []
+    if math.isfinite(best := best_interval(long_job, figures)):
+        steps = math.ceil(best / long_job.step_seconds)
+        interval = steps * long_job.step_seconds
+        keys = f"checkpoint.interval = {steps}" + (", checkpoint.minutes = 0" if job.checkpoint.minutes else "")
+        saved = f"a checkpoint every {duration(interval)} ({keys})"
+        offers.append((saved, attrs.evolve(long_job, interval=interval), figures))
     short = max(SHORT_TIMEOUT, 10 * long_job.step_seconds)
     if short < long_job.step_timeout:
         offers.append((f"run.step_timeout = {short:.0f}", attrs.evolve(long_job, step_timeout=short), figures))

@@ -140,6 +140,9 @@ class Life:
                 return
             self.lost["restart"] += up
             kind = self._draw()
+            if kind.shows == "loses the disk" and not self.job.has_mirror:
+                self.lost["lost steps"] += self.kept
+                self.kept = 0.0
 
     def _detection(self, kind: _Kind) -> float:
         return {

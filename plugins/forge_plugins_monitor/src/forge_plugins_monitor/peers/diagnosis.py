@@ -87,7 +87,8 @@ class Diagnosis:
         ]
         if self.store_silent >= SILENCE:
             at = os.environ.get("MASTER_ADDR", "its host")
-            silent = [(0, f"does not answer: nothing has come from {at} for {self.store_silent:.0f} s")]
+            others = [(rank, what) for rank, what in silent if rank]
+            silent = [(0, f"does not answer: nothing has come from {at} for {self.store_silent:.0f} s"), *others]
         return self._finding(silent)
 
     def not_coming(self) -> Finding | None:

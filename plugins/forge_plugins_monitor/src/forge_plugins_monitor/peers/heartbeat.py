@@ -6,18 +6,19 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import attrs
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from forge_core.distributed.any_rank import any_rank
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0
 from forge_core.distributed.process_identity import Process
 from forge_plugins_monitor.peers.diagnosis import Finding, Need
-from forge_plugins_monitor.peers.node_board import NodeBoard
-from forge_plugins_monitor.peers.node_watch import BEAT, VERDICT, NodeWatch
+from forge_plugins_monitor.peers.node_board import VERDICT, NodeBoard
+from forge_plugins_monitor.peers.node_watch import BEAT, NodeWatch
 from forge_plugins_monitor.peers.position import position_of_thread
 from forge_plugins_monitor.peers.pulses import Pulses
 from forge_plugins_monitor.peers.step_timeout import StepTimeout
@@ -63,19 +64,21 @@ class Heartbeat:
         self._is_first = False
         self._store = _get_default_store()  # the group is gone before this ends
         name = run_on_rank0(lambda: uuid.uuid4().hex)
+        self._heard: dict[int, Mapping[str, Any]] = {}
         self._board = run_on_all_ranks(lambda: NodeBoard(name))
-        self._say()
-        any_rank(False)  # all have said so, and their nodes are known
+        run_on_all_ranks(self._say)  # then all have, and their nodes are known
         self._ranks = self._board.ranks()
-        if self._rank == self._ranks[0]:
-            self._watch = self._new_watch()
-            self._watch.register()
-        any_rank(False)
+        run_on_all_ranks(self._register)
         self._is_first = self._watch is not None
         if self._watch:
             self._watch.start()
         self._thread = threading.Thread(target=self._beat, name="forge-peers-beat", daemon=True)
         self._thread.start()
+
+    def _register(self) -> None:
+        if self._rank == self._ranks[0]:
+            self._watch = self._new_watch()
+            self._watch.register()
 
     def beat_now(self) -> None:
         self._wake.set()
@@ -89,6 +92,8 @@ class Heartbeat:
         self._ended.set()
         self._wake.set()
         self._thread.join(timeout=3)
+        if self._watch:
+            self._watch.stop()
         if all(self._count_of(rank) is None for rank in self._ranks):
             self._board.remove()
 
@@ -98,7 +103,8 @@ class Heartbeat:
             with suppress(OSError):  # the folder is gone: all have ended, or somebody has removed it
                 self._say()
                 self._take_verdict()
-                self._lead_if_first()
+                if not is_last:
+                    self._lead_if_first()
             if is_last or self.own.has_concluded:
                 self._is_first = False
                 return
@@ -146,6 +152,8 @@ class Heartbeat:
         return NodeWatch(self._store, self._board, self._ranks, lambda: self._is_first)
 
     def _count_of(self, rank: int) -> int | None:
-        """By a rank's last sign of life; ``None`` if it was its last word, or none will follow."""
-        said = self._board.read(str(rank))
-        return None if not said or said["done"] or Process(**said["process"]).has_ended else said["count"]
+        """Return the count of a rank's last sign of life; ``None`` if it was its last word, or none will follow."""
+        said = self._heard[rank] = self._board.read(str(rank)) or self._heard.get(rank, {})
+        if not said:
+            return 0  # it cannot be read at this moment
+        return None if said["done"] or Process(**said["process"]).has_ended else said["count"]

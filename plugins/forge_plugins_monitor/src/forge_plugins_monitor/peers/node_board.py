@@ -13,6 +13,8 @@ from typing import Any
 from forge_core.distributed.process_identity import Process
 from forge_core.errors import ConfigError
 
+VERDICT = "verdict"
+"""The file for who is lost."""
 _RECORD = 4096
 """Bytes. A file has its size from the start: it is overwritten in place, also on a disk that has become full."""
 
@@ -34,6 +36,7 @@ class NodeBoard:
             _remove_if_left_over(folder)
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
+            self.write(VERDICT, self.read(VERDICT))  # it will be needed when the disk may be full
         except OSError as error:
             raise ConfigError(
                 f"{temporary}, where the ranks of a node tell each other how they are, cannot be written: "
@@ -41,7 +44,7 @@ class NodeBoard:
             ) from error
 
     def ranks(self) -> list[int]:
-        """All that have written, in ascending order."""
+        """List the ranks that have written, in ascending order."""
         return sorted(int(file.name) for file in self._folder.iterdir() if file.name.isdecimal())
 
     def write(self, name: str, said: Any) -> None:
@@ -55,7 +58,7 @@ class NodeBoard:
             os.close(file)
 
     def read(self, name: str) -> Any:
-        """What was put up last; ``None`` where there is nothing, or it is being written at this moment."""
+        """Return what was put up last; ``None`` where there is nothing, or it is being written at this moment."""
         return _read(self._folder / name)
 
     def remove(self) -> None:
@@ -70,7 +73,11 @@ def _read(file: Path) -> Any:
 
 
 def _remove_if_left_over(folder: Path) -> None:
-    """Ranks that are killed leave their board."""
-    signs = [_read(file) for file in folder.glob("[0-9]*")]
-    if signs and all(sign and Process(**sign["process"]).has_ended for sign in signs):
+    """Ranks that are killed leave their board. Folders of other users, and what is no record, stay."""
+    try:
+        signs = [_read(file) for file in folder.glob("[0-9]*")]
+        has_ended = folder.stat().st_uid == os.getuid() and all(Process(**one["process"]).has_ended for one in signs)
+    except (OSError, TypeError, KeyError):
+        return
+    if signs and has_ended:
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,12 +17,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 
 from forge_core.distributed.process_identity import Process
 from forge_plugins_monitor.peers.diagnosis import Diagnosis, Finding, Need, Sign
-from forge_plugins_monitor.peers.node_board import NodeBoard
+from forge_plugins_monitor.peers.node_board import VERDICT, NodeBoard
 from forge_plugins_monitor.peers.pulses import SILENCE, Pulses
 
 BEAT = 1.0
 """Seconds between signs of life."""
-VERDICT = "verdict"
 _SETTLED_AFTER = 1.5
 """Seconds that the ranks which wait for the same one get to time out."""
 _PATIENCE = 2.0
@@ -52,6 +51,7 @@ class NodeWatch:
         self._answered = self._looked = time.monotonic()
         self._asked: float | None = None
         self._is_alarmed = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="forge-peers-watch", daemon=True)
 
     def register(self) -> None:
@@ -65,6 +65,11 @@ class NodeWatch:
 
     def start(self) -> None:
         self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_PATIENCE)
 
     @property
     def is_alive(self) -> bool:
@@ -83,7 +88,7 @@ class NodeWatch:
         return Diagnosis(signs, silent).missing()
 
     def _watch(self) -> None:
-        while self._is_leading():
+        while self._is_leading() and not self._ended.is_set():
             signs = self._signs()
             need = _need_of_all(signs)
             with suppress(RuntimeError, OSError):  # the store does not answer for now, or has ended
@@ -91,7 +96,7 @@ class NodeWatch:
                     self._board.write(VERDICT, attrs.asdict(verdict))
                     return
                 self._answered = time.monotonic()
-            time.sleep(BEAT / 4 if need or self._is_alarmed else BEAT)
+            self._ended.wait(BEAT / 4 if need or self._is_alarmed else BEAT)
 
     def _signs(self) -> dict[int, Sign]:
         """Of this node's ranks."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from forge_core.config.sections import RunSection
 from forge_core.contracts.callback import RunContext
 from forge_core.contracts.supervisor import Supervisor
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.torchrun import agent_without_restarts
 from forge_core.errors import LostPeerError, SaveError
 from forge_plugins_monitor.config import PeersConfig
@@ -41,6 +42,7 @@ _LOST = (
     "pair closure",
     "timed out",
     "Timed out waiting",
+    "Connect timeout",
     "timeout after",
     "remote process exited",
     "ncclRemoteError",
@@ -68,8 +70,9 @@ class PeerMonitor(Supervisor):
         """It does not hang: it waits for a rank that is lost."""
         self._own = Condition()
         stacks = run_directory / "stacks" / f"rank_{self._rank}.txt"
-        self._timeout = StepTimeout(
-            run.first_step_timeout, Watchdog(self._who, stacks, agent_without_restarts(os.environ))
+        launcher = agent_without_restarts(os.environ)
+        self._timeout = run_on_all_ranks(
+            lambda: StepTimeout(run.first_step_timeout, Watchdog(self._who, stacks, launcher))
         )
         self._heartbeat = Heartbeat(self._own, self._timeout)
         self.beat()

@@ -1,13 +1,17 @@
-"""A question to all ranks, answered with a few short messages of each."""
+"""What any rank knows, known by all, with a few short messages of each."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+_FLAGS = 8
+"""Of every message: ranks that ask different questions at a time would else receive messages of another length, at
+which gloo ends the process."""
 
-def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> tuple[bool, ...]:
-    """Return for each flag whether it is set on any rank. All ranks ask together, and wait for each other.
+
+def disseminate(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Return for each of up to eight flags whether it is set on any rank. All ranks call it together.
 
     Dissemination (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988): in round k each rank
     tells the one ``2**k`` further on what it knows. After ``ceil(log2(N))`` rounds, of N ranks, all know all. gloo's
@@ -17,7 +21,7 @@ def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> tuple[bool
         group: of which ranks; by default all.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    known = torch.tensor(flags, dtype=torch.uint8)
+    known = torch.tensor([*flags, *[False] * (_FLAGS - len(flags))], dtype=torch.uint8)
     distance = 1
     while distance < ranks:
         heard = torch.zeros_like(known)
@@ -27,4 +31,4 @@ def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> tuple[bool
         sending.wait()
         known = known | heard
         distance *= 2
-    return tuple(bool(flag) for flag in known.tolist())
+    return [bool(flag) for flag in known[: len(flags)].tolist()]
