@@ -326,6 +326,17 @@ def test_the_same_as_data(plan):
     assert "checkpoint.minutes = 0" in json.loads(out)["ettr"]["helps"][0]["what"]
 
 
+def test_a_job_that_nothing_interrupts_needs_no_checkpoints(plan):
+    never = ("--assume", "failures_per_1000_gpus_day=0", "--assume", "stops_per_day=0")
+    code, out, said = plan("--world-size", "8", "--ettr", "--step-seconds", "2", *never)
+
+    assert code == 0, said
+    assert "  no failures; with planned stops 0 interruptions a day\n" in out
+    assert "best is none\n" in out
+    code, out, _ = plan("--world-size", "8", "--ettr", "--step-seconds", "2", *never, "--json")
+    assert json.loads(out)["ettr"]["best_interval"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

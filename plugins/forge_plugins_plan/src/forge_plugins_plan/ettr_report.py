@@ -108,8 +108,9 @@ def as_text(report: EttrReport) -> Iterator[str]:
     """The report in lines."""
     job, found, costs = report.job, report.found, report.costs
     yield f"Effective training time on {job.gpus:,} GPUs: {found.ratio:.1%} of {LIVES} simulated lives of {DAYS:g} days"
-    between = duration(seconds_between_failures(job, report.figures))
-    yield f"  a failure every {between}; with planned stops {found.interruptions:.3g} interruptions a day"
+    seconds = seconds_between_failures(job, report.figures)
+    failures = "no failures" if math.isinf(seconds) else f"a failure every {duration(seconds)}"
+    yield f"  {failures}; with planned stops {found.interruptions:.3g} interruptions a day"
     saved = "none but the last" if math.isinf(job.interval) else f"one every {duration(job.interval)}"
     best = "none" if math.isinf(report.best_interval) else f"one every {duration(report.best_interval)}"
     yield f"  checkpoints of {job.checkpoint_bytes / 1e9:,.1f} GB, {saved}; best is {best}"
@@ -134,8 +135,6 @@ def as_text(report: EttrReport) -> Iterator[str]:
 
 def duration(seconds: float) -> str:
     """In the largest unit of which it has more than one."""
-    if math.isinf(seconds):
-        return "ever"
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds > 1.5 * size:
             return f"{seconds / size:.3g} {unit}"
