@@ -1,4 +1,4 @@
-"""What any rank knows, known by all, with a few short messages of each."""
+"""Dissemination: all ranks learn what any of them knows, with a few short messages of each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 _FLAGS = 8
-"""Of every message: ranks that ask different questions at a time would else receive messages of another length, at
-which gloo ends the process."""
+"""All messages have as many: ranks that ask different questions at a time would else receive messages of another length,
+at which gloo ends the process."""
 
 
 def disseminate(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
