@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 _FLAGS = 8
-"""All messages have as many: ranks that ask different questions at a time would else receive messages of another length,
-at which gloo ends the process."""
+"""All messages have as many: ranks that ask different questions at a time would else receive messages of another
+length, at which gloo ends the process."""
 
 
 def disseminate(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
