@@ -37,9 +37,9 @@ class HashedFile(io.BufferedWriter):
         self.digest = xxhash.xxh3_128()
 
     def write(self, data: Any, /) -> int:
-        self.n_bytes += super().write(data)
+        self.n_bytes += (written := super().write(data))
         self.digest.update(data)
-        return memoryview(data).nbytes
+        return written
 
 
 @contextmanager

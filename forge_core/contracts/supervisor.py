@@ -20,7 +20,7 @@ class Supervisor(Callback):
     """
 
     def beat(self, more: float = 0.0) -> None:
-        """This rank has got further.
+        """Say that this rank has got further.
 
         Args:
             more: seconds that it may take from here, beyond those of a step.

@@ -48,7 +48,7 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def any_rank(*flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """Return for each of up to six flags whether it is set on any rank. All ranks ask together.
+    """Return for each of up to seven flags whether it is set on any rank. All ranks ask together.
 
     Raises:
         ForgeError: a rank has failed meanwhile in work that all of them do.

@@ -53,6 +53,18 @@ def test_a_rank_that_fails_in_the_middle_of_a_beat_still_says_why(group, monkeyp
     assert [entry["failure"] for name, entry in said if name == "0"][-1] == "KeyError: 'a bug'"
 
 
+def test_the_last_word_of_a_node_is_in_the_store_too(group):
+    condition = Condition()
+    heartbeat = Heartbeat(condition, InTime())
+
+    condition.failure, condition.is_done = "KeyError: 'a bug'", True
+    heartbeat.close()
+
+    told = {key: json.loads(heartbeat._watch._store.get(key)) for key in ("beat/0", "signs/0")}
+    assert told["signs/0"]["signs"]["0"]["said"]["failure"] == "KeyError: 'a bug'"
+    assert told["beat/0"]["is_awaited"] is False, "a node that has ended is not said to be lost"
+
+
 def test_the_board_is_removed_once_all_ranks_of_the_node_are_done(group, board_in):
     condition = Condition()
     heartbeat = Heartbeat(condition, InTime())

@@ -31,8 +31,9 @@ _PATIENCE = 2.0
 class NodeWatch:
     """Publishes how the ranks of a node are, in a thread, as long as this rank is the first of them that is alive.
 
-    The store gets four requests a beat from each node. The first node that is alive makes two more: it reads the beats
-    of all nodes, and publishes the verdict. The signs of single ranks are in the store only while a rank asks for them.
+    The store gets three requests a beat from each node, and up to three more from the first node that is alive while a
+    rank asks: it reads what all nodes have told, and publishes the verdict. The signs of single ranks are in the store
+    only while a rank asks for them.
 
     Args:
         store: over which the ranks have found each other.
@@ -97,6 +98,8 @@ class NodeWatch:
                     return
                 self._answered = time.monotonic()
             self._ended.wait(BEAT / 4 if need or self._is_alarmed else BEAT)
+        with suppress(RuntimeError, OSError):  # their last words: nobody may be left on this node to tell of them
+            self._publish(self._connected(), self._signs(), Need.NONE, with_signs=True)
 
     def _signs(self) -> dict[int, Sign]:
         """Of this node's ranks."""
