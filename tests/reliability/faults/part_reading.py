@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from forge_core.checkpoint.saver import Saver, Snapshot
+from faults.one_checkpoint import join, save
 from forge_core.checkpoint.store import CheckpointStore
 
 SHAPES = {"model.w": (128, 8192), "optimizer.w.exp_avg": (128, 8192), "model.norm": (100,), "optimizer.w.step": ()}
@@ -27,30 +26,14 @@ LAYOUTS = {
 
 
 def write(rank: int, ranks: int, scratch: Path, *, store: str, layout: str) -> None:
-    _join(rank, ranks, scratch)
-    saver = Saver(CheckpointStore(Path(store)), torch.device("cpu"), background=False, timeout=60, may_commit=_always)
-    saver.save(
-        Snapshot(
-            step=1,
-            tokens=0,
-            tensors={key: _sharded(_values(key), layout) for key in SHAPES},
-            state={},
-            mesh={"pp": 1, "dp_shard": ranks},
-            versions={},
-            metrics={},
-            write_more=lambda folder: {},
-        )
-    )
-    saved = saver.finish()
-    assert saved is not None
-    assert saved.error is None, saved.error
-    saver.close()
+    join(rank, ranks, scratch)
+    save(store, {key: _sharded(_values(key), layout) for key in SHAPES})
 
 
 def read(rank: int, ranks: int, scratch: Path, *, stores: Sequence[str]) -> None:
     """Each checkpoint in each layout. Reports how many bytes this rank needs and has read, of how many records, how
     often it opened each file, and whether it has what was saved."""
-    _join(rank, ranks, scratch)
+    join(rank, ranks, scratch)
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(Path(str(args[0])).name) if event == "open" else None)
     reports = []
@@ -103,12 +86,3 @@ def _sharded(whole: torch.Tensor, layout: str) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _join(rank: int, ranks: int, scratch: Path) -> None:
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{scratch}/rendezvous", rank=rank, world_size=ranks, timeout=timeout)
-
-
-def _always() -> None:
-    pass
