@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import fork_server
+from doc_pages import commands
 from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,21 +98,6 @@ batch_sise = 4
 name = "adamww"
 lr = 1e-3
 """
-
-
-def commands(page: str) -> list[tuple[str, list[str]]]:
-    """Each command of a page's blocks, and the lines that the page shows as its output."""
-    found: list[tuple[str, list[str]]] = []
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for language, block in re.findall(r"^```(console|)\n(.*?)^```$", text, re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            if line.startswith("$ "):
-                found.append((line[2:].strip(), []))
-            elif not language and re.match(r"(make|forge|pip|python3?) ", line):
-                found.append((line.strip(), []))
-            elif language and found:
-                found[-1][1].append(line)
-    return found
 
 
 @pytest.fixture(scope="module")
