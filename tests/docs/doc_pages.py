@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
+
+import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -14,10 +21,10 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
     output."""
     found: list[tuple[str, list[str]]] = []
     text = (ROOT / page).read_text(encoding="utf-8")
-    for language, block in re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.M):
+    for _, language, block in re.findall(r"^( *)```(.*)\n((?s:.*?))^\1```$", text, re.M):
         if language not in ("", "console"):
             continue
-        for line in block.replace("\\\n", " ").splitlines():
+        for line in dedent(block).replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
                 found.append((line[2:].strip(), []))
             elif not language and re.match(r"(make|forge|pip|python3?) ", line):
@@ -31,6 +38,30 @@ def files(page: str) -> dict[str, str]:
     """The texts of the blocks of a page that have a caption, by that."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return dict(re.findall(r"^```\{code-block\} \w+\n:caption: (\S+)\n(.*?)^```$", text, re.M | re.S))
+
+
+def type_in(command: str, folder: Path) -> tuple[int, str]:
+    """Types a command of ``forge`` or ``python`` in a folder; gives back its exit code and what it said."""
+    words = shlex.split(command, comments=True)
+    module = ["-m", "forge_core"] if words[0] == "forge" else []
+    done = fork_server.run(
+        [sys.executable, *module, *words[1:]],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stdout
+
+
+def write_text(folder: Path) -> None:
+    """A folder ``corpus`` with thirty files of numbers, for pages about a reader's own text."""
+    (folder / "corpus").mkdir()
+    for number in range(30):
+        words = " ".join(str(one * one % 997) for one in range(number, number + 400))
+        (folder / "corpus" / f"{number}.txt").write_text(words)
 
 
 def not_said(shown: list[str], said: str) -> list[str]:
