@@ -17,7 +17,7 @@ project = "Forge"
 author = "the Forge developers"
 version = release = forge_core.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "glossary_links"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
 
