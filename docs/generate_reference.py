@@ -1,5 +1,5 @@
-"""Writes the pages that are made of data: the configuration reference, and tables of hooks, passes, sites, layouts of
-fusions and moved modules.
+"""Writes the pages that are made of data: the configuration reference, commands, events, and tables of hooks, passes,
+sites, layouts of fusions and moved modules.
 
 ``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Only the
 table of sites imports torch, to build small models: config classes are free of it.
@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import attrs
-from layouts_of_fusions import trained_layouts  # it lies beside this file
+from command_reference import command_reference  # these lie beside this file
+from event_reference import event_reference
+from layouts_of_fusions import trained_layouts
 
 import forge_core
 from forge_core.config.field_docs import field_docs, type_words
@@ -35,7 +37,10 @@ def write_reference(folder: Path) -> None:
     catalog = discover()
     folder.mkdir(parents=True, exist_ok=True)
     pages = {
+        "commands.md": command_reference(catalog),
         "config-reference.md": config_reference(catalog),
+        **{f"{_page_of(kind)}.md": kind_reference(catalog, kind) for kind in _kinds(catalog)},
+        "events.md": event_reference(),
         "fusions.md": fusion_tables(catalog),
         "hooks.md": hook_table(catalog),
         "moved-modules.md": moved_modules(),
@@ -49,7 +54,7 @@ def write_reference(folder: Path) -> None:
 
 
 def config_reference(catalog: Catalog) -> Iterator[str]:
-    """Every key of every section, and of every installed component."""
+    """Every key of every section, and where those of components are."""
     yield "# Configuration reference"
     yield ""
     yield "Generated from the configuration classes of `forge_core` and of the installed plugins. What a key means is"
@@ -61,13 +66,30 @@ def config_reference(catalog: Catalog) -> Iterator[str]:
         yield from _section(field, catalog)
     yield "## Components"
     yield ""
-    for kind in catalog.kinds:
-        components = catalog.components(kind)
-        if components:
-            yield f"### Kind: {kind.replace('_', ' ')}"
-            yield ""
-        for provided in components:
-            yield from _component(kind, provided)
+    yield "A page for each kind:"
+    yield ""
+    yield "```{toctree}"
+    yield ":maxdepth: 1"
+    yield ""
+    yield from map(_page_of, _kinds(catalog))
+    yield "```"
+
+
+def kind_reference(catalog: Catalog, kind: str) -> Iterator[str]:
+    """Every key of the installed components of a kind."""
+    yield f"# Kind: {kind.replace('_', ' ')}"
+    yield ""
+    for provided in catalog.components(kind):
+        yield from _component(kind, provided)
+
+
+def _kinds(catalog: Catalog) -> list[str]:
+    """Those of which something is installed."""
+    return [kind for kind in catalog.kinds if catalog.components(kind)]
+
+
+def _page_of(kind: str) -> str:
+    return f"config-{kind.replace('_', '-')}"
 
 
 def hook_table(catalog: Catalog) -> Iterator[str]:
@@ -324,7 +346,7 @@ def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
     chosen = f"A component of the kind `{slot.kind}`, chosen by the key `name`; its other keys are the component's own."
     yield chosen if slot.default is None else f"{chosen} Without this section: `{slot.default}`."
     names = [f"`{one.component.name}`" for one in catalog.components(slot.kind)]
-    installed = f"Installed: {', '.join(names)}, [see there](#kind-{slot.kind.replace('_', '-')})."
+    installed = f"Installed: {', '.join(names)}, [see there]({_page_of(slot.kind)}.md)."
     yield installed if names else "None is installed."
     yield ""
 
@@ -332,7 +354,7 @@ def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
 def _component(kind: str, provided: CatalogEntry) -> Iterator[str]:
     component, plugin = provided.component, provided.plugin
     cls = load_reference(component.config, what=f"the config class of '{component.name}'", owner=plugin.distribution)
-    yield f"#### {kind} `{component.name}`"
+    yield f"## {kind} `{component.name}`"
     yield ""
     summary = component.summary[:1].upper() + component.summary[1:]
     yield f"{summary}. From {plugin.distribution}, built by `{component.factory}`."

@@ -37,7 +37,8 @@ from forge_core.registry.imports import load_reference
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GENERATED = tuple(
-    f"generated/{name}.md" for name in ("config-reference", "fusions", "hooks", "moved-modules", "passes", "sites")
+    f"generated/{name}.md"
+    for name in ("commands", "config-reference", "events", "fusions", "hooks", "moved-modules", "passes", "sites")
 )
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
@@ -194,8 +195,11 @@ def generate_reference(folder: Path) -> str:
         patch.syspath_prepend(DOCS)
         specification.loader.exec_module(module)
     module.write_reference(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(name).name for name in GENERATED)
-    return (folder / "config-reference.md").read_text(encoding="utf-8")
+    kinds = sorted(folder.glob("config-*.md"))
+    assert {path.name for path in folder.iterdir()} == {Path(name).name for name in GENERATED} | {
+        one.name for one in kinds
+    }
+    return "\n".join(path.read_text(encoding="utf-8") for path in kinds)
 
 
 TERMS = re.findall(r"^\| \*\*(.+)\*\* \| .+ \| (.+) \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.M)

@@ -61,7 +61,7 @@ class CurveExtrapolation(Callback):
         return law(last_step) if law.exponent > 0 else None
 
     def state(self) -> Mapping[str, Any]:
-        return {"stretches": {str(number): attrs.astuple(one) for number, one in self._stretches.items()}}
+        return {"stretches": {str(number): [*attrs.astuple(one)] for number, one in self._stretches.items()}}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
         self._stretches = {int(number): Stretch(*sums) for number, sums in state["stretches"].items()}

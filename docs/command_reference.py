@@ -1,0 +1,108 @@
+"""Every command with its options and exit codes, from the commands themselves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import click
+
+from forge_core.cli import CORE_COMMANDS
+from forge_core.errors import ExitCode
+from forge_core.registry.catalog import Catalog
+from forge_core.registry.imports import load_reference
+
+RUN = {
+    ExitCode.COMPLETED: "done; a run has reached its last step",
+    ExitCode.UNEXPECTED: "an error that nobody foresaw; `--debug` shows the traceback",
+    ExitCode.INVALID: "the configuration, the data, a plugin or the command line is wrong; nothing was started",
+    ExitCode.STOPPED: "stopped early, and what there was to save is saved",
+    ExitCode.NON_FINITE: "a run gave up: too many steps with values that are not finite",
+    ExitCode.LOST_PEER: "a run lost another rank",
+}
+INTERRUPTED = 130
+"""After a second Ctrl-C."""
+
+
+def command_reference(catalog: Catalog) -> Iterator[str]:
+    """The page: exit codes, then each command."""
+    yield "# Commands"
+    yield ""
+    yield "Generated from the commands of `forge-core` and of plugins; `forge COMMAND --help` says the same."
+    yield "Every command takes `--debug`, which shows tracebacks; `forge` takes `--disable-plugin` and `--version`."
+    yield ""
+    yield "## Exit codes"
+    yield ""
+    yield "| code | what has happened |"
+    yield "|---|---|"
+    for code, words in RUN.items():
+        yield f"| {code.value} | {words} |"
+    yield f"| {INTERRUPTED} | a second Ctrl-C |"
+    yield ""
+    yield "A command that says nothing of its own below ends with 0, 1 or 2."
+    yield ""
+    for command in CORE_COMMANDS:
+        yield from _command(command.name, command.run, "forge-core", command.summary)
+    for name, (command, plugin) in sorted(catalog.commands.items()):
+        yield from _command(name, command.run, plugin.distribution, command.summary)
+
+
+def exit_codes_of(command: click.Command) -> str:
+    """The sentence of the command's help about its exit codes; empty if it has none."""
+    words = " ".join(inspect.cleandoc(command.help or "").split())
+    match = re.search(r"Exit codes?:? .*$|The exit code is .*?\.(?= |$)", words)
+    return match[0] if match else ""
+
+
+def _command(name: str, run: str, distribution: str, summary: str) -> Iterator[str]:
+    loaded = load_reference(run, what=f"the command '{name}'", owner=distribution)
+    yield f"## `forge {name}`"
+    yield ""
+    yield f"{summary[:1].upper()}{summary[1:]}. From {distribution}."
+    yield ""
+    yield from _page(f"forge {name}", loaded)
+
+
+def _page(name: str, command: click.Command) -> Iterator[str]:
+    """What a command is told, and its sub-commands."""
+    context = click.Context(command, info_name=name)
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield f"`{name} {usage}`"
+    yield ""
+    codes = exit_codes_of(command)
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        words = " ".join(paragraph.replace("\b", "").split())
+        if words and not (codes and words.startswith(codes[:20])):
+            yield _escaped(words)
+            yield ""
+    if codes:
+        yield codes
+        yield ""
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    if options:
+        yield "| option | default | |"
+        yield "|---|---|---|"
+        for option in options:
+            record = option.get_help_record(context)
+            assert record is not None, "hidden ones are left out"
+            names, words = record
+            words, default = re.sub(r"\s*\[default: (.*?)(?:; (.*))?\]$", r" [\2]", words).replace(" []", ""), ""
+            if match := re.search(r"\[default: (.*?)(?:; .*)?\]$", record[1]):
+                default = f"`{match[1]}`"
+            yield f"| `{_cell(names)}` | {_cell(default)} | {_cell(_escaped(words))} |"
+        yield ""
+    if isinstance(command, click.Group):
+        for sub in sorted(command.commands):
+            yield f"### `{name} {sub}`"
+            yield ""
+            yield from _page(f"{name} {sub}", command.commands[sub])
+
+
+def _escaped(words: str) -> str:
+    """Text of a terminal as text of Markdown: stars, brackets and braces stay what they are."""
+    return re.sub(r"([*\[\]<>{}_])", r"\\\1", words)
+
+
+def _cell(words: str) -> str:
+    return " ".join(words.split()).replace("|", "\\|")
