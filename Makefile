@@ -38,6 +38,7 @@ types: $(VENV)/installed-dev
 
 docs: $(VENV)/installed-dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
 
 clean:
 	rm -rf $(VENV) runs docs/_build docs/generated
