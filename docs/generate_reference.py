@@ -378,7 +378,7 @@ def _class_page(cls: type) -> Iterator[str]:
         yield _row((f"`{field.name}`", kind, _default(field), _plain(docs.get(field.name, ""))))
     yield ""
     for field in fields:
-        for inner in _config_classes(field.type):
+        for inner in dict.fromkeys(_config_classes(field.type)):
             yield f"**Keys of `{field.name}`.**"
             yield from _class_page(inner)
 

@@ -27,6 +27,8 @@ a microbatch in a block
 [a lease](page.md) in a link, the lease outside. Pipelines run; a run ends. Ranks pass on what a pass is: the pass.
 Adapters of rank 16, and each rank. A grace time. The step
 timeout is there, and a step timeout again; its run directory.
+
+The mesh in another paragraph, and a run.
 """
 
 

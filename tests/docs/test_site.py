@@ -70,3 +70,24 @@ def test_a_site_is_checked_for_size_and_links(module, tmp_path):
 def test_the_docs_are_checked_whenever_they_are_built():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "docs/check_site.py docs/_build/html" in makefile.split("\ndocs:")[1].split("\n\n")[0]
+
+
+UNITS = "once tokens bytes bits FLOPs requests frames latents microbatches nats GiB MiB KB MB seconds samples ranks"
+THINGS = (
+    "token step rank node layer second parameter GPU row sample byte feature kind page task line file microbatch host"
+)
+A_FOR_PER = re.compile(
+    rf"(?<![Ww]hich )(?<!the )\b(?:{'|'.join(UNITS.split())}) a (?:{'|'.join(THINGS.split())})\b(?! (?:is|has)\b)"
+)
+
+
+def test_pages_say_per_and_not_a():
+    """Outside of blocks, which show what commands print."""
+    pages = [*DOCS.glob("*.md"), *DOCS.glob("how-to/*.md"), *DOCS.glob("coming-from/*.md"), *ROOT.glob("skills/*/*.md")]
+    found = []
+    for page in (path for path in pages if not path.name.startswith("write-")):
+        prose = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        found += [f"{page.name}: {match[0]}" for match in A_FOR_PER.finditer(prose)]
+    assert found == []
+    assert A_FOR_PER.search("4 bytes a parameter")
+    assert not A_FOR_PER.search("at a time a rank is lost")
