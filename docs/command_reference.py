@@ -66,7 +66,8 @@ def _command(name: str, run: str, distribution: str, summary: str) -> Iterator[s
 
 def _page(name: str, command: click.Command) -> Iterator[str]:
     """What a command is told, and its sub-commands."""
-    context = click.Context(command, info_name=name)
+    # click keeps the help option that it makes here: it has to be that of the command line
+    context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"`{name} {usage}`"
     yield ""

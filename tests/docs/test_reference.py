@@ -12,7 +12,7 @@ import click
 import pytest
 
 from doc_pages import DOCS, ROOT, type_in, write_text
-from forge_core.cli import CORE_COMMANDS
+from forge_core.cli import CORE_COMMANDS, main
 from forge_core.errors import ExitCode
 from forge_core.registry.discovery import discover
 from forge_core.registry.imports import load_reference
@@ -139,6 +139,13 @@ def test_every_command_and_option_is_in_the_reference(module):
                 name,
                 option.opts,
             )
+
+
+def test_writing_the_reference_leaves_the_commands_as_they_are(module, capsys):
+    list(module["command_reference"].command_reference(discover()))
+
+    assert main(["config", "-h"]) == 0
+    assert "-h, --help" in capsys.readouterr().out
 
 
 def test_every_exit_code_is_in_the_reference_and_on_the_page_about_running(module):
