@@ -19,15 +19,15 @@ import attrs
 from layouts_of_fusions import trained_layouts  # it lies beside this file
 
 import forge_core
+from forge_core.config.builder import config_class
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.sections import Job
 from forge_core.config.validators import schema_limits
 from forge_core.passes.rules import condition_words, other_words
 from forge_core.registry.catalog import Catalog, CatalogEntry
-from forge_core.registry.component import PHASES, PassComponent, Slot
+from forge_core.registry.component import PHASES, Kind, PassComponent, Slot
 from forge_core.registry.discovery import discover
 from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_KINDS
-from forge_core.registry.imports import load_reference
 
 
 def write_reference(folder: Path) -> None:
@@ -67,7 +67,7 @@ def config_reference(catalog: Catalog) -> Iterator[str]:
             yield f"### Kind: {kind.replace('_', ' ')}"
             yield ""
         for provided in components:
-            yield from _component(kind, provided)
+            yield from _component(catalog.kinds[kind], provided)
 
 
 def hook_table(catalog: Catalog) -> Iterator[str]:
@@ -106,7 +106,7 @@ def _choices(catalog: Catalog) -> Iterator[tuple[str, str]]:
                     yield f"`[{section.name}] {field.name}`", slot.kind
     for kind in catalog.kinds:
         for provided in catalog.components(kind):
-            cls = load_reference(provided.component.config, what="config", owner=provided.plugin.distribution)
+            cls, _ = config_class(provided, catalog.kinds[kind])
             for field in attrs.fields(attrs.resolve_types(cls, include_extras=True)):
                 if slot := _slot(field.type):
                     yield f"`{field.name}` of a {kind.replace('_', ' ')}", slot.kind
@@ -171,7 +171,7 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     yield ""
     refused: list[tuple[str, str, str]] = []
     for name, one in fusions.items():
-        cls = load_reference(one.component.config, what="config", owner=one.plugin.distribution)
+        cls, _ = config_class(one, catalog.kinds["fusion"])
         refused += [(_code(name), _code(f"parallel.{axis}"), reason) for axis, reason in cls.unsupported.items()]
     if not refused:
         yield "None of them refuses an axis of `[parallel]` altogether. Some of their keys do."
@@ -329,10 +329,10 @@ def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
     yield ""
 
 
-def _component(kind: str, provided: CatalogEntry) -> Iterator[str]:
+def _component(kind: Kind, provided: CatalogEntry) -> Iterator[str]:
     component, plugin = provided.component, provided.plugin
-    cls = load_reference(component.config, what=f"the config class of '{component.name}'", owner=plugin.distribution)
-    yield f"#### {kind} `{component.name}`"
+    cls, _ = config_class(provided, kind)
+    yield f"#### {kind.name} `{component.name}`"
     yield ""
     summary = component.summary[:1].upper() + component.summary[1:]
     yield f"{summary}. From {plugin.distribution}, built by `{component.factory}`."

@@ -261,18 +261,6 @@ def test_disabled_plugins_are_listed_and_not_imported(make_distribution, monkeyp
     assert find("acme-one").status == "ok"
 
 
-def test_only_imports_what_is_asked_for(make_distribution):
-    make_distribution("acme-one", files=router_plugin("acme_one"))
-    make_distribution("acme-two", files=router_plugin("acme_two"))
-
-    catalog = discover(only=["acme_one"])
-
-    status = {plugin.distribution: plugin.status for plugin in catalog.plugins}
-    assert status["acme-one"] == "ok"
-    assert status["acme-two"] == "disabled"
-    assert "acme_two.plugin" not in sys.modules
-
-
 KIND = """
     from forge_core.api import Component, Kind, hookimpl
 
@@ -290,13 +278,12 @@ ENCODER = """
 
 
 @pytest.mark.parametrize(("adder", "user"), [("acme-a", "acme-z"), ("acme-z", "acme-a")])
-@pytest.mark.parametrize("only", [False, True])
-def test_a_kind_can_be_added_and_used_by_two_plugins_in_any_order(make_distribution, adder, user, only):
+def test_a_kind_can_be_added_and_used_by_two_plugins_in_any_order(make_distribution, adder, user):
     make_distribution(adder, files={f"{adder.replace('-', '_')}/plugin.py": KIND})
     encoder = ENCODER.format(options="", arguments="")
     make_distribution(user, files={f"{user.replace('-', '_')}/plugin.py": encoder})
 
-    catalog = discover(only=[user] if only else None)
+    catalog = discover()
 
     assert catalog.kinds["sound_encoder"].hook == "forge_sound_encoders"
     assert catalog.lookup("sound_encoder", "patches").qualified_name == f"{user}:patches"

@@ -24,10 +24,10 @@ from forge_core.config.unstructure import plain
 from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Plugin
 from forge_core.registry.component import Component, PassComponent
-from forge_core.registry.discovery import HEAVY_MODULES, discover
+from forge_core.registry.discovery import discover
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.hookspecs import CORE_KINDS
-from forge_core.registry.imports import load_reference
+from forge_core.registry.imports import HEAVY_MODULES, load_reference
 
 
 class PluginConformance:
