@@ -100,7 +100,7 @@ def with_file_texts(document: Document, folder: Path) -> Document:
     """
     plugins = document.table.get("plugins")
     names = plugins.get("files") if isinstance(plugins, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         return document
     texts: dict[str, str] = {}
     for index, name in enumerate(names):
