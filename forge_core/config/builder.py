@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import attrs
 
 from forge_core.config.converter import config_class, structure
 from forge_core.config.problems import ConfigProblems, InvalidError
+from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ForgeError, PluginError
 from forge_core.registry.catalog import Catalog
@@ -40,6 +44,8 @@ class ComponentBuilder:
                 error.add_note(f"raised by the factory of {self.words_for(use)}")
             raise
         self._refuse_result(use, built)
+        if use.kind == "data_source" and not hasattr(built, "fingerprint"):
+            built.fingerprint = fingerprint_of(use.config, given)
         return built
 
     def _wanted(self, use: ComponentRef, factory: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +98,17 @@ class ComponentBuilder:
             return structure(table, Annotated[ComponentRef, Slot(kind)], self._catalog)  # type: ignore[arg-type]
         except InvalidError as error:
             raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
+
+
+def fingerprint_of(config: Any, given: Mapping[str, Any]) -> str:
+    """The fingerprint of a data source that has none: of its keys, of the files that they name, and of ``seq_len``."""
+    digest = hashlib.sha256(json.dumps([plain(config), given.get("seq_len")], sort_keys=True).encode())
+    for field in attrs.fields(type(config)):
+        path = getattr(config, field.name)
+        files = sorted(path.expanduser().rglob("*")) if isinstance(path, Path) and path.is_dir() else [path]
+        for file in (one for one in files if isinstance(one, Path) and one.expanduser().is_file()):
+            digest.update(f"{file} {file.expanduser().stat().st_size}".encode())
+    return digest.hexdigest()
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

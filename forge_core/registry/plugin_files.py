@@ -33,7 +33,13 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def component(
-    kind: str, *, name: str = "", summary: str = "", example: Mapping[str, Any] | None = None, **more: Any
+    kind: str,
+    *,
+    name: str = "",
+    summary: str = "",
+    example: Mapping[str, Any] | None = None,
+    checks: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Callable[[T], T]:
     """Decorate a class or a function of a plugin file: it is the factory of a component.
 
@@ -44,6 +50,7 @@ def component(
         name: by default, that of the class or function in lower case, with underscores.
         summary: by default, the first line of its docstring.
         example: values of keys, with which ``pytest`` checks it against its contract.
+        checks: attributes of the class of these checks, such as ``{"period": 8}``.
         more: further fields of the kind's description, such as ``phase`` of a pass.
     """
 
@@ -51,14 +58,14 @@ def component(
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", made.__name__).lower()
         first_line = (made.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         about = {"kind": kind, "name": name or words, "summary": summary or first_line, **more}
-        made.__forge_component__ = about, dict(example or {})  # type: ignore[attr-defined]  # read by registered()
+        made.__forge_component__ = about, example or {}, checks or {}  # type: ignore[attr-defined]  # read by registered()
         return made
 
     return register
 
 
-def registered(module: ModuleType) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
-    """What is decorated in a module: each with its description and its example."""
+def registered(module: ModuleType) -> Iterator[tuple[Any, ...]]:
+    """What is decorated in a module: each with its description, its example and its checks, which are mappings."""
     for made in vars(module).values():
         about = vars(made).get("__forge_component__") if hasattr(made, "__dict__") else None
         if about is not None and made.__module__ == module.__name__:
@@ -90,7 +97,7 @@ def _plugin(name: str, text: str, kinds: Mapping[str, Kind]) -> Plugin:
             "it, then add --trust-files to the command"
         )
     module = _module(name, text)
-    components = [_component(name, module, made, about, kinds) for made, about, _ in registered(module)]
+    components = [_component(name, module, made, about, kinds) for made, about, *_ in registered(module)]
     names = [(one.kind, one.name) for one in components]
     if not components:
         raise ConfigError(f"{name} registers nothing: put @component(kind) before a class or a function")
