@@ -109,15 +109,25 @@ def with_file_texts(document: Document, folder: Path) -> Document:
             if path.suffix != ".py" or path.name in texts:
                 why = "there is another file of this name" if path.name in texts else "must be a Python file, *.py"
                 raise ConfigError(why)
-            text = read_regular_file(path, MAX_PLUGIN_BYTES).decode("utf-8-sig")
+            texts[path.name] = read_plugin_file(path)
         except (OSError, UnicodeDecodeError, ValueError, ConfigError) as error:
             place, why = ("plugins", "files"), str(error)
             if isinstance(error, FileNotFoundError):
                 why = f"there is no file {path}{_what_was_meant(path)}"
             raise ConfigProblems([Problem((*place, index), why, location=document.locate(place))]) from error
-        texts[path.name] = text.replace("\r\n", "\n")
-        trust(texts[path.name])
     return Document({**document.table, "plugins": {**plugins, "files": texts}}, document.locations)  # type: ignore[dict-item]  # a table
+
+
+def read_plugin_file(path: Path) -> str:
+    """The text of a plugin in a file, which may be run from here on.
+
+    Raises:
+        OSError: it cannot be read, or is too large.
+        ValueError: it is not UTF-8, or the name is none of a file.
+    """
+    text = read_regular_file(path, MAX_PLUGIN_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
+    trust(text)
+    return text
 
 
 def _about_extends(layer: Document, sentence: str) -> ConfigError:

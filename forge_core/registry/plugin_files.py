@@ -57,6 +57,8 @@ def component(
     def register(made: T) -> T:
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", made.__name__).lower()
         first_line = (made.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        if first_line[1:2].islower():  # no abbreviation, as in "GELU with three matrices"
+            first_line = first_line[0].lower() + first_line[1:]
         about = {"kind": kind, "name": name or words, "summary": summary or first_line, **more}
         made.__forge_component__ = about, example or {}, checks or {}  # type: ignore[attr-defined]  # read by registered()
         return made
