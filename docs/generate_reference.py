@@ -7,7 +7,9 @@ table of sites imports torch, to build small models: config classes are free of 
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
 import tempfile
 import tomllib
@@ -41,6 +43,7 @@ def write_reference(folder: Path) -> None:
         "moved-modules.md": moved_modules(),
         "passes.md": pass_tables(catalog),
         "sites.md": site_tables(catalog),
+        "smallest.md": smallest_plugins(Path(__file__).with_name("hooks")),
     }
     for name, lines in pages.items():
         page, text = folder / name, "\n".join(lines) + "\n"
@@ -179,6 +182,30 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     yield "| fusion | axis | because |"
     yield "|---|---|---|"
     yield from map(_row, refused)
+
+
+def smallest_plugins(pages: Path) -> Iterator[str]:
+    """The smallest plugin file on the page of each kind, by its lines that are not blank."""
+    yield "| kind | lines | of them code |"
+    yield "|---|---|---|"
+    for kind in CORE_KINDS:
+        page = (pages / f"{kind.hook}.md").read_text(encoding="utf-8")
+        files = re.findall(r"^:caption: \w+\.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        if files:
+            lines, code = min(map(_counted, files))
+            yield _row((f"[{kind.name.replace('_', ' ')}]({kind.hook}.md)", str(lines), str(code)))
+
+
+def _counted(source: str) -> tuple[int, int]:
+    """Lines that are not blank, and those that are in no docstring."""
+    lines = [number for number, line in enumerate(source.splitlines(), 1) if line.strip()]
+    docstrings = [
+        node.body[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+    ]
+    words = {number for one in docstrings for number in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+    return len(lines), len([number for number in lines if number not in words])
 
 
 def moved_modules() -> Iterator[str]:

@@ -49,7 +49,7 @@ class ComponentBuilder:
         return built
 
     def _wanted(self, use: ComponentRef, factory: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Of what is given to a factory, and of its keys if they are parameters: what it takes."""
+        """The keywords that a factory takes, among what it is given and, if its parameters are its keys, these."""
         if use.takes is not None:
             keys = {field.name: getattr(use.config, field.name) for field in attrs.fields(type(use.config))}
             return {key: one for key, one in {**given, **keys}.items() if not use.takes.isdisjoint((key, "**"))}

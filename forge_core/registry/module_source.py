@@ -51,7 +51,7 @@ class ModuleSource:
         return (module, found) if isinstance(found, ast.ClassDef) else None
 
     def value(self, expression: ast.expr) -> Any:
-        """What an expression means, by the names of this module.
+        """Evaluate an expression by the names of this module.
 
         Raises:
             Exception: any, of the expression; ``NameError`` for a name that only running the module would give.
@@ -59,7 +59,7 @@ class ModuleSource:
         return eval(compile(ast.Expression(expression), self.path, "eval"), {"__builtins__": {}}, _Names(self))
 
     def meaning(self, name: str) -> Any:
-        """What is imported by this name, the constant, or the builtin."""
+        """The import, the constant or the builtin of this name."""
         if (origin := self._origin(name)) is not None:
             place, attribute = origin
             if place.partition(".")[0] in HEAVY_MODULES:

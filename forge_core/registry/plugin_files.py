@@ -67,7 +67,7 @@ def component(
 
 
 def registered(module: ModuleType) -> Iterator[tuple[Any, ...]]:
-    """What is decorated in a module: each with its description, its example and its checks, which are mappings."""
+    """The decorated factories of a module, each with its description, its example and its checks, which are mappings."""
     for made in vars(module).values():
         about = vars(made).get("__forge_component__") if hasattr(made, "__dict__") else None
         if about is not None and made.__module__ == module.__name__:
@@ -75,13 +75,13 @@ def registered(module: ModuleType) -> Iterator[tuple[Any, ...]]:
 
 
 def trust(text: str) -> None:
-    """Let this process, and those that it starts, run a text."""
+    """Let this process run a text, and the processes that it starts."""
     known = [one for one in os.environ.get(TRUST_VARIABLE, "").split(",") if one]
     os.environ[TRUST_VARIABLE] = ",".join(dict.fromkeys([*known, _digest(text)]))
 
 
 def with_files(catalog: Catalog, files: Mapping[str, str]) -> Catalog:
-    """What is installed, and the components of files.
+    """The catalog of what is installed, with the components of files.
 
     Args:
         files: texts by the names of files.

@@ -59,7 +59,7 @@ def signature_of(factory: str, kind: Kind) -> Signature:
 
 
 def _given_to(kind: Kind) -> tuple[frozenset[str], type]:
-    """What the kind's protocol of a factory is called with, and the class of keys that all its components have."""
+    """The keywords that the contract gives to a factory, and the class of keys that all components of the kind have."""
     path = kind.contract.partition(":")[0]
     contract = ModuleSource(path)
     for protocol in contract.definitions():
