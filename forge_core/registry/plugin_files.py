@@ -67,7 +67,7 @@ def component(
 
 
 def registered(module: ModuleType) -> Iterator[tuple[Any, ...]]:
-    """The decorated factories of a module, each with its description, its example and its checks, which are mappings."""
+    """The decorated factories of a module, each with three mappings: description, example and checks."""
     for made in vars(module).values():
         about = vars(made).get("__forge_component__") if hasattr(made, "__dict__") else None
         if about is not None and made.__module__ == module.__name__:

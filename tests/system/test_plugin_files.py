@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, dump_job, load_job
 from forge_core.registry.discovery import discover
 
+ROOT = Path(__file__).resolve().parents[2]
 HALVES = '''"""Halves of things."""
 
 from typing import Annotated
@@ -262,3 +264,104 @@ def test_a_model_is_sampled_from_a_checkpoint_only_after_a_look(with_file, untru
     assert f"halves.py is code of {LINES} lines" in capfd.readouterr().err
     assert main(["generate", where, "--prompt", "line", "--max-new-tokens", "2", "--trust-files"]) == 0
     assert main(["generate", where, "--prompt", "line", "--max-new-tokens", "2"]) == 2  # it was for one command
+
+
+EVERYTHING_ELSE = """
+{model}
+[optimizer]
+name = "sign_descent"
+lr = 0.01
+[scheduler]
+name = "trapezoid"
+[loss]
+name = "cross_entropy_z"
+[eval]
+interval = 4
+[[callbacks]]
+name = "good_enough"
+loss = 0.001
+[[trackers]]
+name = "best_loss"
+[metrics]
+interval = 1
+[train]
+steps = 4
+seq_len = 32
+batch_size = 8
+global_batch_size = 8
+precision = "fp32"
+"""
+TEXT = """
+[data]
+name = "text_files"
+path = "{folder}/text"
+pattern = "**/*.txt"
+validation = 0.3
+[[evaluations]]
+name = "confidence"
+interval = 4
+"""
+COUNTING = """
+[data]
+name = "counting"
+[eval.data]
+name = "counting"
+"""
+MODELS = {
+    "dense": """
+[model]
+name = "transformer"
+dim = 32
+n_layers = 2
+n_heads = 4
+max_seq_len = 64
+[model.feed_forward]
+name = "geglu"
+hidden_dim = 48
+[parallel.passes.freeze]
+role = "embedding"
+""",
+    "sparse": """
+[model]
+name = "transformer"
+dim = 32
+n_layers = 2
+n_heads = 4
+max_seq_len = 64
+num_experts = 4
+[model.moe.router]
+name = "{router}"
+""",
+    "bigram": """
+[model]
+name = "bigram"
+dim = 32
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "router"), [("dense", ""), ("sparse", "highest"), ("sparse", "top1"), ("bigram", "")]
+)
+def test_the_files_on_the_pages_of_hooks_train_the_same_under_fsdp_and_tensor_parallelism(new_tiny, model, router):
+    tiny = new_tiny("pages")
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "hooks").glob("forge_*.md"))
+    files = dict(re.findall(r"^:caption: (\w+\.py)\n(.*?)^```$", pages, re.M | re.S))
+    for name, text in files.items():
+        (tiny.folder / name).write_text(text)
+    data = COUNTING if model == "bigram" else TEXT.format(folder=tiny.folder)
+    job = EVERYTHING_ELSE.format(model=MODELS[model].format(router=router) + data)
+    names = sorted(files.keys() - {"relay.py"})  # a pipeline; the page's kit trains with it
+    tiny.config.write_text(f'[plugins]\nfiles = {names}\n[run]\nname = "tiny"\ndir = "{tiny.folder}/runs"\n{job}')
+
+    alone = tiny.completed("run.name=alone")
+    layout = ("--nproc", "4", "parallel.tp=2", "parallel.dp_shard=2", "train.batch_size=4")
+    together = tiny.completed("run.name=together", *layout)
+
+    assert [one["loss"] for one in together if "loss" in one] == pytest.approx(
+        [one["loss"] for one in alone if "loss" in one], rel=1e-5
+    )
+    evaluated = [[one.get("eval/confidence/confidence") for one in lines if "eval/loss" in one] for lines in (alone, together)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-4) if model != "bigram" else evaluated == [[None], [None]]
+    assert "nats per token at step 4" in (tiny.path("together") / "best.txt").read_text()
