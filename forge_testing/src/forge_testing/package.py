@@ -211,6 +211,8 @@ class PluginConformance:
 
     def _keys(self, kind: str, component: Component) -> Any:
         """The class whose fields are the component's keys."""
+        if component.config:
+            return self._load(component, component.config, "config class")
         return config_class(CatalogEntry(component, self.plugin()), discover().kinds[kind])[0]
 
     def _load(self, component: Component, reference: str, what: str) -> Any:
