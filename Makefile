@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast test-nightly torture lint types docs clean
+.PHONY: demo test test-fast test-nightly torture lint types docs dist clean
 
 demo: $(VENV)/installed  ## Train a small model on real text, interrupt it, resume it, sample from it.
 	rm -rf runs/demo
@@ -39,8 +39,11 @@ types: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
+dist: $(VENV)/installed-dev  ## Wheels and source distributions of every package.
+	$(BIN)/python release/distributions.py
+
 clean:
-	rm -rf $(VENV) runs docs/_build docs/generated
+	rm -rf $(VENV) dist runs docs/_build docs/generated
 
 $(VENV)/installed: requirements.txt constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml forge_plugins_*/pyproject.toml) forge_testing/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
