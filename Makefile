@@ -39,8 +39,9 @@ types: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-dist: $(VENV)/installed-dev  ## Wheels and source distributions of every package.
+dist: $(VENV)/installed-dev  ## Wheels and source distributions of every package, and what they are made of.
 	$(BIN)/python release/distributions.py
+	$(BIN)/python release/bill_of_materials.py dist
 
 clean:
 	rm -rf $(VENV) dist runs docs/_build docs/generated

@@ -31,6 +31,7 @@ CLASSIFIERS = PYTHONS | {
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
 }
 META = "forge-train"
+MOE = f"forge_plugins_moe-{forge_core.__version__}"
 BUILD_ONE = """
 import os, sys
 from hatchling.build import build_wheel
@@ -106,14 +107,14 @@ def test_a_tree_without_a_commit_needs_to_be_told_a_time(tmp_path):
 
 def test_a_wheel_can_be_built_from_the_source_distribution(archives, tmp_path):
     """As installers do where only that is taken."""
-    with tarfile.open(archives / "forge_plugins_moe-0.1.0.tar.gz") as source:
+    with tarfile.open(archives / f"{MOE}.tar.gz") as source:
         when = str(int(source.getmembers()[0].mtime))
         source.extractall(tmp_path, filter="data")
 
-    command = [sys.executable, "-c", BUILD_ONE, str(tmp_path / "forge_plugins_moe-0.1.0"), str(tmp_path)]
+    command = [sys.executable, "-c", BUILD_ONE, str(tmp_path / MOE), str(tmp_path)]
     subprocess.run(command, env={**os.environ, "SOURCE_DATE_EPOCH": when}, check=True, capture_output=True)
 
-    name = "forge_plugins_moe-0.1.0-py3-none-any.whl"
+    name = f"{MOE}-py3-none-any.whl"
     assert (tmp_path / name).read_bytes() == (archives / name).read_bytes()
 
 

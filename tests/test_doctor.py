@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+import forge_core
 import fork_server
 from forge_core.cli import main
 from forge_core.contracts.check import CheckContext, Finding
@@ -126,15 +127,15 @@ def test_a_broken_plugin_is_a_finding(doctor, make_distribution, without_process
 
 
 @pytest.mark.parametrize(
-    ("needs", "said", "advice"),
+    ("needs", "old"),
     [
-        ("forge-core<0.3,>=0.2", "needs forge-core<0.3,>=0.2, and 0.1.0 is installed", "forge-core"),
-        ("forge-core<0.1", "needs forge-core<0.1, and 0.1.0 is installed", "acme-other"),
-        ("Forge_Core==0.2.*", "needs Forge_Core==0.2.*, and 0.1.0 is installed", "Forge_Core"),
-        ("forge-plugins-optim>=7", "needs forge-plugins-optim>=7, and 0.1.0 is installed", "forge-plugins-optim"),
+        ("forge-core<100,>=99", "forge-core"),
+        ("forge-core<0.0.1", "acme-other"),
+        ("Forge_Core==99.*", "Forge_Core"),
+        ("forge-plugins-optim>=99", "forge-plugins-optim"),
     ],
 )
-def test_a_core_or_a_plugin_that_does_not_go_with_it_is_a_finding(make_distribution, tmp_path, needs, said, advice):
+def test_a_core_or_a_plugin_that_does_not_go_with_it_is_a_finding(make_distribution, tmp_path, needs, old):
     """With which of the two to upgrade."""
     site = make_distribution("acme-other", files={"acme_other/plugin.py": ""})
     (information,) = site.glob("*.dist-info/METADATA")
@@ -144,7 +145,9 @@ def test_a_core_or_a_plugin_that_does_not_go_with_it_is_a_finding(make_distribut
 
     (found,) = [one for one in plugins.look(CheckContext(tmp_path, discover())) if one.subject == "acme-other"]
 
-    assert (found.state, found.found, found.advice) == ("wrong", f"1.0 {said}", f"pip install --upgrade {advice}")
+    assert found.state == "wrong"
+    assert found.found == f"1.0 needs {needs}, and {forge_core.__version__} is installed"
+    assert found.advice == f"pip install --upgrade {old}"
 
 
 def test_under_a_launcher_all_ranks_are_measured_and_each_host_is_looked_at_once(tmp_path):
