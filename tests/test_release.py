@@ -137,10 +137,12 @@ def test_a_version_without_notes_and_a_section_of_no_kind_are_told():
         notes.notes("0.1.0", CHANGELOG.replace("### Added\n\n- Everything", "### New\n\n- Everything"))
 
 
-def test_our_change_log_has_notes(capsys):
-    notes.main([])
+def test_our_change_log_has_notes_of_every_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
 
-    assert capsys.readouterr().out.startswith("# Forge, unreleased\n\n### ")
+    versions = re.findall(r"^## \[(.+?)\]", changelog, re.M)
+    assert versions[0] == "Unreleased"
+    assert any("\n### Added\n\n- " in notes.notes(version, changelog) for version in versions)
 
 
 @pytest.fixture(scope="module")
