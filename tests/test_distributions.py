@@ -142,6 +142,11 @@ def test_each_says_what_it_is_and_for_whom(metadata):
         assert message.get_payload().lstrip().startswith(("# Forge\n", f"# {name}\n")), name
 
 
+def test_all_name_the_same_addresses(metadata):
+    """None until there are some; then each in every ``pyproject.toml``."""
+    assert len({tuple(sorted(message.get_all("Project-URL", []))) for message in metadata.values()}) == 1
+
+
 def test_each_holds_the_licence_and_says_that_it_is_typed_where_it_is(archives, metadata):
     for wheel in archives.glob("*.whl"):
         with ZipFile(wheel) as archive:

@@ -55,7 +55,7 @@ AFTERNOONS = [
 PACKAGES = [*sorted(ROOT.glob("plugins/*/")), *sorted(ROOT.glob("forge_plugins_*/")), ROOT / "forge_testing"]
 PAGES = [
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *(ROOT / name / "README.md" for name in ("forge_testing", "forge_train")),
     *sorted(ROOT.glob("plugins/*/README.md")),
     *sorted(ROOT.glob("forge_plugins_*/README.md")),

@@ -13,11 +13,13 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packaging.requirements import Requirement
 
 import bill_of_materials
+import choose_torch
 import forge_core
 import notes
 import set_version
@@ -206,3 +208,36 @@ def test_a_folder_without_wheels_or_with_those_of_two_releases_is_told(tmp_path)
             wheel.writestr(f"acme-{version}.dist-info/METADATA", f"Name: acme\nVersion: {version}\n")
     with pytest.raises(SystemExit, match=r"has wheels of several releases: 0.1.0, 0.2.0"):
         bill_of_materials.main([str(tmp_path)])
+
+
+def test_continuous_integration_runs_what_the_packages_say_they_run_with():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    suite = yaml.safe_load(text)["jobs"]["suite"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    said = [line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r"Python :: 3\.\d", line)]
+    (oldest,) = [line.partition(">=")[2] for line in project["dependencies"] if line.startswith("torch>=")]
+    assert suite["strategy"]["matrix"] == {
+        "python": said,
+        "torch": [oldest, "newest"],
+        "system": ["ubuntu-latest", "macos-latest"],
+    }
+    assert suite["steps"][-1] == {"run": ".ci/run"}
+    assert "://" not in text
+
+
+@pytest.mark.parametrize(("asked", "constraint"), [("2.11", ["torch==2.11.*"]), ("newest", [])])
+def test_another_torch_can_be_asked_for(tmp_path, asked, constraint):
+    (tmp_path / "constraints.txt").write_text("# why\nattrs==26.1.0\ntorch==2.13.0\ntorchao==0.18.0\ntorchft==0.2.0\n")
+
+    choose_torch.main([asked], tmp_path / "constraints.txt")
+
+    kept = ["# why", "attrs==26.1.0", "torchft==0.2.0"]
+    assert (tmp_path / "constraints.txt").read_text().splitlines() == [*kept, *constraint]
+
+
+def test_a_torch_that_is_none_is_told(capsys):
+    with pytest.raises(SystemExit):
+        choose_torch.main(["latest"])
+
+    assert "'latest' is neither two numbers, such as 2.11, nor newest" in capsys.readouterr().err
