@@ -17,7 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "plugins/*", "forge_*")
 """Whose ``pyproject.toml`` is that of a distribution of ours."""
-WITH_RANGES = ("docs/**/*.md", "tests/outsider/*/pyproject.toml", *(f"{folder}/pyproject.toml" for folder in FOLDERS))
+WITH_RANGES = (
+    "docs/**/*.md",
+    "tests/outsider/*/pyproject.toml",
+    "examples/*/pyproject.toml",
+    *(f"{folder}/pyproject.toml" for folder in FOLDERS),
+)
 """Files that ask for a range of versions of ours; pages show what an author has to write."""
 CORE = "forge_core/__init__.py"
 HEADING = "## [Unreleased]\n"

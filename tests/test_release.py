@@ -53,7 +53,7 @@ CHANGELOG = """\
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What a version is written into."""
-    for folder in (*FOLDERS, ROOT / "docs" / "hooks", *ROOT.glob("tests/outsider/acme-*")):
+    for folder in (*FOLDERS, ROOT / "docs" / "hooks", *ROOT.glob("tests/outsider/acme-*"), *ROOT.glob("examples/*/")):
         target = tmp_path / folder.relative_to(ROOT)
         target.mkdir(parents=True, exist_ok=True)
         for name in ("pyproject.toml", "index.md"):
@@ -77,7 +77,7 @@ def test_a_version_is_set_everywhere(tree, new, next_patch):
     assert f"## [Unreleased]\n\n## [{new}] - 2027-01-31\n" in (tree / "CHANGELOG.md").read_text()
     ours = {"forge-core", *(folder.name.replace("_", "-") for folder in FOLDERS)}
     for file, project in projects(tree).items():
-        if "outsider" not in file:
+        if not {"outsider", "examples"} & set(Path(file).parts):  # which have versions of their own
             assert project.get("version", new) == new, file
         for line in [*project["dependencies"], *chain(*project.get("optional-dependencies", {}).values())]:
             need = Requirement(line)

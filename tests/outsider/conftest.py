@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -73,6 +74,14 @@ class Installation:
         assert done.returncode == 2, done.stdout + done.stderr
         return " ".join(done.stderr.split())
 
+    def tested(self, *tests: Path) -> str:
+        """What pytest prints of tests of packages in it, which must pass; their ranks are forked."""
+        return self.succeed(
+            *("-m", "pytest", "-p", "no:cacheprovider", "-p", "forked_ranks", "-o", "pythonpath=tools"),
+            *("--import-mode=importlib", "--rootdir=.", *tests),
+            cwd=self.folder,
+        )
+
     def succeed(self, *arguments: str | Path, cwd: Path) -> str:
         """Python in it."""
         return succeed(self.python, *arguments, cwd=cwd)
@@ -105,18 +114,24 @@ for command in json.loads(sys.argv[1]):
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     folder = tmp_path_factory.mktemp("outsiders")
-    wheels = folder / "wheels"
     outsiders = [shutil.copytree(path, folder / path.name) for path in sorted(HERE.glob("acme-*"))]
     outsiders.append(write_package("router", "acme-gate", folder))
-    wheels.mkdir()
-    succeed(sys.executable, "-c", BUILD, wheels, *outsiders, *OURS, cwd=folder)
     installation = fresh_environment(folder)
-    (folder / "tools").mkdir()
-    for module in ("fork_server.py", "forked_ranks.py"):
-        shutil.copy(Path(fork_server.__file__).with_name(module), folder / "tools")
-    (folder / "tools" / "in_turn.py").write_text(IN_TURN)
-    installation.pip("install", "-q", "--no-deps", *sorted(wheels.glob("*.whl")))
+    installation.pip("install", "-q", "--no-deps", *built([*outsiders, *OURS], folder / "wheels"))
     return installation
+
+
+def built(folders: Sequence[Path], wheels: Path) -> list[Path]:
+    """The wheels of packages, in a new folder."""
+    wheels.mkdir()
+    succeed(sys.executable, "-c", BUILD, wheels, *folders, cwd=wheels)
+    return sorted(wheels.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def build_wheels() -> Callable[[Sequence[Path], Path], list[Path]]:
+    """``built``, for tests."""
+    return built
 
 
 @pytest.fixture(scope="session")
@@ -128,15 +143,19 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """An environment in which nothing of Forge is installed yet."""
-    return fresh_environment(tmp_path_factory.mktemp("fresh"))
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Installation]:
+    """A function that makes an environment in which nothing of Forge is installed yet."""
+    return lambda: fresh_environment(tmp_path_factory.mktemp("fresh"))
 
 
 def fresh_environment(folder: Path) -> Installation:
     """An environment with nothing but what others have published."""
     succeed(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     see_third_parties(folder / "venv", folder / "third_parties")
+    (folder / "tools").mkdir()
+    for module in ("fork_server.py", "forked_ranks.py"):
+        shutil.copy(Path(fork_server.__file__).with_name(module), folder / "tools")
+    (folder / "tools" / "in_turn.py").write_text(IN_TURN)
     return Installation(folder)
 
 

@@ -17,10 +17,11 @@ SHORT = ("train.steps=150", "checkpoint.interval=5", "metrics.interval=1", "eval
 
 
 @pytest.fixture(scope="module")
-def complete(empty, index):
+def complete(fresh, index):
     """An environment with ``forge-train`` and all that its extras bring."""
-    empty.pip("install", "-q", "--find-links", index, "forge-train[hf,interp,moe,testing,torchft,vlm]")
-    return empty
+    installation = fresh()
+    installation.pip("install", "-q", "--find-links", index, "forge-train[hf,interp,moe,testing,torchft,vlm]")
+    return installation
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
@@ -28,8 +29,10 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in ("step", "loss", "grad_norm")} for line in lines if "loss" in line]
 
 
-def test_its_name_brings_the_core_and_the_standard_library(empty, index):
-    report = json.loads(empty.pip("install", "-q", "--dry-run", "--report", "-", "--find-links", index, "forge-train"))
+def test_its_name_brings_the_core_and_the_standard_library(fresh, index):
+    report = json.loads(
+        fresh().pip("install", "-q", "--dry-run", "--report", "-", "--find-links", index, "forge-train")
+    )
 
     found = {one["metadata"]["name"]: one["metadata"]["version"] for one in report["install"]}
     expected = ["forge-train", "forge-core", *(f"forge-plugins-{name}" for name in STANDARD)]
