@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 STANDARD = ("data", "dense", "inference", "mirror", "monitor", "optim", "parallel", "plan", "slurm", "studies")
 SMALL = ("model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=32", "train.batch_size=4")
 SHORT = ("train.steps=150", "checkpoint.interval=5", "metrics.interval=1", "eval.interval=150", "eval.batches=1")
+RUN = ("run", "first.toml", *SMALL, *SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +48,42 @@ def test_with_all_extras_every_plugin_works(complete):
     )
 
 
-def test_a_new_configuration_trains_is_interrupted_and_resumes(complete, tmp_path):
-    complete.forge("new", "config", "first", cwd=tmp_path)
-    complete.forge("validate", "first.toml", cwd=tmp_path)
-    command = ("run", "first.toml", *SMALL, *SHORT)
+@pytest.fixture(scope="module")
+def first(complete, tmp_path_factory):
+    """The folder of a run of ``forge new config`` that was interrupted and begun again, and its metrics until then."""
+    folder = tmp_path_factory.mktemp("first")
+    complete.forge("new", "config", "first", cwd=folder)
+    complete.forge("validate", "first.toml", cwd=folder)
+    assert complete.interrupted(*RUN, cwd=folder) == 3
+    before = metrics(folder / "runs" / "first")
+    complete.forge(*RUN, cwd=folder)
+    return folder, before
 
-    assert complete.interrupted(*command, cwd=tmp_path) == 3
-    before = metrics(tmp_path / "runs" / "first")
-    complete.forge(*command, cwd=tmp_path)
-    complete.forge(*command, "run.name=straight", cwd=tmp_path)
 
-    resumed = metrics(tmp_path / "runs" / "first")
+def test_a_new_configuration_trains_is_interrupted_and_resumes(complete, first):
+    folder, before = first
+
+    complete.forge(*RUN, "run.name=straight", cwd=folder)
+
+    resumed = metrics(folder / "runs" / "first")
     assert 5 <= len(before) < 150
     assert resumed[: len(before)] == before
-    assert resumed == metrics(tmp_path / "runs" / "straight")
+    assert resumed == metrics(folder / "runs" / "straight")
     assert [line["step"] for line in resumed] == list(range(1, 151))
+
+
+@pytest.mark.nightly
+def test_what_it_has_trained_is_evaluated_sampled_reported_and_converted(complete, first):
+    folder, _ = first
+
+    evaluated = complete.forge("eval", "runs/first", cwd=folder)
+    sampled = complete.forge("generate", "runs/first", "--prompt", "def ", "--max-new-tokens", "8", cwd=folder)
+    complete.forge("report", "runs", "--out", "report.html", cwd=folder)
+    complete.forge("convert", "runs/first", "--to", "huggingface", "--out", "exported", cwd=folder)
+    complete.forge("convert", "exported", "--to", "forge", "--out", "back", cwd=folder)
+
+    assert "eval/loss" in evaluated
+    assert len(sampled) > len("def ")
+    assert "first" in (folder / "report.html").read_text()
+    assert {path.name for path in (folder / "exported").iterdir()} >= {"config.json", "model.safetensors"}
+    assert {path.name for path in (folder / "back").iterdir()} >= {"checkpoint", "train.toml"}
