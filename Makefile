@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast test-nightly torture lint types docs clean
+.PHONY: demo test test-fast test-nightly torture lint types docs dist clean
 
 demo: $(VENV)/installed  ## Train a small model on real text, interrupt it, resume it, sample from it.
 	rm -rf runs/demo
@@ -40,8 +40,12 @@ docs: $(VENV)/installed-dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
 
+dist: $(VENV)/installed-dev  ## Wheels and source distributions of every package, and what they are made of.
+	$(BIN)/python release/distributions.py
+	$(BIN)/python release/bill_of_materials.py dist
+
 clean:
-	rm -rf $(VENV) runs docs/_build docs/generated
+	rm -rf $(VENV) dist runs docs/_build docs/generated
 
 $(VENV)/installed: requirements.txt constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml forge_plugins_*/pyproject.toml) forge_testing/pyproject.toml
 	$(PYTHON) -m venv $(VENV)

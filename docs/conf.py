@@ -18,7 +18,7 @@ author = "the Forge developers"
 version = release = forge_core.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "glossary_links"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generated/smallest.md"]  # the second is a part of a page
 source_suffix = {".md": "markdown"}
 
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -7,7 +7,9 @@ table of sites imports torch, to build small models: config classes are free of 
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
 import tempfile
 import tomllib
@@ -21,15 +23,15 @@ from event_reference import event_reference
 from layouts_of_fusions import trained_layouts
 
 import forge_core
+from forge_core.config.builder import config_class
 from forge_core.config.field_docs import field_docs, type_words
 from forge_core.config.sections import Job
 from forge_core.config.validators import schema_limits
 from forge_core.passes.rules import condition_words, other_words
 from forge_core.registry.catalog import Catalog, CatalogEntry
-from forge_core.registry.component import PHASES, PassComponent, Slot
+from forge_core.registry.component import PHASES, Kind, PassComponent, Slot
 from forge_core.registry.discovery import discover
 from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_KINDS
-from forge_core.registry.imports import load_reference
 
 
 def write_reference(folder: Path) -> None:
@@ -46,6 +48,7 @@ def write_reference(folder: Path) -> None:
         "moved-modules.md": moved_modules(),
         "passes.md": pass_tables(catalog),
         "sites.md": site_tables(catalog),
+        "smallest.md": smallest_plugins(Path(__file__).with_name("hooks")),
     }
     for name, lines in pages.items():
         page, text = folder / name, "\n".join(lines) + "\n"
@@ -80,7 +83,7 @@ def kind_reference(catalog: Catalog, kind: str) -> Iterator[str]:
     yield f"# Kind: {kind.replace('_', ' ')}"
     yield ""
     for provided in catalog.components(kind):
-        yield from _component(kind, provided)
+        yield from _component(catalog.kinds[kind], provided)
 
 
 def _kinds(catalog: Catalog) -> list[str]:
@@ -128,7 +131,7 @@ def _choices(catalog: Catalog) -> Iterator[tuple[str, str]]:
                     yield f"`[{section.name}] {field.name}`", slot.kind
     for kind in catalog.kinds:
         for provided in catalog.components(kind):
-            cls = load_reference(provided.component.config, what="config", owner=provided.plugin.distribution)
+            cls, _ = config_class(provided, catalog.kinds[kind])
             for field in attrs.fields(attrs.resolve_types(cls, include_extras=True)):
                 if slot := _slot(field.type):
                     yield f"`{field.name}` of a {kind.replace('_', ' ')}", slot.kind
@@ -193,7 +196,7 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     yield ""
     refused: list[tuple[str, str, str]] = []
     for name, one in fusions.items():
-        cls = load_reference(one.component.config, what="config", owner=one.plugin.distribution)
+        cls, _ = config_class(one, catalog.kinds["fusion"])
         refused += [(_code(name), _code(f"parallel.{axis}"), reason) for axis, reason in cls.unsupported.items()]
     if not refused:
         yield "None of them refuses an axis of `[parallel]` altogether. Some of their keys do."
@@ -201,6 +204,30 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     yield "| fusion | axis | because |"
     yield "|---|---|---|"
     yield from map(_row, refused)
+
+
+def smallest_plugins(pages: Path) -> Iterator[str]:
+    """The smallest plugin file on the page of each kind, by its lines that are not blank."""
+    yield "| kind | lines | of them code |"
+    yield "|---|---|---|"
+    for kind in CORE_KINDS:
+        page = (pages / f"{kind.hook}.md").read_text(encoding="utf-8")
+        files = re.findall(r"^:caption: \w+\.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        if files:
+            lines, code = min(map(_counted, files))
+            yield _row((f"[{kind.name.replace('_', ' ')}]({kind.hook}.md)", str(lines), str(code)))
+
+
+def _counted(source: str) -> tuple[int, int]:
+    """Lines that are not blank, and those that are in no docstring."""
+    lines = [number for number, line in enumerate(source.splitlines(), 1) if line.strip()]
+    docstrings = [
+        node.body[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+    ]
+    words = {number for one in docstrings for number in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+    return len(lines), len([number for number in lines if number not in words])
 
 
 def moved_modules() -> Iterator[str]:
@@ -351,10 +378,10 @@ def _section(field: attrs.Attribute[Any], catalog: Catalog) -> Iterator[str]:
     yield ""
 
 
-def _component(kind: str, provided: CatalogEntry) -> Iterator[str]:
+def _component(kind: Kind, provided: CatalogEntry) -> Iterator[str]:
     component, plugin = provided.component, provided.plugin
-    cls = load_reference(component.config, what=f"the config class of '{component.name}'", owner=plugin.distribution)
-    yield f"## {kind} `{component.name}`"
+    cls, _ = config_class(provided, kind)
+    yield f"## {kind.name} `{component.name}`"
     yield ""
     summary = component.summary[:1].upper() + component.summary[1:]
     yield f"{summary}. From {plugin.distribution}, built by `{component.factory}`."

@@ -5,6 +5,7 @@ import pluggy
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.registry.component import Check, Command, Component, Conflict, Kind, Need, PassComponent, Slot
 from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
+from forge_core.registry.plugin_files import component
 
 Use = ComponentRef
 """The older name of ``ComponentRef``."""
@@ -23,4 +24,4 @@ __all__ = [
     "Kind",
     "Need",
 ]
-__all__ += ["PassComponent", "Slot", "Use", "hookimpl"]
+__all__ += ["PassComponent", "Slot", "Use", "component", "hookimpl"]

@@ -18,6 +18,7 @@ from forge_core.config.describe import printable
 from forge_core.errors import ConfigError, ExitCode, ForgeError, PluginError
 from forge_core.registry.component import Command
 from forge_core.registry.hookspecs import CORE_COMMANDS
+from forge_core.registry.plugin_files import TRUST_VARIABLE
 
 if TYPE_CHECKING:
     from forge_core.registry.catalog import Catalog
@@ -32,8 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command's own exit code is the integer that it returns, or that it gives to ``click.Context.exit``.
     """
     is_process = arguments is None
-    arguments, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    arguments, debug = _take("--debug", sys.argv[1:] if arguments is None else arguments)
+    arguments, trusts = _take("--trust-files", arguments)
     invocation = Invocation(arguments, debug=debug)
+    if trusts:
+        os.environ[TRUST_VARIABLE] = "all"  # for the ranks that it starts, too
+        invocation.until_the_end.callback(os.environ.pop, TRUST_VARIABLE, None)
     try:
         return _run(arguments, invocation)
     finally:
@@ -175,6 +180,12 @@ def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> Non
 # Taken out of the arguments before click sees them, so that it may stand anywhere; here for the help only.
 @click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks. May stand after the command, too.")
 @click.option(
+    "--trust-files",
+    is_flag=True,
+    expose_value=False,
+    help="Run the plugin files of a checkpoint, or of another resolved job. May stand after the command, too.",
+)
+@click.option(
     "--disable-plugin",
     metavar="DIST",
     multiple=True,
@@ -198,10 +209,10 @@ def forge() -> None:
     """
 
 
-def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Remove ``--debug`` from the arguments, wherever it stands before ``--``."""
+def _take(flag: str, arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Remove a flag from the arguments, wherever it stands before ``--``."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    ours = [argument for argument in arguments[:end] if argument != "--debug"]
+    ours = [argument for argument in arguments[:end] if argument != flag]
     return [*ours, *arguments[end:]], len(ours) < end
 
 

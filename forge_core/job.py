@@ -17,7 +17,7 @@ from forge_core.config.problems import ConfigProblems, InvalidError, KeyPath, Pr
 from forge_core.config.regular_file import read_regular_file
 from forge_core.config.sections import Job, PhaseSection, PluginsSection, TrainSection, setting_of
 from forge_core.config.shorthands import as_written
-from forge_core.config.toml_file import Document, layered, read_document
+from forge_core.config.toml_file import Document, layered, read_document, with_file_texts
 from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
@@ -35,6 +35,7 @@ from forge_core.registry.catalog import Catalog
 from forge_core.registry.component import PassComponent, kind_words
 from forge_core.registry.entry_points import canonical_distribution
 from forge_core.registry.imports import why_undefined
+from forge_core.registry.plugin_files import PROVIDER, with_files
 from forge_core.registry.plugin_output import output_of
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Problem",
     "adding_passes",
     "base_model",
+    "catalog_of",
     "check_device",
     "components",
     "deprecations",
@@ -85,10 +87,14 @@ def load_job(
     Raises:
         ConfigError: with everything that is wrong. ``ConfigProblems`` if the files could be read.
     """
-    document = with_overrides(read_document(path), overrides, sections=SECTIONS, options=options)
+    document = _with_overrides(read_document(path), overrides, options)
     plugins = _plugins_section(document.table)
     installed = catalog(plugins.disable) if callable(catalog) else catalog
     problems = _plugin_problems(plugins, installed, disables=callable(catalog))
+    try:
+        installed = with_files(installed, plugins.texts)
+    except ConfigError as error:
+        raise ConfigProblems([_placed(Problem(("plugins", "files"), str(error)), document)], str(path)) from error
     try:
         job = structure(document.table, Job, installed)
     except InvalidError as error:
@@ -103,9 +109,18 @@ def load_job(
     return job
 
 
+def catalog_of(job: Job, catalog: Callable[[Collection[str]], Catalog]) -> Catalog:
+    """The plugins that a job sees: those of ``catalog`` that it does not disable, and its files.
+
+    Raises:
+        ConfigError: as ``load_job`` does for its files.
+    """
+    return with_files(catalog(job.plugins.disable), job.plugins.texts)
+
+
 def placed(error: ConfigProblems, path: Path, overrides: Sequence[str]) -> ConfigProblems:
     """Problems of a configuration that a run has found, with the places of its values."""
-    document = with_overrides(read_document(path), overrides, sections=SECTIONS)
+    document = _with_overrides(read_document(path), overrides)
     return ConfigProblems([one if one.location else _placed(one, document) for one in error.problems], str(path))
 
 
@@ -135,8 +150,12 @@ def with_settings(table: Mapping[str, Any], settings: Sequence[str]) -> dict[str
 
 def disabled_plugins(path: Path, overrides: Sequence[str], options: Collection[str]) -> tuple[str, ...]:
     """The distributions that a configuration disables, before anything else of it is looked at."""
-    document = with_overrides(read_document(path), overrides, sections=SECTIONS, options=options)
-    return _plugins_section(document.table).disable
+    return _plugins_section(_with_overrides(read_document(path), overrides, options).table).disable
+
+
+def _with_overrides(document: Document, overrides: Sequence[str], options: Collection[str] = ()) -> Document:
+    """With settings of the command line, where names of files are relative to the working directory."""
+    return with_file_texts(with_overrides(document, overrides, sections=SECTIONS, options=options), Path())
 
 
 def job_table(job: Job) -> dict[str, Any]:
@@ -153,7 +172,21 @@ def dump_job(job: Job) -> str:
     """The job as TOML. Loaded again, it is an equal job, and gives the same text."""
     import tomli_w  # reading a configuration does not need it
 
-    return tomli_w.dumps(job_table(job))
+    table = job_table(job)
+    if not job.plugins.texts:
+        return tomli_w.dumps(table)
+    del table["plugins"]["files"]
+    texts = [f"{tomli_w.dumps({name: ''})[:-3]}{_text_of_lines(text)}\n" for name, text in job.plugins.texts.items()]
+    return "\n".join([tomli_w.dumps(table), "[plugins.files]", *texts])
+
+
+def _text_of_lines(text: str) -> str:
+    """A text as TOML, its lines as they are, for people to read before they trust it."""
+    import tomli_w
+
+    if "'''" in text or re.search(r"[^\t\n -~\u00a0-\uffff]", text):
+        return tomli_w.dumps({"t": text}, multiline_strings=True)[4:].rstrip("\n")
+    return f"'''\n{text}'''"
 
 
 def base_model(job: Job, resolve: Callable[[str, Mapping[str, Any]], ComponentRef]) -> ComponentRef:
@@ -190,6 +223,11 @@ def notes(job: Job, catalog: Catalog) -> list[str]:
     """A line for each thing that is allowed and that one should know: deprecated components, and what the configs of
     components say of themselves in ``notes(job)``."""
     lines = deprecations(job, catalog)
+    for one in catalog.plugins:
+        if one.distribution.startswith(PROVIDER) and one.heavy:
+            seconds, libraries = f"{one.import_seconds:.1f} s", ", ".join(one.heavy)
+            name = one.distribution.removeprefix(PROVIDER)
+            lines.append(f"plugins.files: {name} imports {libraries}, which took {seconds}")
     for path, use in components(job):
         if hasattr(use.config, "notes"):
             with output_of(use.provider):

@@ -28,7 +28,7 @@ from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_ra
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import adding_passes, load_job, sort_passes
+from forge_core.job import adding_passes, catalog_of, load_job, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_parameters, materialise
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held_out_loss
@@ -87,11 +87,11 @@ def load_model(
     except ConfigError as error:
         raise with_missing_plugins(error, checkpoint) from error
     _refuse_leading_outside(job, checkpoint)
-    build = ComponentBuilder(catalog(job.plugins.disable))
+    build = ComponentBuilder(catalog_of(job, catalog))
     model = build_within(checkpoint, job, state["vocab_size"], build)
     materialise(model, device, job.train.seed)
     checkpoint.load(_with(averages, _to_read(checkpoint, model)))
-    _fold(model, checkpoint, averages, folded_weights(job, checkpoint, build, catalog(job.plugins.disable)))
+    _fold(model, checkpoint, averages, folded_weights(job, checkpoint, build, catalog_of(job, catalog)))
     if dtype is not None:
         cast_parameters(model, dtype)
     return LoadedModel(job, model, _tokenizer(state.get("tokenizer"), checkpoint, build))

@@ -16,6 +16,7 @@ SHORT = {
     "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "ettr": ["--gpus", "1024", "--days", "9", "--lives", "2"],
+    "installation": ["--rounds", "1"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
     "plan_time": ["--preset", "debug_20m", "--ranks", "64"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
@@ -44,7 +45,7 @@ LONG = {
     "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
     "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }
-OF_WHOLE_PROCESSES = ("startup", "plan_memory", "parity", "convert", "store", "look_into_demo")
+OF_WHOLE_PROCESSES = ("startup", "installation", "plan_memory", "parity", "convert", "store", "look_into_demo")
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
     "gpu": "tests/test_gpu.py",

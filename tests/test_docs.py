@@ -33,13 +33,14 @@ from forge_core.registry.component import PHASES, Kind
 from forge_core.registry.discovery import discover
 from forge_core.registry.hookspecs import ForgeSpecs, specifications
 from forge_core.registry.imports import load_reference
+from forge_testing.scaffold.plugin_file import write_package_from
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GENERATED = tuple(
     f"generated/{name}.md"
     for name in ("commands", "config-reference", "events", "fusions", "hooks", "moved-modules", "passes", "sites")
-)
+) + ("generated/smallest.md",)
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOKS_OF_PACKAGES = [
@@ -54,7 +55,8 @@ AFTERNOONS = [
 PACKAGES = [*sorted(ROOT.glob("plugins/*/")), *sorted(ROOT.glob("forge_plugins_*/")), ROOT / "forge_testing"]
 PAGES = [
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "forge_testing/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(ROOT / name / "README.md" for name in ("forge_testing", "forge_train")),
     *sorted(ROOT.glob("plugins/*/README.md")),
     *sorted(ROOT.glob("forge_plugins_*/README.md")),
 ]
@@ -115,6 +117,11 @@ def is_configuration(block: Block) -> bool:
 def packages(page: Path) -> list[Block]:
     """The files of the package that a page builds up."""
     return [block for block in blocks(page) if block.caption.startswith(("src/", "tests/", "example", "pyproject"))]
+
+
+def plugin_files(page: Path) -> list[Block]:
+    """The plugin files that a page shows whole."""
+    return [block for block in blocks(page) if re.fullmatch(r"\w+\.py", block.caption)]
 
 
 def folder_of(page: Path) -> str:
@@ -243,9 +250,19 @@ def packages_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert project["entry-points"]["forge.v1"] == {name: f"{name.replace('-', '_')}.plugin"}
         install(folder / name, name)
     for page in HOOK_PAGES:
-        (package,) = {block.caption.split("/")[1] for block in packages(page) if block.caption.startswith("src/")}
-        write_files(page, folder / package)
-        install(folder / package, package.replace("_", "-"))
+        for block in plugin_files(page):
+            file = folder / "files" / block.caption  # beside a package of its name, it would be imported in its place
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+            kind = page.stem.removeprefix("forge_").removesuffix("s").replace("losse", "loss").replace("passe", "pass")
+            package = write_package_from(file, kind, file.stem.replace("_", "-"), folder)
+            install(package, package.name)
+            for own in packages(page):  # in place of the one that is written
+                (package / "tests" / f"test_{kind}.py").unlink()
+                (package / own.caption).write_text(own.text, encoding="utf-8")
+        for package in {block.caption.split("/")[1] for block in packages(page) if block.caption.startswith("src/")}:
+            write_files(page, folder / package)
+            install(folder / package, package.replace("_", "-"))
     return folder
 
 
@@ -297,7 +314,7 @@ def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pa
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(tests) == len(HOOK_PAGES) + len(AFTERNOONS)
+    assert len(tests) == len(HOOK_PAGES) + 2 + len(AFTERNOONS)  # two pages have two examples
 
 
 @pytest.mark.slow
@@ -403,7 +420,7 @@ def test_the_router_of_the_afternoon_trains_the_same_in_layouts_that_the_page_sh
     page = DOCS / "write-a-router.md"
     folder = packages_of_pages / "biased-topk"
     alone = "run example.toml --run.name=alone"
-    without_others = 'plugins.disable=["two-passes"]'  # which another page makes, and has a pipeline too
+    without_others = 'plugins.disable=["relay"]'  # which another page makes, and has a pipeline too
     commands = layouts(page)
     assert len(commands) == 6
 

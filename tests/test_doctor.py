@@ -10,11 +10,12 @@ from pathlib import Path
 import attrs
 import pytest
 
+import forge_core
 import fork_server
 from forge_core.cli import main
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.registry.discovery import discover
-from forge_plugins_monitor.doctor import gloo, gpus, network, storage
+from forge_plugins_monitor.doctor import gloo, gpus, network, plugins, storage
 from forge_plugins_monitor.doctor.together import merged
 from forge_plugins_monitor.plugin import forge_checks
 
@@ -123,6 +124,30 @@ def test_a_broken_plugin_is_a_finding(doctor, make_distribution, without_process
 
     assert (code, found["acme-broken"]["state"]) == (2, "wrong")
     assert "no_such_module" in found["acme-broken"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("needs", "old"),
+    [
+        ("forge-core<100,>=99", "forge-core"),
+        ("forge-core<0.0.1", "acme-other"),
+        ("Forge_Core==99.*", "Forge_Core"),
+        ("forge-plugins-optim>=99", "forge-plugins-optim"),
+    ],
+)
+def test_a_core_or_a_plugin_that_does_not_go_with_it_is_a_finding(make_distribution, tmp_path, needs, old):
+    """With which of the two to upgrade."""
+    site = make_distribution("acme-other", files={"acme_other/plugin.py": ""})
+    (information,) = site.glob("*.dist-info/METADATA")
+    information.write_text(
+        f"{information.read_text()}Requires-Dist: {needs}\nRequires-Dist: forge-core>=9; extra == 'new'\n"
+    )
+
+    (found,) = [one for one in plugins.look(CheckContext(tmp_path, discover())) if one.subject == "acme-other"]
+
+    assert found.state == "wrong"
+    assert found.found == f"1.0 needs {needs}, and {forge_core.__version__} is installed"
+    assert found.advice == f"pip install --upgrade {old}"
 
 
 def test_under_a_launcher_all_ranks_are_measured_and_each_host_is_looked_at_once(tmp_path):

@@ -15,6 +15,7 @@ import fork_server
 from forge_core.cli import main
 from forge_core.registry.hookspecs import CORE_KINDS
 from forge_testing.scaffold.package import HOOKS, WITHOUT_PACKAGE, write_package
+from forge_testing.scaffold.plugin_file import kinds_with_file
 
 KINDS = [*(kind.name for kind in CORE_KINDS if kind.name not in WITHOUT_PACKAGE), "command", "check"]
 WITH_EXAMPLE = [kind for kind in KINDS if kind not in ("command", "check")]
@@ -36,21 +37,24 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def environment(packages: Path) -> dict[str, str]:
     """Environment variables under which all packages are installed: what an editable installation leaves, by hand."""
-    sources = []
-    for kind in KINDS:
-        source = packages / name_of(kind) / "src"
-        project = tomllib.loads((source.parent / "pyproject.toml").read_text())["project"]
-        information = source / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        information.mkdir()
-        requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in project["dependencies"])
-        (information / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{requirements}"
-        )
-        ((group, points),) = project["entry-points"].items()
-        lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
-        (information / "entry_points.txt").write_text("\n".join(lines))
-        sources.append(str(source))
+    sources = [str(installed_by_hand(packages / name_of(kind))) for kind in KINDS]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
+
+
+def installed_by_hand(package: Path) -> Path:
+    """Leave what an editable installation leaves; returns the folder to import from."""
+    source = package / "src"
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    information = source / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    information.mkdir()
+    requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in project["dependencies"])
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{requirements}"
+    )
+    ((group, points),) = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+    (information / "entry_points.txt").write_text("\n".join(lines))
+    return source
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +183,75 @@ def test_a_configuration_to_start_from_is_valid_and_not_written_over(tmp_path, c
 
     assert main(["new", "config", "first.toml"]) == 2
     assert "first.toml exists already; choose another name" in capsys.readouterr().err
+
+
+FILES = [pytest.param(kind, marks=() if kind in ("router", "scheduler") else pytest.mark.nightly) for kind in HOOKS]
+"""By day, the examples on the pages of hooks are plugin files of the other kinds."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FILES if kind.values[0] in kinds_with_file()])
+def test_a_plugin_file_and_the_package_around_it_pass_at_once(kind, tmp_path, capsys, monkeypatch, fork_pytest) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", kind, "my-own", "--file"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"my_own.py: a plugin file with the {kind.replace('_', ' ')} 'my_own'. Next:\n")
+    assert '    files = ["my_own.py"]\n' in printed
+
+    tested = fork_pytest("my_own.py")
+    assert re.search(r"\d+ passed", tested), tested
+    assert main(["new", kind, "good-one", "--from", "my_own.py"]) == 0
+    source = (tmp_path / "good-one" / "src" / "good_one" / f"{kind}.py").read_text()
+    assert "component" not in source
+    project = tomllib.loads((tmp_path / "good-one" / "pyproject.toml").read_text())["project"]
+    assert ("forge-plugins-moe" in project["dependencies"]) is (kind == "router")
+    assert re.search(r"\d+ passed", fork_pytest("good-one"))
+
+
+@pytest.fixture
+def fork_pytest(tmp_path: Path):
+    """Run pytest on files of this folder, with packages in it installed; returns what it printed."""
+
+    def run(path: str) -> str:
+        sources = [str(Path(fork_server.__file__).parent)]
+        for project in tmp_path.glob("*/pyproject.toml"):
+            sources.append(str(installed_by_hand(project.parent)))
+        options = ["-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "-p", "forked_ranks"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), path],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["command", "a", "--file"], "no plugin file can be written for the kind 'command'. Kinds: model, "),
+        (["rooter", "a", "--file"], "no plugin file can be written for the kind 'rooter'. Did you mean 'router'?"),
+        (["router", "there", "--file"], "there.py exists already; choose another name"),
+        (["router", "a", "--file", "--dir", "nowhere"], "nowhere is not a directory"),
+        (["router", "a", "--from", "there.py"], "there.py registers nothing: put @component(kind)"),
+        (["router", "a", "--from", "where.py"], "--from where.py: there is no such file"),
+        (["router", "a", "--from", "loss.py"], "--from loss.py: it registers no router; it registers: loss"),
+        (["router", "a", "--from", "loss.py", "--file"], "give one of them"),
+        (["config", "a", "--file"], "give one of them"),
+    ],
+)
+def test_what_cannot_be_written_is_told_and_nothing_is(words, sentence, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.py").write_text("x = 1\n")
+    assert main(["new", "loss", "loss", "--file"]) == 0
+    before = sorted(tmp_path.rglob("*"))
+
+    assert main(["new", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_names_follow_from_the_given_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from forge_core.config.diff import Difference, differences
 from forge_core.errors import ConfigError, and_more
+from forge_core.registry.plugin_files import PROVIDER
 
 _FIXED = (
     "model",
@@ -62,7 +63,7 @@ def used_plugins(*tables: object) -> set[str]:
     for table in tables:
         if isinstance(table, Mapping):
             name = table.get("name")
-            if isinstance(name, str) and ":" in name:
+            if isinstance(name, str) and ":" in name and not name.startswith(PROVIDER):  # the job itself has a file
                 used.add(name.partition(":")[0])
             used |= used_plugins(*table.values())
         elif isinstance(table, list):
@@ -98,4 +99,6 @@ def _is_within(key: str, section: str) -> bool:
 
 def value_text(value: object) -> str:
     """A value of a job in a message."""
+    if isinstance(value, str) and "\n" in value:
+        return f"{len(value.splitlines())} lines"
     return "unset" if value is None else repr(value)

@@ -47,13 +47,12 @@ def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
 @click.pass_obj
 def show(invocation: Invocation, kind: str, name: str) -> None:
     """Show the component NAME of KIND: who provides it, and the keys of its table in a configuration."""
-    from forge_core.registry.imports import load_reference
+    from forge_core.config.converter import config_class  # the list of plugins does without
 
-    provided = invocation.catalog().find(kind, name)
+    catalog = invocation.catalog()
+    provided = catalog.find(kind, name)
     component, plugin = provided.component, provided.plugin
-    config = load_reference(
-        component.config, what=f"the config class of {kind} '{component.name}'", owner=plugin.distribution
-    )
+    config, _ = config_class(provided, catalog.kinds[kind])
     click.echo(_wrapped(f"{kind} {component.name}: {component.summary}"))
     click.echo(f"provided by {plugin}, built by {component.factory}")
     if component.aliases:

@@ -20,7 +20,7 @@ from forge_core.distributed.environment import world_size_of
 from forge_core.distributed.parent_death import end_with_launcher
 from forge_core.distributed.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError, NotJoinedError
-from forge_core.job import ConfigProblems, disabled_plugins, dump_job, load_job, placed
+from forge_core.job import ConfigProblems, catalog_of, disabled_plugins, dump_job, load_job, placed
 from forge_core.run.directory import RunDirectory
 from forge_core.run.output import LossyOutput
 from forge_core.run.process import frozen_imports
@@ -128,7 +128,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
         with stacks_on_quit():
             code = run_job(
                 job,
-                obj.catalog(job.plugins.disable),
+                catalog_of(job, obj.catalog),
                 dry_run=dry_run,
                 until_the_end=obj.until_the_end,
                 command=_command(obj),

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from forge_core.contracts.command import options_of
-from forge_core.job import load_job, notes, sort_passes, summary
+from forge_core.job import catalog_of, load_job, notes, sort_passes, summary
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -23,7 +23,7 @@ def validate(ctx: click.Context, config: Path, overrides: tuple[str, ...], world
     Exit codes: 0 valid, 2 not.
     """
     job = load_job(config, overrides, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
-    catalog = ctx.obj.catalog(job.plugins.disable)
+    catalog = catalog_of(job, ctx.obj.catalog)
     for line in notes(job, catalog):
         click.echo(f"note: {line}", err=True)
     passes = [use.name for use in sort_passes(job, catalog)]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
-from forge_core.config.converter import structure
+import attrs
+
+from forge_core.config.converter import config_class, structure
 from forge_core.config.problems import ConfigProblems, InvalidError
+from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ForgeError, PluginError
 from forge_core.registry.catalog import Catalog
@@ -15,7 +21,7 @@ from forge_core.registry.component import Slot, kind_words
 from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
 
-__all__ = ["ComponentBuilder", "load_reference", "output_of"]
+__all__ = ["ComponentBuilder", "config_class", "load_reference", "output_of"]
 
 
 class ComponentBuilder:
@@ -27,30 +33,41 @@ class ComponentBuilder:
     def __call__(self, use: ComponentRef, /, **given: Any) -> Any:
         what = f"the factory of {kind_words(use.kind)} '{use.name}'"
         factory = load_reference(use.factory, what=what, owner=use.provider)
-        given = {"build": self, **given}
-        for name in ("build", *self._catalog.kinds[use.kind].optional):
-            if name in given and not takes(factory, name):
-                del given[name]
-        self._refuse_signature(use, factory, given)
+        positional = [use.config] if use.takes is None else []
+        given = self._wanted(use, factory, {"build": self, **given})
+        self._refuse_signature(use, factory, positional, given)
         try:
             with output_of(use.provider):
-                built = factory(use.config, **given)
+                built = factory(*positional, **given)
         except Exception as error:
             if not isinstance(error, ForgeError):
                 error.add_note(f"raised by the factory of {self.words_for(use)}")
             raise
         self._refuse_result(use, built)
+        if use.kind == "data_source" and not hasattr(built, "fingerprint"):
+            built.fingerprint = fingerprint_of(use.config, given)
         return built
 
-    def _refuse_signature(self, use: ComponentRef, factory: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    def _wanted(self, use: ComponentRef, factory: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The keywords that a factory takes, among what it is given and, if its parameters are its keys, these."""
+        if use.takes is not None:
+            keys = {field.name: getattr(use.config, field.name) for field in attrs.fields(type(use.config))}
+            return {key: one for key, one in {**given, **keys}.items() if not use.takes.isdisjoint((key, "**"))}
+        left_out = [name for name in ("build", *self._catalog.kinds[use.kind].optional) if not takes(factory, name)]
+        return {name: one for name, one in given.items() if name not in left_out}
+
+    def _refuse_signature(
+        self, use: ComponentRef, factory: Callable[..., Any], positional: Sequence[Any], given: Mapping[str, Any]
+    ) -> None:
         try:
-            inspect.signature(factory).bind(use.config, **given)
+            inspect.signature(factory).bind(*positional, **given)
         except ValueError:  # as below
             return
         except TypeError as error:
+            words = f"{'a config and ' if positional else ''}{', '.join(given) or 'nothing else'}"
             raise PluginError(
-                f"{self.words_for(use)}: its factory '{use.factory}' cannot be called with a config and "
-                f"{', '.join(given) or 'nothing else'}: {error}. This is a bug in {use.provider}."
+                f"{self.words_for(use)}: its factory '{use.factory}' cannot be called with {words}: {error}. This is a "
+                f"bug in {use.provider}."
             ) from error
 
     def _refuse_result(self, use: ComponentRef, built: object) -> None:
@@ -81,6 +98,17 @@ class ComponentBuilder:
             return structure(table, Annotated[ComponentRef, Slot(kind)], self._catalog)  # type: ignore[arg-type]
         except InvalidError as error:
             raise ConfigProblems([problem.under(kind) for problem in error.problems], f"this {kind}") from error
+
+
+def fingerprint_of(config: Any, given: Mapping[str, Any]) -> str:
+    """The fingerprint of a data source that has none: of its keys, of the files that they name, and of ``seq_len``."""
+    digest = hashlib.sha256(json.dumps([plain(config), given.get("seq_len")], sort_keys=True).encode())
+    for field in attrs.fields(type(config)):
+        path = getattr(config, field.name)
+        files = sorted(path.expanduser().rglob("*")) if isinstance(path, Path) and path.is_dir() else [path]
+        for file in (one for one in files if isinstance(one, Path) and one.expanduser().is_file()):
+            digest.update(f"{file} {file.expanduser().stat().st_size}".encode())
+    return digest.hexdigest()
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

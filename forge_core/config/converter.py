@@ -23,7 +23,7 @@ from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, PluginError, nearest, with_article
 from forge_core.registry.catalog import Catalog, CatalogEntry
-from forge_core.registry.component import Slot, kind_words
+from forge_core.registry.component import Kind, Slot, kind_words
 from forge_core.registry.imports import load_reference
 from forge_core.registry.plugin_output import output_of
 
@@ -338,7 +338,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             raise InvalidError([Problem(("name",), f"{EXPECTED_STRING}, got {describe(name)}")])
         try:
             provided = catalog.lookup(slot.kind, name)
-            cls = config_class(provided, slot.kind)
+            cls, takes = config_class(provided, catalog.kinds[slot.kind])
         except (ConfigError, PluginError) as error:
             raise InvalidError([Problem((), str(error), at=("name",))]) from error
         keys = {key: item for key, item in table.items() if key != "name"}
@@ -354,6 +354,7 @@ def _component_hook(annotation: Any, converter: Converter, catalog: Catalog) -> 
             provider=provided.plugin.distribution,
             factory=provided.component.factory,
             config=config,
+            takes=takes,
             written={**written, **shorthand},
         )
 
@@ -372,20 +373,28 @@ def _component_table(value: Any, slot: Slot, catalog: Catalog) -> tuple[Mapping[
     raise InvalidError.because(f"{or_text}a table with {_naming(slot, catalog)}; got {describe(value)}")
 
 
-def config_class(provided: CatalogEntry, kind: str) -> type:
-    """Import the config class of a component.
+def config_class(provided: CatalogEntry, kind: Kind) -> tuple[type, frozenset[str] | None]:
+    """The class whose fields are a component's keys, and ``ComponentRef.takes``.
 
     Raises:
-        PluginError: it cannot be imported, or is not an attrs class; the message says whose bug that is.
+        PluginError: it cannot be imported or read, or is not an attrs class; the message says whose bug that is.
     """
     component, plugin = provided.component, provided.plugin
-    what = f"the config class of {kind_words(kind)} '{component.name}'"
+    what = f"the config class of {kind_words(kind.name)} '{component.name}'"
+    if not component.config:
+        from forge_core.registry.signature import signature_of  # it parses source text, which not all jobs need
+
+        try:
+            signature = signature_of(component.factory, kind)
+        except PluginError as error:
+            raise PluginError(f"{plugin}: {error}") from error
+        return signature.keys, signature.takes
     cls = load_reference(component.config, what=what, owner=str(plugin))
     if not isinstance(cls, type) or not attrs.has(cls):
         raise PluginError(
             f"{plugin}: {what} '{component.config}' is not an attrs class. This is a bug in {plugin.distribution}."
         )
-    return cls
+    return cls, None
 
 
 def _configure(
@@ -399,9 +408,9 @@ def _configure(
     except InvalidError as error:
         raise InvalidError([one.moved(lambda path: as_written(path, written)) for one in error.problems]) from error
     except Exception as error:
-        plugin = provided.plugin
+        plugin, source = provided.plugin, provided.component.config or provided.component.factory
         raise InvalidError.because(
-            f"{plugin}: the config class '{provided.component.config}' fails ({type(error).__name__}: {error}). "
+            f"{plugin}: the config class '{source}' fails ({type(error).__name__}: {error}). "
             f"This is a bug in {plugin.distribution}."
         ) from error
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from forge_core.registry.component import Slot
+from forge_core.registry.component import DOC, Slot
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -27,7 +27,8 @@ def field_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         docs.update(_documented_fields(base))
-    return docs
+    own = {one.name: one.metadata.get(DOC) for one in getattr(cls, "__attrs_attrs__", ())}
+    return docs | {name: doc for name, doc in own.items() if doc}
 
 
 def type_words(annotation: Any) -> str:

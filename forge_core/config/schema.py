@@ -157,7 +157,7 @@ class _Schema:
         if component.deprecated:
             about |= {"deprecated": True, "$comment": component.deprecated}
         try:
-            table = self._table(config_class(provided, kind))
+            table = self._table(config_class(provided, self._catalog.kinds[kind])[0])
         except (PluginError, NameError, TypeError) as error:  # it cannot be imported, or its types make no sense
             return {**about, "type": "object", "$comment": str(error)}
         table["properties"] = {"name": {"type": "string"}, **table["properties"]}

@@ -362,6 +362,13 @@ class PluginsSection:
     """Distributions that are not imported."""
     require: tuple[str, ...] = ()
     """Requirements that must be met, such as ``"acme-routers>=0.3,<0.4"``."""
+    files: tuple[Path, ...] | Mapping[str, str] = ()
+    """Plugins in a file: ``["my_router.py"]``, relative to the configuration; a resolved job has their texts."""
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """The texts of ``files``, by name."""
+        return self.files if isinstance(self.files, Mapping) else {}
 
 
 @attrs.frozen(kw_only=True)

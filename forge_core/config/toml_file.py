@@ -15,9 +15,12 @@ from forge_core.config.regular_file import read_regular_file
 from forge_core.config.toml_positions import key_lines
 from forge_core.config.toml_text import MAX_BYTES, refuse_depth, toml_tokens
 from forge_core.errors import ConfigError, nearest
+from forge_core.registry.plugin_files import trust
 
 MAX_FILES = 32
 """Files of one configuration, with the files that it extends."""
+MAX_PLUGIN_BYTES = 2**18
+"""Bytes of a plugin in a file."""
 
 
 @attrs.frozen
@@ -52,7 +55,7 @@ class _Reading:
         self._documents: dict[Path, Document] = {}
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
-        layer = _parse(path)
+        layer = with_file_texts(_parse(path), path.parent)
         extends = layer.table.pop("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -89,6 +92,44 @@ def _without_run_name(base: Document) -> Document:
     return Document({**base.table, "run": kept}, locations)
 
 
+def with_file_texts(document: Document, folder: Path) -> Document:
+    """With the texts of ``plugins.files`` in place of a list of their names, which are relative to ``folder``.
+
+    Raises:
+        ConfigProblems: a file is missing, unreadable or too large, or two have one name.
+    """
+    plugins = document.table.get("plugins")
+    names = plugins.get("files") if isinstance(plugins, dict) else None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        return document
+    texts: dict[str, str] = {}
+    for index, name in enumerate(names):
+        path = folder / Path(name).expanduser()
+        try:
+            if path.suffix != ".py" or path.name in texts:
+                why = "there is another file of this name" if path.name in texts else "must be a Python file, *.py"
+                raise ConfigError(why)
+            texts[path.name] = read_plugin_file(path)
+        except (OSError, UnicodeDecodeError, ValueError, ConfigError) as error:
+            place, why = ("plugins", "files"), str(error)
+            if isinstance(error, FileNotFoundError):
+                why = f"there is no file {path}{_what_was_meant(path)}"
+            raise ConfigProblems([Problem((*place, index), why, location=document.locate(place))]) from error
+    return Document({**document.table, "plugins": {**plugins, "files": texts}}, document.locations)  # type: ignore[dict-item]  # a table
+
+
+def read_plugin_file(path: Path) -> str:
+    """The text of a plugin in a file, which may be run from here on.
+
+    Raises:
+        OSError: it cannot be read, or is too large.
+        ValueError: it is not UTF-8, or the name is none of a file.
+    """
+    text = read_regular_file(path, MAX_PLUGIN_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
+    trust(text)
+    return text
+
+
 def _about_extends(layer: Document, sentence: str) -> ConfigError:
     return ConfigProblems([Problem(("extends",), sentence, location=layer.locate(("extends",)))])
 
@@ -97,7 +138,7 @@ def _what_was_meant(path: Path) -> str:
     if str(path).startswith("-"):
         return " (the configuration file comes first, then options and settings)"
     folder = path.parent if path.parent.is_dir() else Path()
-    near = nearest(path.name, (one.name for one in folder.glob("*.toml")))
+    near = nearest(path.name, (one.name for one in folder.glob(f"*{path.suffix or '.toml'}")))
     here = "" if path.is_absolute() else f"; the working directory is {Path.cwd()}"
     return f"; did you mean {folder / near}?" if near else here
 

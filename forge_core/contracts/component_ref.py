@@ -21,7 +21,10 @@ class ComponentRef:
     """The distribution that registered the component."""
     factory: str
     config: Any
-    """An instance of the component's config class."""
+    """An instance of the component's config class, or of one whose fields are parameters of its factory."""
+    takes: frozenset[str] | None = attrs.field(default=None, eq=False, repr=False)
+    """Keywords of the factory, if its keys are parameters: it is called with them, and not with ``config``. With
+    ``**``, it takes any."""
     written: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
     """Keys of the config that were written otherwise, with what was written: ``{"feed_forward.n_experts":
     "num_experts"}``. From the config class's ``expand``; messages are about what was written. ``{"url": ""}``: a string

@@ -166,7 +166,7 @@ class DataSourceFactory(Protocol):
 
     def __call__(
         self,
-        config: Any,
+        config: DataSourceConfig,
         /,
         *,
         seq_len: int,

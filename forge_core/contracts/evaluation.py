@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import attrs
 
@@ -162,7 +162,14 @@ class EvaluationFactory(Protocol):
     """The signature of the factory that a description names."""
 
     def __call__(
-        self, config: Any, /, *, open_data: OpenData, tokenizer: Tokenizer | None, seq_len: int, build: Builder
+        self,
+        config: EvaluationConfig,
+        /,
+        *,
+        open_data: OpenData,
+        tokenizer: Tokenizer | None,
+        seq_len: int,
+        build: Builder,
     ) -> Evaluation:
         """Build the evaluation, and open its data, before the model is built. A factory may leave out the keywords
         ``tokenizer``, ``seq_len`` and ``build``.

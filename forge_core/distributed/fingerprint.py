@@ -49,6 +49,8 @@ def refuse_unequal_ranks(job: Job, catalog: Catalog) -> None:
 def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:
     """Every key of the resolved job that is not the machine's own, and every version that could change a number."""
     facts = {key: literal(value) for key, value in leaves(job_table(job)) if key not in _OF_THE_MACHINE}
+    for key in [key for key in facts if key.startswith("plugins.files.")]:
+        facts[key] = hashlib.sha256(facts[key].encode()).hexdigest()[:12]  # of a text that is too long for a message
     supervisor = chosen_supervisor(catalog, job.run)  # ranks with different ones would wait for each other
     facts["run.supervisor"] = "none" if supervisor is None else str(supervisor.provider)
     providers = {use.provider for _, use in components(job)} | ({supervisor.provider} if supervisor else set())

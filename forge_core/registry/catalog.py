@@ -168,7 +168,8 @@ class Catalog:
         found = self._components.get((kind, bare), ())
         if not colon:
             return found
-        return tuple(one for one in found if one.plugin.distribution == canonical_distribution(distribution))
+        wanted = canonical_distribution(distribution)
+        return tuple(one for one in found if canonical_distribution(one.plugin.distribution) == wanted)
 
     def words_for(self, use: ComponentRef) -> str:
         """A chosen component as messages name it: ``"optimizer 'muon' of acme-optim 1.2"``."""

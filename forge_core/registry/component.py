@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 import attrs
 
+DOC = "forge_doc"
+"""The entry of a field's metadata that describes it, where no docstring stands under it."""
+
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -21,13 +24,18 @@ def _is_name(_: object, attribute: attrs.Attribute[str], value: str) -> None:
         raise ValueError(f"{attribute.name} must be lower-case words joined by '_' or '-', got {value!r}")
 
 
+def _is_name_or_empty(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if value:
+        _is_name(None, attribute, value)
+
+
 def _is_reference(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
         raise ValueError(f'{attribute.name} must be an import path "package.module:Name", got {value!r}')
 
 
 def _is_reference_or_empty(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value != "":
+    if value:
         _is_reference(None, attribute, value)
 
 
@@ -65,8 +73,11 @@ class Component:
     """One line for ``forge plugins`` and for error messages."""
     factory: str = attrs.field(validator=_is_reference)
     """``"package.module:callable"``; its signature is the kind's protocol in ``forge_core.contracts``."""
-    config: str = attrs.field(validator=_is_reference)
-    """``"package.module:Class"``, a frozen attrs class; the module may not import torch."""
+    config: str = attrs.field(default="", validator=_is_reference_or_empty)
+    """``"package.module:Class"``, a frozen attrs class; the module may not import torch. Without it, the keys are the
+    keyword-only parameters of the factory that its kind is not given."""
+    kind: str = attrs.field(default="", validator=_is_name_or_empty)
+    """The kind, of an entry of the list ``components`` of a plugin module; the hook says it of what it yields."""
     aliases: tuple[str, ...] = attrs.field(default=(), converter=_tuple, validator=_are_names)
     """Further names that resolve to this component."""
     deprecated: str = ""

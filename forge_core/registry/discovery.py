@@ -30,21 +30,18 @@ from forge_core.registry.entry_points import (
     plugin_entry_points,
 )
 from forge_core.registry.hookspecs import BESIDE_COMPONENTS, CORE_COMMANDS, CORE_KINDS, ForgeSpecs, specifications
+from forge_core.registry.imports import HEAVY_MODULES
 from forge_core.registry.plugin_output import output_of
 
 DISABLE_VARIABLE = "FORGE_DISABLE_PLUGINS"
 """Environment variable: distributions that are not imported, separated by commas."""
-HEAVY_MODULES = ("jax", "numpy", "tensorflow", "torch", "transformers")
-"""Libraries whose import takes long enough to be felt, so that a plugin module may not import them."""
 
 
-def discover(disable: Collection[str] = (), only: Collection[str] | None = None) -> Catalog:
+def discover(disable: Collection[str] = ()) -> Catalog:
     """The catalog of what is installed.
 
     Args:
         disable: distributions that are listed and not imported, in addition to those of ``FORGE_DISABLE_PLUGINS``.
-        only: if given, no other distributions are imported than these, unless one of them implements a hook that
-            only a further plugin can have added. For processes that know from a resolved job what they need.
     """
     from_environment = os.environ.get(DISABLE_VARIABLE, "").split(",")
     disabled = {canonical_distribution(name.strip()) for name in (*disable, *from_environment)}
@@ -57,18 +54,11 @@ def discover(disable: Collection[str] = (), only: Collection[str] | None = None)
 
     manager = pluggy.PluginManager("forge")
     manager.add_hookspecs(ForgeSpecs)
-    if only is None:
-        _load(candidates, manager)
-    else:
-        wanted = {canonical_distribution(name) for name in only}
-        _load([candidate for candidate in candidates if candidate.distribution in wanted], manager)
-        if any(_unknown_hooks(candidate, _known_hooks(candidates), manager) for candidate in candidates):
-            _load([candidate for candidate in candidates if candidate.distribution not in wanted], manager)
-
+    _load(candidates, manager)
     _add_kinds(candidates, manager)
     _refuse_unknown_hooks(candidates, manager)
     _collect(candidates, manager)
-    return Catalog(candidate.result() for candidate in candidates)
+    return Catalog(candidate.plugin for candidate in candidates)
 
 
 @attrs.define
@@ -150,11 +140,6 @@ class _Candidate:
             self.fail("broken", _sentence(error), error)
             return
         self.module = module
-
-    def result(self) -> Plugin:
-        if self.plugin.status == "ok" and self.module is None:
-            self.fail("disabled", "this job does not need it")
-        return self.plugin
 
     def _check_version(self, stated: object) -> None:
         if stated is None:
@@ -254,11 +239,15 @@ def _collect(candidates: Collection[_Candidate], manager: pluggy.PluginManager) 
     loaded = [candidate for candidate in candidates if candidate.loaded]
     kinds = _kinds(loaded)
     for candidate in loaded:
+        listed = _listed(candidate, kinds)
         components = [
             (kind.name, component)
             for kind in kinds
-            for component in _distinct(candidate, kind.hook, kind.descriptor, manager)
+            for component in _distinct(candidate, kind.hook, kind.descriptor, manager, listed.get(kind.name, ()))
         ]
+        for kind, component in components:
+            if component.kind not in ("", kind):
+                candidate.fail("broken", f"a hook for {kind} yields '{component.name}', of the kind {component.kind}")
         commands = _distinct(candidate, "forge_commands", Command, manager)
         for name in sorted({one.name for one in commands} & {one.name for one in CORE_COMMANDS}):
             candidate.fail("broken", f"its command '{name}' would replace the core's")
@@ -269,11 +258,35 @@ def _collect(candidates: Collection[_Candidate], manager: pluggy.PluginManager) 
             )
 
 
+def _listed(candidate: _Candidate, kinds: Iterable[Kind]) -> dict[str, list[Component]]:
+    """The list ``components`` of a plugin module, by kind; the plugin is broken if it holds anything else."""
+    listed = getattr(candidate.module, "components", ())
+    descriptors, found = {kind.name: kind.descriptor for kind in kinds}, dict[str, list[Component]]()
+    for one in listed if isinstance(listed, (list, tuple)) else ():
+        if not isinstance(one, Component):
+            candidate.fail("broken", f"components: it must hold descriptions of type Component, not {_a(one)}")
+        elif one.kind not in descriptors:
+            from forge_core.registry.suggestions import did_you_mean  # a dear import, for the sad path only
+
+            hint = did_you_mean(one.kind, descriptors) or f" Kinds: {', '.join(descriptors)}."
+            candidate.fail("broken", f"components: '{one.name}' has the kind {one.kind!r}, which is none.{hint}")
+        elif not isinstance(one, descriptors[one.kind]):
+            expected = descriptors[one.kind].__name__
+            candidate.fail("broken", f"components: '{one.name}' must be of type {expected}, not {_a(one)}")
+        else:
+            found.setdefault(one.kind, []).append(one)
+    return found
+
+
 def _distinct(
-    candidate: _Candidate, hook: str, expected: type[Description], manager: pluggy.PluginManager
+    candidate: _Candidate,
+    hook: str,
+    expected: type[Description],
+    manager: pluggy.PluginManager,
+    listed: Iterable[Any] = (),
 ) -> list[Description]:
-    """Return what ``_yielded`` gives; the plugin is broken if two of them have one name."""
-    found = _yielded(candidate, hook, expected, manager)
+    """Return what ``_yielded`` gives, and what is listed; the plugin is broken if two of them have one name."""
+    found = [*_yielded(candidate, hook, expected, manager), *listed]
     names = [name for one in found for name in (one.name, *getattr(one, "aliases", ()))]
     for name in names:
         if names.count(name) > 1:

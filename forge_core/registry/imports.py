@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+HEAVY_MODULES = ("jax", "numpy", "tensorflow", "torch", "transformers")
+"""Libraries whose import takes long enough to be felt, so that a plugin module may not import them."""
+
 
 def load_reference(reference: str, *, what: str, owner: str) -> Any:
     """The object that an import path names.
@@ -48,10 +51,10 @@ def why_undefined(reference: str) -> str:
     """
     path, _, name = reference.partition(":")
     package, *inner = path.split(".")
-    source = _source_of(package, inner)
+    source = source_of(package, inner)
     if isinstance(source, str):
         return source
-    if source is None or source.suffix != ".py":
+    if source is None or source.suffix != ".py" or not source.is_file():
         return ""
     text = source.read_text(encoding="utf-8", errors="replace")
     if re.search(rf"^(?:async def|def|class)\s+{name}\b|^{name}\s*[:=]", text, re.MULTILINE):
@@ -69,7 +72,7 @@ def why_undefined(reference: str) -> str:
     return f"there is no {name} in {path}.{did_you_mean(name, names)}"
 
 
-def _source_of(package: str, inner: list[str]) -> Path | str | None:
+def source_of(package: str, inner: list[str]) -> Path | str | None:
     """The file of a module, found without importing its package; or a sentence, or nothing if it cannot be told."""
     from importlib.util import find_spec
     from pathlib import Path

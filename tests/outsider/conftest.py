@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
 
 import fork_server
+from distributions import FOLDERS, ROOT
 from forge_testing.scaffold.package import write_package
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-OURS = [
-    ROOT,
-    *(
-        path.parent
-        for pattern in ("plugins/*", "forge_plugins_*", "forge_testing")
-        for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
-    ),
-]
+OURS = [folder for folder in FOLDERS if folder.name != "forge_train"]
+"""The core, and plugins."""
 
 collect_ignore_glob = ["acme-*"]  # their tests run where they are installed
 
@@ -46,9 +43,26 @@ class Installation:
         """The distributions of our plugins."""
         return {path.name.replace("_", "-") for path in OURS[1:]}
 
+    def pip(self, *arguments: str | Path) -> str:
+        """A ``pip`` command that must succeed, without a network."""
+        command, *others = arguments
+        return succeed(
+            sys.executable, "-m", "pip", "--python", self.python, command, "--no-index", *others, cwd=self.folder
+        )
+
     def forge(self, *arguments: str | Path, cwd: Path) -> str:
         """A ``forge`` command that must succeed; returns what it printed."""
         return succeed(self.python.with_name("forge"), *arguments, cwd=cwd)
+
+    def interrupted(self, *arguments: str, cwd: Path) -> int:
+        """The exit code of a ``forge`` command to which Ctrl-C comes after its first checkpoint."""
+        command = [self.python.with_name("forge"), *arguments]
+        process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while process.poll() is None and not list(cwd.glob("runs/*/checkpoints/latest")):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+        return process.returncode
 
     def in_turn(self, *commands: list[str], cwd: Path) -> str:
         """Commands of Python in it, which must succeed, by forks of one process that has imported what they import."""
@@ -59,6 +73,14 @@ class Installation:
         done = run(self.python.with_name("forge"), *arguments, cwd=cwd)
         assert done.returncode == 2, done.stdout + done.stderr
         return " ".join(done.stderr.split())
+
+    def tested(self, *tests: Path) -> str:
+        """What pytest prints of tests of packages in it, which must pass; their ranks are forked."""
+        return self.succeed(
+            *("-m", "pytest", "-p", "no:cacheprovider", "-p", "forked_ranks", "-o", "pythonpath=tools"),
+            *("--import-mode=importlib", "--rootdir=.", *tests),
+            cwd=self.folder,
+        )
 
     def succeed(self, *arguments: str | Path, cwd: Path) -> str:
         """Python in it."""
@@ -92,24 +114,52 @@ for command in json.loads(sys.argv[1]):
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     folder = tmp_path_factory.mktemp("outsiders")
-    wheels = folder / "wheels"
     outsiders = [shutil.copytree(path, folder / path.name) for path in sorted(HERE.glob("acme-*"))]
     outsiders.append(write_package("router", "acme-gate", folder))
+    installation = fresh_environment(folder)
+    installation.pip("install", "-q", "--no-deps", *built([*outsiders, *OURS], folder / "wheels"))
+    return installation
+
+
+def built(folders: Sequence[Path], wheels: Path) -> list[Path]:
+    """The wheels of packages, in a new folder."""
     wheels.mkdir()
-    succeed(sys.executable, "-c", BUILD, wheels, *outsiders, *OURS, cwd=folder)
+    succeed(sys.executable, "-c", BUILD, wheels, *folders, cwd=wheels)
+    return sorted(wheels.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def build_wheels() -> Callable[[Sequence[Path], Path], list[Path]]:
+    """``built``, for tests."""
+    return built
+
+
+@pytest.fixture(scope="session")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of every distribution, as ``make dist`` builds them."""
+    folder = tmp_path_factory.mktemp("index")
+    succeed(sys.executable, ROOT / "release" / "distributions.py", "--out", folder, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Installation]:
+    """A function that makes an environment in which nothing of Forge is installed yet."""
+    return lambda: fresh_environment(tmp_path_factory.mktemp("fresh"))
+
+
+def fresh_environment(folder: Path) -> Installation:
+    """An environment with nothing but what others have published."""
     succeed(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     see_third_parties(folder / "venv", folder / "third_parties")
     (folder / "tools").mkdir()
     for module in ("fork_server.py", "forked_ranks.py"):
         shutil.copy(Path(fork_server.__file__).with_name(module), folder / "tools")
     (folder / "tools" / "in_turn.py").write_text(IN_TURN)
-    installation = Installation(folder)
-    pip = (sys.executable, "-m", "pip", "--python", installation.python)
-    succeed(*pip, "install", "-q", "--no-deps", "--no-index", *sorted(wheels.glob("*.whl")), cwd=folder)
-    return installation
+    return Installation(folder)
 
 
-def see_third_parties(environment: Path, links: Path) -> None:
+def see_third_parties(venv: Path, links: Path) -> None:
     """Let the environment import what is installed here, torch above all, without Forge and what points at its tree."""
     links.mkdir()
     for site in {Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))}:
@@ -117,7 +167,7 @@ def see_third_parties(environment: Path, links: Path) -> None:
             ours = entry.name.startswith(("forge", "_editable_impl_forge", "__editable__"))
             if not ours and not (links / entry.name).exists():
                 (links / entry.name).symlink_to(entry)
-    (site,) = environment.glob("lib/python*/site-packages")
+    (site,) = venv.glob("lib/python*/site-packages")
     (site / "third_parties.pth").write_text(str(links))
 
 
@@ -130,6 +180,11 @@ def succeed(*command: str | Path, cwd: Path) -> str:
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command away from the source tree."""
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
+
+
+def environment() -> dict[str, str]:
+    """The variables without those that lead to the source tree."""
     hidden = ("PYTHONPATH", "PYTEST_ADDOPTS", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run(command, cwd=cwd, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    return {**kept, "OMP_NUM_THREADS": "1"}

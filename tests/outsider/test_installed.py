@@ -79,11 +79,7 @@ def test_they_pass_the_kit(installed) -> None:
     """One that ``forge new`` has written, too."""
     packages = sorted(installed.folder.glob("acme-*/tests"))
 
-    printed = installed.succeed(
-        *("-m", "pytest", "-p", "no:cacheprovider", "-p", "forked_ranks", "-o", "pythonpath=tools"),
-        *("--import-mode=importlib", "--rootdir=.", *packages),
-        cwd=installed.folder,
-    )
+    printed = installed.tested(*packages)
 
     assert all(f"{tests.parent.name}/tests/" in printed for tests in packages)
     assert len(packages) == 6

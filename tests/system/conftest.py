@@ -14,7 +14,7 @@ import pytest
 import fork_server
 from forge_core.checkpoint.manifest import describe_file, read_manifest, write_manifest
 from forge_core.errors import ExitCode
-from forge_core.job import load_job
+from forge_core.job import catalog_of, load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 
@@ -91,9 +91,8 @@ class TinyJob:
             done = self.run(*overrides)
             assert done.returncode == 0, done.stdout + done.stderr
         else:
-            catalog = discover()
-            job = load_job(self.config, overrides, catalog=catalog, world_size=1)
-            assert run_job(job, catalog) is ExitCode.COMPLETED
+            job = load_job(self.config, overrides, catalog=discover, world_size=1)
+            assert run_job(job, catalog_of(job, discover)) is ExitCode.COMPLETED
         name = next((o.partition("=")[2] for o in overrides if o.startswith("run.name=")), "tiny")
         return self.metrics(name)
 

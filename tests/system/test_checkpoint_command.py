@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from forge_core import __version__
 from forge_core.cli import main
 from forge_core.run.lease import Lease
 
@@ -76,18 +77,18 @@ def test_show_tells_what_is_in_the_newest_whole_one(run, capsys):
     assert "step 8, 1,024 tokens" in said.out
     assert "model: 25 tensors" in said.out
     assert "optimizer: 75 tensors" in said.out
-    assert "forge-plugins-dense 0.1.0" in said.out
+    assert f"forge-plugins-dense {__version__}" in said.out
     assert "the run's job has changed since: optimizer.lr: 0.01 -> 0.02" in said.out
 
 
 def test_show_names_a_plugin_that_is_not_installed(run, capsys, monkeypatch):
     from forge_core.commands import checkpoint
 
-    monkeypatch.setattr(checkpoint, "installed", lambda name: None if "dense" in name else "0.1.0")
+    monkeypatch.setattr(checkpoint, "installed", lambda name: None if "dense" in name else __version__)
 
     assert main(["checkpoint", "show", str(run / "checkpoints/step_00000004")]) == 0
 
-    assert "forge-plugins-dense 0.1.0 (not installed)" in capsys.readouterr().out
+    assert f"forge-plugins-dense {__version__} (not installed)" in capsys.readouterr().out
 
 
 def test_verify_reads_every_bit_and_names_the_file(run, capsys):

@@ -28,7 +28,7 @@ from forge_core.data.stream import SampleStream
 from forge_core.distributed.environment import find_cluster, world_size_of
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ConfigError
-from forge_core.job import sort_passes
+from forge_core.job import catalog_of, sort_passes
 from forge_core.loading import model_problem, opened
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
@@ -386,7 +386,7 @@ def open_session(
     given.table.pop("eval", None)
     given.table.pop("evaluations", None)
     job = given.load(overrides)
-    of_job = catalog(job.plugins.disable)
+    of_job = catalog_of(job, catalog)
     stack, build = ExitStack(), ComponentBuilder(of_job)
     model = stack.enter_context(opened(checkpoint, job, of_job, log))
     for part in model.model.parts:

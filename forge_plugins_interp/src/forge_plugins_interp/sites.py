@@ -21,6 +21,7 @@ from forge_core.contracts.model import canonical_name
 from forge_core.contracts.observation import ANY, Ends, ObservableModule, Part, Site
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, PluginError, nearest
+from forge_core.job import catalog_of
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.aliases import canonical_site, module_names
 from forge_plugins_interp.batch_shape import BATCH, BatchShape
@@ -147,7 +148,7 @@ def sites_of_run(parts: Sequence[nn.Module], mesh: Any, job: Job) -> Sites:
         mesh: the run's ``Mesh``.
     """
     uses = [use for use in job.parallel.passes.values() if use is not None]
-    return Sites.of(parts, uses, mesh, ComponentBuilder(discover(job.plugins.disable)))
+    return Sites.of(parts, uses, mesh, ComponentBuilder(catalog_of(job, discover)))
 
 
 def declared(part: Any) -> dict[str, Site]:

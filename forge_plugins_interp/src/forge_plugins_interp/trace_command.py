@@ -104,12 +104,12 @@ def _trace_huggingface(
     if span["first"] != span["last"]:
         raise ConfigError(f"--steps {steps}: --huggingface traces one step, as it updates nothing; give one")
 
-    from forge_core.job import load_job
+    from forge_core.job import catalog_of, load_job
     from forge_plugins_interp.huggingface_trace import trace_huggingface
 
     job = load_job(config, overrides, catalog=obj.catalog, world_size=1)
     _refuse_files(out)
-    catalog = obj.catalog(job.plugins.disable)
+    catalog = catalog_of(job, obj.catalog)
     found = trace_huggingface(job, catalog, folder, step=span["first"], patterns=patterns, out=out)
     print(f"{found.architecture}: {found.n_sites} sites at step {span['first']}, loss {found.loss:.6f}")
     print(f"wrote {out}")

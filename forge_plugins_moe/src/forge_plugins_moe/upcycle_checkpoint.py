@@ -19,7 +19,7 @@ from forge_core.config.describe import literal
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
-from forge_core.job import dump_job, load_job, plain
+from forge_core.job import catalog_of, dump_job, load_job, plain
 from forge_core.loading import build_on_meta
 from forge_core.registry.catalog import Catalog
 from forge_plugins_dense.config import MLPConfig
@@ -74,7 +74,7 @@ def upcycle_checkpoint(
     settings = [*_sparse_settings(job, source, n_experts, how), *run_settings(out), *overrides]
     sparse_job = load_job(source.path / "job.toml", settings, catalog=catalog)
 
-    installed = catalog(job.plugins.disable)
+    installed = catalog_of(job, catalog)
     sparse = build_on_meta(sparse_job, source.state()["vocab_size"], ComponentBuilder(installed))
     saved = SavedModel(source)
     upcycled = UpcycledState(saved.shapes, sparse, how, read=saved.read)

@@ -12,6 +12,7 @@ import click
 
 from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
+from forge_core.job import catalog_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.command import Invocation
@@ -117,7 +118,7 @@ def _reader(loaded: LoadedModel, invocation: Invocation) -> tuple[PromptReader, 
             f"the data of this run, {loaded.job.data.name}, have no images (image_text), and so do not say how to read "
             "them; forge generate continues text"
         )
-    build = ComponentBuilder(invocation.catalog(loaded.job.plugins.disable))
+    build = ComponentBuilder(catalog_of(loaded.job, invocation.catalog))
     config = sources[0]
     return PromptReader(config, loaded.tokenizer, build(config.processor)), config
 

@@ -10,6 +10,7 @@ import click
 from forge_core.contracts.batch import NamesSources
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
+from forge_core.job import catalog_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.command import Invocation
@@ -34,7 +35,7 @@ def inspect(
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: must end with .html")
     job = job_on(world_size, config, overrides, invocation.catalog, options_of(inspect))
-    with opened(job, invocation.catalog(job.plugins.disable)) as data:
+    with opened(job, catalog_of(job, invocation.catalog)) as data:
         found = data.step(step)
         batch, source = found["batch"], data.source
     if "pixels" not in batch or source.tokenizer is None:

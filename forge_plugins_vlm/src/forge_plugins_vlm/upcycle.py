@@ -15,7 +15,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
-from forge_core.job import load_job, plain
+from forge_core.job import catalog_of, load_job, plain
 from forge_core.loading import build_on_meta
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
@@ -83,7 +83,7 @@ def upcycle_to_modalities(
     """
     job = load_job(source.path / "job.toml", catalog=catalog)
     out = free_place(out)
-    installed = catalog(job.plugins.disable)
+    installed = catalog_of(job, catalog)
     build = ComponentBuilder(installed)
     vocab_size: int = source.state()["vocab_size"]
 

@@ -11,7 +11,9 @@ import pytest
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.component_ref import ComponentRef
+from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
+from forge_core.registry.plugin_files import with_files
 
 
 class ComponentCase:
@@ -27,18 +29,25 @@ class ComponentCase:
     """``"distribution:name"``, or just the name if only one installed plugin has it."""
     config: ClassVar[Mapping[str, Any]] = {}
     """The component's keys as in TOML, nested components included; choose small sizes."""
+    files: ClassVar[Mapping[str, str]] = {}
+    """Texts of plugin files, as ``forge_testing.plugin_file.texts_of(file)`` gives them, for a component of one."""
     expected_failures: ClassVar[Mapping[str, str]] = {}
     """Checks that this component does not pass by design, with the reason: ``{"test_is_deterministic": "samples"}``, or
     ``"test_shapes[7]"`` for one case of a check. They are strict: a check that passes after all is an error."""
 
     def make(self, **given: Any) -> Any:
         """Build the component from its configuration and from what the engine gives to its kind."""
-        return builder()(self.use(), **given)
+        return self.builder()(self.use(), **given)
+
+    @classmethod
+    def builder(cls) -> ComponentBuilder:
+        """The builder over everything that is installed, and over ``files``."""
+        return ComponentBuilder(with_files(_installed(), cls.files)) if cls.files else builder()
 
     def use(self) -> ComponentRef:
         """The choice of component that ``component`` and ``config`` describe."""
         assert self.component, f'{type(self).__name__}: set component = "distribution:name", or override make()'
-        return builder().resolve(self.kind, {"name": self.component, **self.config})
+        return self.builder().resolve(self.kind, {"name": self.component, **self.config})
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -60,4 +69,9 @@ class ComponentCase:
 @functools.cache
 def builder() -> ComponentBuilder:
     """The builder over everything that is installed; discovery runs once a process."""
-    return ComponentBuilder(discover())
+    return ComponentBuilder(_installed())
+
+
+@functools.cache
+def _installed() -> Catalog:
+    return discover()

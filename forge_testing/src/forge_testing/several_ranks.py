@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch fo
 
 from forge_core.distributed.mesh import join_process_group
 from forge_core.run.process import hard_exit
+from forge_testing.plugin_file import conformance_of
 
 SECONDS = 240
 """After which ranks are taken for lost."""
@@ -96,7 +97,7 @@ def _main(file: str, qualname: str, method: str, folder: str) -> None:
     spec.loader.exec_module(module)
     case: Any = module
     for name in qualname.split("."):
-        case = getattr(case, name)
+        case = getattr(case, name, None) or conformance_of(module, name)
     join_process_group(torch.device("cpu"), SECONDS)
     dist.barrier()  # one that is done early must not be gone while another still connects
     result = getattr(case(), method)()

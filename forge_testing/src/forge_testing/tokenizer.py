@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_testing.component_case import ComponentCase, builder
+from forge_testing.component_case import ComponentCase
 
 CORPUS = """Straße, ŒUVRE, ǅ and İstanbul: Capitals and ACCENTS, e\u0301 composed and é in one.
 \tTabs\u00a0and\u2003spaces that are no blanks,\r\nlines of both kinds, \u200bnothing between, \ufeff and the end.
@@ -44,7 +44,7 @@ class TokenizerConformance(ComponentCase):
 
     def rebuild(self, table: Mapping[str, Any], base: Path) -> Tokenizer:
         """Build a tokenizer from the table that ``save`` returned, as the core does."""
-        build = builder()
+        build = self.builder()
         tokenizer: Tokenizer = build(build.resolve("tokenizer", table), base=base)
         return tokenizer
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import fork_server
+from forge_core import __version__
 from forge_plugins_torchft.config import LIGHTHOUSE
 
 
@@ -66,5 +67,6 @@ def test_without_torchft_a_sentence_says_what_is_missing(job, command):
     )
 
     assert done.returncode == 2, done.stderr
-    assert "callback 'torchft' of forge-plugins-torchft 0.1.0 needs 'torchft', which cannot be imported" in done.stderr
+    whose = f"forge-plugins-torchft {__version__}"
+    assert f"callback 'torchft' of {whose} needs 'torchft', which cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -43,18 +44,31 @@ def write_package(kind: str, name: str, parent: Path) -> Path:
         raise ConfigError(
             f"no package can be written for the kind '{kind}'.{did_you_mean(kind, HOOKS)} Kinds: {', '.join(HOOKS)}"
         )
-    _check_name(name)
+    check_name(name)
+    target = new_folder(name, parent)
+    write_files(target, package_files(kind, name))
+    return target
+
+
+def new_folder(name: str, parent: Path) -> Path:
+    """The folder of a package that will be written.
+
+    Raises:
+        ConfigError: ``parent`` is no directory, or the folder exists already.
+    """
     if not parent.is_dir():
         raise ConfigError(f"{parent} is not a directory; make it first, or leave out --dir")
     target = parent / name.replace("_", "-")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists already; choose another name, or remove it first")
+    return target
 
-    files = package_files(kind, name)
+
+def write_files(target: Path, files: Mapping[str, str]) -> None:
+    """Write texts by their paths within ``target``."""
     for path, text in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(text, encoding="utf-8")
-    return target
 
 
 def write_config(name: str, parent: Path) -> Path:
@@ -79,21 +93,30 @@ def write_config(name: str, parent: Path) -> Path:
 
 def package_files(kind: str, name: str) -> dict[str, str]:
     """The files of the package by path. ``kind`` and ``name`` as for ``write_package``."""
-    header, own = _sections(kind)
-    values = {"api": "1.0", **_names(kind, name), **header}
+    header, own = sections(kind)
+    values = {"api": "1.3", **names_of(kind, name), **header}
     values = {key: Template(value).substitute(values) for key, value in values.items()}
-    values |= {part: text.strip() + "\n" for part, text in _sections("example")[1].items()}
+    values |= {part: text.strip() + "\n" for part, text in sections("example")[1].items()}
     values["usage"] = Template(own.pop("usage")).substitute(values).strip()
     if "example.toml" in own:
         values["usage"] += "\n\n`forge run example.toml` trains a tiny model with it."
-    files = {**_sections("package")[1], **own}
+    own.pop("file", None)
+    return filled({**sections("package")[1], **own}, values)
+
+
+def filled(files: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """Templates of files by templates of paths, with their values."""
     return {
         Template(path).substitute(values): Template(text).substitute(values).strip("\n") + "\n" * bool(text)
         for path, text in files.items()
     }
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be the name of a package.
+    """
     package = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
         raise ConfigError(f"'{name}' cannot be the name: write lower-case words joined by '-', such as noisy-gate")
@@ -103,10 +126,13 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"'{name}' cannot be the name: a package '{package}' is installed already; choose another")
 
 
-def _names(kind: str, name: str) -> dict[str, str]:
+def names_of(kind: str, name: str) -> dict[str, str]:
+    """What templates call a component of this kind, its class, module, package and distribution."""
     underscored = name.replace("-", "_")
     major, minor = (int(part) for part in __version__.split(".")[:2])
+    bound = f"0.{minor + 1}" if major == 0 else f"{major + 1}"  # before 1.0, a minor version may break
     return {
+        "kind": kind,
         "kind_words": kind.replace("_", " "),
         "hook": HOOKS[kind],
         "module": kind,
@@ -115,13 +141,13 @@ def _names(kind: str, name: str) -> dict[str, str]:
         "distribution": name.replace("_", "-"),
         "class_name": "".join(word.capitalize() for word in underscored.split("_")),
         "core_version": f"{major}.{minor}",
-        # before 1.0, a minor version may break
-        "core_bound": f"0.{minor + 1}" if major == 0 else f"{major + 1}",
+        "core_bound": bound,
+        "dependencies": f'"forge-core>={major}.{minor},<{bound}"',
     }
 
 
-def _sections(template: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The header of a template (lines ``key: value``) and its files by path."""
+def sections(template: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the header of a template (lines ``key: value``) and its files by path."""
     text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
     head, *parts = re.split(r"^=== (.+)\n", text, flags=re.MULTILINE)
     header = dict(line.split(": ", 1) for line in head.splitlines())

@@ -146,9 +146,10 @@ def inspect_command(
 
 
 def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: bool) -> None:
+    from forge_core.job import catalog_of
     from forge_plugins_data.inspection import in_one_line, opened, spans
 
-    with opened(job, invocation.catalog(job.plugins.disable)) as data:
+    with opened(job, catalog_of(job, invocation.catalog)) as data:
         facts, found = data.facts(), data.step(step)
         batch = found.pop("batch")
         texts, learned = data.texts(batch, show), data.learned(batch, show)
@@ -195,7 +196,7 @@ def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_js
     Numbers are places in the run's stream, as its log has them; what a rollback has left out is listed behind.
     """
     from forge_core.checkpoint.store import find_checkpoint
-    from forge_core.job import load_job
+    from forge_core.job import catalog_of, load_job
     from forge_plugins_data.inspection import in_one_line, opened, spans
 
     first, last = _range_of(steps)
@@ -210,7 +211,7 @@ def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_js
             "which ones a step has had cannot be told"
         )
     left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
-    with opened(job, invocation.catalog(job.plugins.disable), left_out) as data:
+    with opened(job, catalog_of(job, invocation.catalog), left_out) as data:
         if data.source.fingerprint != (made_of := state["data_fingerprint"]):
             raise ConfigError(f"data: they are not those of the run any more (fingerprint {made_of})")
         for step in range(first, last + 1):

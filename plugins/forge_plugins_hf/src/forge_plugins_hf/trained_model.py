@@ -18,7 +18,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.parallel_pass import Folded
 from forge_core.errors import ConfigError, SaveError
-from forge_core.job import load_job
+from forge_core.job import catalog_of, load_job
 from forge_core.loading import Weights, build_within, folded_weights, with_multipliers
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.layouts import layout_of_model
@@ -59,7 +59,7 @@ class TrainedModel:
             ConfigError: the model has no form in Hugging Face's format, or the checkpoint has no such weights.
         """
         job = load_job(checkpoint.path / "job.toml", ["callbacks=[]", "trackers=[]"], catalog=catalog)
-        installed = catalog(job.plugins.disable)
+        installed = catalog_of(job, catalog)
         build = ComponentBuilder(installed)
         state = checkpoint.state()
         build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_core.contracts.command import options_of
+from forge_core.job import catalog_of
 from forge_plugins_inference.command_ranks import CommandRanks
 from forge_plugins_inference.evaluation_options import with_evaluation_options
 
@@ -64,7 +65,7 @@ def evaluate(
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
-    with opened(checkpoint, job, obj.catalog(job.plugins.disable), say, weights) as model:
+    with opened(checkpoint, job, catalog_of(job, obj.catalog), say, weights) as model:
         with redirect_stdout(sys.stderr):  # where a library prints, the values stay apart
             values = model.evaluate()
         if model.context.mesh.rank == 0:

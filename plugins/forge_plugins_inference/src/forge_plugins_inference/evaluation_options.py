@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from forge_core.config.builder import load_reference
+from forge_core.config.builder import config_class
 from forge_core.errors import ConfigError, nearest
 from forge_core.job import SECTIONS
 from forge_core.registry.catalog import Catalog
@@ -50,8 +50,7 @@ def with_evaluation_options(
 
 def _types_of_keys(name: str, catalog: Catalog) -> Mapping[str, Any]:
     entry = catalog.lookup("evaluation", name)
-    what = f"the config class of evaluation '{name}'"
-    config = load_reference(entry.component.config, what=what, owner=entry.plugin.distribution)
+    config, _ = config_class(entry, catalog.kinds["evaluation"])
     return {str(field.alias): field.type for field in attrs.fields(attrs.resolve_types(config))}
 
 

@@ -12,7 +12,7 @@ from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.command import Invocation, options_of
 from forge_core.errors import ConfigError
-from forge_core.job import load_job, resolve_degrees
+from forge_core.job import catalog_of, load_job, resolve_degrees
 from forge_plugins_optim.terminal_chart import terminal_chart
 
 _DRAWN = 1000
@@ -48,7 +48,7 @@ def plot_schedule(
     Exit codes: 0 drawn, 2 the job is wrong or the picture cannot be written.
     """
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(plot_schedule))
-    build = ComponentBuilder(obj.catalog(job.plugins.disable))
+    build = ComponentBuilder(catalog_of(job, obj.catalog))
     total, tokens = job.train.steps, _tokens_per_step(job, world_size)
     multiplier = build(job.scheduler, total_steps=total, tokens_per_step=tokens)
     if out is not None:

@@ -12,7 +12,7 @@ import click
 
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
-from forge_core.job import load_job
+from forge_core.job import catalog_of, load_job
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -72,7 +72,7 @@ def plan(
     figures = _figures(gpu, ettr, step_seconds, assume)
     planned = make_plan(
         job,
-        obj.catalog(job.plugins.disable),
+        catalog_of(job, obj.catalog),
         world_size,
         vocab_size,
         gpu_named(gpu) if gpu is not None else None,

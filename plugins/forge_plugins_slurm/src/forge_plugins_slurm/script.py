@@ -29,6 +29,8 @@ class Submission:
     cluster: Cluster
     python: str
     disabled_plugins: Sequence[str] = ()
+    trusted_files: str = ""
+    """``FORGE_TRUST_FILES``, for jobs that hold plugin files."""
 
     @property
     def script(self) -> Path:
@@ -165,6 +167,8 @@ def _environment(submission: Submission) -> Iterator[str]:
         yield f"export {name}={shlex.quote(value)}"
     if submission.disabled_plugins:
         yield f"export FORGE_DISABLE_PLUGINS={shlex.quote(','.join(submission.disabled_plugins))}"
+    if submission.trusted_files:
+        yield f"export FORGE_TRUST_FILES={shlex.quote(submission.trusted_files)}"
     if cluster.launcher == "torchrun" and SHUTDOWN_TIMEOUT not in cluster.environment:
         yield f"export {SHUTDOWN_TIMEOUT}=3600   # seconds to save in, before torchrun kills its ranks"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from forge_core.config.sections import Job, lead_problem, seconds_of
 from forge_core.contracts.command import options_of
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import ConfigProblems, Problem, dump_job, key_path, summary
+from forge_core.job import ConfigProblems, Problem, catalog_of, dump_job, key_path, summary
 from forge_plugins_slurm.cluster import FILE, VARIABLE, Cluster, find_cluster_file, read_cluster, with_options
 from forge_plugins_slurm.job_record import JobRecord, last_job, record_job
 from forge_plugins_slurm.queue import queued_jobs
@@ -85,7 +86,7 @@ def submit(
     study = load_study(
         config, overrides, sweeps, catalog=obj.catalog, world_size=world_size, options=options_of(submit)
     )
-    jobs = [_requeued(_stopping_in_time(job, cluster, limit), obj.catalog(job.plugins.disable)) for job in study.jobs]
+    jobs = [_requeued(_stopping_in_time(job, cluster, limit), catalog_of(job, obj.catalog)) for job in study.jobs]
     for missing in dict.fromkeys(one for job in jobs for one in _missing_data(job)):
         click.echo(f"note: {missing} The nodes of the job must see it.", err=True)
     submission = Submission(
@@ -99,6 +100,7 @@ def submit(
         cluster=cluster,
         python=cluster.python or sys.executable,
         disabled_plugins=obj.disabled,
+        trusted_files=os.environ.get("FORGE_TRUST_FILES", "") if any(job.plugins.texts for job in jobs) else "",
     )
     script = batch_script(submission)
     if only_print:

@@ -21,6 +21,7 @@ from forge_core.config.describe import printable
 from forge_core.config.sections import CheckpointSection, EvalSection, Job, MetricsSection
 from forge_core.contracts.command import Invocation, options_of
 from forge_core.errors import ConfigError, ExitCode
+from forge_core.job import catalog_of
 from forge_plugins_studies.command import share_of_cores, write_jobs
 from forge_plugins_studies.config import COORDINATES, PLACES
 from forge_plugins_studies.processes import Ended, Task, run_tasks
@@ -86,7 +87,7 @@ def coordinate_check(
     study = load_study(config, overrides, grid, catalog=obj.catalog, world_size=1, options=options_of(coordinate_check))
     folder = Path(tempfile.mkdtemp(prefix="forge-coordinates-"))
     try:
-        build = ComponentBuilder(obj.catalog(study.jobs[0].plugins.disable))
+        build = ComponentBuilder(catalog_of(study.jobs[0], obj.catalog))
         short = attrs.evolve(study, jobs=[_short(job, steps, folder, build) for job in study.jobs])
         tasks = write_jobs(short, 1)
         ended = _run(tasks, min(parallel, len(tasks)), obj.disabled, quiet=as_json)

@@ -1,0 +1,1 @@
+"""Forge plugin: AdamW that leaves out what goes against the gradient."""

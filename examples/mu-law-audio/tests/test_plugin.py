@@ -1,0 +1,5 @@
+from forge_testing.package import PluginConformance
+
+
+class TestPlugin(PluginConformance):
+    dist = "mu-law-audio"

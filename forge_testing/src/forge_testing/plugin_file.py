@@ -1,0 +1,77 @@
+"""Conformance of what a plugin file registers: ``pytest my_router.py`` runs the kit of each component, unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+from forge_core.config.toml_file import read_plugin_file
+from forge_core.errors import ConfigError
+from forge_core.registry.discovery import discover
+from forge_core.registry.plugin_files import PROVIDER, registered, with_files
+from forge_testing.component_case import ComponentCase
+
+
+@attrs.frozen
+class FileCase:
+    """A component of a plugin file, and how it is tested."""
+
+    file: Path
+    texts: Mapping[str, str]
+    """The file's, by its name."""
+    kind: str
+    name: str
+    config: Mapping[str, Any]
+    """The decorator's ``example``."""
+    checks: Mapping[str, Any]
+    """The decorator's: attributes of the conformance class."""
+    kit: type[ComponentCase]
+
+    @property
+    def title(self) -> str:
+        """``"TestNoisyGate"`` of the component ``noisy_gate``."""
+        return f"Test{_capitalised(self.name)}"
+
+    def conformance(self, module: str) -> type[ComponentCase]:
+        """The class that pytest collects, as if ``module`` defined it."""
+        own = {"component": f"{PROVIDER}{self.file.name}:{self.name}", "config": self.config, "files": self.texts}
+        return type(self.title, (self.kit,), {**self.checks, **own, "__module__": module})
+
+
+def cases_in(file: Path) -> list[FileCase]:
+    """The components that a plugin file registers.
+
+    Raises:
+        ConfigError: it is no plugin file, or a component is of a kind without a kit here.
+    """
+    texts = {file.name: read_plugin_file(file)}
+    (plugin,) = (one for one in with_files(discover(), texts).plugins if one.distribution.startswith(PROVIDER))
+    module = import_module(plugin.components[0][1].factory.partition(":")[0])
+    return [
+        FileCase(file, texts, about["kind"], about["name"], example, checks, _kit(about))
+        for _, about, example, checks in registered(module)
+    ]
+
+
+def conformance_of(module: ModuleType, title: str) -> type[ComponentCase]:
+    """The conformance class of this title, for a module that is a plugin file."""
+    (case,) = (one for one in cases_in(Path(str(module.__file__))) if one.title == title)
+    return case.conformance(module.__name__)
+
+
+def _kit(about: Mapping[str, Any]) -> type[ComponentCase]:
+    name = "split_pass" if about.get("phase") == "split" else about["kind"]
+    if find_spec(f"forge_testing.{name}") is None:
+        raise ConfigError(f"'{about['name']}' is a {about['kind']}, for which forge-testing has no kit")
+    kit: type[ComponentCase] = getattr(import_module(f"forge_testing.{name}"), f"{_capitalised(name)}Conformance")
+    return kit
+
+
+def _capitalised(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))

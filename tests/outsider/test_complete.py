@@ -1,0 +1,89 @@
+"""``forge-train`` from an index that is a folder, in a fresh environment: what a new user does first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import forge_core
+
+pytestmark = pytest.mark.slow
+
+STANDARD = ("data", "dense", "inference", "mirror", "monitor", "optim", "parallel", "plan", "slurm", "studies")
+SMALL = ("model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=32", "train.batch_size=4")
+SHORT = ("train.steps=150", "checkpoint.interval=5", "metrics.interval=1", "eval.interval=150", "eval.batches=1")
+RUN = ("run", "first.toml", *SMALL, *SHORT)
+
+
+@pytest.fixture(scope="module")
+def complete(fresh, index):
+    """An environment with ``forge-train`` and all that its extras bring."""
+    installation = fresh()
+    installation.pip("install", "-q", "--find-links", index, "forge-train[hf,interp,moe,testing,torchft,vlm]")
+    return installation
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "loss", "grad_norm")} for line in lines if "loss" in line]
+
+
+def test_its_name_brings_the_core_and_the_standard_library(fresh, index):
+    report = json.loads(
+        fresh().pip("install", "-q", "--dry-run", "--report", "-", "--find-links", index, "forge-train")
+    )
+
+    found = {one["metadata"]["name"]: one["metadata"]["version"] for one in report["install"]}
+    expected = ["forge-train", "forge-core", *(f"forge-plugins-{name}" for name in STANDARD)]
+    assert found == dict.fromkeys(expected, forge_core.__version__)
+
+
+def test_with_all_extras_every_plugin_works(complete):
+    listed = json.loads(complete.forge("plugins", "--json", cwd=complete.folder))
+
+    assert {plugin["distribution"]: plugin["status"] for plugin in listed["plugins"]} == dict.fromkeys(
+        complete.ours, "ok"
+    )
+
+
+@pytest.fixture(scope="module")
+def first(complete, tmp_path_factory):
+    """The folder of a run of ``forge new config`` that was interrupted and begun again, and its metrics until then."""
+    folder = tmp_path_factory.mktemp("first")
+    complete.forge("new", "config", "first", cwd=folder)
+    complete.forge("validate", "first.toml", cwd=folder)
+    assert complete.interrupted(*RUN, cwd=folder) == 3
+    before = metrics(folder / "runs" / "first")
+    complete.forge(*RUN, cwd=folder)
+    return folder, before
+
+
+def test_a_new_configuration_trains_is_interrupted_and_resumes(complete, first):
+    folder, before = first
+
+    complete.forge(*RUN, "run.name=straight", cwd=folder)
+
+    resumed = metrics(folder / "runs" / "first")
+    assert 5 <= len(before) < 150
+    assert resumed[: len(before)] == before
+    assert resumed == metrics(folder / "runs" / "straight")
+    assert [line["step"] for line in resumed] == list(range(1, 151))
+
+
+@pytest.mark.nightly
+def test_what_it_has_trained_is_evaluated_sampled_reported_and_converted(complete, first):
+    folder, _ = first
+
+    evaluated = complete.forge("eval", "runs/first", cwd=folder)
+    sampled = complete.forge("generate", "runs/first", "--prompt", "def ", "--max-new-tokens", "8", cwd=folder)
+    complete.forge("report", "runs", "--out", "report.html", cwd=folder)
+    complete.forge("convert", "runs/first", "--to", "huggingface", "--out", "exported", cwd=folder)
+    complete.forge("convert", "exported", "--to", "forge", "--out", "back", cwd=folder)
+
+    assert "eval/loss" in evaluated
+    assert len(sampled) > len("def ")
+    assert "first" in (folder / "report.html").read_text()
+    assert {path.name for path in (folder / "exported").iterdir()} >= {"config.json", "model.safetensors"}
+    assert {path.name for path in (folder / "back").iterdir()} >= {"checkpoint", "train.toml"}
