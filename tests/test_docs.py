@@ -39,8 +39,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GENERATED = tuple(
     f"generated/{name}.md"
-    for name in ("commands", "config-reference", "events", "fusions", "hooks", "moved-modules", "passes", "sites")
-) + ("generated/smallest.md",)
+    for name in [
+        *("commands", "config-reference", "events", "fusions", "hooks", "moved-modules"),
+        *("passes", "sites", "smallest"),
+    ]
+)
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOKS_OF_PACKAGES = [
