@@ -101,8 +101,11 @@ def _page(name: str, command: click.Command) -> Iterator[str]:
 
 
 def _escaped(words: str) -> str:
-    """Text of a terminal as text of Markdown: stars, brackets and braces stay what they are."""
-    return re.sub(r"([*\[\]<>{}_])", r"\\\1", words)
+    """Text of a terminal as text of Markdown: options in code, and stars, brackets and braces as what they are."""
+    parts = re.split(r"((?<![\w-])--?[a-z][\w.-]*)", words)
+    return "".join(
+        f"`{part}`" if number % 2 else re.sub(r"([*\[\]<>{}_`])", r"\\\1", part) for number, part in enumerate(parts)
+    )
 
 
 def _cell(words: str) -> str:

@@ -141,6 +141,13 @@ def test_every_command_and_option_is_in_the_reference(module):
             )
 
 
+def test_options_in_the_text_of_a_command_are_code(module):
+    """A dash alone would become a long one, and a star emphasis."""
+    escaped = module["command_reference"]._escaped
+
+    assert escaped("with --section.key=value, *, <x> or -f") == r"with `--section.key`=value, \*, \<x\> or `-f`"
+
+
 def test_writing_the_reference_leaves_the_commands_as_they_are(module, capsys):
     list(module["command_reference"].command_reference(discover()))
 

@@ -16,6 +16,7 @@ SKILLS = sorted(ROOT.glob("skills/*/SKILL.md"))
 ELSEWHERE = {
     r"^python3 -m venv|^pip install": "tests/outsider installs wheels in an environment of its own",
     r"^forge submit(?!.*--print)": "the tests of forge-plugins-slurm have a Slurm",
+    r"^forge sweep .*optimizer.name(?!.*--dry-run)": "tests/docs/test_how_to.py has the same grid",
     r"^pytest my_router.py": "tests/test_new.py tests what forge new writes",
     r"my-router/example.toml": "tests/test_new.py installs and trains what forge new writes",
 }
