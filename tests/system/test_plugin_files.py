@@ -362,6 +362,8 @@ def test_the_files_on_the_pages_of_hooks_train_the_same_under_fsdp_and_tensor_pa
     assert [one["loss"] for one in together if "loss" in one] == pytest.approx(
         [one["loss"] for one in alone if "loss" in one], rel=1e-5
     )
-    evaluated = [[one.get("eval/confidence/confidence") for one in lines if "eval/loss" in one] for lines in (alone, together)]
+    evaluated = [
+        [one.get("eval/confidence/confidence") for one in lines if "eval/loss" in one] for lines in (alone, together)
+    ]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-4) if model != "bigram" else evaluated == [[None], [None]]
     assert "nats per token at step 4" in (tiny.path("together") / "best.txt").read_text()
