@@ -36,8 +36,6 @@ ELSEWHERE = {
     r"^torchrun .*(--nnodes|…)|^export TORCH": "needs several hosts",
     r"^srun ": "needs a job of Slurm; test_preemption has one",
     r"s3://|--mirror\b": "needs an object store; tests/system/test_mirror.py has one",
-    r"^forge new .*pip install": "tests/test_new.py installs what it writes",
-    r"my_optimizer": "is in the package of the line before",
     r"^forge convert .*llava": "forge_plugins_vlm/tests/test_weight_layouts.py has small models of it",
     r"^forge doctor": "tests/test_doctor.py looks at this machine",
     r"^forge eval .*--nproc": "tests/system/test_eval_command.py has layouts",
@@ -246,7 +244,7 @@ def test_what_a_page_types_works_and_says_what_it_shows(wrong, folder, monkeypat
         monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
         found += wrong(page)
     assert not found, "\n".join(found)
-    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["demo", "four", "wider"]
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["demo", "four", "mine", "wider"]
 
 
 @pytest.mark.slow

@@ -196,4 +196,4 @@ def _everything(catalog: Catalog) -> dict[str, Any]:
 
 
 def _component(kind: str, provided: CatalogEntry) -> dict[str, Any]:
-    return {"kind": kind, "provider": provided.plugin.distribution, **attrs.asdict(provided.component)}
+    return {"provider": provided.plugin.distribution, **attrs.asdict(provided.component), "kind": kind}

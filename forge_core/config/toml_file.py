@@ -19,6 +19,8 @@ from forge_core.registry.plugin_files import trust
 
 MAX_FILES = 32
 """Files of one configuration, with the files that it extends."""
+RESOLVED = "job.toml"
+"""The file of a resolved job, in a run's directory and in checkpoints."""
 MAX_PLUGIN_BYTES = 2**18
 """Bytes of a plugin in a file."""
 
@@ -102,6 +104,10 @@ def with_file_texts(document: Document, folder: Path) -> Document:
     names = plugins.get("files") if isinstance(plugins, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         return document
+    if Path(document.locations[()].source).name == RESOLVED:  # a stranger may have written it, and the file beside it
+        sentence = f"{RESOLVED} is the name of a resolved job, which holds texts and no names of files; rename it"
+        place = document.locate(("plugins", "files"))
+        raise ConfigProblems([Problem(("plugins", "files"), sentence, location=place)])
     texts: dict[str, str] = {}
     for index, name in enumerate(names):
         path = folder / Path(name).expanduser()

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import pluggy
@@ -107,6 +107,9 @@ class _Candidate:
         elif not ours:
             reason = f"was written for plugin API v{max(majors)}, {_THIS_CORE}: {_upgrade(self.distribution)}"
             self.fail("incompatible", reason)
+        elif too := _core_is_too(self.announcement.core):
+            old = "forge-core" if too == "old" else self.distribution
+            self.fail("incompatible", f"needs forge-core{self.announcement.core}, {_THIS_CORE}: {_upgrade(old)}")
 
     def load(self, manager: pluggy.PluginManager) -> None:
         """Import the plugin module, check the version that it states, and register it under the distribution's name."""
@@ -352,6 +355,21 @@ def _sentence(error: BaseException) -> str:
 def _a(value: object) -> str:
     """The type of ``value`` in words: ``"a str"``."""
     return "None" if value is None else with_article(type(value).__name__)
+
+
+def _core_is_too(asked: str) -> Literal["old", "new"] | None:
+    """What this core is, for a plugin that asks for ``>=a,<b``. Of other requirements, `forge doctor` tells: to import
+    what compares them takes as long as to find all plugins."""
+    usual = re.fullmatch(r"<([\d.]+),\s*>=([\d.]+)|>=([\d.]+),\s*<([\d.]+)", asked)
+    if usual is None:
+        return None
+    here, below, least = map(_numbers, (__version__, usual[1] or usual[4], usual[2] or usual[3]))
+    return "old" if here < least else "new" if here >= below else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a release; 0.1 and 0.1.0 are one."""
+    return tuple(int(number) for number in re.findall(r"\d+", re.sub(r"(\.0)*([^\d.].*)?$", "", version)))
 
 
 def _upgrade(distribution: str) -> str:

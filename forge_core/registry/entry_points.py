@@ -30,6 +30,8 @@ class PluginEntryPoint:
     version: str
     entry_points: tuple[tuple[int, str, str], ...]
     """The group's major version, the entry point's name, and its value ``"package.module"``."""
+    core: str = ""
+    """The versions of ``forge-core`` that its metadata ask for: ``"<0.2,>=0.1"``."""
 
 
 @lru_cache(maxsize=1)  # a scan opens a file for each installed distribution: slow on a shared file system
@@ -46,7 +48,8 @@ def plugin_entry_points(path: tuple[str, ...]) -> tuple[PluginEntryPoint, ...]:
                 seen.add(name)
                 points = tuple(_entry_points(os.path.join(information, "entry_points.txt")))  # noqa: PTH118  # speed
                 if points:
-                    found.append(PluginEntryPoint(name, version, points))
+                    needs = _core_of(os.path.join(information, "METADATA"))  # noqa: PTH118
+                    found.append(PluginEntryPoint(name, version, points, needs))
     return tuple(sorted(found, key=lambda one: one.distribution))
 
 
@@ -94,4 +97,14 @@ def _entry_points(file: str) -> Iterator[tuple[int, str, str]]:
             yield major, name.strip(), value.strip()
 
 
+def _core_of(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8") as lines:  # noqa: PTH123
+            asked = _CORE.search(lines.read().partition("\n\n")[0])
+    except OSError:
+        return ""
+    return asked[1].strip(" ()") if asked else ""
+
+
+_CORE = re.compile(r"^Requires-Dist: forge[-_.]core\b([^;\n]*)$", re.M | re.I)
 _GROUP = re.compile(r"\[forge\.v(\d+)\]")

@@ -226,6 +226,39 @@ def test_another_major_version_is_incompatible_and_not_imported(make_distributio
     assert "acme.plugin" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("asked", "upgrade"),
+    [
+        ("<0.3,>=0.2", "forge-core"),
+        (">=0.0.5,<0.1.0", "acme"),
+        (" (<0.1,>=0.0)", "acme"),
+    ],
+)
+def test_a_core_outside_of_what_the_metadata_ask_for_is_told(make_distribution, asked, upgrade):
+    site = make_distribution("acme", files={"acme/plugin.py": "raise RuntimeError"})
+    (information,) = site.glob("*.dist-info/METADATA")
+    information.write_text(
+        f"{information.read_text()}Requires-Dist: forge-core{asked}\n\nRequires-Dist: forge-core>9\n"
+    )
+
+    plugin = find("acme")
+
+    words = f"needs forge-core{asked.strip(' ()')}, this is forge-core 0.1.0 (API 1.3): pip install --upgrade {upgrade}"
+    assert (plugin.status, plugin.reason) == ("incompatible", words)
+    assert "acme.plugin" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "asked", ["", "<0.2,>=0.1", ">=0.1.0,<0.1.1", "~=0.1", "==0.1.*", "<1", ">=9,<10; extra == 'x'", " @ file:x"]
+)
+def test_a_core_within_is_not(make_distribution, asked):
+    site = make_distribution("acme", files=router_plugin("acme"))
+    (information,) = site.glob("*.dist-info/METADATA")
+    information.write_text(f"{information.read_text()}Requires-Dist: forge-core{asked}\n\n")
+
+    assert find("acme").status == "ok"
+
+
 def test_a_plugin_may_serve_several_major_versions(make_distribution):
     points = "[forge.v1]\na = acme.plugin\n[forge.v2]\na = acme.plugin2\n"
     make_distribution("acme", files=router_plugin("acme") | {"entry_points.txt": points})

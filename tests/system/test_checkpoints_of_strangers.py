@@ -242,3 +242,35 @@ def test_where_a_run_began_is_said_of_nothing_else(trained, run, shared_tiny, ca
     printed = capfd.readouterr().out
     assert "is not used, as this run has checkpoints of its own" in printed
     assert "where this run began" not in printed
+
+
+@pytest.mark.parametrize("files", ['["evil.py"]', '["{folder}/evil.py"]', '{{"evil.py" = """{code}"""}}'])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "{run}", "--prompt", "line"],
+        ["eval", "{run}"],
+        ["eval", "{run}", "--nproc", "2"],
+        ["convert", "{run}", "--to", "huggingface", "--out", "{run}/hf"],
+        ["data", "seen", "{run}", "--steps", "1"],
+        ["checkpoint", "show", "{run}"],
+        ["run", "{checkpoint}/job.toml", "train.steps=3"],
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else None,
+)
+def test_code_of_a_stranger_is_not_run(run, tmp_path, command, files, capfd, monkeypatch):
+    monkeypatch.delenv("FORGE_TRUST_FILES", raising=False)
+    proof = tmp_path / "proof"
+    code = f"open('{proof}', 'w')\n"
+    folder = newest(run)
+    files = files.format(folder=folder, code=code.replace("\n", "\\n"))
+    with_job(run, "files = []", f"files = {files}")
+    (folder / "evil.py").write_text(code)
+    words = [word.format(run=run, checkpoint=folder) for word in command]
+
+    code = main(words)
+
+    said = capfd.readouterr().err
+    assert not proof.exists()
+    assert code == 2 or command[0] == "checkpoint"
+    assert "plugins.files" in said or command[0] == "checkpoint"

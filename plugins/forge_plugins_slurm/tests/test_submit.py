@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.errors import ConfigError
+from forge_core.job import load_job
+from forge_core.registry.discovery import discover
 from forge_plugins_slurm.cluster import Cluster, read_cluster
 from forge_plugins_slurm.script import Submission, batch_script
 from forge_plugins_studies.points import points_of
@@ -249,6 +252,22 @@ def test_the_job_is_resolved_for_the_ranks_that_will_run_and_requeues_itself(for
     assert job["train"]["global_batch_size"] == 48
     assert "48 × 32 tokens on 6 ranks" in said
     assert main(["validate", str(slurm_job.path("tiny") / "slurm/job.toml"), "--world-size", "6"]) == 0
+
+
+def test_the_ranks_may_run_the_plugin_file_that_the_submitted_job_names(forge, sbatch, slurm_job, monkeypatch):
+    monkeypatch.setenv("FORGE_TRUST_FILES", "")
+    text = "from forge_core.api import component\n\n@component('scheduler', summary='s')\ndef half(*, total_steps):\n"
+    text += "    return lambda step: 0.5\n"
+    (slurm_job.folder / "half.py").write_text(text)
+
+    code, _, error = forge("submit", "--time", "30", 'plugins.files=["half.py"]', "scheduler.name=half")
+
+    assert code == 0, error
+    slurm = next(slurm_job.folder.glob("runs/*/slurm"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (script,) = slurm.glob("*.sh")
+    assert f"\nexport FORGE_TRUST_FILES={digest}\n" in script.read_text()
+    assert load_job(slurm / "job.toml", catalog=discover).scheduler.provider == "file:half.py"
 
 
 def test_a_callback_that_is_named_already_is_not_added_twice(forge, sbatch, slurm_job):
