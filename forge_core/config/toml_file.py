@@ -19,6 +19,7 @@ from forge_core.registry.plugin_files import trust
 
 MAX_FILES = 32
 """Files of one configuration, with the files that it extends."""
+_FILES: KeyPath = ("plugins", "files")
 RESOLVED = "job.toml"
 """The file of a resolved job, in a run's directory and in checkpoints."""
 MAX_PLUGIN_BYTES = 2**18
@@ -106,8 +107,7 @@ def with_file_texts(document: Document, folder: Path) -> Document:
         return document
     if Path(document.locations[()].source).name == RESOLVED:  # a stranger may have written it, and the file beside it
         sentence = f"{RESOLVED} is the name of a resolved job, which holds texts and no names of files; rename it"
-        place = document.locate(("plugins", "files"))
-        raise ConfigProblems([Problem(("plugins", "files"), sentence, location=place)])
+        raise ConfigProblems([Problem(_FILES, sentence, location=document.locate(_FILES))])
     texts: dict[str, str] = {}
     for index, name in enumerate(names):
         path = folder / Path(name).expanduser()
@@ -117,10 +117,10 @@ def with_file_texts(document: Document, folder: Path) -> Document:
                 raise ConfigError(why)
             texts[path.name] = read_plugin_file(path)
         except (OSError, UnicodeDecodeError, ValueError, ConfigError) as error:
-            place, why = ("plugins", "files"), str(error)
+            why = str(error)
             if isinstance(error, FileNotFoundError):
                 why = f"there is no file {path}{_what_was_meant(path)}"
-            raise ConfigProblems([Problem((*place, index), why, location=document.locate(place))]) from error
+            raise ConfigProblems([Problem((*_FILES, index), why, location=document.locate(_FILES))]) from error
     return Document({**document.table, "plugins": {**plugins, "files": texts}}, document.locations)  # type: ignore[dict-item]  # a table
 
 
