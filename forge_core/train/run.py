@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+from torch.distributed.tensor import DTensor
 
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Requests, RunContext
@@ -48,7 +49,8 @@ class Reports:
             if not isinstance(value, torch.Tensor) or value.ndim:
                 found = f"a tensor of the shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
                 raise PluginError(f"run.report takes device scalars; {name!r} is {found}")
-            self._values[name] = value.detach()
+            value = value.detach()
+            self._values[name] = value.full_tensor() if isinstance(value, DTensor) else value
 
     def take(self, mesh: Mesh, device: torch.device) -> dict[str, torch.Tensor]:
         """Those of this step, summed over pipeline stages. All ranks of a pipeline call it.
