@@ -128,7 +128,6 @@ def forge_kinds() -> Iterable[Kind]:
 @hookimpl
 def forge_report_sections() -> Iterable[Component]:
     """Ours, in the order of the page."""
-    folder, config = "forge_plugins_monitor.report", "forge_plugins_monitor.report.config:SectionConfig"
     sections = {
         "summary": ("state, steps, losses and times of the runs", "summary:Summary"),
         "curves": ("loss, evaluations, learning rate, gradient norm, speed, memory", "curves:Curves"),
@@ -139,4 +138,4 @@ def forge_report_sections() -> Iterable[Component]:
         "further_metrics": ("all other metrics, folded away", "curves:FurtherMetrics"),
     }
     for name, (summary, factory) in sections.items():
-        yield Component(name=name, summary=summary, factory=f"{folder}.{factory}", config=config)
+        yield Component(name=name, summary=summary, factory=f"forge_plugins_monitor.report.{factory}")
