@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from forge_core.config.describe import literal
-from forge_core.config.diff import Difference, differences
-from forge_core.config.sections import Job
 from forge_core.contracts.command import options_of
-from forge_core.job import dump_job, job_table, load_job
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -39,8 +36,19 @@ def config(
     OVERRIDES are --section.key=value, section.key=value or --section.key value. With --diff they apply to both files.
     """
 
-    def resolved(path: Path, settings: tuple[str, ...]) -> Job:
+    from forge_core.config.describe import literal
+    from forge_core.config.diff import differences
+    from forge_core.job import dump_job, job_table, load_job
+
+    def resolved(path: Path, settings: tuple[str, ...]) -> Any:
         return load_job(path, settings, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
+
+    def line(change: Any) -> str:
+        if change.old is None:
+            return f"+ {change.key}: {literal(change.new)}"
+        if change.new is None:
+            return f"- {change.key}: {literal(change.old)}"
+        return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"
 
     if schema:
         _print_schema(ctx, config)
@@ -48,7 +56,7 @@ def config(
         settings = overrides if config is None else (config, *overrides)
         old, new = (job_table(resolved(path, settings)) for path in diff)
         changes = differences(old, new)
-        click.echo("\n".join(map(_line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
+        click.echo("\n".join(map(line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", ctx)
     else:
@@ -63,11 +71,3 @@ def _print_schema(ctx: click.Context, config: str | None) -> None:
     if config is not None:
         raise click.UsageError(f"--schema is about every configuration and takes no file or setting, got {config}", ctx)
     click.echo(json.dumps(job_schema(ctx.obj.catalog()), indent=2, ensure_ascii=False))
-
-
-def _line(change: Difference) -> str:
-    if change.old is None:
-        return f"+ {change.key}: {literal(change.new)}"
-    if change.new is None:
-        return f"- {change.key}: {literal(change.old)}"
-    return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"

@@ -99,7 +99,12 @@ def forge_checks() -> Iterable[Check]:
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
-    """``forge doctor`` and ``forge report``."""
+    """What tells of machines and runs, and what helps at the command line."""
+    yield Command(
+        name="completion",
+        summary="what bash, zsh or fish need to complete commands, options, keys and components",
+        run="forge_plugins_monitor.completion.command:completion",
+    )
     yield Command(
         name="doctor",
         summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
