@@ -38,7 +38,7 @@ ELSEWHERE = {
     r"^forge convert .*llava": "forge_plugins_vlm/tests/test_weight_layouts.py has small models of it",
     r"^forge doctor": "tests/test_doctor.py looks at this machine",
     r"^forge eval .*--nproc": "tests/system/test_eval_command.py has layouts",
-    r"^forge (submit|status)": "the tests of forge-plugins-slurm have a Slurm",
+    r"^forge submit": "the tests of forge-plugins-slurm have a Slurm",
     r"^forge plan c.toml --world-size 1024": "is about a model of 70B; tests/plan",
     r"--nproc auto|--nproc 8": "takes as many processes as there are GPUs",
     r"^forge run c.toml .*--parallel\.(tp|pp)=2": "tests/parity has these layouts",
