@@ -54,6 +54,7 @@ def test_values_of_options(folder):
     assert texts("forge run c.toml --resume ") == ["auto", "never"]
     assert "router" in texts("forge plugins --kind r")
     assert "adamw" in texts("forge plugins show optimizer ada")
+    assert texts("forge docs forge_rou") == ["forge_routers"]
 
 
 def test_files_and_runs(folder):

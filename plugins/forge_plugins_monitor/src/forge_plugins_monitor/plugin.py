@@ -106,6 +106,11 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_monitor.completion.command:completion",
     )
     yield Command(
+        name="docs",
+        summary="the documentation in the terminal, without a network",
+        run="forge_plugins_monitor.pages.command:docs",
+    )
+    yield Command(
         name="doctor",
         summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
         run="forge_plugins_monitor.doctor.command:doctor",

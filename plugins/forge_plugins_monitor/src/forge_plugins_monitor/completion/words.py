@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem, ShellComplete, split_arg_stri
 from forge_core.contracts.command import Invocation
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.hookspecs import CORE_COMMANDS
+from forge_plugins_monitor.pages.library import pages
 
 RUNS = ("run", "runs", "run_dir", "folder")
 """Arguments of commands that are directories of runs."""
@@ -89,6 +90,8 @@ class _Line:
             yield from (Word(name, kind.summary) for name, kind in self._catalog.kinds.items())
         elif self._context.command_path == "forge plugins show":
             yield from _components(self._catalog, self._context.params["kind"])
+        elif self._context.command_path == "forge docs":
+            yield from (Word(page.name, page.title) for page in pages().values())
         else:
             yield from (Word(word) for word in metavar.split("|") if word.islower())  # of auto|never|STEP|PATH
             yield from (Word(item.value, item.help or "") for item in self._of_click() if item.type == "plain")
