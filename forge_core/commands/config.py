@@ -15,6 +15,7 @@ from forge_core.contracts.command import options_of
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Resolve the job for this number of ranks.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of what may stand in a file, for editors.")
+@click.option("--origins", is_flag=True, help="Short for forge origins: where each value comes from.")
 @click.option(
     "--diff",
     nargs=2,
@@ -29,13 +30,13 @@ def config(
     overrides: tuple[str, ...],
     world_size: int | None,
     schema: bool,
+    origins: bool,
     diff: tuple[Path, Path] | None,
 ) -> None:
     """Print the job in CONFIG with every default, and every component by its qualified name, as TOML.
 
     OVERRIDES are --section.key=value, section.key=value or --section.key value. With --diff they apply to both files.
     """
-
     from forge_core.config.describe import literal
     from forge_core.config.diff import differences
     from forge_core.job import dump_job, job_table, load_job
@@ -59,6 +60,10 @@ def config(
         click.echo("\n".join(map(line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", ctx)
+    elif origins:
+        forge: Any = ctx.find_root().command
+        _, command, _ = forge.resolve_command(ctx.find_root(), ["origins"])  # of a package, as no run needs it
+        ctx.invoke(command, config=Path(config), overrides=overrides, world_size=world_size)
     else:
         click.echo(dump_job(resolved(Path(config), overrides)), nl=False)
 

@@ -121,6 +121,11 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_monitor.run_states.explain_command:explain",
     )
     yield Command(
+        name="origins",
+        summary="where each value of a configuration comes from: file and line, setting, default",
+        run="forge_plugins_monitor.origins:origins",
+    )
+    yield Command(
         name="report",
         summary="write one HTML page about runs: curves, events, differences of their configurations",
         run="forge_plugins_monitor.report.command:report",

@@ -10,8 +10,15 @@ from typing import Any
 import attrs
 
 from forge_core.contracts.callback import TIME_LIMIT
-from forge_core.run.fatal import fatal_error
-from forge_plugins_monitor.run_states.progress import RunProgress, holder_of, job_of, objects, progress_of, tail
+from forge_plugins_monitor.run_states.progress import (
+    RunProgress,
+    holder_of,
+    job_of,
+    killed_by,
+    objects,
+    progress_of,
+    tail,
+)
 
 ENDS = {"completed": 0, "preempted": 3, "stopped": 3, "failed": None}
 """Events of which one is the last of a start that is not killed, and the exit code; of a failure, it has its own."""
@@ -169,7 +176,7 @@ def _cause(end: Mapping[str, Any]) -> str:
 
 def _killer(run: Path) -> str:
     """Of a start that could say nothing any more."""
-    killed, holder = fatal_error(run), holder_of(run)
+    killed, holder = killed_by(run), holder_of(run)
     if killed:
         return f"by {killed}"
     if holder is not None and holder.has_ended:

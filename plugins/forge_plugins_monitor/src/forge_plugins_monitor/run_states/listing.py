@@ -15,6 +15,7 @@ from forge_core.config.describe import literal, printable, without_passwords
 from forge_core.config.diff import leaves
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError
+from forge_plugins_monitor.origins import in_short
 from forge_plugins_monitor.run_states.column import RunColumn
 from forge_plugins_monitor.run_states.columns import cells_of, columns_of
 from forge_plugins_monitor.run_states.effective_time import effective_time, in_words
@@ -122,7 +123,7 @@ def _cells(one: Listed) -> dict[str, str]:
         "SAVED": "" if run.checkpoint is None else str(run.checkpoint),
         "LAST SEEN": "" if run.age is None else _duration(run.age),
         **{title: cell["text"] for title, cell in one.cells.items()},
-        "DIFFERS IN": ", ".join(f"{key}={literal(value)}" for key, value in one.differing.items()),
+        "DIFFERS IN": ", ".join(f"{key}={in_short(value)}" for key, value in one.differing.items()),
     }
     return {title: printable(without_passwords(text)) for title, text in cells.items()}
 

@@ -14,7 +14,7 @@ import attrs
 from forge_core.config.toml_file import read_document
 from forge_core.distributed.process_identity import Process
 from forge_core.errors import ConfigError
-from forge_core.run.fatal import fatal_error
+from forge_core.run.fatal import SIGNAL_WORDS
 
 ALIVE = 30.0
 """Seconds after a sign of life during which a run that is in no cluster's queue counts as running."""
@@ -59,7 +59,7 @@ def progress_of(run: Path, job: Mapping[str, Any], known: str | None = None) -> 
     age = _age(run)
     events = events_of_last_start(run)
     state = known or _state(run, events, age, is_complete=steps is not None and checkpoint == steps)
-    killed = fatal_error(run) if state == "failed" else None
+    killed = killed_by(run) if state == "failed" else None
     return RunProgress(
         name=run.name,
         path=run,
@@ -73,6 +73,19 @@ def progress_of(run: Path, job: Mapping[str, Any], known: str | None = None) -> 
         reason=f"killed by {killed}" if killed else "",
         age=age,
     )
+
+
+def killed_by(run: Path) -> str | None:
+    """The signal that has killed the last start of a run, as far as its processes could leave that behind."""
+    for path in sorted(run.glob("stacks/fatal_rank_*.txt")):
+        try:
+            with path.open("rb") as file:
+                first = file.readline(200).decode(errors="replace")
+        except OSError:
+            continue
+        if found := next((words for name, words in SIGNAL_WORDS.items() if name in first), None):
+            return found
+    return None
 
 
 def job_of(file: Path) -> Mapping[str, Any]:
