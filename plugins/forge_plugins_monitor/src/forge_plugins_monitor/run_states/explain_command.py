@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import click
 
+from forge_core.commands.table import wrapped
 from forge_core.config.describe import printable, without_passwords
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, nearest
@@ -34,7 +35,8 @@ def explain(obj: Invocation, run: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**attrs.asdict(told), "run": str(told.run), "notes": list(told.notes)}, indent=2))
     else:
-        click.echo(printable(without_passwords(in_words(told))))
+        lines = printable(without_passwords(in_words(told))).splitlines()
+        click.echo("\n".join([*map(wrapped, lines[:-1]), lines[-1]]))  # the last one is to be copied
 
 
 def _why_not(run: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import click
 
+from forge_core.commands.table import wrapped
 from forge_core.config.describe import literal, printable, without_passwords
 from forge_core.config.diff import leaves
 from forge_core.contracts.command import Invocation
@@ -65,7 +66,7 @@ def runs(obj: Invocation, folder: Path, follow: bool, as_json: bool) -> None:
     elif listed:
         print_table([_cells(one) for one in listed])
         for line in filter(None, told):
-            click.echo(in_words(line))
+            click.echo(wrapped(in_words(line)))
     else:
         click.echo(f"there are no runs in {folder}")
 
