@@ -99,22 +99,47 @@ def forge_checks() -> Iterable[Check]:
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
-    """``forge doctor`` and ``forge report``."""
+    """What tells of machines and runs, and what helps at the command line."""
+    yield Command(
+        name="completion",
+        summary="what bash, zsh or fish need to complete commands, options, keys and components",
+        run="forge_plugins_monitor.completion.command:completion",
+    )
+    yield Command(
+        name="docs",
+        summary="the documentation in the terminal, without a network",
+        run="forge_plugins_monitor.pages.command:docs",
+    )
     yield Command(
         name="doctor",
         summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
         run="forge_plugins_monitor.doctor.command:doctor",
     )
     yield Command(
+        name="explain",
+        summary="why a run stopped, what it has lost, and what to type next",
+        run="forge_plugins_monitor.run_states.explain_command:explain",
+    )
+    yield Command(
+        name="origins",
+        summary="where each value of a configuration comes from: file and line, setting, default",
+        run="forge_plugins_monitor.origins:origins",
+    )
+    yield Command(
         name="report",
         summary="write one HTML page about runs: curves, events, differences of their configurations",
         run="forge_plugins_monitor.report.command:report",
+    )
+    yield Command(
+        name="runs",
+        summary="the runs in a folder: how far they are, how good, and what tells them apart",
+        run="forge_plugins_monitor.run_states.listing:runs",
     )
 
 
 @hookimpl
 def forge_kinds() -> Iterable[Kind]:
-    """The parts of the page of ``forge report``."""
+    """The parts of the page of ``forge report``, and columns of ``forge runs``."""
     contract = "forge_plugins_monitor.report.section:ReportSection"
     yield Kind(
         name="report_section",
@@ -122,6 +147,12 @@ def forge_kinds() -> Iterable[Kind]:
         summary="a part of the page that forge report writes",
         contract=contract,
         returns=contract,
+    )
+    yield Kind(
+        name="run_column",
+        hook="forge_run_columns",
+        summary="what forge runs says of runs beyond their own files",
+        contract="forge_plugins_monitor.run_states.column:RunColumn",
     )
 
 
