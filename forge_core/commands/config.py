@@ -14,7 +14,7 @@ from forge_core.contracts.command import options_of
 @click.argument("config", required=False, type=click.UNPROCESSED)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Resolve the job for this number of ranks.")
-@click.option("--schema", is_flag=True, help="Print the JSON Schema of what may stand in a file, for editors.")
+@click.option("--schema", is_flag=True, help="Short for forge schema: the JSON Schema of a file.")
 @click.option("--origins", is_flag=True, help="Short for forge origins: where each value comes from.")
 @click.option(
     "--diff",
@@ -51,8 +51,11 @@ def config(
             return f"- {change.key}: {literal(change.old)}"
         return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"
 
+    forge: Any = ctx.find_root().command
+    if schema and config is not None:
+        raise click.UsageError(f"--schema is about every configuration and takes no file or setting, got {config}", ctx)
     if schema:
-        _print_schema(ctx, config)
+        ctx.invoke(forge.resolve_command(ctx.find_root(), ["schema"])[1])  # of a package, as no run needs it
     elif diff is not None:
         settings = overrides if config is None else (config, *overrides)
         old, new = (job_table(resolved(path, settings)) for path in diff)
@@ -61,18 +64,7 @@ def config(
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", ctx)
     elif origins:
-        forge: Any = ctx.find_root().command
-        _, command, _ = forge.resolve_command(ctx.find_root(), ["origins"])  # of a package, as no run needs it
+        _, command, _ = forge.resolve_command(ctx.find_root(), ["origins"])  # the same
         ctx.invoke(command, config=Path(config), overrides=overrides, world_size=world_size)
     else:
         click.echo(dump_job(resolved(Path(config), overrides)), nl=False)
-
-
-def _print_schema(ctx: click.Context, config: str | None) -> None:
-    import json
-
-    from forge_core.config.schema import job_schema
-
-    if config is not None:
-        raise click.UsageError(f"--schema is about every configuration and takes no file or setting, got {config}", ctx)
-    click.echo(json.dumps(job_schema(ctx.obj.catalog()), indent=2, ensure_ascii=False))

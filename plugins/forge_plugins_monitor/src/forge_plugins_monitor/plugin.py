@@ -126,6 +126,11 @@ def forge_commands() -> Iterable[Command]:
         run="forge_plugins_monitor.origins:origins",
     )
     yield Command(
+        name="schema",
+        summary="print the JSON Schema of what may stand in a configuration, for editors",
+        run="forge_plugins_monitor.schema:schema",
+    )
+    yield Command(
         name="report",
         summary="write one HTML page about runs: curves, events, differences of their configurations",
         run="forge_plugins_monitor.report.command:report",
