@@ -25,8 +25,11 @@ COMMANDS = {
     "forge --help": ([FORGE, "--help"], 5),
     "forge plugins": ([FORGE, "plugins"], 6),
     "forge validate configs/demo.toml": ([FORGE, "validate", "configs/demo.toml"], 8),
+    "completion of optimizer. behind it": ([FORGE, "completion", "bash", "--words"], 12),
 }
 """Each command, and how many times the empty process it may take."""
+LINE = {"COMP_LINE": "forge run configs/demo.toml optimizer."}
+"""What a shell says as it asks for the words at the cursor."""
 
 
 def main() -> None:
@@ -51,7 +54,7 @@ def measure(repeats: int) -> dict[str, list[float]]:
     """
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as bytecode:
-        environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode}
+        environment = {**os.environ, **LINE, "PYTHONPYCACHEPREFIX": bytecode}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         for _ in range(repeats + 1):
             for name, (command, _) in COMMANDS.items():

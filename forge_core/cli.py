@@ -47,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], invocation: Invocation) -> int:
-    debug = invocation.debug
     try:
         result = forge.main(arguments, prog_name="forge", standalone_mode=False, obj=invocation)
     except click.ClickException as error:
@@ -55,10 +54,10 @@ def _run(arguments: Sequence[str], invocation: Invocation) -> int:
         return error.exit_code
     except click.Abort as error:  # this is how click passes on Ctrl-C, and the end of an input it was asking for
         if isinstance(error.__cause__, EOFError):
-            return _report(error.__cause__, debug)
+            return _report(error.__cause__, invocation.debug)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  # the last line of defence: a traceback only for those who ask for it
-        return _report(error, debug)
+        return _report(error, invocation.debug)
     return int(result) if isinstance(result, int) else ExitCode.COMPLETED
 
 
@@ -116,9 +115,12 @@ def _is_one_of_many(catalog: Catalog) -> bool:
 class ForgeGroup(click.Group):
     """The core's commands and those of plugins, each imported when it is called."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        installs = args[:1] == ["--install-completion"]
+        return super().parse_args(ctx, ["completion", "--install", *args[1:]] if installs else args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        core = [command.name for command in CORE_COMMANDS]
-        return [*core, *sorted(_invocation(ctx).catalog().commands)]
+        return [*(command.name for command in CORE_COMMANDS), *sorted(_invocation(ctx).catalog().commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         for command in CORE_COMMANDS:
@@ -135,17 +137,14 @@ class ForgeGroup(click.Group):
             return super().resolve_command(ctx, args)
         from forge_core.registry.suggestions import why_no_command
 
-        core = [command.name for command in CORE_COMMANDS]
+        core = (command.name for command in CORE_COMMANDS)
         raise click.UsageError(why_no_command(_invocation(ctx).catalog(), name, core), ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         catalog = _invocation(ctx).catalog()
         with formatter.section("Commands"):
             formatter.write_dl([(command.name, command.summary) for command in CORE_COMMANDS])
-        rows = [
-            (name, f"{command.summary}  [{plugin.distribution}]")
-            for name, (command, plugin) in catalog.commands.items()
-        ]
+        rows = [(name, f"{one.summary}  [{owner.distribution}]") for name, (one, owner) in catalog.commands.items()]
         if rows:
             with formatter.section("Commands of plugins"):
                 formatter.write_dl(sorted(rows))
@@ -171,14 +170,15 @@ def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> Non
         torch = "no torch"
     api = f"plugin API {ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
     click.echo(f"forge-core {__version__} ({api}), Python {sys.version.split()[0]}, {torch}")
-    plugins = [f"{plugin.distribution}-{plugin.version}" for plugin in _invocation(ctx).catalog().plugins]
-    click.echo(f"plugins: {', '.join(plugins) or 'none'}")
+    plugins = ", ".join(f"{plugin.distribution}-{plugin.version}" for plugin in _invocation(ctx).catalog().plugins)
+    click.echo(f"plugins: {plugins or 'none'}")
     ctx.exit()
 
 
 @click.group(cls=ForgeGroup, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-# Taken out of the arguments before click sees them, so that it may stand anywhere; here for the help only.
+# Both are taken out of the arguments before click sees them; here for the help only.
 @click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks. May stand after the command, too.")
+@click.option("--install-completion", is_flag=True, expose_value=False, help="Short for completion --install [SHELL].")
 @click.option(
     "--trust-files",
     is_flag=True,

@@ -24,7 +24,18 @@ from doc_pages import commands
 from forge_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
-BY_A_READER = ("quickstart", "configuration", "data", "checkpoints", "running", "plan", "moe", "moe-layouts", "slurm")
+BY_A_READER = (
+    "quickstart",
+    "configuration",
+    "data",
+    "checkpoints",
+    "running",
+    "plan",
+    "moe",
+    "moe-layouts",
+    "slurm",
+    "command-line",
+)
 LOOKING = ("look-into-a-model", "interventions", "stores", "compare-representations", "sparse-autoencoders")
 OF_THEIR_OWN = (("chat",), LOOKING, ("neural-recordings",), ("published-models",), ("vision-language",))
 """Pages that begin with the demo themselves, with those that go on; tests/system/test_preference.py has another one."""
@@ -37,9 +48,12 @@ ELSEWHERE = {
     r"^srun ": "needs a job of Slurm; test_preemption has one",
     r"s3://|--mirror\b": "needs an object store; tests/system/test_mirror.py has one",
     r"^forge convert .*llava": "forge_plugins_vlm/tests/test_weight_layouts.py has small models of it",
+    r"--install-completion": "a home for it is in the tests of forge-plugins-monitor",
+    r"^forge (runs|explain)": "the tests of forge-plugins-monitor have runs that end so",
+    r"^forge docs .*--browser": "opens one",
     r"^forge doctor": "tests/test_doctor.py looks at this machine",
     r"^forge eval .*--nproc": "tests/system/test_eval_command.py has layouts",
-    r"^forge (submit|status)": "the tests of forge-plugins-slurm have a Slurm",
+    r"^forge submit": "the tests of forge-plugins-slurm have a Slurm",
     r"^forge plan c.toml --world-size 1024": "is about a model of 70B; tests/plan",
     r"--nproc auto|--nproc 8": "takes as many processes as there are GPUs",
     r"^forge run c.toml .*--parallel\.(tp|pp)=2": "tests/parity has these layouts",

@@ -23,16 +23,15 @@ import pytest
 import fork_server
 from forge_core.checkpoint.export import write_checkpoint
 from forge_core.cli import main
-from forge_core.config.builder import ComponentBuilder
+from forge_core.config.builder import ComponentBuilder, config_class
 from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import CheckpointSection, Job
 from forge_core.contracts.checkpoint_mirror import MirrorContext, MirrorStart
 from forge_core.job import load_job
-from forge_core.registry.catalog import Catalog
+from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import PHASES, Kind
 from forge_core.registry.discovery import discover
 from forge_core.registry.hookspecs import ForgeSpecs, specifications
-from forge_core.registry.imports import load_reference
 from forge_testing.scaffold.plugin_file import write_package_from
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +46,7 @@ GENERATED = tuple(
 
 HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
 HOOKS_OF_PACKAGES = [
-    *("forge_report_sections", "forge_representation_metrics"),
+    *("forge_report_sections", "forge_representation_metrics", "forge_run_columns"),
     *("forge_connectors", "forge_fusions", "forge_image_processors", "forge_vision_encoders"),
 ]
 """Of kinds that packages of ours add, those that have a page."""
@@ -167,8 +166,8 @@ def config_classes() -> dict[str, type]:
     found: list[type] = [field.type for field in attrs.fields(attrs.resolve_types(Job)) if attrs.has(field.type)]
     for plugin in catalog.plugins:
         if plugin.distribution.startswith("forge-plugins-"):
-            for _, component in plugin.components:
-                found.append(load_reference(component.config, what="the config class", owner=plugin.distribution))
+            for kind, component in plugin.components:
+                found.append(config_class(CatalogEntry(component, plugin), catalog.kinds[kind])[0])
     for cls in found:
         for field in attrs.fields(attrs.resolve_types(cls)):
             found += [part for part in all_parts(field.type) if attrs.has(part) and part not in found]

@@ -24,10 +24,6 @@ SOURCES = sorted(
     for file in folder.rglob("*.py")
 )
 """Of our packages. The conformance kit tests the core, and tests may look into it."""
-NOT_YET = {
-    "forge_plugins_slurm imports forge_core.run.fatal",
-}
-"""To become empty."""
 
 
 def test_packages_import_public_modules_only():
@@ -38,7 +34,7 @@ def test_packages_import_public_modules_only():
         if not any(fnmatch(module, public) for public in PUBLIC)
     }
 
-    assert wrong == NOT_YET
+    assert wrong == set()
 
 
 @pytest.mark.parametrize("module", [*PUBLIC, *OF_PACKAGES])

@@ -82,3 +82,27 @@ def test_every_installed_component_can_be_described_without_torch(poisoned):
     )
 
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forge ",
+        "forge run c",
+        "forge run configs/demo.toml optimizer.",
+        "forge replicas --",
+        "forge eval --",
+        "forge new ",
+    ],
+)
+def test_completing_a_line_imports_nothing_heavy(poisoned, line):
+    finished = subprocess.run(
+        [sys.executable, "-m", "forge_core", "completion", "zsh", "--words"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(poisoned), "COMP_LINE": line},
+        capture_output=True,
+        text=True,
+    )
+
+    assert (finished.stderr, finished.returncode) == ("", 0)
+    assert finished.stdout

@@ -14,7 +14,7 @@ from forge_core.checkpoint.compatibility import installed
 from forge_core.checkpoint.contents import JOB, read_job
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
 from forge_core.checkpoint.retention import reasons_to_keep, superfluous
-from forge_core.commands.table import aligned
+from forge_core.commands.table import aligned, wrapped
 from forge_core.config.converter import structure
 from forge_core.config.describe import printable
 from forge_core.config.diff import differences
@@ -100,7 +100,7 @@ def show(path: Path, as_json: bool) -> None:
         "versions": {name: {"then": then, "now": installed(name)} for name, then in found.manifest.versions.items()},
         "changed_since": _changed_since(found.path),
     }
-    click.echo(printable(_as_json(facts) if as_json else "\n".join(_described(facts))))
+    click.echo(printable(_as_json(facts) if as_json else "\n".join(map(wrapped, _described(facts)))))
 
 
 @checkpoint.command()

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from forge_core.config.describe import literal
-from forge_core.config.diff import Difference, differences
-from forge_core.config.sections import Job
 from forge_core.contracts.command import options_of
-from forge_core.job import dump_job, job_table, load_job
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", required=False, type=click.UNPROCESSED)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Resolve the job for this number of ranks.")
-@click.option("--schema", is_flag=True, help="Print the JSON Schema of what may stand in a file, for editors.")
+@click.option("--schema", is_flag=True, help="Short for forge schema: the JSON Schema of a file.")
+@click.option("--origins", is_flag=True, help="Short for forge origins: where each value comes from.")
 @click.option(
     "--diff",
     nargs=2,
@@ -32,42 +30,41 @@ def config(
     overrides: tuple[str, ...],
     world_size: int | None,
     schema: bool,
+    origins: bool,
     diff: tuple[Path, Path] | None,
 ) -> None:
     """Print the job in CONFIG with every default, and every component by its qualified name, as TOML.
 
     OVERRIDES are --section.key=value, section.key=value or --section.key value. With --diff they apply to both files.
     """
+    from forge_core.config.describe import literal
+    from forge_core.config.diff import differences
+    from forge_core.job import dump_job, job_table, load_job
 
-    def resolved(path: Path, settings: tuple[str, ...]) -> Job:
+    def resolved(path: Path, settings: tuple[str, ...]) -> Any:
         return load_job(path, settings, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
 
+    def line(change: Any) -> str:
+        if change.old is None:
+            return f"+ {change.key}: {literal(change.new)}"
+        if change.new is None:
+            return f"- {change.key}: {literal(change.old)}"
+        return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"
+
+    forge: Any = ctx.find_root().command
+    if schema and config is not None:
+        raise click.UsageError(f"--schema is about every configuration and takes no file or setting, got {config}", ctx)
     if schema:
-        _print_schema(ctx, config)
+        ctx.invoke(forge.resolve_command(ctx.find_root(), ["schema"])[1])  # of a package, as no run needs it
     elif diff is not None:
         settings = overrides if config is None else (config, *overrides)
         old, new = (job_table(resolved(path, settings)) for path in diff)
         changes = differences(old, new)
-        click.echo("\n".join(map(_line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
+        click.echo("\n".join(map(line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", ctx)
+    elif origins:
+        _, command, _ = forge.resolve_command(ctx.find_root(), ["origins"])  # the same
+        ctx.invoke(command, config=Path(config), overrides=overrides, world_size=world_size)
     else:
         click.echo(dump_job(resolved(Path(config), overrides)), nl=False)
-
-
-def _print_schema(ctx: click.Context, config: str | None) -> None:
-    import json
-
-    from forge_core.config.schema import job_schema
-
-    if config is not None:
-        raise click.UsageError(f"--schema is about every configuration and takes no file or setting, got {config}", ctx)
-    click.echo(json.dumps(job_schema(ctx.obj.catalog()), indent=2, ensure_ascii=False))
-
-
-def _line(change: Difference) -> str:
-    if change.old is None:
-        return f"+ {change.key}: {literal(change.new)}"
-    if change.new is None:
-        return f"- {change.key}: {literal(change.old)}"
-    return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"

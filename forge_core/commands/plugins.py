@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from textwrap import fill
 from typing import Any
 
 import attrs
 import click
 
 from forge_core import __version__
-from forge_core.commands.table import LEAST_ROOM, aligned, terminal_width
+from forge_core.commands.table import aligned, wrapped
 from forge_core.contracts.command import Invocation
 from forge_core.registry.catalog import Catalog, CatalogEntry, Plugin, is_importable
 from forge_core.registry.component import PassComponent
@@ -53,8 +52,8 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
     provided = catalog.find(kind, name)
     component, plugin = provided.component, provided.plugin
     config, _ = config_class(provided, catalog.kinds[kind])
-    click.echo(_wrapped(f"{kind} {component.name}: {component.summary}"))
-    click.echo(f"provided by {plugin}, built by {component.factory}")
+    click.echo(wrapped(f"{kind} {component.name}: {component.summary}"))
+    click.echo(wrapped(f"provided by {plugin}, built by {component.factory}"))
     if component.aliases:
         click.echo(f"also called {', '.join(component.aliases)}")
     if component.deprecated:
@@ -62,7 +61,7 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
     for module in component.modules:
         click.echo(f"needs the module {module}{'' if is_importable(module) else ', which is not installed'}")
     if isinstance(component, PassComponent):
-        click.echo("\n".join(map(_wrapped, _place_among_passes(component))))
+        click.echo("\n".join(map(wrapped, _place_among_passes(component))))
     click.echo()
     click.echo(_key_table(config))
 
@@ -163,11 +162,6 @@ def _provides(plugin: Plugin) -> list[str]:
         *(f"check:{check.name}" for check in plugin.checks),
         *(f"kind:{kind.name}" for kind in plugin.kinds),
     ]
-
-
-def _wrapped(text: str) -> str:
-    width = terminal_width()
-    return fill(text, width, subsequent_indent="    ", break_on_hyphens=False) if width >= LEAST_ROOM else text
 
 
 def _json(value: Any) -> str:

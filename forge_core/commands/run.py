@@ -15,14 +15,7 @@ import click
 
 from forge_core.contracts.cluster_environment import ClusterEnvironment
 from forge_core.contracts.command import options_of
-from forge_core.distributed.cluster import find_cluster, note_job
-from forge_core.distributed.environment import world_size_of
-from forge_core.distributed.parent_death import end_with_launcher
-from forge_core.distributed.torchrun import refuse_split_brain
 from forge_core.errors import ConfigError, ExitCode, ForgeError, NotJoinedError
-from forge_core.job import ConfigProblems, catalog_of, disabled_plugins, dump_job, load_job, placed
-from forge_core.run.directory import RunDirectory
-from forge_core.run.output import LossyOutput
 from forge_core.run.process import frozen_imports
 
 COMMAND = "FORGE_COMMAND"
@@ -59,6 +52,14 @@ def run(
     Exit codes: 0 reached its end, 1 unexpected, 2 invalid configuration, data or plugin, 3 stopped early with a
     checkpoint saved, 4 non-finite loss or gradient, 5 lost another rank.
     """
+    from forge_core.distributed.cluster import find_cluster, note_job  # here, as completion needs the options alone
+    from forge_core.distributed.environment import world_size_of
+    from forge_core.distributed.parent_death import end_with_launcher
+    from forge_core.distributed.torchrun import refuse_split_brain
+    from forge_core.job import disabled_plugins, dump_job, load_job
+    from forge_core.run.directory import RunDirectory
+    from forge_core.run.output import LossyOutput
+
     obj.until_the_end.enter_context(LossyOutput())
     if resume is not None:
         overrides = (*overrides, f"checkpoint.resume={json.dumps(resume, ensure_ascii=False)}")
@@ -113,6 +114,7 @@ def _run_here(obj: Any, config: Path, overrides: tuple[str, ...], world_size: in
         import torch._dynamo  # noqa: F401 - torch's optimizers import it, if they are the first to do so
 
         from forge_core.distributed.mesh import choose_device
+        from forge_core.job import ConfigProblems, catalog_of, load_job, placed
         from forge_core.launch import leave_outcome
         from forge_core.run.process import keep_freed_memory
         from forge_core.run.run import run_job

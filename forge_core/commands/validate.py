@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from forge_core.contracts.command import options_of
-from forge_core.job import catalog_of, load_job, notes, sort_passes, summary
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -22,6 +21,8 @@ def validate(ctx: click.Context, config: Path, overrides: tuple[str, ...], world
 
     Exit codes: 0 valid, 2 not.
     """
+    from forge_core.job import catalog_of, load_job, notes, sort_passes, summary
+
     job = load_job(config, overrides, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
     catalog = catalog_of(job, ctx.obj.catalog)
     for line in notes(job, catalog):

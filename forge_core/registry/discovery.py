@@ -358,8 +358,8 @@ def _a(value: object) -> str:
 
 
 def _core_is_too(asked: str) -> Literal["old", "new"] | None:
-    """What this core is, for a plugin that asks for ``>=a,<b``. Of other requirements, `forge doctor` tells: to import
-    what compares them takes as long as to find all plugins."""
+    """Compare this core with ``>=a,<b``, which a plugin asks for. ``forge doctor`` looks at other requirements, as
+    importing what compares them takes as long as finding all plugins."""
     usual = re.fullmatch(r"<([\d.]+),\s*>=([\d.]+)|>=([\d.]+),\s*<([\d.]+)", asked)
     if usual is None:
         return None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from forge_core.run.line_file import LineFile
 
-_WORDS = {
+SIGNAL_WORDS = {
     "Bus error": "SIGBUS: a file that was being read has become shorter, or a disk has failed",
     "Segmentation fault": "SIGSEGV: an error in compiled code",
     "Aborted": "SIGABRT: compiled code has given up",
@@ -25,7 +25,7 @@ _WORDS = {
 def signal_words(number: int) -> str:
     """``"SIGBUS: a file that …"``; of most signals the name alone."""
     name = signal.Signals(number).name
-    return next((words for words in _WORDS.values() if words.startswith(f"{name}:")), name)
+    return next((words for words in SIGNAL_WORDS.values() if words.startswith(f"{name}:")), name)
 
 
 @contextmanager
@@ -50,19 +50,6 @@ def fatal_errors_kept(run_directory: Path, rank: int) -> Iterator[None]:
         path.unlink(missing_ok=True)
         with suppress(OSError):  # something else is in it
             path.parent.rmdir()
-
-
-def fatal_error(run_directory: Path) -> str | None:
-    """By which signal the last start of a run was killed, as far as its processes could leave that behind."""
-    for path in sorted(run_directory.glob("stacks/fatal_rank_*.txt")):
-        try:
-            with path.open("rb") as file:
-                first = file.readline(200).decode(errors="replace")
-        except OSError:
-            continue
-        if found := next((words for name, words in _WORDS.items() if name in first), None):
-            return found
-    return None
 
 
 def note_end(run_directory: Path, error: str, exit_code: int, ends: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from forge_core.cli import main
 from forge_core.commands.config import config
 from forge_core.commands.validate import validate
 from forge_core.errors import ConfigError
@@ -74,8 +75,11 @@ def test_config_prints_the_resolved_job_which_resolves_to_itself(forge, write):
     assert forge(config, "again.toml") == printed
 
 
-def test_config_prints_a_schema_without_a_file(forge):
-    assert json.loads(forge(config, "--schema"))["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+def test_config_prints_the_schema_of_the_command_schema_without_a_file(capsys):
+    assert main(["config", "--schema"]) == main(["schema"]) == 0
+    short, long = capsys.readouterr().out.split("\n}\n{\n")
+    assert f"{short}\n}}" == f"{{\n{long}".rstrip()
+    assert json.loads(f"{short}\n}}")["$schema"] == "https://json-schema.org/draft/2020-12/schema"
 
 
 def test_config_prints_what_differs(forge, write):

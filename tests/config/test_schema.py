@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from forge_core.config.schema import job_schema
 from forge_core.job import job_table
+from forge_plugins_monitor.schema import job_schema
 
 TYPES = {
     "object": dict,

@@ -47,6 +47,27 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in ("step", "loss", "lr", "grad_norm", "tokens")} for line in lines]
 
 
+def test_our_wheels_are_small(installed) -> None:
+    wheels = [*(installed.folder / "wheels").glob("forge_*.whl")]
+
+    assert len(wheels) == len(installed.ours) + 1
+    assert sum(wheel.stat().st_size for wheel in wheels) <= 2_000_000
+
+
+def test_the_pages_of_the_documentation_come_with_a_wheel(installed) -> None:
+    assert "# Routers\n" in installed.forge("docs", "router", cwd=installed.folder)
+
+
+def test_every_command_of_ours_comes_with_a_wheel(installed, tmp_path) -> None:
+    """Its module is in the wheel, too: what ``.gitignore`` names is not."""
+    listed = json.loads(installed.forge("plugins", "--json", cwd=tmp_path))["plugins"]
+    commands = [command["run"] for plugin in listed for command in plugin["commands"]]
+    assert len(commands) > 25
+
+    imports = "; ".join(f"import {run.partition(':')[0]}" for run in commands)
+    installed.succeed("-c", imports, cwd=tmp_path)
+
+
 def test_they_run_from_wheels_and_not_from_the_tree(installed) -> None:
     program = "import forge_core, forge_plugins_dense, acme_jay; print(*forge_core.__path__, acme_jay.__file__)"
 

@@ -275,7 +275,7 @@ def _import_everything() -> None:
 
     for plugin in discover().plugins:
         for _, component in plugin.components:
-            for reference in (component.factory, component.config):
+            for reference in filter(None, (component.factory, component.config)):
                 module = reference.partition(":")[0]
                 if not module.startswith(_DEAR):
                     importlib.import_module(module)

@@ -12,10 +12,10 @@ from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.converter import config_class
 from forge_core.config.field_docs import field_docs
-from forge_core.config.schema import job_schema
 from forge_core.config.unstructure import plain
 from forge_core.errors import ConfigError, PluginError
 from forge_core.registry.discovery import discover
+from forge_plugins_monitor.schema import job_schema
 
 PLUGIN = """
     from forge_core.api import Component

@@ -8,9 +8,9 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.data.loader import BatchLoader
-from forge_core.run.fatal import fatal_error
 from forge_plugins_data.shard_writer import ShardWriter
 from forge_plugins_data.token_format import INDEX, TokenHeader, write_header
+from forge_plugins_monitor.run_states.progress import killed_by
 
 
 @pytest.fixture
@@ -134,4 +134,4 @@ def test_a_file_that_shrinks_while_it_is_read_is_told_by_launcher_status_and_eve
     events = [json.loads(line) for line in (train.run / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "failed"
     assert events[-1]["error"].startswith("a rank was killed by SIGBUS: a file that was being read has become shorter")
-    assert fatal_error(train.run).startswith("SIGBUS: a file that was being read has become shorter")
+    assert killed_by(train.run).startswith("SIGBUS: a file that was being read has become shorter")

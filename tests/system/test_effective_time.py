@@ -11,18 +11,18 @@ import pytest
 
 import fork_server
 from forge_core.cli import main
-from forge_plugins_slurm import run_progress
+from forge_plugins_monitor.run_states import progress
 
 STEPS = 60
 
 
 @pytest.fixture
 def told(tiny, capsys):
-    """What ``forge status --json`` says of the run's effective time."""
+    """What ``forge runs --json`` says of the run's effective time."""
 
     def ask():
         capsys.readouterr()
-        assert main(["status", str(tiny.path()), "--json"]) == 0
+        assert main(["runs", str(tiny.path()), "--json"]) == 0
         (row,) = json.loads(capsys.readouterr().out)
         return row["effective_time"]
 
@@ -30,10 +30,10 @@ def told(tiny, capsys):
 
 
 def test_a_run_that_was_killed_and_resumed(tiny, told, capsys, monkeypatch):
-    monkeypatch.setattr(run_progress, "ALIVE", 0.0)
+    monkeypatch.setattr(progress, "ALIVE", 0.0)
     job = (f"train.steps={STEPS}", "checkpoint.interval=15", "checkpoint.background=false")
     reached = kill_at(tiny, 40, *job, "train.steps=100000")
-    newest = max(run_progress.checkpoint_steps(tiny.path()))
+    newest = max(progress.checkpoint_steps(tiny.path()))
     assert 0 < newest <= reached
 
     killed = told()
@@ -59,7 +59,7 @@ def test_a_run_that_was_killed_and_resumed(tiny, told, capsys, monkeypatch):
     assert done["ratio"] == pytest.approx(expected / (times[-1] - times[0]))
     assert done["waited_seconds"] == sum(event["seconds_blocked"] for event in events if event["event"] == "saved") > 0
 
-    assert main(["status", str(tiny.path())]) == 0
+    assert main(["runs", str(tiny.path())]) == 0
     assert f"since the first of 2 starts; {STEPS} steps that stay took" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_plugins_moe.config import NothingToChoose
 from forge_plugins_moe.dispatch import Assignments, Dispatched, Sorting, permute, sort_by_expert
 from forge_plugins_moe.exchange import Flight, exchange_counts, to_host
 from forge_plugins_moe.visits import MeanVisits
@@ -25,7 +24,7 @@ class AllToAllDispatcher:
     The host has to know how many come from where, for which it waits once a layer.
     """
 
-    def __init__(self, config: NothingToChoose, *, n_experts: int, mesh: DeviceMesh) -> None:
+    def __init__(self, *, n_experts: int, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group()
         self._ranks = mesh.size()
         self._n_experts = n_experts

@@ -119,11 +119,6 @@ class WatchConfig:
     product ``(E, T) · (T, E)``."""
 
 
-@attrs.frozen(kw_only=True)
-class NothingToChoose:
-    """No keys."""
-
-
 def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: str | None) -> None:
     dense = config.dense.config
     if value == "clamped_swiglu" and config.shared_experts:

@@ -55,7 +55,6 @@ def forge_dispatchers() -> Iterable[Component]:
         name="all_to_all",
         summary="each row straight to the rank of its expert, in one uneven exchange",
         factory="forge_plugins_moe.all_to_all:AllToAllDispatcher",
-        config="forge_plugins_moe.config:NothingToChoose",
     )
     yield Component(
         name="hierarchical",
@@ -137,7 +136,6 @@ def forge_report_sections() -> Iterable[Component]:
         name="experts",
         summary="the load of every expert of every layer, in colours",
         factory="forge_plugins_moe.report_section:Experts",
-        config="forge_plugins_moe.config:NothingToChoose",
     )
 
 

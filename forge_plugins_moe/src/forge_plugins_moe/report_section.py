@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 
 from forge_core.errors import ConfigError
-from forge_plugins_moe.config import NothingToChoose
 from forge_plugins_moe.heat_map import latest, legend, load_over_mean, map_of_layers
 from forge_plugins_moe.load_history import FILE, read_loads
 from forge_plugins_monitor.report.run_record import RunRecord
@@ -19,8 +18,6 @@ class Experts(ReportSection):
 
     title = "Experts"
     place = 35.0  # after the curves and the sources, before what happened
-
-    def __init__(self, config: NothingToChoose, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         maps = [_of(run) for run in runs if (run.path / FILE).exists()]

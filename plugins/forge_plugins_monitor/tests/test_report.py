@@ -11,7 +11,6 @@ import pytest
 
 from forge_core.cli import main
 from forge_plugins_monitor.report.chart import means, thinned
-from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.run_record import Curve, RunRecord, find_runs, read_runs
 from forge_plugins_monitor.report.scaling import Scaling, points_of
 
@@ -352,7 +351,7 @@ def section(*ends) -> str:
         RunRecord(index=i, label=f"r{i}", path=Path(f"r{i}"), lines=[line], events=[], job={}, environment=environment)
         for i, (environment, line) in enumerate(ends)
     ]
-    return Scaling(SectionConfig()).render(runs)
+    return Scaling().render(runs)
 
 
 def end(size, loss, tokens=None, changed=None):

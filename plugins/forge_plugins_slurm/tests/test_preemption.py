@@ -107,8 +107,9 @@ def test_a_preempted_run_comes_back_and_ends_as_if_nothing_had_happened(slurm_cl
     assert story.restarts() == 1
     story.lost_nothing()
     story.equals(reference)
-    (row,) = json.loads(slurm_job.forge("status", "runs/preempted", "--json", cluster=story.cluster).stdout)
-    assert (row["state"], row["step"], row["checkpoint"], row["job_id"]) == ("finished", STEPS, STEPS, story.id)
+    (row,) = json.loads(slurm_job.forge("runs", "runs/preempted", "--json", cluster=story.cluster).stdout)
+    assert (row["state"], row["step"], row["checkpoint"]) == ("finished", STEPS, STEPS)
+    assert row["columns"]["job"]["job_id"] == story.id
 
 
 def test_a_real_slurm_answers_doctor(slurm_cluster, slurm_job):
@@ -336,5 +337,5 @@ def test_every_task_of_a_sweep_comes_back(slurm_cluster, slurm_job):
     assert all(int(cluster.show(job)["Restarts"]) == 1 for job in jobs)
     rates = [training(slurm_job.path(name))[STEPS - 1][3] for name in names]
     assert rates[0] == pytest.approx(rates[1] / 0.3)
-    table = slurm_job.forge("status", cluster=cluster).stdout
+    table = slurm_job.forge("runs", cluster=cluster).stdout
     assert all(f"{name} " in table and "finished" in table for name in names), table

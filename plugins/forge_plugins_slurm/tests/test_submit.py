@@ -228,7 +228,7 @@ def test_submitting_and_looking_import_no_torch(slurm_job):
     program = (
         "import sys; from forge_core.cli import main\n"
         f"assert main(['submit', {str(slurm_job.config)!r}, '--time', '30', '--print']) == 0\n"
-        f"assert main(['status', {str(slurm_job.folder)!r}]) == 0\n"
+        f"assert main(['runs', {str(slurm_job.folder)!r}]) == 0\n"
         "assert 'torch' not in sys.modules"
     )
 

@@ -99,22 +99,52 @@ def forge_checks() -> Iterable[Check]:
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
-    """``forge doctor`` and ``forge report``."""
+    """What tells of machines and runs, and what helps at the command line."""
+    yield Command(
+        name="completion",
+        summary="what bash, zsh or fish need to complete commands, options, keys and components",
+        run="forge_plugins_monitor.completion.command:completion",
+    )
+    yield Command(
+        name="docs",
+        summary="the documentation in the terminal, without a network",
+        run="forge_plugins_monitor.pages.command:docs",
+    )
     yield Command(
         name="doctor",
         summary="look at this machine, or all of a job's: what is fine, what is not, what to do",
         run="forge_plugins_monitor.doctor.command:doctor",
     )
     yield Command(
+        name="explain",
+        summary="why a run stopped, what it has lost, and what to type next",
+        run="forge_plugins_monitor.run_states.explain_command:explain",
+    )
+    yield Command(
+        name="origins",
+        summary="where each value of a configuration comes from: file and line, setting, default",
+        run="forge_plugins_monitor.origins:origins",
+    )
+    yield Command(
+        name="schema",
+        summary="print the JSON Schema of what may stand in a configuration, for editors",
+        run="forge_plugins_monitor.schema:schema",
+    )
+    yield Command(
         name="report",
         summary="write one HTML page about runs: curves, events, differences of their configurations",
         run="forge_plugins_monitor.report.command:report",
+    )
+    yield Command(
+        name="runs",
+        summary="the runs in a folder: how far they are, how good, and what tells them apart",
+        run="forge_plugins_monitor.run_states.listing:runs",
     )
 
 
 @hookimpl
 def forge_kinds() -> Iterable[Kind]:
-    """The parts of the page of ``forge report``."""
+    """The parts of the page of ``forge report``, and columns of ``forge runs``."""
     contract = "forge_plugins_monitor.report.section:ReportSection"
     yield Kind(
         name="report_section",
@@ -123,12 +153,17 @@ def forge_kinds() -> Iterable[Kind]:
         contract=contract,
         returns=contract,
     )
+    yield Kind(
+        name="run_column",
+        hook="forge_run_columns",
+        summary="what forge runs says of runs beyond their own files",
+        contract="forge_plugins_monitor.run_states.column:RunColumn",
+    )
 
 
 @hookimpl
 def forge_report_sections() -> Iterable[Component]:
     """Ours, in the order of the page."""
-    folder, config = "forge_plugins_monitor.report", "forge_plugins_monitor.report.config:SectionConfig"
     sections = {
         "summary": ("state, steps, losses and times of the runs", "summary:Summary"),
         "curves": ("loss, evaluations, learning rate, gradient norm, speed, memory", "curves:Curves"),
@@ -139,4 +174,4 @@ def forge_report_sections() -> Iterable[Component]:
         "further_metrics": ("all other metrics, folded away", "curves:FurtherMetrics"),
     }
     for name, (summary, factory) in sections.items():
-        yield Component(name=name, summary=summary, factory=f"{folder}.{factory}", config=config)
+        yield Component(name=name, summary=summary, factory=f"forge_plugins_monitor.report.{factory}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from forge_core.commands.table import wrapped
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, load_job
@@ -84,11 +85,11 @@ def plan(
         table = planned.as_json()
         click.echo(json.dumps(table if told is None else table | {"ettr": told.as_json()}, indent=2))
     else:
-        click.echo("\n".join(as_text(planned)))
+        click.echo("\n".join(map(wrapped, as_text(planned))))
         if told is not None:
             from forge_plugins_plan import ettr_report
 
-            click.echo("\n".join(["", *ettr_report.as_text(told)]))
+            click.echo("\n".join(["", *map(wrapped, ettr_report.as_text(told))]))
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
 

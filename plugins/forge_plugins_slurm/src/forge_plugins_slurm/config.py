@@ -16,3 +16,8 @@ class SlurmRequeueConfig:
 @attrs.frozen(kw_only=True)
 class SlurmEnvironmentConfig:
     """Slurm is known by its variables: there is nothing to set."""
+
+
+@attrs.frozen(kw_only=True)
+class JobColumnConfig:
+    """The column of ``forge runs`` has no keys."""

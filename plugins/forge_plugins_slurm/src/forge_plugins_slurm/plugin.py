@@ -42,14 +42,20 @@ def forge_cluster_environments() -> Iterable[Component]:
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
-    """``forge submit`` and ``forge status``."""
+    """``forge submit``."""
     yield Command(
         name="submit",
         summary="write a Slurm script that survives preemption, and submit it",
         run="forge_plugins_slurm.submit:submit",
     )
-    yield Command(
-        name="status",
-        summary="the runs in a folder: how far they are, and what their Slurm jobs do",
-        run="forge_plugins_slurm.status:status",
+
+
+@hookimpl(optionalhook=True)
+def forge_run_columns() -> Iterable[Component]:
+    """What ``forge runs`` says of Slurm, where forge-plugins-monitor is installed."""
+    yield Component(
+        name="slurm",
+        summary="the job of each run: why it waits, or where it runs",
+        factory="forge_plugins_slurm.run_column:JobColumn",
+        config="forge_plugins_slurm.config:JobColumnConfig",
     )

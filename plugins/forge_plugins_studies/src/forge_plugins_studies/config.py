@@ -13,8 +13,3 @@ PLACES = ("embed", "middle_block", "last_block", "logits")
 @attrs.frozen(kw_only=True)
 class CoordinatesConfig:
     """The coordinate check of Yang et al. (2022, https://arxiv.org/abs/2203.03466, appendix D.1) has no keys."""
-
-
-@attrs.frozen(kw_only=True)
-class CoordinatesSectionConfig:
-    """The section of ``forge report`` has no keys."""

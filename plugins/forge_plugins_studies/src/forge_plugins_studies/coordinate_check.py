@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import click
 
+from forge_core.commands.table import aligned
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import printable
 from forge_core.config.sections import CheckpointSection, EvalSection, Job, MetricsSection
@@ -25,6 +26,7 @@ from forge_core.job import catalog_of
 from forge_plugins_studies.command import share_of_cores, write_jobs
 from forge_plugins_studies.config import COORDINATES, PLACES
 from forge_plugins_studies.processes import Ended, Task, run_tasks
+from forge_plugins_studies.results import flush_right
 from forge_plugins_studies.study import Study, load_study
 
 _FLAT = 0.3
@@ -175,24 +177,17 @@ def _mean_of_seeds(measured: Sequence[Size]) -> list[Size]:
 
 def print_sizes(sizes: Sequence[Size]) -> None:
     """Print the change of each place after the last update, a column a model, and how it grows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("mean change of", no_wrap=True)
-    for size in sizes:
-        table.add_column(f"{size.dim} × {size.n_layers}", justify="right", no_wrap=True)
     axes = [axis for axis in ("dim", "n_layers") if len({getattr(size, axis) for size in sizes}) > 1]
     names = {"dim": "width", "n_layers": "depth"}
-    for axis in axes:
-        table.add_column(f"~ {names[axis]}^", justify="right", no_wrap=True)
+    models = (f"{size.dim} × {size.n_layers}" for size in sizes)
+    table = [("mean change of", *models, *(f"~ {names[axis]}^" for axis in axes))]
     steep: list[str] = []
     for place in PLACES:
         values = [size.steps[-1][f"change/{place}"] for size in sizes]
         powers = exponents(sizes, values, axes)
         steep += [f"{place} as {names[a]}^{p:.2f}" for a, p in zip(axes, powers, strict=True) if not abs(p) <= _FLAT]
-        table.add_row(place, *(f"{value:.4f}" for value in values), *(f"{power:+.2f}" for power in powers))
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+        table.append((place, *(f"{value:.4f}" for value in values), *(f"{power:+.2f}" for power in powers)))
+    click.echo("\n".join(aligned(flush_right(table, 1))))
     n = len(sizes[0].steps) - 1
     said = f"not flat after {n} updates: {', '.join(steep)}" if steep else f"flat after {n} updates"
     click.echo(f"{said} (flat is an exponent between -{_FLAT} and {_FLAT})")

@@ -10,7 +10,7 @@ from typing import Any
 from forge_plugins_monitor.report.log_log import LogLog, Mark, Series
 from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
-from forge_plugins_studies.config import COORDINATES, PLACES, CoordinatesSectionConfig
+from forge_plugins_studies.config import COORDINATES, PLACES
 
 _AXES = {"dim": "width (model.dim)", "n_layers": "layers (model.n_layers)"}
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -22,8 +22,6 @@ class CoordinatesSection(ReportSection):
 
     title = "Coordinates"
     place = 12.0  # what such runs are for: before their curves
-
-    def __init__(self, config: CoordinatesSectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         measured = [

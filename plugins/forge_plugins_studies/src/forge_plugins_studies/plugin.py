@@ -40,5 +40,4 @@ def forge_report_sections() -> Iterable[Component]:
         name="coordinates",
         summary="how far training moves activations, against width and depth",
         factory="forge_plugins_studies.coordinates_section:CoordinatesSection",
-        config="forge_plugins_studies.config:CoordinatesSectionConfig",
     )

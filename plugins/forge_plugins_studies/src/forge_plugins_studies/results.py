@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_core.commands.table import aligned
 from forge_plugins_studies.study import Study
 
 _COLUMNS = ("loss", "eval/loss")
@@ -20,24 +20,28 @@ def print_results(study: Study, states: Mapping[str, str]) -> None:
     Args:
         states: of the runs that were started, by name.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     rows = [last_values(run) for run in study.runs]
     shown = [name for name in _COLUMNS if any(name in row for row in rows)]
     finite = {name: [row[name] for row in rows if row.get(name) is not None] for name in shown}
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for override in study.points[0].overrides:
-        table.add_column(override.partition("=")[0], overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for name in ("step", *shown):
-        table.add_column(name, justify="right", no_wrap=True)
+    keys = [override.partition("=")[0] for override in study.points[0].overrides]
+    table = [(*keys, "state", "step", *shown)]
     for run, point, row in zip(study.runs, study.points, rows, strict=True):
-        settings = [Text(override.partition("=")[2]) for override in point.overrides]
+        settings = [override.partition("=")[2] for override in point.overrides]
         losses = [_loss(row[name], finite[name]) if name in row else "-" for name in shown]
-        table.add_row(*settings, Text(states.get(run.name, "not started")), str(row.get("step", "-")), *losses)
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+        table.append((*settings, states.get(run.name, "not started"), str(row.get("step", "-")), *losses))
+    print("\n".join(aligned(flush_right(table, len(keys) + 1))))
+
+
+def flush_right(rows: Sequence[Sequence[str]], first: int) -> list[tuple[str, ...]]:
+    """The same rows, with the cells of the column ``first`` and of those behind it as wide as the column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        tuple(
+            cell.rjust(width) if index >= first else cell
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def _loss(value: float | None, all_of_them: Sequence[float]) -> str:

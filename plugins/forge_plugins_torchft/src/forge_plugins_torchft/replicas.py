@@ -19,15 +19,12 @@ from urllib.parse import urlsplit
 
 import attrs
 import click
-import torch
 
-from forge_core.checkpoint.store import CheckpointStore
 from forge_core.config.sections import Job
 from forge_core.contracts.command import options_of
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, load_job
-from forge_core.launch import RunDirectory
 from forge_plugins_torchft.config import EXPECTED, HOST, LIGHTHOUSE, NAME, TorchftConfig
 from forge_plugins_torchft.lighthouse import lighthouse
 
@@ -246,6 +243,8 @@ def _devices_of_each(job: Job, count: int, nproc: int) -> list[dict[str, str]]:
     Raises:
         ConfigError: there are too few.
     """
+    import torch  # completion needs the options of the command alone
+
     there = torch.cuda.device_count() if job.run.device in ("auto", "cuda") else 0
     if there == 0:
         return [{} for _ in range(count)]
@@ -286,6 +285,9 @@ def _command(folder: Path, job: Job, nproc: int) -> list[str]:
 def _resume(job: Job) -> list[str]:
     """For a replica without a checkpoint: the one that has the newest, if it can be seen from here. Otherwise it would
     begin afresh if the others do not come."""
+    from forge_core.checkpoint.store import CheckpointStore
+    from forge_core.launch import RunDirectory
+
     directory = RunDirectory(job, writes=False)
     if job.checkpoint.resume != "auto" or CheckpointStore(directory.checkpoints).steps():
         return []

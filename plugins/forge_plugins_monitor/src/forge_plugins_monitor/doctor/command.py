@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def _table(findings: Sequence[Finding]) -> str:
         if one.advice:
             text.append(f"\n→ {one.advice}", style="bold")
         table.add_row(one.subject, Text(one.state, style=colours[one.state]), text)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     with console.capture() as capture:
         console.print(table)
     counts = {state: sum(one.state == state for one in findings) for state in colours}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from forge_plugins_monitor.report.chart import MOST_POINTS, Chart, charts
-from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import folded
@@ -34,8 +33,6 @@ class Curves(ReportSection):
     title = "Curves"
     place = 20.0
 
-    def __init__(self, config: SectionConfig, /) -> None: ...
-
     def render(self, runs: Sequence[RunRecord]) -> str:
         names = _metrics(runs, _is_main)
         return charts([_chart(name, runs) for name in sorted(names, key=_rank)])
@@ -46,8 +43,6 @@ class Sources(ReportSection):
 
     title = "Sources"
     place = 30.0
-
-    def __init__(self, config: SectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         names = _metrics(runs, _is_of_source)
@@ -60,8 +55,6 @@ class FurtherMetrics(ReportSection):
 
     title = "Further metrics"
     place = 60.0
-
-    def __init__(self, config: SectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         names = _metrics(runs, lambda name: not _is_main(name) and not _is_of_source(name))

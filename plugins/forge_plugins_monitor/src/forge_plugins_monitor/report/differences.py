@@ -10,7 +10,6 @@ import tomli_w
 
 from forge_core.config.describe import literal, without_passwords
 from forge_core.config.diff import leaves
-from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import ABSENT, comparison, folded
@@ -21,8 +20,6 @@ class Configurations(ReportSection):
 
     title = "Configurations"
     place = 50.0
-
-    def __init__(self, config: SectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         known = [run for run in runs if run.job]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.run_record import RunRecord
 from forge_plugins_monitor.report.section import ReportSection
 from forge_plugins_monitor.report.table import listing
@@ -36,8 +35,6 @@ class Incidents(ReportSection):
 
     title = "Events"
     place = 40.0
-
-    def __init__(self, config: SectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         rows: list[tuple[str, ...]] = []

@@ -7,7 +7,6 @@ from html import escape
 
 import attrs
 
-from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.log_log import LogLog, Mark, Series
 from forge_plugins_monitor.report.power_law import PowerLaw, fit
 from forge_plugins_monitor.report.run_record import RunRecord
@@ -43,8 +42,6 @@ class Scaling(ReportSection):
 
     title = "Scaling"
     place = 25.0
-
-    def __init__(self, config: SectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         points, name = points_of(runs)

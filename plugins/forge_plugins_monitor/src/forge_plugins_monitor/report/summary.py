@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from forge_plugins_monitor.report.config import SectionConfig
 from forge_plugins_monitor.report.differences import flattened
 from forge_plugins_monitor.report.run_record import RunRecord, attempts
 from forge_plugins_monitor.report.section import ReportSection
@@ -21,8 +20,6 @@ class Summary(ReportSection):
 
     title = "Summary"
     place = 10.0
-
-    def __init__(self, config: SectionConfig, /) -> None: ...
 
     def render(self, runs: Sequence[RunRecord]) -> str:
         columns = [_facts(run) for run in runs]

@@ -1,7 +1,8 @@
-"""The JSON Schema of a job with the components that are installed, for editors."""
+"""``forge schema``: the JSON Schema of a job with the components that are installed, for editors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -9,13 +10,15 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
+import click
 
 from forge_core.config.converter import config_class, is_optional, slot_of
 from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
-from forge_core.config.unstructure import plain
 from forge_core.config.validators import schema_limits
+from forge_core.contracts.command import Invocation
 from forge_core.errors import PluginError
+from forge_core.job import plain
 from forge_core.registry.catalog import Catalog, CatalogEntry
 
 _PLAIN: dict[Any, dict[str, Any]] = {
@@ -28,6 +31,13 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 }
 _LENGTHS = {"minLength": "string", "maxLength": "string", "minItems": "array", "maxItems": "array"}
 """Keywords that say something about one type only."""
+
+
+@click.command()
+@click.pass_obj
+def schema(obj: Invocation) -> None:
+    """Print the JSON Schema of what may stand in a configuration, with the components that are installed."""
+    click.echo(json.dumps(job_schema(obj.catalog()), indent=2, ensure_ascii=False))
 
 
 def job_schema(catalog: Catalog) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import attrs
 import pytest
 
 from forge_core.cli import main
-from forge_plugins_slurm.effective_time import effective_time
-from forge_plugins_slurm.run_progress import progress_of
+from forge_plugins_monitor.run_states.effective_time import effective_time
+from forge_plugins_monitor.run_states.progress import progress_of
 
 BEGUN = 1_700_000_000.0
+JOB = {"train": {"steps": 1000}}
 
 
 def make_run(folder: Path, *, events: list[Any], metrics: list[Any], saved: int = 0, seen: float = 1000.0) -> Path:
@@ -48,7 +49,7 @@ def line_of(line: Any) -> Any:
 
 
 def told(run: Path) -> Any:
-    return effective_time(run, progress_of(run, None, {}))
+    return effective_time(run, progress_of(run, JOB))
 
 
 STARTED = (0, "started", {"step": 0})
@@ -115,7 +116,7 @@ def test_time_goes_on_for_a_run_that_trains(tmp_path):
 def test_a_job_that_starts_again_after_a_failure_has_lost_what_was_not_saved(tmp_path):
     failed = (50, "failed", {"step": 30})
     run = make_run(tmp_path, events=[STARTED, failed], metrics=[(10, 1.0, 0), (30, 1.0, 0)], saved=20)
-    progress = attrs.evolve(progress_of(run, None, {}), state="running")  # as Slurm says
+    progress = attrs.evolve(progress_of(run, JOB), state="running")  # as its queue says
 
     found = effective_time(run, progress)
 
@@ -145,9 +146,9 @@ def test_what_the_files_do_not_tell_is_not_said(tmp_path, capsys, events, metric
     run = make_run(tmp_path, events=events, metrics=metrics)
 
     assert told(run) is None
-    assert main(["status", str(run), "--json"]) == 0
+    assert main(["runs", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["effective_time"] is None
-    assert main(["status", str(run)]) == 0
+    assert main(["runs", str(run)]) == 0
     assert "effective" not in capsys.readouterr().out
 
 
@@ -169,11 +170,11 @@ def test_damaged_lines_are_passed_over(tmp_path):
 def test_it_is_told_of_one_run_alone(tmp_path, capsys):
     run = make_run(tmp_path, events=[STARTED, (40, "completed", {"step": 20})], metrics=[(20, 1.0, 0)], saved=20)
 
-    assert main(["status", str(run)]) == 0
+    assert main(["runs", str(run)]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == (
         "effective training time: 50.0% of 40 s since its start; 20 steps that stay took 20 s; training waited 0 s for "
         "saves"
     )
-    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert main(["runs", str(tmp_path), "--json"]) == 0
     assert "effective_time" not in json.loads(capsys.readouterr().out)[0]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from forge_plugins_slurm.run_progress import RunProgress
+from forge_plugins_monitor.run_states.progress import RunProgress, objects
 
 _STARTS = ("started", "resumed")
 _SAVED_ENDS = ("completed", "preempted", "stopped")
@@ -44,10 +43,10 @@ def effective_time(run: Path, progress: RunProgress) -> EffectiveTime | None:
     duration of the steps since the line before, without evaluations and saves. The first line after each start counts
     as the median of the others if it is longer, since it has warming up and compiling in it.
     """
-    events = [event for event in _objects(run / "events.jsonl") if isinstance(event.get("event"), str)]
+    events = [event for event in objects(run / "events.jsonl") if isinstance(event.get("event"), str)]
     lines = [
         line
-        for line in _objects(run / "metrics.jsonl")
+        for line in objects(run / "metrics.jsonl")
         if type(line.get("step")) is int and type(line.get("step_seconds")) is float
     ]
     begun = _time_of(events[0]) if events and events[0]["event"] in _STARTS else None
@@ -139,22 +138,6 @@ def _time_of(event: Mapping[str, Any]) -> float | None:
     except (KeyError, TypeError, ValueError):
         return None
     return None if told.tzinfo is None else told.timestamp()
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of all lines of a file; of one that is not there, none."""
-    return list(_read(path)) if path.is_file() else []
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(errors="replace") as file:
-        for line in file:
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError):  # the end of it is being written
-                continue
-            if isinstance(values, dict):
-                yield values
 
 
 def _duration(seconds: float) -> str:

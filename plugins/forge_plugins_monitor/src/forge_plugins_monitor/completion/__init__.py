@@ -1,0 +1,1 @@
+"""Completion of what one types behind ``forge``, in bash, zsh and fish."""

@@ -1,0 +1,1 @@
+"""The pages of the documentation, to be read in a terminal without a network."""

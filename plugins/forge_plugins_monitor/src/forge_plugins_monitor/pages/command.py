@@ -1,0 +1,102 @@
+"""``forge docs``: the documentation in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+
+import click
+
+from forge_core.commands.table import aligned
+from forge_core.contracts.command import Invocation
+from forge_core.errors import ConfigError, nearest
+from forge_core.registry.catalog import Catalog
+from forge_plugins_monitor.pages.library import SOURCES, Page, pages, sections
+from forge_plugins_monitor.pages.terminal import markdown, see_also
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--browser", is_flag=True, help="Open it in a browser, where the HTML was built (make docs).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def docs(obj: Invocation, name: str | None, browser: bool, as_json: bool) -> None:
+    """Show the page NAME of the documentation, without a network; or, without NAME, list the pages.
+
+    NAME is a page (running), a hook (forge_routers), a kind of component (router), or a section of any page
+    (exit-codes). In a pipe it is Markdown.
+
+    Exit codes: 0 shown, 2 there is no such page.
+    """
+    known = pages()
+    if name is None and browser:
+        _open("index.html")
+    elif name is None:
+        rows = [{"name": page.name, "title": page.title} for page in known.values()]
+        click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else _table(known, obj.catalog()))
+    else:
+        page = _find(name, known, obj.catalog())
+        if browser:
+            _open(page.name.replace(page.file.stem, str(page.file.with_suffix(".html")), 1))
+        elif as_json:
+            facts = {"name": page.name, "title": page.title, "text": markdown(page), "see_also": see_also(page, known)}
+            click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        else:
+            _show(page, see_also(page, known))
+
+
+def _find(name: str, known: Mapping[str, Page], catalog: Catalog) -> Page:
+    """Raises:
+    ConfigError: there is none of that name.
+    """
+    wanted = name.strip().removesuffix(".md").rpartition("/")[2]
+    kind = catalog.kinds.get(wanted.replace("-", "_"))
+    page = known.get(wanted) or (known.get(kind.hook) if kind else None)
+    if page is not None:
+        return page
+    on_page, _, anchor = wanted.rpartition("#")
+    anchor = anchor.lower().replace(" ", "-")
+    for one in [known[on_page]] if on_page in known else known.values():
+        if anchor in (found := sections(one)):
+            return found[anchor]
+    if kind is not None:
+        raise ConfigError(f"the kind '{kind.name}' has no page; its contract is {kind.contract}")
+    raise ConfigError(f"there is no page '{name}'{_instead(wanted, [*known, *catalog.kinds], catalog)}")
+
+
+def _instead(wanted: str, names: list[str], catalog: Catalog) -> str:
+    for kind in catalog.kinds:
+        if catalog.providers(kind, wanted):
+            return f"; it names a component: forge plugins show {kind} {wanted}"
+    near = nearest(wanted, names)
+    return f"; did you mean '{near}'?" if near else "; forge docs lists them"
+
+
+def _table(known: Mapping[str, Page], catalog: Catalog) -> str:
+    kinds = {kind.hook: kind.name for kind in catalog.kinds.values()}
+    rows = [(page.name, kinds.get(page.name, ""), page.title) for page in known.values()]
+    return "\n".join(aligned([("NAME", "OR", "TITLE"), *rows]))
+
+
+def _show(page: Page, others: Sequence[str]) -> None:
+    text = markdown(page)
+    if others:
+        text += f"\nSee also: {', '.join(f'`forge docs {one}`' for one in others)}\n"
+    if not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
+def _open(page: str) -> None:
+    built = SOURCES / "_build" / "html"
+    file, hash_mark, anchor = page.partition("#")
+    if not (built / file).is_file():
+        raise ConfigError(f"--browser: no HTML was built in {built}; make docs in a checkout does so")
+    click.echo(f"opening {built / page}")
+    webbrowser.open((built / file).as_uri() + hash_mark + anchor)

@@ -1,0 +1,85 @@
+"""Which pages there are, and where: in the wheel, or, where the package is installed editable, in the source tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+from forge_core.errors import ConfigError
+
+PACKAGED = Path(__file__).parent / "text"
+"""Filled by ``hatch_build.py`` as the wheel is built."""
+SOURCES = Path(__file__).parents[5] / "docs"
+"""In a checkout."""
+
+
+@attrs.frozen
+class Page:
+    """One page, or a section of one."""
+
+    name: str
+    """What one types: ``"running"``, ``"forge_routers"``."""
+    title: str
+    file: Path
+    """Within the documentation: ``running.md``, ``hooks/forge_routers.md``."""
+    text: str
+    """Markdown, as Sphinx reads it (MyST)."""
+
+
+def folder() -> Path:
+    """Where the pages are.
+
+    Raises:
+        ConfigError: the package was installed in a way that has left them out.
+    """
+    for place in (PACKAGED, SOURCES):
+        if (place / "index.md").is_file():
+            return place
+    raise ConfigError(f"this installation has no pages: neither {PACKAGED} nor {SOURCES} is there")
+
+
+def pages() -> Mapping[str, Page]:
+    """All of them by name; those of hooks last."""
+    there = folder()
+    files = [*sorted(there.glob("*.md")), *sorted(there.glob("hooks/*.md"))]
+    found = [_read(file, there) for file in files if file.name != "index.md"]
+    return {page.name: page for page in found}
+
+
+def sections(page: Page) -> Mapping[str, Page]:
+    """The sections of a page, by their headings in the form of an anchor: ``"exit-codes"``."""
+    found: dict[str, Page] = {}
+    lines = _without_code(page.text)
+    for index, line in enumerate(lines):
+        heading = re.match(r"(##+) (.+)", line)
+        if heading is None:
+            continue
+        title = heading[2].replace("`", "").strip()
+        ends = (n for n in range(index + 1, len(lines)) if re.match(rf"#{{1,{len(heading[1])}}} ", lines[n]))
+        text = "\n".join(page.text.splitlines()[index : next(ends, len(lines))])
+        anchor = re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
+        found.setdefault(anchor, Page(f"{page.name}#{anchor}", title, page.file, f"{text}\n"))
+    return found
+
+
+def _read(file: Path, there: Path) -> Page:
+    text = file.read_text(encoding="utf-8")
+    title = re.search(r"^# (.+)$", text, re.M)
+    return Page(file.stem, title[1].replace("`", "") if title else file.stem, file.relative_to(there), text)
+
+
+def _without_code(text: str) -> list[str]:
+    """The lines, with those of code empty: a comment of a shell looks like a heading."""
+    lines: list[str] = []
+    fence = ""
+    for line in text.splitlines():
+        mark = re.match(r"\s*(```+|:::+)", line)
+        if mark and not fence:
+            fence = mark[1]
+        elif mark and fence and line.strip() == fence:
+            fence = ""
+        lines.append("" if fence or mark else line)
+    return lines

@@ -1,0 +1,1 @@
+"""Runs as their directories tell of them: which there are, how far they are, and why they have stopped."""
