@@ -1,6 +1,6 @@
 """A reader with a browser: opens every page of a built site, and looks for what words are found by.
 
-``python docs/walk_site.py docs/_build/html`` prints what it has found, and ends with 1 if anything is wrong. It is not a
+``python docs/walk_site.py docs/_build/html`` prints what it has found, and ends with 1 if anything is wrong. It is no
 part of ``make docs``. It takes a browser and what drives it, in an environment of its own::
 
     pip install playwright
@@ -65,13 +65,15 @@ CONTRAST = """() => {
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const node = texts.currentNode.parentElement;
-    if (!texts.currentNode.data.trim() || !node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    const seen = node.checkVisibility({opacityProperty: true, visibilityProperty: true});
+    if (!texts.currentNode.data.trim() || !seen) continue;
     const style = getComputedStyle(node), ground = behind(node);
     const [a, b] = [light(over(parse(style.color), ground)), light(ground)].sort((x, y) => y - x);
     const ratio = (a + 0.05) / (b + 0.05), size = parseFloat(style.fontSize);
     const large = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
     if (ratio < (large ? 3 : 4.5) - 0.005) {
-      const key = `${node.tagName.toLowerCase()}.${[...node.classList].join(".")} ${style.color} on rgb(${ground.map(Math.round)})`;
+      const colours = `${style.color} on rgb(${ground.map(Math.round)})`;
+      const key = `${[node.tagName.toLowerCase(), ...node.classList].join(".")} ${colours}`;
       found[key] ??= `${ratio.toFixed(2)} "${texts.currentNode.data.trim().slice(0, 30)}"`;
     }
   }
@@ -109,15 +111,15 @@ def main() -> int:
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    """Serves the site, and says nothing of it."""
+    """Serves the site, and says nothing of it: a browser leaves a page before all has come."""
+
+    def handle(self) -> None:
+        """Serve until the browser leaves."""
+        with suppress(ConnectionError):
+            super().handle()
 
     def log_message(self, *_: Any) -> None:
-        """Of a request."""
-
-    def copyfile(self, *given: Any) -> None:
-        """To a browser that may be on the next page by now."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            super().copyfile(*given)
+        """Say nothing."""
 
 
 def _problems(browser: Any, home: str, pages: list[str], pictures: Path | None) -> Iterator[str]:
@@ -154,7 +156,9 @@ def _not_found(browser: Any, home: str) -> Iterator[str]:
     page = browser.new_page()
     for word, wanted in WORDS.items():
         page.goto(f"{home}/search.html?q={word}")
-        page.wait_for_function("/finished|did not match/.test(document.querySelector('.search-summary')?.textContent ?? '')")
+        page.wait_for_function(
+            "/finished|did not match/.test(document.querySelector('.search-summary')?.textContent ?? '')"
+        )
         results = page.eval_on_selector_all("#search-results li a", "all => all.map(one => one.getAttribute('href'))")
         first = [link.partition("?")[0] for link in dict.fromkeys(results)][:FIRST]
         if not any(wanted in link for link in first):
