@@ -537,6 +537,11 @@ def test_the_page_on_architecture_has_the_phases_in_their_order():
 
 
 SHORTER = {
+    "first_run.ipynb": {"steps = 600": "steps = 120"},
+    "layout.ipynb": {"n_layers = 16": "n_layers = 2"},
+    "model.ipynb": {},
+    "checkpoints.ipynb": {},
+    "optimizers.ipynb": {"steps = 120": "steps = 60"},
     "interpretability.ipynb": {
         "steps = 400": "steps = 160",
         "seq_len = 128": "seq_len = 64",
