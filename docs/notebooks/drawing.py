@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT, LEFT, TOP = 520, 180, 60, 30
 COLORS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#888888")
+_FRAME = f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>'
 
 
 class Picture:
@@ -37,7 +38,7 @@ def heat_map(values: Sequence[Sequence[float]], *, title: str, rows: str, column
 def curves(series: Mapping[str, Sequence[float]], *, title: str, x: str, y: str) -> Picture:
     """One line for each series, from 0 up."""
     largest = max(max(values) for values in series.values())
-    shapes = [f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
+    shapes = [_FRAME]
     for place, (color, (name, values)) in enumerate(zip(COLORS, series.items(), strict=False)):
         step = WIDTH / (len(values) - 1)
         points = " ".join(
@@ -53,12 +54,16 @@ def lines(
     series: Mapping[str, Mapping[float, float]], *, title: str, x: str, y: str, log: bool = False, points: bool = False
 ) -> Picture:
     """One line for each series, of ``y`` by ``x``, from the smallest value to the largest; ``log`` is of the x-axis,
-    and ``points`` marks each value."""
+    and ``points`` marks each value.
+
+    Raises:
+        ValueError: there are more names than colors.
+    """
     scale = math.log if log else float
     at = [one for values in series.values() for one in values]
     low, high = (find(one for values in series.values() for one in values.values()) for find in (min, max))
     left, right = scale(min(at)), scale(max(at))
-    shapes = [f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
+    shapes = [_FRAME]
     for color, values in zip(COLORS, series.values(), strict=False):
         places = [
             (LEFT + WIDTH * (scale(one) - left) / (right - left), TOP + HEIGHT * (high - value) / (high - low))
@@ -80,11 +85,16 @@ def lines(
 def stacked_bars(
     bars: Mapping[str, Mapping[str, float]], *, title: str, y: str, limit: tuple[str, float] | None = None
 ) -> Picture:
-    """A bar for each name, from the left, made of its parts, from 0 up; ``limit`` is a dashed line and its words."""
+    """A bar for each name, from the left, made of its parts, from 0 up; ``limit`` is a dashed line and its words.
+
+    Raises:
+        ValueError: there are more names of parts than colors.
+    """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    legend = _legend(parts)
     largest = max(*(sum(bar.values()) for bar in bars.values()), limit[1] if limit else 0) * 1.1
     step = WIDTH / len(bars)
-    shapes = [f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
+    shapes = [_FRAME]
     for place, (name, bar) in enumerate(bars.items()):
         middle, top = LEFT + step * (place + 0.5), float(TOP + HEIGHT)
         for part, value in bar.items():
@@ -98,11 +108,13 @@ def stacked_bars(
         height = TOP + HEIGHT * (1 - limit[1] / largest)
         shapes.append(f'<path d="M{LEFT} {height:.1f}h{WIDTH}" stroke="#000" stroke-dasharray="6 4"/>')
         shapes.append(f'<text x="{LEFT + WIDTH - 4}" y="{height - 4:.1f}" text-anchor="end">{limit[0]}</text>')
-    return Picture(*shapes, *_legend(parts), *_words(title, y, ""))
+    return Picture(*shapes, *legend, *_words(title, y, ""))
 
 
 def _legend(names: Sequence[str]) -> list[str]:
     """At the right of the title."""
+    if len(names) > len(COLORS):
+        raise ValueError(f"{len(names)} names, and there are {len(COLORS)} colors: {', '.join(names)}")
     shapes: list[str] = []
     right = float(LEFT + WIDTH)
     for color, name in reversed(list(zip(COLORS, names, strict=False))):
