@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments, trusts = _take("--trust-files", arguments)
     invocation = Invocation(arguments, debug=debug)
     if trusts:
+        invocation.until_the_end.callback(os.environ.update, {TRUST_VARIABLE: os.environ.get(TRUST_VARIABLE, "")})
         os.environ[TRUST_VARIABLE] = "all"  # for the ranks that it starts, too
-        invocation.until_the_end.callback(os.environ.pop, TRUST_VARIABLE, None)
     try:
         return _run(arguments, invocation)
     finally:

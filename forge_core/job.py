@@ -225,9 +225,8 @@ def notes(job: Job, catalog: Catalog) -> list[str]:
     lines = deprecations(job, catalog)
     for one in catalog.plugins:
         if one.distribution.startswith(PROVIDER) and one.heavy:
-            seconds, libraries = f"{one.import_seconds:.1f} s", ", ".join(one.heavy)
-            name = one.distribution.removeprefix(PROVIDER)
-            lines.append(f"plugins.files: {name} imports {libraries}, which took {seconds}")
+            words = f"{one.distribution.removeprefix(PROVIDER)} imports {', '.join(one.heavy)}"
+            lines.append(f"plugins.files: {words}, which took {one.import_seconds:.1f} s")
     for path, use in components(job):
         if hasattr(use.config, "notes"):
             with output_of(use.provider):

@@ -536,6 +536,11 @@ def test_the_page_on_architecture_has_the_phases_in_their_order():
 
 
 SHORTER = {
+    "first_run.ipynb": {"steps = 600": "steps = 120"},
+    "layout.ipynb": {"n_layers = 16": "n_layers = 2"},
+    "model.ipynb": {},
+    "checkpoints.ipynb": {},
+    "optimizers.ipynb": {"steps = 120": "steps = 60"},
     "interpretability.ipynb": {
         "steps = 400": "steps = 160",
         "seq_len = 128": "seq_len = 64",
@@ -570,6 +575,29 @@ def test_notebooks_run(tmp_path, notebook):
     kept, executed = (shown(path) for path in (notebook, folder / notebook.name))
     assert any("image/svg+xml" in kinds for kinds in executed)
     assert kept == executed
+
+
+@pytest.fixture
+def drawing(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "notebooks"))
+    return importlib.import_module("drawing")
+
+
+def test_bars_are_as_high_as_their_parts_and_lines_go_where_values_are(drawing):
+    bars = drawing.stacked_bars({"a": {"x": 1.0, "y": 3.0}}, title="", y="", limit=("full", 8.0))._repr_svg_()
+    low, high = (float(one) for one in re.findall(r'height="([\d.]+)" fill="#', bars))
+    at = float(re.search(r"M60 ([\d.]+)h", bars)[1])
+
+    assert high == pytest.approx(3 * low, abs=0.2)
+    assert drawing.TOP + drawing.HEIGHT - at == pytest.approx(8 * low, abs=0.5)
+
+    line = drawing.lines({"a": {1.0: 0.0, 10.0: 1.0, 100.0: 4.0}}, title="", x="", y="", log=True)._repr_svg_()
+    assert re.search(r'points="([^"]*)"', line)[1] == "60.0,210.0 320.0,165.0 580.0,30.0"
+
+
+def test_more_lines_than_colors_are_refused(drawing):
+    with pytest.raises(ValueError, match="8 names, and there are 7 colors"):
+        drawing.lines({str(name): {0.0: 0.0, 1.0: 1.0} for name in range(8)}, title="", x="", y="")
 
 
 def shown(notebook: Path) -> list[list[str]]:

@@ -50,6 +50,8 @@ def why_undefined(reference: str) -> str:
         reference: as for ``load_reference``.
     """
     path, _, name = reference.partition(":")
+    if hasattr(sys.modules.get(path), name):
+        return ""
     package, *inner = path.split(".")
     source = source_of(package, inner)
     if isinstance(source, str):

@@ -128,7 +128,8 @@ class _Parameter:
             raise TypeError("the key of this name chooses the component")
         if self.annotation is None:
             raise TypeError("it has no annotation")
-        kept, *extras = _without_annotated(self.module.value(_as_expression(self.annotation)))
+        annotation = self.module.value(_as_expression(self.annotation))
+        kept, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
         slots = [one for one in extras if isinstance(one, Slot)]
         if not slots and not _is_type_of_a_key(kept):
             raise TypeError(f"{ast.unparse(self.annotation)} is no type of a configuration")
@@ -149,10 +150,6 @@ def _as_expression(annotation: ast.expr) -> ast.expr:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return ast.parse(annotation.value, mode="eval").body
     return annotation
-
-
-def _without_annotated(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
 
 
 def _is_type_of_a_key(annotation: Any) -> bool:
