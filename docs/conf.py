@@ -31,6 +31,9 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"  # without one, browsers ask for what is not there
 html_title = f"Forge {release}"
 
 

@@ -96,7 +96,8 @@ class RunContext:
     """Takes device scalars by name, to be logged with the step's own values in ``metrics.jsonl`` and by trackers: one
     step late, so that the host does not wait. Called in ``before_optimizer_step`` and ``step_end``; nothing happens in
     a step that is not logged. All ranks must report alike but for pipeline stages, over which values are summed, and
-    which have to report at the first logged step what they ever will."""
+    which have to report at the first logged step what they ever will. One that is computed from parameters, each a
+    ``DTensor`` if it is cut over ranks, is made whole."""
     track_series: Callable[[int, Mapping[str, Sequence[float]]], None] = lambda step, series: None
     """Sends values that belong together to the trackers, as ``Tracker.log_series`` has them; on rank 0 only."""
     track_figure: Callable[[int, str, Path], None] = lambda step, name, path: None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+from torch.distributed.tensor import DTensor
 
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import Requests, RunContext
@@ -48,7 +49,7 @@ class Reports:
             if not isinstance(value, torch.Tensor) or value.ndim:
                 found = f"a tensor of the shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
                 raise PluginError(f"run.report takes device scalars; {name!r} is {found}")
-            self._values[name] = value.detach()
+            self._values[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
     def take(self, mesh: Mesh, device: torch.device) -> dict[str, torch.Tensor]:
         """Those of this step, summed over pipeline stages. All ranks of a pipeline call it.
@@ -60,8 +61,7 @@ class Reports:
         if mesh.degrees["pp"] == 1:
             return values
         if self._names is None:
-            stages = mesh.gather_over("pp", [*values])
-            self._names = list(dict.fromkeys(name for stage in stages for name in stage))
+            self._names = [*dict.fromkeys(name for stage in mesh.gather_over("pp", [*values]) for name in stage)]
         if late := values.keys() - set(self._names):
             what = f"{sorted(late)[0]!r} was not among what callbacks reported at the first logged step"
             raise PluginError(f"run.report: {what}, and with a pipeline all that they ever report must be")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def typed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A page, the folder of a reader who has typed all of it, and what was not as the page says."""
     folder = tmp_path_factory.mktemp("reader")
     write_text(folder)
-    for name, text in files("docs/how-to/index.md").items():
+    for name, text in {**files("docs/how-to/index.md"), **files(request.param)}.items():
         (folder / name).write_text(text, encoding="utf-8")
     wrong = []
     for command, shown in commands(request.param):
@@ -56,8 +57,20 @@ def test_what_a_page_promises_of_its_runs_is_so(typed):
         assert losses(folder / "runs/few")[-1][1] < 2
         report = (folder / "c.html").read_text(encoding="utf-8")
         assert "grad_norm" in report
+    if page == "log-a-number":
+        one, two = (first_line(folder / "runs" / run)["norm/embed"] for run in ("norms", "two"))
+        assert two == pytest.approx(one, rel=1e-4)
+    if page == "report-a-bug":
+        with tarfile.open(folder / "report.tar.gz") as archive:
+            names = {Path(name).name for name in archive.getnames()}
+        assert names == {"environment.json", "events.jsonl", "job.toml", "log.txt"}
     if page == "profile-a-step":
         assert sorted(path.suffix for path in (folder / "runs/profiled/profile").iterdir()) == [".gz", ".txt"]
+
+
+def first_line(run: Path) -> dict[str, float]:
+    with (run / "metrics.jsonl").open(encoding="utf-8") as lines:
+        return dict(json.loads(next(lines)))
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -70,6 +83,7 @@ def test_each_page_has_a_row_for_what_else_one_may_see():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert "| you see |" in text or "## If it still runs out" in text or "## It falls" in text, page
         assert commands(page), page
+        assert "(index.md)" in text.partition("\n```")[0].partition("\n## ")[0], f"{page} does not say what c.toml is"
 
 
 def test_the_table_of_tasks_names_every_page():

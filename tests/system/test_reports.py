@@ -12,6 +12,19 @@ NORMS = [
     *("callbacks=[{name='layer_norms'}, {name='activation_norms', interval=4}]", "train.steps=5"),
     *("metrics.interval=2", "train.batch_size=4"),
 ]
+NORM = """
+from forge_core.api import component
+from forge_core.contracts.callback import Callback
+
+
+@component("callback")
+class EmbedNorm(Callback):
+    \"\"\"The norm of the embedding.\"\"\"
+
+    def before_optimizer_step(self, run, context):
+        if context.logged:
+            run.report({"norm/embed": run.parameters["embed.weight"].norm()})
+"""
 LAYOUTS = {
     "fsdp": ["--nproc", "2", "train.batch_size=2"],
     "pp": ["--nproc", "2", "parallel.pp=2", "train.batch_size=2", "train.grad_accumulation=2"],
@@ -86,6 +99,17 @@ def test_a_value_that_is_no_scalar_is_refused():
         Reports().add({"x": torch.zeros(2)})
     with pytest.raises(PluginError, match=r"'x' is 1\.0"):
         Reports().add({"x": 1.0})
+
+
+@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["alone", "fsdp"])
+def test_what_follows_from_a_parameter_is_made_whole(tiny, tmp_path, layout):
+    """A parameter is a ``DTensor``, and so is its norm: a run that reported one ended with an error of torch."""
+    (tmp_path / "norm.py").write_text(NORM, encoding="utf-8")
+    file = f"plugins.files=['{tmp_path / 'norm.py'}']"
+    lines = tiny.completed(*NORMS, file, "callbacks=[{name='layer_norms'}, {name='embed_norm'}]", *layout)
+
+    for line in lines:
+        assert line["norm/embed"] == pytest.approx(line["weight_norm/embed"], rel=1e-5)
 
 
 def test_with_a_pipeline_a_name_that_comes_later_is_refused():
