@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -100,5 +101,5 @@ def _is_within(key: str, section: str) -> bool:
 def value_text(value: object) -> str:
     """A value of a job in a message."""
     if isinstance(value, str) and "\n" in value:
-        return f"{len(value.splitlines())} lines"
+        return f"{len(value.splitlines())} lines of digest {hashlib.sha256(value.encode()).hexdigest()[:8]}"
     return "unset" if value is None else repr(value)

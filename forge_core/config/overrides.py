@@ -138,7 +138,7 @@ def _value(raw: str) -> Any:
         parsed = parse_toml(f"v = {{ v = {raw} }}")
     except ValueError as error:
         if raw.lstrip().startswith(("[", "{", '"', "'")):
-            raise InvalidError.because(f"the value is not valid TOML ({error})") from None
+            raise InvalidError.because(f"the value is not valid TOML ({error}); a text is quoted: '{raw}'") from None
         return raw
     return parsed["v"]["v"] if len(parsed) == 1 and parsed["v"].keys() == {"v"} else raw
 

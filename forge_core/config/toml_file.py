@@ -113,13 +113,15 @@ def with_file_texts(document: Document, folder: Path) -> Document:
         path = folder / Path(name).expanduser()
         try:
             if path.suffix != ".py" or path.name in texts:
-                why = "there is another file of this name" if path.name in texts else "must be a Python file, *.py"
-                raise ConfigError(why)
+                why = "has the name of another file" if path.name in texts else "must be a Python file, *.py"
+                raise ConfigError(f"{path} {why}")
             texts[path.name] = read_plugin_file(path)
         except (OSError, UnicodeDecodeError, ValueError, ConfigError) as error:
             why = str(error)
             if isinstance(error, FileNotFoundError):
                 why = f"there is no file {path}{_what_was_meant(path)}"
+            elif isinstance(error, UnicodeDecodeError):
+                why = f"{path} is not UTF-8 text"
             raise ConfigProblems([Problem((*_FILES, index), why, location=document.locate(_FILES))]) from error
     return Document({**document.table, "plugins": {**plugins, "files": texts}}, document.locations)  # type: ignore[dict-item]  # a table
 

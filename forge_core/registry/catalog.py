@@ -153,8 +153,7 @@ class Catalog:
         if len(found) > 1:
             lines = [f'    name = "{one.qualified_name}"    # {one.component.summary}' for one in found]
             raise ConfigError(
-                f"{kind_words(kind)} '{name}' is provided by {len(found)} installed plugins. Say which one:\n"
-                + "\n".join(lines)
+                f"{kind_words(kind)} '{name}' is provided by {len(found)} plugins. Say which one:\n" + "\n".join(lines)
             )
         if not found:
             from forge_core.registry.suggestions import why_no_component  # a dear import, for the sad path only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -56,7 +56,8 @@ class ModuleSource:
         Raises:
             Exception: any, of the expression; ``NameError`` for a name that only running the module would give.
         """
-        return eval(compile(ast.Expression(expression), self.path, "eval"), {"__builtins__": {}}, _Names(self))
+        names = {one.id: self.meaning(one.id) for one in ast.walk(expression) if isinstance(one, ast.Name)}
+        return eval(compile(ast.Expression(expression), self.path, "eval"), {"__builtins__": {}}, names)
 
     def meaning(self, name: str) -> Any:
         """The import, the constant or the builtin of this name."""
@@ -84,22 +85,6 @@ class ModuleSource:
                 package = self.path.rsplit(".", statement.level)[0] if statement.level else ""
                 return ".".join(filter(None, (package, statement.module))), alias.name
         return None
-
-
-class _Names(Mapping[str, Any]):
-    """The names of a module, for ``eval``."""
-
-    def __init__(self, module: ModuleSource) -> None:
-        self._module = module
-
-    def __getitem__(self, name: str) -> Any:
-        return self._module.meaning(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def _text(path: str) -> str:

@@ -18,7 +18,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, TypeVar
 
-from forge_core.errors import ConfigError, ForgeError
+from forge_core.errors import ConfigError
 from forge_core.registry.catalog import Catalog, Plugin
 from forge_core.registry.component import Component, Kind, kind_words
 from forge_core.registry.imports import HEAVY_MODULES
@@ -54,7 +54,12 @@ def component(
         more: further fields of the kind's description, such as ``phase`` of a pass.
     """
 
+    if callable(kind):
+        raise ConfigError('write the kind: @component("router")')
+
     def register(made: T) -> T:
+        if not hasattr(made, "__name__"):
+            raise ConfigError("@component is put before a class or a function")
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", made.__name__).lower()
         first_line = (made.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         if first_line[1:2].islower():  # no abbreviation, as in "GELU with three matrices"
@@ -131,10 +136,12 @@ def _module(name: str, text: str) -> ModuleType:
         del sys.modules[path]
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{name}, line {error.lineno}: {error.msg}") from error
-        if isinstance(error, ForgeError) or not isinstance(error, (Exception, SystemExit)):
+        if not isinstance(error, (Exception, SystemExit)):
             raise
         line = next((one.lineno for one in reversed(extract_tb(error.__traceback__)) if one.filename == name), None)
-        raise ConfigError(f"{name}, line {line}: {type(error).__name__}: {error}") from error
+        alone = ". A plugin file imports installed packages, and no file beside it" * isinstance(error, ImportError)
+        words = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}{alone}"
+        raise ConfigError(f"{name}, line {line}: {words}") from error
     heavy = tuple(sorted({*HEAVY_MODULES} & sys.modules.keys() - before))
     vars(module).update(__forge_seconds__=time.perf_counter() - start, __forge_heavy__=heavy)
     return module
@@ -166,7 +173,8 @@ def _component(
     try:
         return kinds[kind].descriptor(**about, factory=f"{module.__name__}:{made.__name__}")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: @component({kind!r}) of {made.__name__}: {error}") from error
+        words = error if about["summary"] else "it needs a docstring, whose first line is the summary, or summary=…"
+        raise ConfigError(f"{file}: @component({kind!r}) of {made.__name__}: {words}") from error
 
 
 def _digest(text: str) -> str:

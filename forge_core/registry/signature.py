@@ -50,9 +50,9 @@ def signature_of(factory: str, kind: Kind) -> Signature:
     definition = module.definition(name)
     if definition is None:
         raise PluginError(f"{factory}: its signature cannot be read from the source; write a config class")
-    parameters = {one.name: one for one in _parameters(module, definition, factory)}
+    parameters = {one.name: one for one in _parameters(module, definition, name)}
     given, base = _given_to(kind)
-    keys = {key: one.field(factory) for key, one in parameters.items() if key not in {*given, "build", "**"}}
+    keys = {key: one.field(name) for key, one in parameters.items() if key not in {*given, "build", "**"}}
     made = attrs.make_class(name, keys, bases=(base,), frozen=True, kw_only=True)
     made.__module__, made.__doc__ = __name__, ast.get_docstring(definition) or ""
     return Signature(made, frozenset(parameters))
@@ -95,7 +95,10 @@ def _own(
 ) -> Iterator[_Parameter]:
     if positional or function.args.vararg:
         name = (*positional, function.args.vararg)[0].arg  # type: ignore[union-attr]  # there is one
-        raise PluginError(f"{factory}: the parameter '{name}' can be given by position; write '*' before it")
+        words = "each key is a parameter of its own" if name == "config" else "write '*' before it"
+        raise PluginError(
+            f"{factory}: the parameter '{name}' can be given by position; {words}, as in (self, *, top_k: int)"
+        )
     described = _described(docs or "")
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         yield _Parameter(argument.arg, module, argument.annotation, default, described.get(argument.arg, ""))

@@ -366,7 +366,7 @@ BAD = [
     ("optimizer.name = 'adamww'", "optimizer: no installed plugin provides an optimizer named 'adamww'. Did you mean"),
     ("optimizer.name = 'adamww'", "lost 0.1 did not load (ModuleNotFoundError: No module 'x')"),
     ("model.name = 'muon'", "model: 'muon' names an optimizer; this key needs a model."),
-    ("model.feed_forward = {name = 'moe', router = 'topk'}", "is provided by 2 installed plugins. Say which one:\n"),
+    ("model.feed_forward = {name = 'moe', router = 'topk'}", "is provided by 2 plugins. Say which one:\n"),
     ("model.feed_forward = {name = 'moe', router = 'topk'}", '    name = "acme-routers:topk"    # the topk'),
     ("model.feed_forward = {name = 'moe'}", 'model.feed_forward.router: is required: name = "..." naming a router'),
     ("parallel.passes.fsdpp = true", "parallel.passes.fsdpp: no installed plugin provides a parallel pass named"),

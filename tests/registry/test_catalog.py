@@ -85,7 +85,7 @@ def test_a_name_that_two_plugins_provide_needs_a_line_to_paste():
     catalog = Catalog([ACME, plugin("beta", ("router", component("topk")))])
 
     assert message(catalog, "router", "topk") == (
-        "router 'topk' is provided by 2 installed plugins. Say which one:\n"
+        "router 'topk' is provided by 2 plugins. Say which one:\n"
         '    name = "acme:topk"    # what topk does\n'
         '    name = "beta:topk"    # what topk does'
     )

@@ -152,9 +152,9 @@ def test_a_changed_file_is_told_when_a_run_goes_on(with_file, capfd):
 
     tiny.completed("train.steps=3")
 
-    assert (
-        f"resuming with another plugins.files.halves.py: {LINES} lines -> {LINES + 2} lines" in capfd.readouterr().out
-    )
+    said = capfd.readouterr().out
+    change = rf"{LINES} lines of digest (\w{{8}}) -> {LINES + 2} lines of digest (\w{{8}})"
+    assert re.search(rf"resuming with another plugins\.files\.halves\.py: {change}", said), said
 
 
 def test_a_name_that_a_package_has_too_must_be_qualified(with_file):
@@ -194,7 +194,7 @@ WRONG = {
     ),
     "no summary": (
         HALVES.replace("Prints the step.", ""),
-        "halves.py: @component('callback') of Tells: summary must be one line of 1 to 100 characters, got ''",
+        "halves.py: @component('callback') of Tells: it needs a docstring, whose first line is the",
     ),
     "unknown field": (
         HALVES.replace('"scheduler")', '"scheduler", phase="swap")'),
@@ -204,6 +204,16 @@ WRONG = {
     "positional": (
         HALVES.replace("*, total_steps", "total_steps"),
         "the parameter 'total_steps' can be given by position",
+    ),
+    "a file beside it": ("import other_half\n", "A plugin file imports installed packages, and no file beside it"),
+    "no kind given": (
+        HALVES.replace('@component("scheduler")', "@component"),
+        'halves.py, line 10: write the kind: @component("router")',
+    ),
+    "an instance": (HALVES + "component('router')(3)\n", "@component is put before a class or a function"),
+    "a config": (
+        HALVES.replace("*, total_steps: int, ", "config, *, "),
+        "half_of: the parameter 'config' can be given by position; each key is a parameter of its own, as in",
     ),
     "large": ("#" * 2**19, "it has more than 0.25 MiB, the most that is read"),
     "key": (
@@ -230,8 +240,8 @@ def test_what_is_wrong_with_a_file_is_told_in_a_sentence(with_file, case):
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ('["halves.py", "halves.py"]', "plugins.files[1]: there is another file of this name"),
-        ('["halves.txt"]', "plugins.files[0]: must be a Python file, *.py"),
+        ('["halves.py", "halves.py"]', "plugins.files[1]: {folder}/halves.py has the name of another file"),
+        ('["halves.txt"]', "plugins.files[0]: {folder}/halves.txt must be a Python file, *.py"),
         ('["halve.py"]', "did you mean {folder}/halves.py?"),
         ("[1]", "plugins.files"),
     ],
