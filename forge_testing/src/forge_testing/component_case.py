@@ -29,8 +29,8 @@ class ComponentCase:
     """``"distribution:name"``, or just the name if only one installed plugin has it."""
     config: ClassVar[Mapping[str, Any]] = {}
     """The component's keys as in TOML, nested components included; choose small sizes."""
-    files: ClassVar[Mapping[str, str]] = {}
-    """Texts of plugin files, as ``forge_testing.plugin_file.texts_of(file)`` gives them, for a component of one."""
+    plugin_files: ClassVar[Mapping[str, str]] = {}
+    """Texts of plugin files by name, for a component of one; ``pytest my_router.py`` gives them by itself."""
     expected_failures: ClassVar[Mapping[str, str]] = {}
     """Checks that this component does not pass by design, with the reason: ``{"test_is_deterministic": "samples"}``, or
     ``"test_shapes[7]"`` for one case of a check. They are strict: a check that passes after all is an error."""
@@ -41,8 +41,8 @@ class ComponentCase:
 
     @classmethod
     def builder(cls) -> ComponentBuilder:
-        """The builder over everything that is installed, and over ``files``."""
-        return ComponentBuilder(with_files(_installed(), cls.files)) if cls.files else builder()
+        """The builder over everything that is installed, and over ``plugin_files``."""
+        return ComponentBuilder(with_files(_installed(), cls.plugin_files)) if cls.plugin_files else builder()
 
     def use(self) -> ComponentRef:
         """The choice of component that ``component`` and ``config`` describe."""

@@ -40,7 +40,11 @@ class FileCase:
 
     def conformance(self, module: str) -> type[ComponentCase]:
         """The class that pytest collects, as if ``module`` defined it."""
-        own = {"component": f"{PROVIDER}{self.file.name}:{self.name}", "config": self.config, "files": self.texts}
+        own = {
+            "component": f"{PROVIDER}{self.file.name}:{self.name}",
+            "config": self.config,
+            "plugin_files": self.texts,
+        }
         return type(self.title, (self.kit,), {**self.checks, **own, "__module__": module})
 
 

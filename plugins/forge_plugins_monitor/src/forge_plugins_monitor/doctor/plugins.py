@@ -25,7 +25,8 @@ def look(surroundings: CheckContext) -> Iterator[Finding]:
         if plugin.status in ("broken", "incompatible"):
             advice = "`forge plugins --debug` shows where; upgrade it, or switch it off with plugins.disable"
             yield Finding(plugin.distribution, "wrong", f"{plugin.version} is {plugin.status}: {plugin.reason}", advice)
-        elif plugin.heavy:
+            continue
+        if plugin.heavy:
             advice = "tell its authors: a plugin module imports nothing large"
             found = f"importing it imports {', '.join(plugin.heavy)}, for which every command waits"
             yield Finding(plugin.distribution, "warning", found, advice)
