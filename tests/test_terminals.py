@@ -58,6 +58,11 @@ TABLES = {
     "sweep c.toml --sweep optimizer.lr=1e-3,2e-3 run.dir=studies": "optimizer.lr",
 }
 """Commands, each with a word of its table."""
+BY_DAY = ("plugins", "runs", "plan", "sweep")
+"""Of each way to draw a table, one."""
+COMMANDS = [
+    pytest.param(one, marks=() if one.partition(" c.toml")[0] in BY_DAY else pytest.mark.nightly) for one in TABLES
+]
 CHANGES = ("docs exit-codes", "plugins", "doctor runs", "runs", "runs runs/demo", [*TABLES][-1])
 """Those with times in them, or that are drawn for a terminal."""
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|4\d|9\d|10\d)(?:;\d+)*m")
@@ -110,7 +115,7 @@ def in_terminal(command: str, folder: Path, width: int, **variables: str) -> str
     return sent.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("command", TABLES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_table_fits_a_narrow_terminal_and_nothing_of_it_is_cut_off(folder, command):
     shown = CONTROL.sub("", in_terminal(command, folder, 40))
 
@@ -120,7 +125,7 @@ def test_a_table_fits_a_narrow_terminal_and_nothing_of_it_is_cut_off(folder, com
     assert "…" not in shown.replace(" …", "")
 
 
-@pytest.mark.parametrize("command", TABLES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_pipe_gets_the_whole_table_a_line_a_row_and_no_control_characters(folder, command):
     shown = piped(command, folder)
 
@@ -134,7 +139,7 @@ def test_a_pipe_gets_the_whole_table_a_line_a_row_and_no_control_characters(fold
         assert shown.split() == wide.split()  # those have times, or are drawn
 
 
-@pytest.mark.parametrize("command", TABLES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_color_is_heeded(folder, command):
     assert not COLOUR.search(in_terminal(command, folder, 80, NO_COLOR="1"))
 

@@ -210,7 +210,9 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=() if "nanogpt" in str(page) else pytest.mark.nightly) for page in PAGES]
+)
 def test_what_a_page_types_first_works(page, reader, capfd):
     for name, text in files(page).items():
         (reader / name).write_text(text, encoding="utf-8")

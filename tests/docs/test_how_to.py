@@ -19,7 +19,15 @@ ELSEWHERE = {
 """What is not typed here, by pattern, and why."""
 
 
-@pytest.fixture(scope="module", params=PAGES, ids=lambda page: Path(page).stem)
+BY_DAY = ("find-why-a-run-stopped", "log-a-number", "resume-and-branch", "train-on-your-data")
+"""Pages that are typed by day; the others are typed by night."""
+
+
+def when(page: str) -> object:
+    return pytest.param(page, marks=() if Path(page).stem in BY_DAY else pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module", params=map(when, PAGES), ids=lambda page: Path(page).stem)
 def typed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[str]]:
     """A page, the folder of a reader who has typed all of it, and what was not as the page says."""
     folder = tmp_path_factory.mktemp("reader")
