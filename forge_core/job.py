@@ -184,7 +184,7 @@ def _text_of_lines(text: str) -> str:
     """A text as TOML, its lines as they are, for people to read before they trust it."""
     import tomli_w
 
-    if "'''" in text or re.search(r"[^\t\n -~\u00a0-\uffff]", text):
+    if "'''" in text or re.search(r"[^\t\n -~\u00a0-\U0010ffff]", text):
         return tomli_w.dumps({"t": text}, multiline_strings=True)[4:].rstrip("\n")
     return f"'''\n{text}'''"
 

@@ -58,7 +58,8 @@ class _Reading:
         self._documents: dict[Path, Document] = {}
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
-        layer = with_file_texts(_parse(path), path.parent)
+        resolved = any(one.name == RESOLVED for one in (*chain, path))  # a stranger may have written it
+        layer = with_file_texts(_parse(path), None if resolved else path.parent)
         extends = layer.table.pop("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -95,17 +96,20 @@ def _without_run_name(base: Document) -> Document:
     return Document({**base.table, "run": kept}, locations)
 
 
-def with_file_texts(document: Document, folder: Path) -> Document:
-    """With the texts of ``plugins.files`` in place of a list of their names, which are relative to ``folder``.
+def with_file_texts(document: Document, folder: Path | None) -> Document:
+    """With the texts of ``plugins.files`` in place of a list of their names.
+
+    Args:
+        folder: where the names begin; ``None`` for a resolved job, which may hold texts only.
 
     Raises:
-        ConfigProblems: a file is missing, unreadable or too large, or two have one name.
+        ConfigProblems: a file is missing, unreadable or too large, two have one name, or there may be no names.
     """
     plugins = document.table.get("plugins")
     names = plugins.get("files") if isinstance(plugins, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         return document
-    if Path(document.locations[()].source).name == RESOLVED:  # a stranger may have written it, and the file beside it
+    if folder is None:
         sentence = f"{RESOLVED} is the name of a resolved job, which holds texts and no names of files; rename it"
         raise ConfigProblems([Problem(_FILES, sentence, location=document.locate(_FILES))])
     texts: dict[str, str] = {}

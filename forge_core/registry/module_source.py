@@ -70,6 +70,8 @@ class ModuleSource:
         for statement in reversed(self._statements):
             if isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets):
                 return self.value(statement.value)
+            if isinstance(statement, ast.AnnAssign) and statement.value and ast.unparse(statement.target) == name:
+                return self.value(statement.value)
         if hasattr(builtins, name):
             return getattr(builtins, name)
         raise NameError(f"'{name}' is neither imported nor a constant of {self.path}")

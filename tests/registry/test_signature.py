@@ -33,7 +33,7 @@ SCHEDULE = '''
     from attrs.validators import ge, le
 
     SHAPES = Literal["linear", "cosine"]
-    HALF = 0.5
+    HALF: float = 0.5
 
     def trapezoid(
         *,

@@ -244,7 +244,7 @@ def test_where_a_run_began_is_said_of_nothing_else(trained, run, shared_tiny, ca
     assert "where this run began" not in printed
 
 
-@pytest.mark.parametrize("files", ['["evil.py"]', '["{folder}/evil.py"]', '{{"evil.py" = """{code}"""}}'])
+@pytest.mark.parametrize("files", ["extends", '["evil.py"]', '["{folder}/evil.py"]', '{{"evil.py" = """{code}"""}}'])
 @pytest.mark.parametrize(
     "command",
     [
@@ -253,6 +253,7 @@ def test_where_a_run_began_is_said_of_nothing_else(trained, run, shared_tiny, ca
         ["eval", "{run}", "--nproc", "2"],
         ["convert", "{run}", "--to", "huggingface", "--out", "{run}/hf"],
         ["data", "seen", "{run}", "--steps", "1"],
+        ["moe", "upcycle", "{run}", "--out", "{run}-sparse", "--experts", "2"],
         ["checkpoint", "show", "{run}"],
         ["run", "{checkpoint}/job.toml", "train.steps=3"],
     ],
@@ -264,13 +265,19 @@ def test_code_of_a_stranger_is_not_run(run, tmp_path, command, files, capfd, mon
     code = f"open('{proof}', 'w')\n"
     folder = newest(run)
     files = files.format(folder=folder, code=code.replace("\n", "\\n"))
-    with_job(run, "files = []", f"files = {files}")
+    if files == "extends":
+        text = (folder / "job.toml").read_text().replace("files = []\n", "")
+        written(folder, "job.toml", f'extends = "evil.toml"\n{text}')
+        (folder / "evil.toml").write_text('[plugins]\nfiles = ["evil.py"]\n')
+    else:
+        with_job(run, "files = []", f"files = {files}")
     (folder / "evil.py").write_text(code)
     words = [word.format(run=run, checkpoint=folder) for word in command]
 
     code = main(words)
 
-    said = capfd.readouterr().err
+    said = "".join(capfd.readouterr())
     assert not proof.exists()
-    assert code == 2 or command[0] == "checkpoint"
-    assert "plugins.files" in said or command[0] == "checkpoint"
+    refused = "plugins.files" in said and code == 2
+    passed_over = files == "extends" and "extends: a checkpoint stands alone" in said  # for the one before
+    assert refused or passed_over or command[0] == "checkpoint", said
