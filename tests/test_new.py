@@ -240,6 +240,7 @@ def fork_pytest(tmp_path: Path):
         (["router", "a", "--from", "where.py"], "--from where.py: there is no such file"),
         (["router", "a", "--from", "loss.py"], "--from loss.py: it registers no router; it registers: loss"),
         (["router", "a", "--from", "loss.py", "--file"], "give one of them"),
+        (["loss", "a", "--from", "odd.py"], "checks of 'loss': LossConformance has no 'vocab'"),
         (["config", "a", "--file"], "give one of them"),
     ],
 )
@@ -247,6 +248,8 @@ def test_what_cannot_be_written_is_told_and_nothing_is(words, sentence, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.py").write_text("x = 1\n")
     assert main(["new", "loss", "loss", "--file"]) == 0
+    text = (tmp_path / "loss.py").read_text()
+    (tmp_path / "odd.py").write_text(text.replace('@component("loss"', '@component("loss", checks={"vocab": 3}'))
     before = sorted(tmp_path.rglob("*"))
 
     assert main(["new", *words]) == 2

@@ -121,11 +121,9 @@ def with_file_texts(document: Document, folder: Path | None) -> Document:
                 raise ConfigError(f"{path} {why}")
             texts[path.name] = read_plugin_file(path)
         except (OSError, UnicodeDecodeError, ValueError, ConfigError) as error:
-            why = str(error)
+            why = f"{path} is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
             if isinstance(error, FileNotFoundError):
                 why = f"there is no file {path}{_what_was_meant(path)}"
-            elif isinstance(error, UnicodeDecodeError):
-                why = f"{path} is not UTF-8 text"
             raise ConfigProblems([Problem((*_FILES, index), why, location=document.locate(_FILES))]) from error
     return Document({**document.table, "plugins": {**plugins, "files": texts}}, document.locations)  # type: ignore[dict-item]  # a table
 

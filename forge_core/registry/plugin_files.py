@@ -52,6 +52,10 @@ def component(
         example: values of keys, with which ``pytest`` checks it against its contract.
         checks: attributes of the class of these checks, such as ``{"period": 8}``.
         more: further fields of the kind's description, such as ``phase`` of a pass.
+
+    Raises:
+        ConfigError: the kind is missing, or something else than a class or a function is decorated. What is wrong with
+            the description is told when the file is loaded.
     """
 
     if callable(kind):
@@ -125,13 +129,12 @@ def _module(name: str, text: str) -> ModuleType:
     path = f"forge_file_{re.sub(r'[^0-9a-zA-Z_]', '_', name.removesuffix('.py'))}_{_digest(text)[:12]}"
     if path in sys.modules:
         return sys.modules[path]
-    spec = spec_from_loader(path, _TextLoader(name, text), origin=name)
-    assert spec is not None, "a loader was given"
-    module = sys.modules[path] = module_from_spec(spec)
+    loader = _TextLoader(name, text)
+    module = sys.modules[path] = module_from_spec(spec_from_loader(path, loader))  # type: ignore[arg-type]  # it has one
     before, start = {*HEAVY_MODULES} & sys.modules.keys(), time.perf_counter()
     try:
         with output_of(PROVIDER + name):
-            spec.loader.exec_module(module)  # type: ignore[union-attr]  # it is the one that was given
+            loader.exec_module(module)
     except BaseException as error:
         del sys.modules[path]
         if isinstance(error, SyntaxError):

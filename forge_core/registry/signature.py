@@ -179,7 +179,5 @@ def _is_registered(definition: ast.ClassDef) -> bool:
 def _described(docs: str) -> dict[str, str]:
     """The entries of ``Args`` of a docstring, by name."""
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", inspect.cleandoc(docs), re.MULTILINE)
-    if section is None:
-        return {}
-    entries = re.split(r"^(\w+): ", inspect.cleandoc(section[1]), flags=re.MULTILINE)
+    entries = re.split(r"^(\w+): ", inspect.cleandoc(section[1] if section else ""), flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}

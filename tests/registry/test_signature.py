@@ -276,7 +276,7 @@ def test_a_kind_without_a_protocol_of_its_factory_needs_config_classes(make_dist
         ('Component(name="a", summary="s", factory="b:c")', "'a' has the kind '', which is none. Kinds: model, "),
         (
             'Component(kind="parallel_pass", name="a", summary="s", factory="b:c")',
-            "must be of type PassComponent, not a C",
+            "must be a PassComponent, not a C",
         ),
         ('"router"', "it must hold descriptions of type Component, not a str"),
     ],
@@ -306,3 +306,40 @@ def test_a_name_that_is_listed_and_yielded_breaks_its_plugin(make_distribution):
     (plugin,) = [one for one in discover().plugins if one.distribution == "acme-twice"]
 
     assert plugin.reason == "forge_routers yields the name 'a' 2 times"
+
+
+def test_a_hook_that_yields_what_is_of_another_kind_breaks_its_plugin(make_distribution):
+    source = """
+        from forge_core.api import Component, hookimpl
+
+        @hookimpl
+        def forge_routers():
+            yield Component(kind="loss", name="a", summary="s", factory="b:c")
+    """
+    make_distribution("acme-other-kind", files={"acme_other_kind/plugin.py": source})
+
+    (plugin,) = [one for one in discover().plugins if one.distribution == "acme-other-kind"]
+
+    assert (plugin.status, plugin.reason) == ("broken", "a hook for router yields 'a', of the kind loss")
+
+
+def test_a_data_source_without_a_fingerprint_has_one_of_its_keys_its_files_and_the_length(provide, tmp_path):
+    source = """
+        from pathlib import Path
+
+        class Source:
+            def __init__(self, *, seq_len: int, path: Path, size: int = 8):
+                pass
+    """
+    build, _, _ = provide("acme_prints", source, "Source", "data_source")
+    (tmp_path / "a.bin").write_bytes(b"123")
+
+    def fingerprint(path, seq_len=4, **keys):
+        use = build.resolve("data_source", {"name": "sig", "path": str(path), **keys})
+        return build(use, seq_len=seq_len, split="train", seed=0, samples_per_step=1, phases=()).fingerprint
+
+    before = {fingerprint(tmp_path), fingerprint(tmp_path / "a.bin")}
+    assert fingerprint(tmp_path) in before
+    assert {fingerprint(tmp_path, seq_len=5), fingerprint(tmp_path, size=9)}.isdisjoint(before)
+    (tmp_path / "a.bin").write_bytes(b"1234")
+    assert {fingerprint(tmp_path), fingerprint(tmp_path / "a.bin")}.isdisjoint(before)

@@ -15,6 +15,7 @@ from forge_core.config.toml_file import read_plugin_file
 from forge_core.errors import ConfigError
 from forge_core.registry.discovery import discover
 from forge_core.registry.plugin_files import PROVIDER, registered, with_files
+from forge_core.registry.suggestions import did_you_mean
 from forge_testing.component_case import ComponentCase
 
 
@@ -52,15 +53,22 @@ def cases_in(file: Path) -> list[FileCase]:
     """The components that a plugin file registers.
 
     Raises:
-        ConfigError: it is no plugin file, or a component is of a kind without a kit here.
+        ConfigError: it is no plugin file, a component is of a kind without a kit here, or its ``checks`` name what the
+            kit has not.
     """
     texts = {file.name: read_plugin_file(file)}
     (plugin,) = (one for one in with_files(discover(), texts).plugins if one.distribution.startswith(PROVIDER))
     module = import_module(plugin.components[0][1].factory.partition(":")[0])
-    return [
+    cases = [
         FileCase(file, texts, about["kind"], about["name"], example, checks, _kit(about))
         for _, about, example, checks in registered(module)
     ]
+    for case in cases:
+        for name in case.checks:
+            if not hasattr(case.kit, name):
+                hint = did_you_mean(name, [one for one in dir(case.kit) if not one.startswith(("_", "test_"))])
+                raise ConfigError(f"{file.name}: checks of '{case.name}': {case.kit.__name__} has no {name!r}.{hint}")
+    return cases
 
 
 def conformance_of(module: ModuleType, title: str) -> type[ComponentCase]:

@@ -34,7 +34,8 @@ class DeclaredModel(nn.Module):
     ``init_weights``     N(0, ``init_std``²); norms 1, biases 0; buffers are the subclass' own
     ``parallel_plan``    ``tp`` cuts embedding and head, and sequences elsewhere: a block may not mix positions
     ``recompute_plan``   products and attention are kept, the rest is computed again
-    ``flops_per_token``  6 a weight that is no embedding; attention adds ``12 · layers · D · S``, which it does not know
+    ``flops_per_token``  6 a weight of a matrix or of the head; what attention adds, ``12 · layers · D · S``, and a tied
+                         head are the subclass' own
     ===================  ==========================================================================================
 
     Args:
@@ -97,7 +98,8 @@ class DeclaredModel(nn.Module):
         return {name: self._role(name, parameter) for name, parameter in self.named_parameters()}
 
     def flops_per_token(self, seq_len: int) -> float:
-        return 6.0 * sum(p.numel() for name, p in self.named_parameters() if self._role(name, p) != "embedding")
+        multiplied = (p for name, p in self.named_parameters() if self._role(name, p) in ("matrix", "head"))
+        return 6.0 * sum(parameter.numel() for parameter in multiplied)
 
     def _role(self, name: str, parameter: nn.Parameter) -> ParameterRole:
         part, own = name.partition(".")[0], self.get_submodule(name.rpartition(".")[0])
