@@ -285,6 +285,68 @@ def test_a_run_goes_on_elsewhere_when_a_node_dies(slurm_cluster, slurm_job, refe
         cluster.start_node(node)
 
 
+def starts(log: str) -> list[str]:
+    """The nodes of each start."""
+    return re.findall(r"start 1 on (\S+), newest checkpoint", log)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_spare_node_takes_the_place_of_one_that_dies(slurm_cluster, slurm_job, reference):
+    cluster = slurm_cluster(nodes=3, slurmd_timeout=10)
+    story = Story(cluster, slurm_job, "spared", PACE, "checkpoint.interval=10", "--spare-nodes", "1")
+    try:
+        story.reaches(15)
+        for process in cluster.processes_of_node(1):
+            os.kill(process, signal.SIGKILL)
+
+        assert story.ends(600) == "COMPLETED", slurm_job.log("spared") + cluster.logs()
+    finally:
+        cluster.start_node(1)
+    log = slurm_job.log("spared")
+    print(log)
+    assert (story.restarts(), starts(log)) == (0, ["n0,n1", "n0,n2"]), log
+    assert "exit code 5, after a new checkpoint, on n1; start again" in log
+    story.equals(reference)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_job_with_spare_nodes_goes_back_into_the_queue_when_the_node_of_its_script_dies(
+    slurm_cluster, slurm_job, reference
+):
+    cluster = slurm_cluster(nodes=4, slurmd_timeout=10)
+    story = Story(cluster, slurm_job, "headless", PACE, "checkpoint.interval=10", "--spare-nodes", "1")
+    try:
+        story.reaches(15)
+        for process in cluster.processes_of_node(0):
+            os.kill(process, signal.SIGKILL)
+
+        assert story.ends(600) == "COMPLETED", slurm_job.log("headless") + cluster.logs()
+    finally:
+        cluster.start_node(0)
+    log = slurm_job.log("headless")
+    assert story.restarts() == 1
+    assert re.findall(r"start \d on (\S+),", log) == ["n0,n1", "n1,n2"], log
+    story.equals(reference)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_node_on_which_a_rank_has_crashed_is_the_last_to_be_taken(slurm_cluster, slurm_job, reference):
+    """Rank 1 dies twice, on another node each time; then there is no node that is without blame."""
+    dying = "callbacks=[{name='pace', die_at=15, dies=2}]"
+    cluster = slurm_cluster(nodes=3, slurmd_timeout=10)
+    story = Story(cluster, slurm_job, "dying", dying, "checkpoint.interval=10", "--spare-nodes", "1")
+
+    assert story.ends(600) == "COMPLETED", slurm_job.log("dying") + cluster.logs()
+
+    log = slurm_job.log("dying")
+    assert (story.restarts(), starts(log)) == (0, ["n0,n1", "n0,n2", "n0,n1"]), log
+    assert "exit code 5, crash 1 of at most 3 in a row without a new checkpoint, on n2; start again" in log
+    story.equals(reference)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_when_a_node_is_set_down(slurm_cluster, slurm_job, reference):

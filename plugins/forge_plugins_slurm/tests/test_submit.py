@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -328,6 +329,7 @@ def test_sweeps_keep_values_with_commas_together_and_names_apart():
 SCRIPTS = {
     "plain": Cluster(),
     "torchrun": Cluster(launcher="torchrun", ranks_per_node=2, cpus_per_rank=3),
+    "spared": Cluster(spare_nodes=1, ranks_per_node=2),
     "contained": Cluster(container=("apptainer", "exec", "an image.sif"), srun_options=("--mpi=none",)),
 }
 
@@ -355,7 +357,7 @@ def test_scripts_are_valid_shell_without_open_quotes(tmp_path, name):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "spared"])
 @pytest.mark.parametrize(
     ("code", "outcome", "checkpoints", "asked", "ends_with", "says", "requeues"),
     [
@@ -450,3 +452,123 @@ def test_crashes_are_counted_until_there_is_a_new_checkpoint(tmp_path):
     assert "crash 1 of at most 2" in crash()
     assert "crash 2 of at most 2" in crash()
     assert "crash 3 in a row without a new checkpoint: given up" in crash()
+
+
+# -- spare nodes
+
+
+class Starts:
+    """A script with two of three nodes, and a Slurm that answers what a test has it say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self.tools = folder / "run", folder / "bin"
+        for one in (self.run / "slurm", self.run / "checkpoints", self.tools):
+            one.mkdir(parents=True)
+        self.says = folder / "says"
+        self.tool("squeue", "echo n[0-2]")
+        self.tool("sinfo", "printf '%s\\n' 'n0 alloc' 'n1 mix' 'n1 mix' 'n2 mix-'")
+        self.tool("scontrol", f'case "$2" in hostnames) {sys.executable} {folder / "expand.py"} "$3" ;; esac')
+        (folder / "expand.py").write_text(EXPAND)
+        # the watch over the script is a step of its own; each other one ends as the next line says: code, and words
+        self.tool(
+            "srun",
+            f"""
+            for one in "$@"; do case $one in --nodelist=*) nodes=${{one#*=}} ;; esac; done
+            case "$*" in *"bash -c"*) exec sleep 60 ;; esac
+            echo "$nodes" >>{folder}/starts
+            read -r code words <{folder}/says
+            sed -i 1d {folder}/says
+            printf '%b' "$words" >&2
+            exit $code
+            """,
+        )
+
+    def tool(self, name: str, text: str) -> None:
+        (self.tools / name).write_text(f"#!/bin/bash\n{dedent(text)}\n")
+        (self.tools / name).chmod(0o755)
+
+    def __call__(self, *says: str) -> tuple[list[str], str]:
+        """The nodes of each start, and what the script prints."""
+        self.says.write_text("".join(f"{line}\n" for line in says))
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-2]", "SLURMD_NODENAME": "n0"}
+        done = subprocess.run(
+            ["bash"],
+            input=batch_script(submission(self.run, SCRIPTS["spared"])),
+            env={"PATH": f"{self.tools}:{os.environ['PATH']}", **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return (self.says.parent / "starts").read_text().splitlines(), done.stdout + done.stderr
+
+
+EXPAND = """
+import re, sys
+for one in re.findall(r"[^,\\[]+(?:\\[[^]]*\\])?", sys.argv[1]):
+    name, _, numbers = one.rstrip("]").partition("[")
+    for part in numbers.split(",") if numbers else [""]:
+        first, _, last = part.partition("-")
+        print(*([name] if not part else [f"{name}{n}" for n in range(int(first), int(last or first) + 1)]), sep="\\n")
+"""
+LOST = "srun: error: n0: tasks 0-1: Exited with exit code 5\\n"
+"""Of the ranks that have lost others."""
+
+
+@pytest.mark.parametrize(
+    ("words", "next_nodes"),
+    [
+        (rf"{LOST}srun: error: n1: task 2: Killed\nsrun: error: n1: task 3: Exited with exit code 5\n", "n0,n2"),
+        (LOST, "n0,n2"),
+        (r"srun: error: n[0-1]: tasks 0-3: Exited with exit code 1\n", "n0,n1"),
+        (
+            r"srun: error: n1: tasks 2-3: Exited with exit code 5\nsrun: error: n0: task 0: Segmentation fault\n",
+            "n1,n2",
+        ),
+        (r"", "n0,n1"),
+    ],
+    ids=["a task has been killed", "tasks have not ended", "all have ended alike", "on the first node", "no word"],
+)
+def test_a_node_on_which_a_rank_was_lost_is_not_taken_while_there_are_others(tmp_path, words, next_nodes):
+    nodes, said = Starts(tmp_path)(f"137 {words}", "0")
+
+    assert nodes == ["n0,n1", next_nodes], said
+    assert said.splitlines()[-1].endswith("finished")
+
+
+def test_of_nodes_on_which_ranks_were_lost_the_one_is_taken_that_was_not_the_last(tmp_path):
+    said = [rf"5 {LOST}srun: error: {node}: task 2: Killed\n" for node in ("n1", "n2", "n1")]
+
+    assert Starts(tmp_path)(*said, "0")[0] == ["n0,n1", "n0,n2", "n0,n1", "n0,n2"]
+
+
+def test_where_too_few_nodes_are_left_the_job_goes_back_into_the_queue(tmp_path):
+    starts = Starts(tmp_path)
+    starts.tool(
+        "sinfo", f"[ -e {tmp_path}/starts ] || echo 'n1 alloc'; printf '%s\\n' 'n0 alloc' 'n1 alloc*' 'n2 down'"
+    )
+
+    nodes, said = starts(f"5 {LOST}", "0")
+
+    assert nodes == ["n0,n1"]
+    assert "fewer than 2 of the job's nodes are up; back into the queue" in said
+
+
+def test_crashes_on_spare_nodes_are_given_up_as_others_are(tmp_path):
+    nodes, said = Starts(tmp_path)(*[f"5 {LOST}"] * 9)
+
+    assert len(nodes) == 4
+    assert "crash 4 in a row without a new checkpoint: given up" in said
+
+
+def test_spare_nodes_are_asked_for_and_no_rank_is_counted_on_them(forge, slurm_job):
+    (slurm_job.folder / "cluster.toml").write_text('time = "1:00:00"\nspare_nodes = 2\nranks_per_node = 2\n')
+
+    code, script, _ = forge("submit", "--nodes", "4", "--print")
+
+    assert code == 0
+    assert {"#SBATCH --nodes=6", "#SBATCH --no-kill"} <= set(script.splitlines())
+    assert "--nodes=4 --ntasks=8 --ntasks-per-node=2" in script
+    code, script, _ = forge("submit", "--nodes", "4", "--spare-nodes", "0", "--print")
+    assert (code, "#SBATCH --nodes=4" in script, "--no-kill" in script) == (0, True, False)
+    code, _, error = forge("submit", "--nodes", "4", "--launcher", "torchrun", "--print")
+    assert (code, 'spare_nodes = 2 needs launcher = "srun", got "torchrun"' in error) == (2, True), error

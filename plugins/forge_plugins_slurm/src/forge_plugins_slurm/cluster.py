@@ -70,6 +70,9 @@ class Cluster:
     and a checkpoint."""
     max_failures: int = attrs.field(default=3, validator=ge(0))
     """How many crashes in a row without a new checkpoint are answered by starting again. Preemptions do not count."""
+    spare_nodes: int = attrs.field(default=0, validator=ge(0))
+    """Nodes that a job has beside those that train. After a crash, the run starts again within the job. A spare node
+    replaces one that was lost."""
     modules: tuple[str, ...] = attrs.field(default=(), validator=deep_iterable(min_len(1)))
     """What to ``module load``."""
     setup: tuple[str, ...] = ()
@@ -90,6 +93,11 @@ class Cluster:
             raise ConfigError(
                 f"gpus_per_node = {self.gpus_per_node} and ranks_per_node = {self.ranks_per_node} are both given; "
                 "there is one rank a GPU, and ranks_per_node is for nodes without"
+            )
+        if self.spare_nodes and self.launcher != "srun":
+            raise ConfigError(
+                f'spare_nodes = {self.spare_nodes} needs launcher = "srun", got "{self.launcher}": srun says on which '
+                "node a rank was lost, and torchrun does not"
             )
         patience = self.environment.get(SHUTDOWN_TIMEOUT, "")
         if patience.isdecimal() and int(patience) < self.signal_lead:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import indent
 
 import attrs
 
@@ -49,7 +50,7 @@ def batch_script(submission: Submission) -> str:
         "\n".join(["#!/bin/bash", *_header(submission)]),
         _START.replace("@RUN@", _run_of(submission)).replace("@ASKED@", ASKED),
         "\n".join(_environment(submission)),
-        "\n".join(_launch(submission)) + _end(submission),
+        _with_spare_nodes(submission) if submission.cluster.spare_nodes else _on_all_nodes(submission),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
@@ -63,29 +64,31 @@ outcome=$run/slurm/outcome           # the exit code of rank 0; launchers have c
 failures=$run/slurm/failures         # crashes in a row without a new checkpoint
 newest_checkpoint() { ls "$run/checkpoints" 2>/dev/null | grep '^step_' | sort | tail -n 1; }
 say() { echo "== $(date '+%F %T') job $job: $*"; }
-
-say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST, newest checkpoint: $(newest_checkpoint)"
-rm -f "$asked" "$outcome"
-before=$(newest_checkpoint)
-
-# Other jobs, of other clusters too, and what is left of this job's last start may listen on this host: take a port that
-# depends on the job, on the start and on this very process, and is free.
-port=$((15000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} + $$) % 15000))
-while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((15000 + (port - 14999) % 15000)); done
-MASTER_ADDR=$(hostname)
-export MASTER_ADDR MASTER_PORT=$port FORGE_OUTCOME_FILE=$outcome
-"""
-
-_END = r"""
-code=$?
-if [ "$code" -ne 0 ] && [ -s "$outcome" ]; then code=$(cat "$outcome"); fi
-
 requeue() {
     say "$1; back into the queue"
     scontrol requeue "$job" && sleep 60 # Slurm ends this script while it sleeps
     say "could not be requeued"
     exit "$code"
 }
+export FORGE_OUTCOME_FILE=$outcome
+port=$((15000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} + $$) % 15000))
+"""
+
+_BEFORE = r"""
+say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on @NODES@, newest checkpoint: $(newest_checkpoint)"
+rm -f "$asked" "$outcome"
+before=$(newest_checkpoint)
+
+# Other jobs, of other clusters too, and what is left of this job's last start may listen on this host: take a port that
+# depends on the job, on the start and on this very process, and is free.
+export MASTER_ADDR=@ADDRESS@
+while (exec 3<>"/dev/tcp/@HOST@/$port") 2>/dev/null; do port=$((15000 + (port - 14999) % 15000)); done
+export MASTER_PORT=$port
+
+"""
+
+_AFTER = r"""
+if [ "$code" -ne 0 ] && [ -s "$outcome" ]; then code=$(cat "$outcome"); fi
 
 case $code in
     0) say "finished"; exit 0 ;;
@@ -101,22 +104,102 @@ esac
 # It crashed. Starting again is worth it as long as the run gets further.
 if [ "$(newest_checkpoint)" != "$before" ]; then
     rm -f "$failures"
-    requeue "exit code $code, after a new checkpoint"
+    why="exit code $code, after a new checkpoint"
+else
+    count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
+    echo "$count" >"$failures"
+    if [ "$count" -gt @MAX_FAILURES@ ]; then
+        say "exit code $code, crash $count in a row without a new checkpoint: given up"
+        exit "$code"
+    fi
+    why="exit code $code, crash $count of at most @MAX_FAILURES@ in a row without a new checkpoint"
 fi
-count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
-echo "$count" >"$failures"
-if [ "$count" -gt @MAX_FAILURES@ ]; then
-    say "exit code $code, crash $count in a row without a new checkpoint: given up"
-    exit "$code"
-fi
-requeue "exit code $code, crash $count of at most @MAX_FAILURES@ in a row without a new checkpoint"
+"""
+
+_SPARES = r"""
+# @COUNT@ of the job's nodes train, and the others are spare. After a crash, the run starts again on nodes that are up.
+# Nodes come last on which a task was lost: it has ended otherwise than the rest, or not at all.
+said=$run/slurm/srun_said            # what srun and the run have written to standard error since the start
+suspects=""                          # a node a line, the one of the last crash last
+code=1
+watcher=""
+in_a_row() { paste -sd, <<<"$1"; }
+hosts() { while read -r list; do scontrol show hostnames "$list"; done; }
+choose_nodes() { # in Slurm's order, in which tasks are numbered
+    local all
+    all=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | grep . || echo "$SLURM_JOB_NODELIST")
+    all=$(hosts <<<"$all")
+    up=$(sinfo --noheader --Node --nodes="$(in_a_row "$all")" --format="%N %t" \
+        | awk '$2 ~ /^(alloc|mix|comp)[^*]?$/ { print $1 }' | sort -u) # with a star, a node does not answer
+    chosen=$({ grep -vxF "$suspects" <<<"$all"; echo "$suspects"; } | grep -xF "$up" | head -n @COUNT@)
+    chosen=$(grep -xF "$chosen" <<<"$all")
+}
+# Slurm leaves a job as it is whose script is gone with its node. Another node puts it back into the queue.
+watch_script() {
+    local node
+    node=$(grep -vxF "$SLURMD_NODENAME" <<<"$up" | tail -n 1)
+    if [ -z "$node" ]; then return; fi
+    srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" --output=none bash -c '
+        while sleep 20; do
+            shown=$(scontrol show job "$SLURM_JOB_ID" --oneliner) || continue
+            nodes=$(sed -E "s/.* NodeList=([^ ]+).*/\1/" <<<"$shown")
+            script=$(sed -E "s/.* BatchHost=([^ ]+).*/\1/" <<<"$shown")
+            scontrol show hostnames "$nodes" | grep -qxF "$script" || scontrol requeue "$0"
+        done' "$job" 2>/dev/null &
+    watcher=$!
+}
+trap '[ -z "$watcher" ] || kill "$watcher"' EXIT
+suspect_nodes() { # a task that has lost another one leaves with exit code 5, and its node is well
+    local well ill lost
+    well=$(sed -nE 's/^srun: error: ([^ ]+): tasks? .*: Exited with exit code 5$/\1/p' "$said" | hosts)
+    ill=$(sed -nE '/: Exited with exit code 5$/d; s/^srun: error: ([^ ]+): tasks? .*/\1/p' "$said" | hosts)
+    if [ -z "$well" ]; then return; fi # all have ended alike
+    lost=$({ grep -vxF "$well" <<<"$chosen"; grep -xF "$ill" <<<"$chosen"; } | sort -u)
+    if [ -z "$lost" ]; then return; fi
+    why="$why, on $(in_a_row "$lost")"
+    suspects=$({ grep -vxF "$lost" <<<"$suspects"; echo "$lost"; } | grep .)
+}
+
 """
 
 
-def _end(submission: Submission) -> str:
+def _on_all_nodes(submission: Submission) -> str:
+    before = _BEFORE.replace("@NODES@", "$SLURM_JOB_NODELIST")
+    before = before.replace("@ADDRESS@", "$(hostname)").replace("@HOST@", "127.0.0.1")
+    return f'{before}{_launch(submission)}\ncode=$?{_after(submission)}requeue "$why"'
+
+
+def _with_spare_nodes(submission: Submission) -> str:
+    """Starts again within the job as long as there are nodes enough."""
+    before = _BEFORE.replace("@NODES@", '$(in_a_row "$chosen")')
+    before = before.replace("@ADDRESS@", "$address").replace("@HOST@", "$MASTER_ADDR")
+    start = f"""\
+choose_nodes
+if [ "$(grep -c . <<<"$chosen")" -lt {submission.nodes} ]; then
+    requeue "fewer than {submission.nodes} of the job's nodes are up"
+fi
+first=$(head -n 1 <<<"$chosen")
+address=$(scontrol show node --oneliner "$first" | sed -nE 's/.* NodeAddr=([^ ]+).*/\\1/p')
+address=${{address:-$first}}
+watch_script
+{before}exec 3> >(tee "$said" >&2)
+copier=$!
+{_launch(submission)} 2>&3
+code=$?
+exec 3>&-
+wait "$copier"
+{_after(submission)}suspect_nodes
+kill "$watcher"
+say "$why; start again"
+"""
+    functions = _SPARES.replace("@COUNT@", str(submission.nodes))
+    return f"{functions}while true; do\n{indent(start, '    ')}done"
+
+
+def _after(submission: Submission) -> str:
     # Slurm may send the signal up to a minute before the lead that it is given.
     before_the_signal = max(0, seconds_of(submission.time) - submission.cluster.signal_lead - 60)
-    text = _END.replace("@BEFORE_THE_SIGNAL@", str(before_the_signal))
+    text = _AFTER.replace("@BEFORE_THE_SIGNAL@", str(before_the_signal))
     return text.replace("@MAX_FAILURES@", str(submission.cluster.max_failures))
 
 
@@ -131,7 +214,7 @@ def _header(submission: Submission) -> Iterator[str]:
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
-        "nodes": submission.nodes,
+        "nodes": submission.nodes + cluster.spare_nodes,
         "ntasks-per-node": 1 if one_task else cluster.ranks_on_each_node,
         "gpus-per-node": cluster.gpus_per_node,
         "cpus-per-task": _cpus_per_task(cluster),
@@ -139,7 +222,8 @@ def _header(submission: Submission) -> Iterator[str]:
         "time": submission.time,
     }
     runs = f"{len(submission.runs)} runs, a task each" if submission.is_array else str(submission.runs[0])
-    yield f"# Written by `forge submit`: {runs}, on {submission.nodes} × {cluster.ranks_on_each_node} ranks."
+    spares = f", and {cluster.spare_nodes} spare nodes" if cluster.spare_nodes else ""
+    yield f"# Written by `forge submit`: {runs}, on {submission.nodes} × {cluster.ranks_on_each_node} ranks{spares}."
     for name, value in options.items():
         if value is not None:
             yield f"#SBATCH --{name}={shlex.quote(str(value))}"
@@ -148,6 +232,9 @@ def _header(submission: Submission) -> Iterator[str]:
     yield f"#SBATCH --signal=USR1@{cluster.signal_lead}"
     yield "# After the failure of a node, and a preemption that ends in a kill."
     yield "#SBATCH --requeue"
+    if cluster.spare_nodes:
+        yield "# A node that fails does not end the job."
+        yield "#SBATCH --no-kill"
     yield "#SBATCH --open-mode=append"
 
 
@@ -173,10 +260,19 @@ def _environment(submission: Submission) -> Iterator[str]:
         yield f"export {SHUTDOWN_TIMEOUT}=3600   # seconds to save in, before torchrun kills its ranks"
 
 
-def _launch(submission: Submission) -> Iterator[str]:
+def _launch(submission: Submission) -> str:
+    return "\n".join(_lines_of_launch(submission))
+
+
+def _lines_of_launch(submission: Submission) -> Iterator[str]:
     cluster = submission.cluster
     yield "# When one rank has left, the others have a minute to leave with codes of their own."
     yield "srun --kill-on-bad-exit=0 --wait=60 \\"
+    if cluster.spare_nodes:
+        tasks = (
+            f"--ntasks={submission.nodes * cluster.ranks_on_each_node} --ntasks-per-node={cluster.ranks_on_each_node}"
+        )
+        yield f'    --nodes={submission.nodes} {tasks} --nodelist="$(in_a_row "$chosen")" --overlap \\'
     if cpus := _cpus_per_task(cluster):  # since Slurm 22.05, srun does not take it from the header
         yield f"    --cpus-per-task={cpus} \\"
     yield from (f"    {shlex.quote(option)} \\" for option in cluster.srun_options)

@@ -37,6 +37,7 @@ REQUEUE = "forge-plugins-slurm:slurm_requeue"
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
+@click.option("--spare-nodes", type=click.IntRange(min=0), metavar="N", help="More nodes, for those that are lost.")
 @click.option("--time", metavar="TIME", help="Limit of one start of the job, as Slurm writes it: 12:00:00, 2-00:00:00.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs of each node; one rank a GPU.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="N", help="For nodes without GPUs.")
@@ -57,6 +58,7 @@ def submit(
     config: Path,
     overrides: tuple[str, ...],
     nodes: int,
+    spare_nodes: int | None,
     time: str | None,
     gpus_per_node: int | None,
     ranks_per_node: int | None,
@@ -74,6 +76,7 @@ def submit(
     cluster_file = find_cluster_file(config)
     cluster = with_options(
         read_cluster(cluster_file),
+        spare_nodes=spare_nodes,
         time=time,
         gpus_per_node=gpus_per_node,
         ranks_per_node=ranks_per_node,
