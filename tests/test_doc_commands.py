@@ -39,6 +39,8 @@ BY_A_READER = (
 LOOKING = ("look-into-a-model", "interventions", "stores", "compare-representations", "sparse-autoencoders")
 OF_THEIR_OWN = (("chat",), LOOKING, ("neural-recordings",), ("published-models",), ("vision-language",))
 """Pages that begin with the demo themselves, with those that go on; tests/system/test_preference.py has another one."""
+AT_NIGHT = ("published-models",)
+"""Of those, a page that takes a minute."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*BY_A_READER, *itertools.chain(*OF_THEIR_OWN))))
 
 ELSEWHERE = {
@@ -59,6 +61,7 @@ ELSEWHERE = {
     r"^forge run c.toml .*--parallel\.(tp|pp)=2": "tests/parity has these layouts",
 }
 """What is not typed here, by pattern, and who does it."""
+
 
 C = """
 [run]
@@ -262,7 +265,11 @@ def test_what_a_page_types_works_and_says_what_it_shows(wrong, folder, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", OF_THEIR_OWN, ids=lambda pages: pages[0])
+@pytest.mark.parametrize(
+    "pages",
+    [pytest.param(pages, marks=[pytest.mark.nightly] if pages[0] in AT_NIGHT else []) for pages in OF_THEIR_OWN],
+    ids=lambda pages: pages[0],
+)
 def test_what_a_page_that_begins_with_the_demo_types_works(wrong, pages, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(shutil.copytree(folder, tmp_path / "reader", ignore=shutil.ignore_patterns("runs")))
     found = [problem for page in pages for problem in wrong(f"docs/{page}.md")]

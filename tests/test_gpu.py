@@ -61,10 +61,10 @@ def test_the_list_works_on_a_cpu(gpu, monkeypatch, capfd, tmp_path, left_out):
 def test_it_lists_its_steps_and_does_those_that_are_asked_for():
     listed = asked("--list", "--device", "cpu", "--tiny").stdout
 
-    done = asked("--device", "cpu", "--tiny", "--only", "tests", "--minutes", "2")
+    done = asked("--device", "cpu", "--tiny", "--only", "experts", "--minutes", "2")
 
     assert listed.splitlines()[0].startswith("device ")
-    assert (done.returncode, done.stdout.count("\n| tests | ")) == (0, 1), done.stdout
+    assert (done.returncode, done.stdout.count("\n| experts | ")) == (0, 1), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ def test_pairs_are_those_of_tokens(sparse):
     assert pairs.fraction().tolist() == [[1, 0.75, 0, 0.25], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
 
 
+@pytest.mark.nightly
 def test_pairs_are_counted_once_where_activations_are_computed_again_in_a_compiled_model(config, watched):
     again = ["run.name=again", "parallel.passes.compile=true", "parallel.passes.activation_checkpointing=true"]
 

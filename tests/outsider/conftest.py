@@ -118,6 +118,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     outsiders.append(write_package("router", "acme-gate", folder))
     installation = fresh_environment(folder)
     installation.pip("install", "-q", "--no-deps", *built([*outsiders, *OURS], folder / "wheels"))
+    fork_server.serve(installation.python)
     return installation
 
 

@@ -68,7 +68,7 @@ class Popen(subprocess.Popen):
             "places": [*places],
             "session": given["start_new_session"],
             "parent": os.getpid(),
-            "dies_with_parent": _INHERITED not in _servers,
+            "dies_with_parent": (sys.executable, _INHERITED) not in _servers,
         }
         try:
             self.pid = server.fork(order, [*places.values()])
@@ -128,8 +128,15 @@ class _Server:
         return int(number)
 
 
-_servers: dict[int, _Server] = {}
+_servers: dict[tuple[str, int], _Server] = {}
+"""By interpreter and number."""
+_pythons = {sys.executable}
 _starting = threading.Lock()
+
+
+def serve(python: str | Path) -> None:
+    """Fork programs of another environment as well, by servers that import what is installed there."""
+    _pythons.add(str(python))
 
 
 def _server_for(given: Mapping[str, Any]) -> _Server | None:
@@ -143,10 +150,11 @@ def _server_for(given: Mapping[str, Any]) -> _Server | None:
         return None
     if _fixed(environment) != _fixed(_ENVIRONMENT):
         return None
-    rank = environment.get("RANK", "0")
+    python, rank = os.fsdecode(given["args"][0]), environment.get("RANK", "0")
     with _starting:
-        which = int(rank) % 2 if rank.isdecimal() and _INHERITED not in _servers else _INHERITED
-        server = _servers.get(which) or _started(which)
+        inherited = (python, _INHERITED) in _servers
+        which = int(rank) % 2 if rank.isdecimal() and not inherited else _INHERITED
+        server = _servers.get((python, which)) or _started(python, which)
     for entry in {*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))} - server.path:
         names = {path.name.partition(".")[0] for path in Path(entry).iterdir()} if Path(entry).is_dir() else set()
         if names & (server.imported | {"sitecustomize", "usercustomize"}):
@@ -204,7 +212,7 @@ def changed_since_start() -> dict[str, str]:
 def _program(command: Sequence[Any]) -> tuple[str, str, list[str]] | None:
     """``-m``, ``-c`` or ``file``, what follows, and its arguments; ``None`` if it is no program in Python."""
     python, *rest = map(os.fsdecode, command)
-    if python != sys.executable or not rest:
+    if python not in _pythons or not rest:
         return None
     if rest[0] == "-P" and rest[1:2] == ["-m"]:
         rest = rest[1:]
@@ -213,18 +221,18 @@ def _program(command: Sequence[Any]) -> tuple[str, str, list[str]] | None:
     return None if rest[0].startswith("-") else ("file", rest[0], rest[1:])
 
 
-def _started(which: int) -> _Server:
+def _started(python: str, which: int) -> _Server:
     ours, its = socket.socketpair()
     with its:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(its.fileno())],
+            [python, __file__, str(its.fileno())],
             env=_ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
             cwd="/",
         )
-    server = _servers[which] = _Server(ours)
+    server = _servers[python, which] = _Server(ours)
 
     def end() -> None:
         ours.close()
@@ -348,7 +356,7 @@ def _become(order: Mapping[str, Any], files: Sequence[int], connection: socket.s
             _open_nothing_at(order["places"])
             return its
         its.close()
-        _servers[_INHERITED] = _Server(ours)
+        _servers[sys.executable, _INHERITED] = _Server(ours)
         subprocess.Popen = Popen  # type: ignore[misc]  # for what starts ranks
     if order["dies_with_parent"]:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -14,7 +14,7 @@ BY_DAY = {  # each pass and schedule, and a layout or two of most trainings; wha
     *("fsdp2-sums-shards", "cp2-copies2-sums-shards"),
     *("tp2", "tp2-chunked", "tp2-whole-positions", "tp2-ac-selective", "tp2-fsdp2"),
     *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),
-    *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring", "cp2-fsdp2", "pp2-cp2-tp2"),
+    *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring", "cp2-fsdp2"),
     *("fp8-tensorwise", "fsdp2-fp8-gathered-ac-full", "moe-ep2-fp8-ac-selective"),
     *("packed-accumulation4", "cp2-pp2-ac-full-packed", "tp2-packed"),
     *("tp2-tied", "pp2-zero-bubble-v-tied", "tp2-whole", "tp2-latent"),

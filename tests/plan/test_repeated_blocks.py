@@ -126,6 +126,7 @@ def test_an_optimizers_step_over_other_parameters_is_run_anew(catalog, job_of):
     assert simulate(wider, catalog, 300, 4, 0, like=optimizer).memory == simulate(wider, catalog, 300, 4, 0).memory
 
 
+@pytest.mark.nightly
 def test_a_schedule_in_which_blocks_leave_no_even_trace_is_simulated_whole(catalog, job_of, left_out):
     schedule = ["parallel.passes.pipeline.schedule=InterleavedZeroBubble", "model.n_layers=40"]
     job = job_of(2, "parallel.pp=2", "train.grad_accumulation=4", *schedule)

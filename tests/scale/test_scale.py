@@ -21,9 +21,9 @@ import pytest
 
 WORLD = Path(__file__).with_name("forked_world.py")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
-SIZES = (8, 16, 32)
+SIZES = (4, 8, 16)
 MORE_SIZES = (16, 32, 64)
-OF_A_NODE = 4
+OF_A_NODE = 2
 TOML = """
 [run]
 name = "toy"
@@ -89,7 +89,7 @@ def counted(folder: Path, n: int) -> Mapping[str, Mapping[str, int]]:
         command = [folder, n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
         done = subprocess.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500, check=False)
         assert done.returncode == 0, (folder / "0.err").read_text()
-        for kind, rank in (("rank 0", 0), ("first of a node", OF_A_NODE), ("others", OF_A_NODE + 1)):
+        for kind, rank in (("rank 0", 0), ("first of a node", OF_A_NODE), ("others", OF_A_NODE - 1)):
             of_rank = json.loads((folder / f"counts_{rank}.json").read_text())
             found[kind] |= {f"{what}{suffix}": number for what, number in of_rank.items()}
     return found
@@ -110,13 +110,15 @@ def test_it_grows_no_faster_than_the_page_says(counts, what):
 
 def grows_like(growth: str, numbers: Mapping[int, int]) -> bool:
     """Return whether the increase from the second size to the third, per unit of what it grows with, is no more than
-    that from the first to the second, but for one: a faster growth bends up."""
+    that from the first to the second: a faster growth bends up. A busy machine may need one exchange more, which takes
+    two messages of one rank, or log N."""
     if growth in ("0", "1"):
         return max(numbers.values()) <= (0 if growth == "0" else min(numbers.values()))
     small, middle, large = sorted(numbers)
     size = GROWTH[growth]
+    more = 2 if growth == "N" else size(large)
     early = (numbers[middle] - numbers[small]) / (size(middle) - size(small))
-    late = (numbers[large] - numbers[middle] - 2) / (size(large) - size(middle))
+    late = (numbers[large] - numbers[middle] - more) / (size(large) - size(middle))
     return late <= 1.1 * early
 
 
@@ -124,6 +126,7 @@ def grows_like(growth: str, numbers: Mapping[int, int]) -> bool:
     ("growth", "numbers", "holds"),
     [
         ("log N", (18, 22, 26), True),
+        ("log N", (75, 100, 130), True),
         ("log N", (8, 16, 32), False),
         ("N", (30, 48, 82), True),
         ("N", (64, 256, 1024), False),
