@@ -123,14 +123,14 @@ said=$run/slurm/srun_said            # what srun and the run have written to sta
 suspects=""                          # a node a line, the one of the last crash last
 code=1
 watcher=""
-in_a_row() { paste -sd, <<<"$1"; }
+in_a_row() { echo "${1//$'\n'/,}"; }
 hosts() { while read -r list; do scontrol show hostnames "$list"; done; }
 choose_nodes() { # in Slurm's order, in which tasks are numbered
     local all
     all=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | grep . || echo "$SLURM_JOB_NODELIST")
     all=$(hosts <<<"$all")
     up=$(sinfo --noheader --Node --nodes="$(in_a_row "$all")" --format="%N %t" \
-        | awk '$2 ~ /^(alloc|mix|comp)[^*]?$/ { print $1 }' | sort -u) # with a star, a node does not answer
+        | sed -nE 's/^([^ ]+) (alloc|mix|comp)[^*]?$/\1/p' | sort -u) # with a star, a node does not answer
     chosen=$({ grep -vxF "$suspects" <<<"$all"; echo "$suspects"; } | grep -xF "$up" | head -n @COUNT@)
     chosen=$(grep -xF "$chosen" <<<"$all")
 }
