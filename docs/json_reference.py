@@ -23,9 +23,9 @@ def json_reference(catalog: Catalog) -> Iterator[str]:
     yield "# JSON that commands print"
     yield ""
     yield "Generated from the classes with which commands say what `--json` prints. Only JSON goes to stdout; what is"
-    yield "wrong is a sentence on stderr and an [exit code](../running.md#exit-codes), as without it. Every key is always"
-    yield "there: `null` stands for what is not known, and in place of a number for one that is not finite. Sizes are bytes"
-    yield "and times seconds. A [command of a plugin](../hooks/forge_commands.md) says it in the same way."
+    yield "wrong is a sentence on stderr and an [exit code](../running.md#exit-codes), as without it. Every key is"
+    yield "always there: `null` stands for what is not known, and in place of a number for one that is not finite."
+    yield "Sizes are bytes, times seconds. A [command of a plugin](../hooks/forge_commands.md) says it in the same way."
     yield ""
     for name, command in commands(catalog):
         if option := json_option_of(command):

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 import click
 
+from forge_core.cli import Invocation, forge, main
 from forge_core.commands.json_output import JsonOption
+
+
+def json_of(*arguments: str, code: int = 0) -> Any:
+    """Run ``forge`` with these arguments and ``--json``, and return what it has printed, read; of a command that prints
+    lines of JSON, a list of them.
+
+    Args:
+        code: the exit code that is expected.
+
+    Raises:
+        AssertionError: another exit code; or stdout is not JSON alone, or not what the command's class says.
+    """
+    option = json_option_of(_command_of(arguments))
+    assert option is not None, f"forge {' '.join(arguments)} has no --json"
+    with redirect_stdout(io.StringIO()) as printed:
+        found = main([*arguments, "--json"])
+    assert found == code, f"the exit code is {found}, and {code} was expected"
+    return check_json(printed.getvalue(), option)
+
+
+def _command_of(words: Sequence[str]) -> click.Command:
+    command: click.Command = forge
+    context = click.Context(forge, obj=Invocation())
+    for word in words:
+        inner = command.get_command(context, word) if isinstance(command, click.Group) else None
+        if inner is None:
+            break
+        command = inner
+    return command
 
 
 def json_option_of(command: click.Command) -> JsonOption | None:
