@@ -34,7 +34,7 @@ def json_reference(catalog: Catalog) -> Iterator[str]:
             what = json_words(option.prints)
             yield f"On each line: {what}." if option.lines else f"{what[:1].upper()}{what[1:]}."
             yield ""
-            for cls in _classes(option.prints):
+            for cls in printed_classes(option.prints):
                 yield from _class(cls)
 
 
@@ -84,8 +84,8 @@ _WORDS = {
 }
 
 
-def _classes(annotation: Any) -> Iterator[type]:
-    """The attrs classes in a type, each before those of its own fields."""
+def printed_classes(annotation: Any) -> Iterator[type]:
+    """The attrs classes in a type of what is printed, each before those of its own fields."""
     found: dict[type, None] = {}
 
     def look(one: Any) -> None:
