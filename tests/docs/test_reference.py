@@ -149,7 +149,7 @@ def test_every_command_and_option_is_in_the_reference(module):
 def test_every_key_of_what_a_command_prints_as_json_is_in_the_reference(module):
     catalog, reference = discover(), module["json_reference"]
     page = "\n".join(reference.json_reference(catalog))
-    sections = dict(re.findall(r"^## `(forge .*) --json`\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    sections = dict(re.findall(r"^## `(forge [^`]*) --json`\n(.*?)(?=^## |\Z)", page, re.M | re.S))
     options = {name: option for name, one in reference.commands(catalog) if (option := json_option_of(one))}
 
     assert len(options) > 25
