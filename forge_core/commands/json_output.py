@@ -26,7 +26,7 @@ class JsonOption(click.Option):
         super().__init__(*args, **kwargs)
         self._prints = prints
         self.lines = lines
-        """Whether it prints a value on each line, rather than one."""
+        """A value is printed on each line, rather than one."""
 
     @property
     def prints(self) -> Any:

@@ -44,7 +44,7 @@ class ListedPlugin(Plugin):
 
 @attrs.frozen(kw_only=True)
 class Installed:
-    """What is installed."""
+    """The plugins that are installed."""
 
     core: str
     """The version of ``forge-core``."""
@@ -63,9 +63,9 @@ class Key:
     type: str
     """In words."""
     default: str
-    """As one would write it in TOML, or ``required``, ``unset``, or ``follows from others``."""
+    """The words of TOML, or ``required``, ``unset``, or ``follows from others``."""
     about: str
-    """What it means, in Markdown."""
+    """Its meaning, in Markdown."""
 
 
 @attrs.frozen

@@ -35,7 +35,7 @@ class ToldProblem:
 
 @attrs.frozen(kw_only=True)
 class Validation:
-    """What is to be said of a configuration."""
+    """All that is to be said of a configuration."""
 
     config: Path
     valid: bool
