@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import click
+from markdown_table import table  # it lies beside this file
 
 from forge_core.cli import CORE_COMMANDS
 from forge_core.errors import ExitCode
@@ -35,11 +36,8 @@ def command_reference(catalog: Catalog) -> Iterator[str]:
     yield ""
     yield "## Exit codes"
     yield ""
-    yield "| code | what has happened |"
-    yield "|---|---|"
-    for code, words in RUN.items():
-        yield f"| {code.value} | {words} |"
-    yield f"| {INTERRUPTED} | a second Ctrl-C |"
+    codes = [(str(code.value), words) for code, words in RUN.items()]
+    yield from table(("code", "what has happened"), [*codes, (str(INTERRUPTED), "a second Ctrl-C")])
     yield ""
     yield "A command that says nothing of its own below ends with 0, 1 or 2."
     yield ""
@@ -83,16 +81,7 @@ def _page(name: str, command: click.Command) -> Iterator[str]:
         yield ""
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     if options:
-        yield "| option | default | |"
-        yield "|---|---|---|"
-        for option in options:
-            record = option.get_help_record(context)
-            assert record is not None, "hidden ones are left out"
-            names, words = record
-            words, default = re.sub(r"\s*\[default: (.*?)(?:; (.*))?\]$", r" [\2]", words).replace(" []", ""), ""
-            if match := re.search(r"\[default: (.*?)(?:; .*)?\]$", record[1]):
-                default = f"`{match[1]}`"
-            yield f"| `{_cell(names)}` | {_cell(default)} | {_cell(_escaped(words))} |"
+        yield from table(("option", "default", ""), (_option(one, context) for one in options))
         yield ""
     if isinstance(command, click.Group):
         for sub in sorted(command.commands):
@@ -101,13 +90,19 @@ def _page(name: str, command: click.Command) -> Iterator[str]:
             yield from _page(f"{name} {sub}", command.commands[sub])
 
 
+def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
+    record = option.get_help_record(context)
+    assert record is not None, "hidden ones are left out"
+    names, words = record
+    match = re.search(r"\s*\[default: (.*?)(?:; (.*))?\]$", words)
+    if match:
+        words = words[: match.start()] + (f" [{match[2]}]" if match[2] else "")
+    return f"`{names}`", f"`{match[1]}`" if match else "", _escaped(words)
+
+
 def _escaped(words: str) -> str:
     """Text of a terminal as text of Markdown: options in code, and stars, brackets and braces as what they are."""
     parts = re.split(r"((?<![\w-])--?[a-z][\w.-]*)", words)
     return "".join(
         f"`{part}`" if number % 2 else re.sub(r"([*\[\]<>{}_`])", r"\\\1", part) for number, part in enumerate(parts)
     )
-
-
-def _cell(words: str) -> str:
-    return " ".join(words.split()).replace("|", "\\|")

@@ -1,5 +1,5 @@
-"""Writes the pages that are made of data: the configuration reference, commands, events, and tables of hooks, passes,
-sites, layouts of fusions and moved modules.
+"""Writes the pages that are made of data: the configuration reference, commands and their JSON, events, and tables of
+hooks, passes, sites, layouts of fusions and moved modules.
 
 ``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Only the
 table of sites imports torch, to build small models: config classes are free of it.
@@ -20,7 +20,9 @@ from typing import Annotated, Any, get_args, get_origin
 import attrs
 from command_reference import command_reference  # these lie beside this file
 from event_reference import event_reference
+from json_reference import json_reference
 from layouts_of_fusions import trained_layouts
+from markdown_table import table
 
 import forge_core
 from forge_core.config.builder import config_class
@@ -45,6 +47,7 @@ def write_reference(folder: Path) -> None:
         "events.md": event_reference(),
         "fusions.md": fusion_tables(catalog),
         "hooks.md": hook_table(catalog),
+        "json.md": json_reference(catalog),
         "moved-modules.md": moved_modules(),
         "passes.md": pass_tables(catalog),
         "sites.md": site_tables(catalog),
@@ -102,22 +105,24 @@ def hook_table(catalog: Catalog) -> Iterator[str]:
     yield "Generated from the kinds of the core, `CORE_KINDS` in `forge_core/registry/hookspecs.py`. A hook takes no"
     yield "arguments. *Chosen by* names the sections of a job, and the keys of installed components."
     yield ""
-    yield "| hook | yields | which is | contract | chosen by |"
-    yield "|---|---|---|---|---|"
     chosen: dict[str, list[str]] = {}
     for words, kind in _choices(catalog):
         chosen.setdefault(kind, []).append(words)
-    for kind in CORE_KINDS:
-        contract = kind.contract.replace(":", ".")
-        cells = (
+    rows = [
+        (
+            f"[`{kind.hook}`](../hooks/{kind.hook}.md)",
             kind.descriptor.__name__,
             kind.summary,
-            _code(contract),
+            _code(kind.contract.replace(":", ".")),
             ", ".join(dict.fromkeys(chosen.get(kind.name, ()))),
         )
-        yield _row((f"[`{kind.hook}`](../hooks/{kind.hook}.md)", *cells))
-    for hook, description in BESIDE_COMPONENTS.items():
-        yield _row((f"[`{hook}`](../hooks/{hook}.md)", description.__name__, _plain(description.__doc__ or ""), "", ""))
+        for kind in CORE_KINDS
+    ]
+    rows += [
+        (f"[`{hook}`](../hooks/{hook}.md)", description.__name__, description.__doc__ or "", "", "")
+        for hook, description in BESIDE_COMPONENTS.items()
+    ]
+    yield from table(("hook", "yields", "which is", "contract", "chosen by"), rows)
 
 
 def _choices(catalog: Catalog) -> Iterator[tuple[str, str]]:
@@ -151,31 +156,29 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
     yield ""
     yield "Passes change a model in this order, whatever the order of the configuration:"
     yield ""
-    yield "| phase | here because |"
-    yield "|---|---|"
-    yield from (_row((f"**{phase}**", reason)) for phase, reason in PHASES.items())
+    yield from table(("phase", "here because"), ((f"**{phase}**", reason) for phase, reason in PHASES.items()))
     yield ""
     yield "## Passes"
     yield ""
-    yield "| pass | phase | what it does | serves | after | before | needs |"
-    yield "|---|---|---|---|---|---|---|"
+    rows = []
     for one in passes:
         lists = (one.serves, one.after, one.before, [need.other for need in one.needs if not need.when])
-        yield _row((f"`{one.name}`", one.phase, one.summary, *(", ".join(map(_code, names)) for names in lists)))
+        rows.append((f"`{one.name}`", one.phase, one.summary, *(", ".join(map(_code, names)) for names in lists)))
+    yield from table(("pass", "phase", "what it does", "serves", "after", "before", "needs"), rows)
     yield ""
     yield "## Needs and conflicts"
     yield ""
     yield "Of the pass with these values of its keys, or, where there are none, whatever its keys say."
     yield ""
-    yield "| pass | where | | because |"
-    yield "|---|---|---|---|"
+    found = []
     for one in passes:
         for need in (need for need in one.needs if need.when):
             words = f"needs {_code(need.other)}"
-            yield _row((_code(one.name), _code(condition_words(need.when)), words, need.reason))
+            found.append((_code(one.name), _code(condition_words(need.when)), words, need.reason))
         for conflict in one.conflicts:
             words = f"cannot be combined with {_code(other_words(conflict))}"
-            yield _row((_code(one.name), _code(condition_words(conflict.when)), words, conflict.reason))
+            found.append((_code(one.name), _code(condition_words(conflict.when)), words, conflict.reason))
+    yield from table(("pass", "where", "", "because"), found)
 
 
 def fusion_tables(catalog: Catalog) -> Iterator[str]:
@@ -187,10 +190,11 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     yield "(`FusionConfig.unsupported`). Each entry is a training of ten steps with the losses and gradient norms of"
     yield "one process, to 1e-5 in fp32. An empty entry is no run of the matrix: `forge validate` says what is refused."
     yield ""
-    yield _row(("layout", *map(_code, fusions)))
-    yield _row(["---"] * (1 + len(fusions)))
-    for layout, trainings in trained_layouts().items():
-        yield _row((layout, *(", ".join(trainings.get(name, ())) for name in fusions)))
+    rows = (
+        (layout, *(", ".join(trainings.get(name, ())) for name in fusions))
+        for layout, trainings in trained_layouts().items()
+    )
+    yield from table(("layout", *map(_code, fusions)), rows)
     yield ""
     yield "## Refused axes"
     yield ""
@@ -201,21 +205,19 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
     if not refused:
         yield "None of them refuses an axis of `[parallel]` altogether. Some of their keys do."
         return
-    yield "| fusion | axis | because |"
-    yield "|---|---|---|"
-    yield from map(_row, refused)
+    yield from table(("fusion", "axis", "because"), refused)
 
 
 def smallest_plugins(pages: Path) -> Iterator[str]:
     """The smallest plugin file on the page of each kind, by its lines that are not blank."""
-    yield "| kind | lines | of them code |"
-    yield "|---|---|---|"
+    rows = []
     for kind in CORE_KINDS:
         page = (pages / f"{kind.hook}.md").read_text(encoding="utf-8")
         files = re.findall(r"^:caption: \w+\.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
         if files:
             lines, code = min(map(_counted, files))
-            yield _row((f"[{kind.name.replace('_', ' ')}]({kind.hook}.md)", str(lines), str(code)))
+            rows.append((f"[{kind.name.replace('_', ' ')}]({kind.hook}.md)", str(lines), str(code)))
+    yield from table(("kind", "lines", "of them code"), rows)
 
 
 def _counted(source: str) -> tuple[int, int]:
@@ -233,7 +235,7 @@ def _counted(source: str) -> tuple[int, int]:
 def moved_modules() -> Iterator[str]:
     """The modules of the core that had another name, from ``forge_core/moved.toml``."""
     path = Path(forge_core.__file__).with_name("moved.toml")
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    moved = tomllib.loads(path.read_text(encoding="utf-8"))
     yield "# Moved modules"
     yield ""
     yield "Generated from `forge_core/moved.toml`. An import of an old name prints the new one. Plugins import the"
@@ -243,21 +245,19 @@ def moved_modules() -> Iterator[str]:
     yield ""
     yield "Plugins imported these modules. The old name works until forge-core 0.2, with a `DeprecationWarning`."
     yield ""
-    yield from _moves(table["aliases"])
+    yield from _moves(moved["aliases"])
     yield ""
     yield "## Old names that are gone"
     yield ""
     yield "Only the core imported these modules. An import of the old name is a `ModuleNotFoundError`. A module that"
     yield "went to a package of its own needs that package: `pip install` its distribution."
     yield ""
-    yield from _moves(table["gone"])
+    yield from _moves(moved["gone"])
 
 
-def _moves(table: Mapping[str, str]) -> Iterator[str]:
-    yield "| old module | new module | distribution |"
-    yield "|---|---|---|"
-    for old, new in sorted(table.items()):
-        yield _row((_code(old), _code(new), new.partition(".")[0].replace("_", "-")))
+def _moves(moved: Mapping[str, str]) -> Iterator[str]:
+    rows = ((_code(old), _code(new), new.partition(".")[0].replace("_", "-")) for old, new in sorted(moved.items()))
+    yield from table(("old module", "new module", "distribution"), rows)
 
 
 MODELS = {
@@ -312,30 +312,29 @@ def site_tables(catalog: Catalog) -> Iterator[str]:
     yield "values, and 40 tokens. The last two columns name the dimension of which each rank along that axis has a"
     yield "part; what is read is whole."
     first: list[tuple[str, ...]] = []
-    for title, table in MODELS.items():
+    for title, keys in MODELS.items():
         yield ""
         yield f"## {title}"
         yield ""
-        rows = [*_site_rows(table, catalog)]
+        rows = [*_site_rows(keys, catalog)]
         if first:
             names = {name for name, *_ in rows}
             missing = ", ".join(name for name, *_ in first if name not in names)
             yield f"Without {missing}. These sites the dense decoder has not, or has otherwise:"
             yield ""
-        yield "| site | shape | dimensions | dtype | where | `tp` | `cp` |"
-        yield "|---|---|---|---|---|---|---|"
-        yield from (_row(row) for row in rows if row not in first)
+        head = ("site", "shape", "dimensions", "dtype", "where", "`tp`", "`cp`")
+        yield from table(head, (row for row in rows if row not in first))
         first = first or rows
     yield ""
     yield "## Names of other projects"
     yield ""
-    yield "| site | TransformerLens | transformers |"
-    yield "|---|---|---|"
-    for ours, names in other_names().items():
-        yield _row((_code(ours), *(", ".join(map(_code, theirs)) for theirs in names)))
+    named = (
+        (_code(ours), *(", ".join(map(_code, theirs)) for theirs in names)) for ours, names in other_names().items()
+    )
+    yield from table(("site", "TransformerLens", "transformers"), named)
 
 
-def _site_rows(table: str, catalog: Catalog) -> Iterator[tuple[str, ...]]:
+def _site_rows(keys: str, catalog: Catalog) -> Iterator[tuple[str, ...]]:
     """The cells of each site of a model."""
     import torch
     import torch.distributed as dist
@@ -347,7 +346,7 @@ def _site_rows(table: str, catalog: Catalog) -> Iterator[tuple[str, ...]]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
-        path.write_text(_SMALL.format(kv_heads=4 if "latent" in table else 2) + table, encoding="utf-8")
+        path.write_text(_SMALL.format(kv_heads=4 if "latent" in keys else 2) + keys, encoding="utf-8")
         job = load_job(path, catalog=catalog, world_size=1)
     device = torch.device("cpu")
     join_process_group(device)
@@ -398,11 +397,11 @@ def _class_page(cls: type) -> Iterator[str]:
     if not fields:
         return
     docs = field_docs(cls)
-    yield "| key | type | default | |"
-    yield "|---|---|---|---|"
+    rows = []
     for field in fields:
         kind = ", ".join([type_words(field.type), *_limits(schema_limits(field.validator))])
-        yield _row((f"`{field.name}`", kind, _default(field), _plain(docs.get(field.name, ""))))
+        rows.append((f"`{field.name}`", kind, _default(field), docs.get(field.name, "")))
+    yield from table(("key", "type", "default", ""), rows)
     yield ""
     for field in fields:
         for inner in dict.fromkeys(_config_classes(field.type)):
@@ -450,10 +449,6 @@ def _default(field: attrs.Attribute[Any]) -> str:
     if default is None:
         return "unset"
     return f"`{json.dumps(default, default=str, ensure_ascii=False)}`"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _code(text: str) -> str:

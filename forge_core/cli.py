@@ -51,6 +51,8 @@ def _run(arguments: Sequence[str], invocation: Invocation) -> int:
         result = forge.main(arguments, prog_name="forge", standalone_mode=False, obj=invocation)
     except click.ClickException as error:
         error.show()
+        if hint := _meant(error):
+            click.echo(hint.strip(), err=True)
         return error.exit_code
     except click.Abort as error:  # this is how click passes on Ctrl-C, and the end of an input it was asking for
         if isinstance(error.__cause__, EOFError):
@@ -232,6 +234,16 @@ def _invocation(ctx: click.Context) -> Invocation:
     invocation = ctx.find_object(Invocation)
     assert invocation is not None, "main() passes it"
     return invocation
+
+
+def _meant(error: click.ClickException) -> str:
+    """The nearest of the values that an option takes, of which click only says which there are."""
+    choice = error.param.type if isinstance(error, click.BadParameter) and error.param is not None else None
+    if not isinstance(choice, click.Choice) or "'" not in error.message:
+        return ""
+    from forge_core.registry.suggestions import did_you_mean
+
+    return did_you_mean(error.message.split("'")[1], map(str, choice.choices))
 
 
 def _report(error: BaseException, debug: bool) -> int:

@@ -85,7 +85,8 @@ def and_more(n: int, shown: int, before: str = " ") -> str:
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The name that was probably meant by ``word``: the most alike in any case of letters, or one that it begins.
+    """The name that was probably meant by ``word``: the most alike in any case of letters, one that it begins, or the
+    only one that it abbreviates (``hf``, ``lr``).
 
     Args:
         likeness: the least that counts as alike, 0 to 1.
@@ -95,4 +96,17 @@ def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
     meant = {name.lower(): name for name in names}
     begun = [name for name in meant if len(word) > 1 and name.startswith(word.lower())]
     matches = difflib.get_close_matches(word.lower(), meant, n=1, cutoff=likeness) or sorted(begun, key=len)
+    if not matches and 1 < len(word) <= _ABBREVIATION:
+        matches = [name for name in meant if name[:1] == word[0].lower() and _is_within(word.lower(), name)]
+        matches = matches if len(matches) == 1 else []
     return meant[matches[0]] if matches else None
+
+
+_ABBREVIATION = 3
+"""Letters of a word that counts as one, at most."""
+
+
+def _is_within(word: str, name: str) -> bool:
+    """Return whether the letters of ``word`` stand in ``name`` in this order."""
+    letters = iter(name)
+    return all(letter in letters for letter in word)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from forge_core.cli import main
+from forge_core.errors import nearest
 
 PLUGIN = """
     from forge_core.api import Command, Component, hookimpl
@@ -281,6 +282,25 @@ def test_plugins_show_prints_the_keys_of_a_component(acme, capsys):
         ["where", "path", '"x"'],
         ["router", "router", "unset"],
     ]
+
+
+def test_the_nearest_value_of_an_option_is_named(capsys):
+    for written, hint in (
+        ("hf", "Did you mean 'huggingface'?"),
+        ("huggingfce", "Did you mean 'huggingface'?"),
+        ("zz", ""),
+    ):
+        assert main(["convert", "x", "--to", written, "--out", "y"]) == 2
+        said = capsys.readouterr().err
+        assert f"'{written}' is not one of 'forge', 'huggingface', 'peft'." in said
+        assert ("Did you mean" in said) is bool(hint)
+        assert hint in said
+
+
+def test_an_abbreviation_means_the_only_name_that_it_can():
+    assert nearest("lr", ["learning_rate", "dim"]) == "learning_rate"
+    assert nearest("ps", ["precision", "passes"]) is None
+    assert nearest("rl", ["learning_rate"]) is None
 
 
 def test_an_interrupt_ends_with_130(make_distribution):

@@ -18,6 +18,7 @@ from forge_core.registry.discovery import discover
 from forge_plugins_monitor.doctor import gloo, gpus, network, plugins, storage
 from forge_plugins_monitor.doctor.together import merged
 from forge_plugins_monitor.plugin import forge_checks
+from forge_testing.json_output import json_of
 
 
 @pytest.fixture
@@ -38,10 +39,11 @@ def without_processes(monkeypatch):
     monkeypatch.setattr("forge_plugins_monitor.doctor.gloo.look", lambda _: ())
 
 
-def test_everything_is_looked_at_and_nothing_is_left_behind(doctor, tmp_path):
-    code, found = doctor("runs/of/mine")
+def test_everything_is_looked_at_and_nothing_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
 
-    assert code == 0, found
+    found = {one["subject"]: one for one in json_of("doctor", "runs/of/mine")}
+
     for subject in ("Python", "torch", "CUDA", "gloo", "interfaces", "run.dir", "disk speed", "renaming", "plugins"):
         assert found[subject]["state"] in ("fine", "warning"), found[subject]
     assert "two processes add 4 KiB in" in found["gloo"]["found"]

@@ -205,6 +205,14 @@ def test_a_plugin_file_and_the_package_around_it_pass_at_once(kind, tmp_path, ca
     project = tomllib.loads((tmp_path / "good-one" / "pyproject.toml").read_text())["project"]
     assert ("forge-plugins-moe" in project["dependencies"]) is (kind == "router")
     assert re.search(r"\d+ passed", fork_pytest("good-one"))
+    trained = fork_server.run(
+        [sys.executable, "-m", "forge_core", "run", "example.toml"],
+        cwd=tmp_path / "good-one",
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "good-one" / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert trained.returncode == 0, trained.stdout + trained.stderr
 
 
 @pytest.fixture

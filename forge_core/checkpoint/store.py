@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from forge_core.checkpoint.contents import JOB, STATE, parse_job, parse_state, read_text
+from forge_core.checkpoint.contents import JOB, STATE, parse_job, parse_state, read_job, read_text
 from forge_core.checkpoint.fsync import flush
 from forge_core.checkpoint.manifest import (
     FILE_NAME,
@@ -26,13 +26,14 @@ from forge_core.checkpoint.manifest import (
     read_manifest,
     visible_damage,
 )
-from forge_core.checkpoint.retention import superfluous
+from forge_core.checkpoint.retention import reasons_to_keep, superfluous
 from forge_core.checkpoint.run_mirror import NoMirror
 from forge_core.checkpoint.safe_reader import read_description, read_tensors, refuse_misfits, saved_tensors
 from forge_core.distributed.collective_errors import any_rank, run_on_rank0
 from forge_core.errors import ConfigError
 
-__all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "superfluous", "whole_problem"]
+__all__ = ["Checkpoint", "CheckpointStore", "find_checkpoint", "open_checkpoint", "read_job", "reasons_to_keep"]
+__all__ += ["superfluous", "whole_problem"]
 Result = TypeVar("Result")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from forge_core.commands.json_output import json_option, print_json
+from forge_core.config.diff import Difference, differences
 from forge_core.contracts.command import options_of
 
 
@@ -23,6 +26,7 @@ from forge_core.contracts.command import options_of
     type=click.Path(path_type=Path),
     help="Print how the resolved job of B differs from that of A: ~ changed, + added, - removed.",
 )
+@json_option(dict[str, Any] | list[Difference], says="Print JSON: the keys of the TOML; with --diff, what differs.")
 @click.pass_context
 def config(
     ctx: click.Context,
@@ -32,24 +36,16 @@ def config(
     schema: bool,
     origins: bool,
     diff: tuple[Path, Path] | None,
+    as_json: bool,
 ) -> None:
     """Print the job in CONFIG with every default, and every component by its qualified name, as TOML.
 
     OVERRIDES are --section.key=value, section.key=value or --section.key value. With --diff they apply to both files.
     """
-    from forge_core.config.describe import literal
-    from forge_core.config.diff import differences
     from forge_core.job import dump_job, job_table, load_job
 
     def resolved(path: Path, settings: tuple[str, ...]) -> Any:
         return load_job(path, settings, catalog=ctx.obj.catalog, world_size=world_size, options=options_of(ctx.command))
-
-    def line(change: Any) -> str:
-        if change.old is None:
-            return f"+ {change.key}: {literal(change.new)}"
-        if change.new is None:
-            return f"- {change.key}: {literal(change.old)}"
-        return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"
 
     forge: Any = ctx.find_root().command
     if schema and config is not None:
@@ -59,12 +55,30 @@ def config(
     elif diff is not None:
         settings = overrides if config is None else (config, *overrides)
         old, new = (job_table(resolved(path, settings)) for path in diff)
-        changes = differences(old, new)
-        click.echo("\n".join(map(line, changes)) if changes else f"{diff[0]} and {diff[1]} are the same job")
+        _print_differences(differences(old, new), diff, as_json)
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", ctx)
     elif origins:
         _, command, _ = forge.resolve_command(ctx.find_root(), ["origins"])  # the same
-        ctx.invoke(command, config=Path(config), overrides=overrides, world_size=world_size)
+        ctx.invoke(command, config=Path(config), overrides=overrides, world_size=world_size, as_json=as_json)
+    elif as_json:
+        print_json(job_table(resolved(Path(config), overrides)))
     else:
         click.echo(dump_job(resolved(Path(config), overrides)), nl=False)
+
+
+def _print_differences(changes: Sequence[Difference], files: tuple[Path, Path], as_json: bool) -> None:
+    if as_json:
+        print_json(changes)
+    else:
+        click.echo("\n".join(map(_line, changes)) if changes else f"{files[0]} and {files[1]} are the same job")
+
+
+def _line(change: Difference) -> str:
+    from forge_core.config.describe import literal
+
+    if change.old is None:
+        return f"+ {change.key}: {literal(change.new)}"
+    if change.new is None:
+        return f"- {change.key}: {literal(change.old)}"
+    return f"~ {change.key}: {literal(change.old)} -> {literal(change.new)}"

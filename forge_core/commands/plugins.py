@@ -10,16 +10,75 @@ import attrs
 import click
 
 from forge_core import __version__
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned, wrapped
 from forge_core.contracts.command import Invocation
-from forge_core.registry.catalog import Catalog, CatalogEntry, Plugin, is_importable
-from forge_core.registry.component import PassComponent
+from forge_core.registry.catalog import Catalog, CatalogEntry, NameConflict, Plugin, is_importable
+from forge_core.registry.component import Component, PassComponent
 from forge_core.registry.entry_points import API_MINOR, ENTRY_POINT_GROUP
+
+
+@attrs.frozen(kw_only=True)
+class ListedComponent(Component):
+    """A component, and who provides it."""
+
+    provider: str
+    """A distribution."""
+
+
+@attrs.frozen(kw_only=True)
+class ListedPass(PassComponent):
+    """A component of the kind ``parallel_pass``, and who provides it."""
+
+    provider: str
+    """A distribution."""
+
+
+@attrs.frozen(kw_only=True)
+class ListedPlugin(Plugin):
+    """An installed plugin, and what it provides."""
+
+    components: Sequence[ListedPass | ListedComponent]  # type: ignore[assignment]  # here, each says its kind itself
+    """Empty unless the status is ``"ok"``."""
+
+
+@attrs.frozen(kw_only=True)
+class Installed:
+    """The plugins that are installed."""
+
+    core: str
+    """The version of ``forge-core``."""
+    api: str
+    """The version of the contract with plugins."""
+    plugins: Sequence[ListedPlugin]
+    conflicts: Sequence[NameConflict]
+    """Names that several plugins provide."""
+
+
+@attrs.frozen
+class Key:
+    """A key of a component's table in a configuration."""
+
+    name: str
+    type: str
+    """In words."""
+    default: str
+    """The words of TOML, or ``required``, ``unset``, or ``follows from others``."""
+    about: str
+    """Its meaning, in Markdown."""
+
+
+@attrs.frozen
+class Shown:
+    """One component, and its keys."""
+
+    component: ListedPass | ListedComponent
+    keys: Sequence[Key]
 
 
 @click.group(invoke_without_command=True)
 @click.option("--kind", metavar="KIND", help="List the components of this kind instead, with their summaries.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(Installed | list[ListedPass | ListedComponent])
 @click.pass_context
 def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
     """List the installed plugins, what they provide, and what is wrong with each that did not load.
@@ -32,9 +91,12 @@ def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
     catalog = invocation.catalog(notes_slow=False)  # the table says so
     if kind is not None:
         components = catalog.components(kind)
-        click.echo(_json([_component(kind, one) for one in components]) if as_json else _kind_table(components))
+        if as_json:
+            print_json([_listed(kind, one) for one in components])
+        else:
+            click.echo(_kind_table(components))
     elif as_json:
-        click.echo(_json(_everything(catalog)))
+        print_json(_everything(catalog))
     else:
         click.echo(_plugin_table(catalog, debug=invocation.debug))
     ctx.exit(any(plugin.status in ("broken", "incompatible") for plugin in catalog.plugins))
@@ -43,15 +105,19 @@ def plugins(ctx: click.Context, kind: str | None, as_json: bool) -> None:
 @plugins.command()
 @click.argument("kind")
 @click.argument("name")
+@json_option(Shown)
 @click.pass_obj
-def show(invocation: Invocation, kind: str, name: str) -> None:
+def show(invocation: Invocation, kind: str, name: str, as_json: bool) -> None:
     """Show the component NAME of KIND: who provides it, and the keys of its table in a configuration."""
     from forge_core.config.converter import config_class  # the list of plugins does without
 
     catalog = invocation.catalog()
     provided = catalog.find(kind, name)
     component, plugin = provided.component, provided.plugin
-    config, _ = config_class(provided, catalog.kinds[kind])
+    keys = _keys(config_class(provided, catalog.kinds[kind])[0])
+    if as_json:
+        print_json(Shown(_listed(kind, provided), keys))
+        return
     click.echo(wrapped(f"{kind} {component.name}: {component.summary}"))
     click.echo(wrapped(f"provided by {plugin}, built by {component.factory}"))
     if component.aliases:
@@ -63,7 +129,8 @@ def show(invocation: Invocation, kind: str, name: str) -> None:
     if isinstance(component, PassComponent):
         click.echo("\n".join(map(wrapped, _place_among_passes(component))))
     click.echo()
-    click.echo(_key_table(config))
+    rows = [(key.name, key.type, key.default, key.about) for key in keys]
+    click.echo("\n".join(aligned([("KEY", "TYPE", "DEFAULT", ""), *rows])) if keys else "it has no keys")
 
 
 def _place_among_passes(component: PassComponent) -> Iterator[str]:
@@ -126,19 +193,14 @@ def _kind_table(components: Sequence[CatalogEntry]) -> str:
     return "\n".join(aligned([("NAME", "PLUGIN", "SUMMARY"), *rows]))
 
 
-def _key_table(config: type) -> str:
+def _keys(config: type) -> list[Key]:
     from forge_core.config.field_docs import field_docs, type_words
 
-    attrs.resolve_types(config, include_extras=True)
-    fields = attrs.fields(config)
-    if not fields:
-        return "it has no keys"
     docs = field_docs(config)
-    rows = [
-        (field.name, type_words(field.type), _default(field), " ".join(docs.get(field.name, "").split()))
-        for field in fields
+    return [
+        Key(field.name, type_words(field.type), _default(field), " ".join(docs.get(field.name, "").split()))
+        for field in attrs.fields(attrs.resolve_types(config, include_extras=True))
     ]
-    return "\n".join(aligned([("KEY", "TYPE", "DEFAULT", ""), *rows]))
 
 
 def _default(field: attrs.Attribute[Any]) -> str:
@@ -164,30 +226,19 @@ def _provides(plugin: Plugin) -> list[str]:
     ]
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
+def _everything(catalog: Catalog) -> Installed:
+    plugins = [
+        ListedPlugin(
+            **attrs.asdict(plugin, recurse=False)
+            | {"components": [_listed(kind, CatalogEntry(one, plugin)) for kind, one in plugin.components]}
+        )
+        for plugin in catalog.plugins
+    ]
+    api = f"{ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}"
+    return Installed(core=__version__, api=api, plugins=plugins, conflicts=catalog.conflicts())
 
 
-def _everything(catalog: Catalog) -> dict[str, Any]:
-    return {
-        "core": __version__,
-        "api": f"{ENTRY_POINT_GROUP.removeprefix('forge.v')}.{API_MINOR}",
-        "plugins": [
-            {
-                **attrs.asdict(plugin, recurse=False),
-                "components": [_component(kind, CatalogEntry(one, plugin)) for kind, one in plugin.components],
-                "commands": [attrs.asdict(command) for command in plugin.commands],
-                "checks": [attrs.asdict(check) for check in plugin.checks],
-                "kinds": [
-                    {key: value for key, value in attrs.asdict(kind).items() if key != "descriptor"}
-                    for kind in plugin.kinds
-                ],
-            }
-            for plugin in catalog.plugins
-        ],
-        "conflicts": [attrs.asdict(conflict) for conflict in catalog.conflicts()],
-    }
-
-
-def _component(kind: str, provided: CatalogEntry) -> dict[str, Any]:
-    return {"provider": provided.plugin.distribution, **attrs.asdict(provided.component), "kind": kind}
+def _listed(kind: str, provided: CatalogEntry) -> ListedPass | ListedComponent:
+    cls = ListedPass if isinstance(provided.component, PassComponent) else ListedComponent
+    facts = attrs.asdict(provided.component, recurse=False)
+    return cls(**facts | {"kind": kind, "provider": provided.plugin.distribution})

@@ -116,11 +116,6 @@ CORE_COMMANDS = (
         summary="list what is installed, and what is broken and why",
         run="forge_core.commands.plugins:plugins",
     ),
-    Command(
-        name="checkpoint",
-        summary="list, show, verify and prune the checkpoints of a run",
-        run="forge_core.commands.checkpoint:checkpoint",
-    ),
 )
 """In the order in which they are listed. A plugin cannot replace one."""
 

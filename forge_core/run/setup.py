@@ -37,7 +37,7 @@ from forge_core.run.warm_start import WarmStart, choose_warm_starts
 from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
-from forge_core.train.events import Events
+from forge_core.train.events import Events, mistaken_events
 from forge_core.train.replication import refuse_unfit_replications
 from forge_core.train.sources import EvaluatedData, data_seed, entries_of, open_source
 
@@ -160,6 +160,9 @@ def prepare(begun: Begun) -> RunSetup:
     evaluations = build_evaluations(job, build, evaluated, source.tokenizer)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_unfit_replications(callbacks, source)
+    named = zip(map(build.words_for, job.callbacks), (callback for _, callback in callbacks), strict=True)
+    for line in mistaken_events(named):
+        console.line(f"warning: {line}")
     return RunSetup(
         **{**attrs.asdict(begun, recurse=False), "job": job},
         build=build,

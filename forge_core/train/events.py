@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import isfunction, signature
 from typing import Any
 
 import pluggy
 
 from forge_core.contracts.callback import Callback
-from forge_core.errors import PluginError
+from forge_core.errors import PluginError, nearest
 
 EVENTS = (
     "run_start",
@@ -68,6 +69,22 @@ class Events:
                 function(*(given[argument] for argument in wanted))
             except Exception as error:  # noqa: BLE001 - the run's own error is being raised
                 log(f"{name} failed in run_failed: {type(error).__name__}: {error}")
+
+
+def mistaken_events(callbacks: Iterable[tuple[str, Callback]]) -> Iterator[str]:
+    """A sentence for each method that nothing calls, and whose name and arguments are almost those of an event."""
+    known = {
+        name: getattr(Callback, name) for name in dir(Callback) if callable(getattr(Callback, name)) and name[0] != "_"
+    }
+    for owner, callback in callbacks:
+        own = {
+            name: one for cls in reversed(type(callback).__mro__) for name, one in vars(cls).items() if isfunction(one)
+        }
+        called = {name for one in own.values() for name in one.__code__.co_names}
+        for name in (name for name in own if name[0] != "_" and name not in {*known, *called}):
+            near = nearest(name, known, 0.8)
+            if near and set(signature(own[name]).parameters) <= set(signature(known[near]).parameters):
+                yield f"{owner}: nothing calls its method {name}; did you mean {near}?"
 
 
 class _CallbackManager(pluggy.PluginManager):

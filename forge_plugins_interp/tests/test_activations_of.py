@@ -19,6 +19,7 @@ from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.config import ActivationsOfConfig
 from forge_plugins_interp.autoencoders.model_source import ActivationsOf
 from forge_plugins_interp.store import Store
+from forge_testing.json_output import json_of
 
 SAE = """
 [run]
@@ -156,7 +157,7 @@ def test_layers_behind_the_site_are_not_computed(run):
     assert not calls
 
 
-def test_a_run_resumes_exactly_and_two_ranks_learn_the_same(folder):
+def test_a_run_resumes_exactly_and_two_ranks_learn_the_same(folder, monkeypatch):
     forge(folder, "run", "sae.toml", "run.name=straight")
     forge(folder, "run", "sae.toml", "run.name=resumed", "train.steps=6")
     forge(folder, "run", "sae.toml", "run.name=resumed")
@@ -168,6 +169,9 @@ def test_a_run_resumes_exactly_and_two_ranks_learn_the_same(folder):
     assert straight[12] < straight[1]
     shown = forge(folder, "autoencoder", "recover", "runs/tiny", "runs/straight", "--site", "blocks.0.resid_post")
     assert "recovered" in shown
+    monkeypatch.chdir(folder)
+    told = json_of("autoencoder", "recover", "runs/tiny", "runs/straight", "--site", "blocks.0.resid_post")
+    assert f"recovered {told['recovered']:.4f}, KL {told['kl']:.4f}" in shown
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from forge_core.cli import main
+from forge_testing.json_output import json_of
 from parity_matrix.cells import TRAININGS
 from parity_matrix.launch import Launcher, Work
 
@@ -77,11 +78,10 @@ def test_images_are_captioned(folder, capsys):
 
 def test_a_batch_of_prompts_takes_its_images_in_order(folder, capsys):
     pair = ("--image", held_out(folder, 0), "--image", held_out(folder, 1))
-    code, lines, _ = generated(folder, capsys, *pair, "--prompt", "<image> a", "--prompt", "a red <image>", "--json")
+    prompts = ("--prompt", "<image> a", "--prompt", "a red <image>")
+    first, second = json_of("vlm", "generate", str(folder / "runs" / "shapes"), *pair, *prompts)
     _, alone, _ = generated(folder, capsys, *pair[2:], "--prompt", "a red <image>")
 
-    first, second = map(json.loads, lines)
-    assert code == 0
     assert (first["prompt"], first["images"]) == ("<image> a", 1)
     assert second["text"] == alone[0]
 

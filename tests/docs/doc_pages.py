@@ -11,9 +11,24 @@ from pathlib import Path
 from textwrap import dedent
 
 import fork_server
+from forge_core.registry.hookspecs import ForgeSpecs
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+PAGES = [
+    *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "generated"} & set(path.parts)),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(ROOT / name / "README.md" for name in ("forge_testing", "forge_train")),
+    *sorted(ROOT.glob("plugins/*/README.md")),
+    *sorted(ROOT.glob("forge_plugins_*/README.md")),
+]
+HOOKS = [name for name in vars(ForgeSpecs) if name.startswith("forge_")]
+HOOKS_OF_PACKAGES = [
+    *("forge_report_sections", "forge_representation_metrics", "forge_run_columns"),
+    *("forge_connectors", "forge_fusions", "forge_image_processors", "forge_vision_encoders"),
+]
+"""Of kinds that packages of ours add, those that have a page."""
+HOOK_PAGES = [DOCS / "hooks" / f"{hook}.md" for hook in (*HOOKS, *HOOKS_OF_PACKAGES)]
 
 
 def commands(page: str) -> list[tuple[str, list[str]]]:

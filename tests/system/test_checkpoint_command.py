@@ -82,9 +82,9 @@ def test_show_tells_what_is_in_the_newest_whole_one(run, capsys):
 
 
 def test_show_names_a_plugin_that_is_not_installed(run, capsys, monkeypatch):
-    from forge_core.commands import checkpoint
+    from forge_plugins_monitor import checkpoints
 
-    monkeypatch.setattr(checkpoint, "installed", lambda name: None if "dense" in name else __version__)
+    monkeypatch.setattr(checkpoints, "_installed", lambda name: None if "dense" in name else __version__)
 
     assert main(["checkpoint", "show", str(run / "checkpoints/step_00000004")]) == 0
 

@@ -32,8 +32,8 @@ def test_what_is_shown_is_what_the_run_trains_on(tiny, trained, capsys):
     job = load_job(tiny.config, ["train.global_batch_size=8"], catalog=discover(), world_size=1)
     with opened(job, discover()) as data:
         for step, tokens in enumerate(trained, start=1):
-            np.testing.assert_array_equal(data.step(step)["batch"]["tokens"], tokens)
-            assert data.texts(data.step(step)["batch"], 1) == [bytes(tokens[0].astype(np.uint8)).decode()]
+            np.testing.assert_array_equal(data.step(step)[1]["tokens"], tokens)
+            assert data.texts(data.step(step)[1], 1) == [bytes(tokens[0].astype(np.uint8)).decode()]
 
     capsys.readouterr()
     assert main(["data", "seen", str(tiny.path()), "--steps", "3..4", "--json", "--show", "1"]) == 0
@@ -71,12 +71,12 @@ def test_other_data_than_the_run_has_had_are_refused(tiny, capsys):
 def test_a_stretch_that_a_rollback_has_left_out_is_not_shown(tiny):
     job = load_job(tiny.config, ["train.global_batch_size=4"], catalog=discover(), world_size=1)
     with opened(job, discover()) as data:
-        third = data.step(3)["batch"]["tokens"]
+        third = data.step(3)[1]["tokens"]
     with opened(job, discover(), [(4, 8)]) as data:
-        second = data.step(2)
+        facts, second = data.step(2)
 
-    assert second["numbers"] == [8, 9, 10, 11]
-    np.testing.assert_array_equal(second["batch"]["tokens"], third)
+    assert facts.numbers == [8, 9, 10, 11]
+    np.testing.assert_array_equal(second["tokens"], third)
 
 
 def test_people_are_shown_sizes_and_text(tiny, capsys):

@@ -265,9 +265,9 @@ def test_inspecting_refuses_streams_as_a_run_does_and_keeps_no_more_than_a_step(
 
     job = load_job(shared_tiny.config, streamed, catalog=discover(), world_size=1)
     with opened(job, discover()) as data:
-        found = data.step(200)
+        found, _ = data.step(200)
         cursors = data.stream.streams._cursors
-    assert found["numbers"] == [796, 797, 798, 799]
+    assert found.numbers == [796, 797, 798, 799]
     assert [(sorted(cursor.states), len(cursor._samples)) for cursor in cursors] == [([0, 199, 200], 1)] * 4
 
 

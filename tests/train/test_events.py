@@ -6,7 +6,7 @@ import pytest
 from forge_core.checkpoint.component_state import load_states, states_of
 from forge_core.contracts.callback import Callback
 from forge_core.errors import PluginError
-from forge_core.train.events import EVENTS, Events
+from forge_core.train.events import EVENTS, Events, mistaken_events
 
 
 class Recorder(Callback):
@@ -51,6 +51,36 @@ def test_an_argument_that_the_event_does_not_have_is_refused_before_the_run():
 
     with pytest.raises(PluginError, match="trainer"):
         Events([("a", Wrong())])
+
+
+def test_a_method_that_looks_like_an_event_is_named_and_one_that_helps_is_not():
+    class Silent(Callback):
+        def on_step_end(self, context):  # other frameworks call it so
+            pass
+
+        def load_states(self, state):
+            pass
+
+        def run_ended(self, path):  # takes what no event has
+            pass
+
+        def step_ends(self, context):  # called by its own
+            pass
+
+        def step_end(self, context):
+            self.step_ends(context)
+
+        def _step_end(self, context):
+            pass
+
+    class Inherits(Silent):
+        def report(self, run, context):
+            pass
+
+    assert [*mistaken_events([("callback 'a'", Inherits()), ("callback 'b'", Recorder("x", []))])] == [
+        "callback 'a': nothing calls its method on_step_end; did you mean step_end?",
+        "callback 'a': nothing calls its method load_states; did you mean load_state?",
+    ]
 
 
 def test_a_callback_that_raises_is_named():

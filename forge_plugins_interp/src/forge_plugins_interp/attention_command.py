@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
 from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
 
@@ -14,6 +18,28 @@ if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
 
 KINDS = ("pattern", "scores", "scores_scaled", "scores_raw")
+
+
+@attrs.frozen(kw_only=True)
+class Strongest:
+    """A token that is looked at."""
+
+    position: int
+    token: str
+    value: float
+    """As ``--kind`` says: a probability of the pattern, or a score."""
+
+
+@attrs.frozen(kw_only=True)
+class Attention:
+    """What a head looks at from the last token."""
+
+    site: str
+    head: int
+    token: str
+    """The last one of the prompt."""
+    looks_at: Sequence[Strongest]
+    """The three tokens with the largest values, at most, largest first."""
 
 
 @click.command()
@@ -29,9 +55,17 @@ KINDS = ("pattern", "scores", "scores_scaled", "scores_raw")
     help="The pattern, or the scores that it comes from: as softmax reads them, without mask and cap, without scale.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@json_option(list[Attention])
 @click.pass_obj
 def attention(
-    obj: Any, run: Path, prompt: str, layers: str | None, heads: str | None, kind: str, out: Path | None
+    obj: Any,
+    run: Path,
+    prompt: str,
+    layers: str | None,
+    heads: str | None,
+    kind: str,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Run the model of RUN on a prompt, and print for each head which tokens the last one looks at most."""
     refuse_other_ending(out)
@@ -50,12 +84,17 @@ def attention(
             session.model(torch.tensor([tokens]))
         values = {name: seen[name][0] for name in names}
     chosen = {name: _heads(name, value, heads) for name, value in values.items()}
-    for name, value in values.items():
-        print(f"{name}: the last token, {words[-1]!r}, looks at")
-        for head in chosen[name]:
-            print(f"  head {head:<3} {_strongest(value[head, -1], words)}")
+    told = [
+        Attention(site=name, head=head, token=words[-1], looks_at=_strongest(value[head, -1], words))
+        for name, value in values.items()
+        for head in chosen[name]
+    ]
+    if as_json:
+        print_json(told)
+    else:
+        _print(told)
     shown = {name: values[name][chosen[name]] for name in names}
-    save_results(out, _rows(values, chosen, words), lambda: attention_figure(shown, chosen, words))
+    save_results(out, _rows(values, chosen, words), lambda: attention_figure(shown, chosen, words), as_json=as_json)
 
 
 def _sites(session: Session, kind: str, layers: str | None) -> list[str]:
@@ -83,10 +122,19 @@ def _numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _strongest(row: Any, words: list[str]) -> str:
+def _strongest(row: Any, words: list[str]) -> list[Strongest]:
     values, places = row.topk(min(3, len(words)))
     pairs = zip(values.tolist(), places.tolist(), strict=True)
-    return "  ".join(f"{value:6.3f} {place}:{words[place]!r}" for value, place in pairs)
+    return [Strongest(position=place, token=words[place], value=value) for value, place in pairs]
+
+
+def _print(told: Sequence[Attention]) -> None:
+    for site, heads in groupby(told, key=lambda one: one.site):
+        for number, one in enumerate(heads):
+            if number == 0:
+                print(f"{site}: the last token, {one.token!r}, looks at")
+            shown = (f"{token.value:6.3f} {token.position}:{token.token!r}" for token in one.looks_at)
+            print(f"  head {one.head:<3} {'  '.join(shown)}")
 
 
 def _rows(values: dict[str, Any], heads: dict[str, list[int]], words: list[str]) -> list[Row]:

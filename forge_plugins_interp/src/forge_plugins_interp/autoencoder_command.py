@@ -5,9 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
+
+
+@attrs.frozen(kw_only=True)
+class Recovered:
+    """What is left of a model with an autoencoder in it. Losses are nats a token."""
+
+    loss: float
+    """Of the model itself."""
+    loss_with_dictionary: float
+    loss_with_zeros: float
+    """With zeros in the place of the site's value."""
+    recovered: float
+    """0 for no better than zeros, 1 for as good as the model itself."""
+    kl: float
+    """Of the model's prediction from that with the autoencoder, in nats a token."""
 
 
 @click.group()
@@ -22,6 +39,7 @@ def autoencoder() -> None:
 @click.option("--site", help="Where it stands in, such as blocks.2.resid_post; by default where it was trained.")
 @click.option("--reads", help="The site that a transcoder reads; by default the one that it was trained on.")
 @click.option("--samples", default=32, show_default=True, type=click.IntRange(min=1), help="Of held-out data.")
+@json_option(Recovered)
 @click.pass_obj
 def recover(
     obj: Any,
@@ -31,6 +49,7 @@ def recover(
     site: str | None,
     reads: str | None,
     samples: int,
+    as_json: bool,
 ) -> None:
     """Put what DICTIONARY reconstructs, or a transcoder predicts, into RUN's model, and tell how much of the loss that
     recovers.
@@ -56,6 +75,16 @@ def recover(
     with open_session(run, others, catalog=obj.catalog, log=say) as session:
         splice = Splice(site, dictionary=found, reads=reads)
         result = recovery(session, splice, session.open_data(data), samples)
+    if as_json:
+        told = Recovered(
+            loss=result.original,
+            loss_with_dictionary=result.spliced,
+            loss_with_zeros=result.ablated,
+            recovered=result.recovered,
+            kl=result.kl,
+        )
+        print_json(told)
+        return
     print(f"loss {result.original:.4f}, with the {what} {result.spliced:.4f}, with zeros {result.ablated:.4f}")
     print(f"recovered {result.recovered:.4f}, KL {result.kl:.4f} nats a token")
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
@@ -15,6 +17,31 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.component_ref import ComponentRef
     from forge_plugins_interp.metrics.contract import RepresentationMetric
+
+
+@attrs.frozen(kw_only=True)
+class ComparedSites:
+    """A site of each store."""
+
+    site_a: str
+    site_b: str
+    value: float
+    """Of the metric."""
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """How alike the sites of two stores are."""
+
+    metric: str
+    is_distance: bool
+    """Whether a small value stands for much alike."""
+    rows: int
+    """Of a site: stimuli, or their tokens."""
+    stimuli: int
+    """Those that both stores have."""
+    sites: Sequence[ComparedSites]
+    """Each of the first with each of the second."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -26,9 +53,17 @@ if TYPE_CHECKING:
 )
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@json_option(Comparison)
 @click.pass_obj
 def compare(
-    obj: Any, first: Path, second: Path, overrides: tuple[str, ...], name: str, patterns: str, out: Path | None
+    obj: Any,
+    first: Path,
+    second: Path,
+    overrides: tuple[str, ...],
+    name: str,
+    patterns: str,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Compare each site of the store FIRST with each of SECOND, which may be the same one, on the stimuli that both
     have.
@@ -53,15 +88,26 @@ def compare(
     xs = [both.values(0, site) for site in sites[0]]
     same = stores[0].folder.resolve() == stores[1].folder.resolve()
     values = metric.matrix(xs, None if same else [both.values(1, site) for site in sites[1]])
-    print(f"{use.name} of {len(xs[0])} rows of {len(both.samples[0])} stimuli")
-    lines = _closest(values, sites, is_distance=metric.is_distance, same=same)
-    print("\n".join(aligned([("site", use.name, "most alike"), *lines])))
-    rows = [
-        {"site_a": a, "site_b": b, "metric": use.name, "rows": len(xs[0]), "value": float(values[i, j])}
-        for i, a in enumerate(sites[0])
-        for j, b in enumerate(sites[1])
-    ]
-    save_results(out, rows, lambda: similarity_figure(values, sites[0], sites[1], use.name))
+    told = Comparison(
+        metric=use.name,
+        is_distance=metric.is_distance,
+        rows=len(xs[0]),
+        stimuli=len(both.samples[0]),
+        sites=[
+            ComparedSites(site_a=a, site_b=b, value=float(values[i, j]))
+            for i, a in enumerate(sites[0])
+            for j, b in enumerate(sites[1])
+        ],
+    )
+    if as_json:
+        print_json(told)
+    else:
+        print(f"{use.name} of {told.rows} rows of {told.stimuli} stimuli")
+        lines = _closest(values, sites, is_distance=metric.is_distance, same=same)
+        print("\n".join(aligned([("site", use.name, "most alike"), *lines])))
+    of_all = {"metric": use.name, "rows": told.rows}
+    rows = [{"site_a": one.site_a, "site_b": one.site_b, **of_all, "value": one.value} for one in told.sites]
+    save_results(out, rows, lambda: similarity_figure(values, sites[0], sites[1], use.name), as_json=as_json)
 
 
 def _metric(build: Any, name: str, overrides: Sequence[str]) -> ComponentRef:

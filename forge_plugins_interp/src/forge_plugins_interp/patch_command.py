@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError
-from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+from forge_plugins_interp.tidy_table import Row, refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +19,29 @@ if TYPE_CHECKING:
     from forge_plugins_interp.session import Session
 
 METHODS = ("patching", "attribution", "integrated_gradients")
+
+
+@attrs.frozen(kw_only=True)
+class PatchedPlace:
+    """A place whose value of the clean prompt was put into the corrupt one."""
+
+    site: str
+    at: Mapping[str, int]
+    """Where: a number for each dimension of ``--by``."""
+    value: float
+    """Of the metric."""
+    effect: float
+    """How much of the answer it brings back: 0 for nothing, 1 for all."""
+
+
+@attrs.frozen(kw_only=True)
+class Patched:
+    """Where the answer to a prompt is."""
+
+    metric: str
+    method: str
+    answers: Sequence[str]
+    places: Sequence[PatchedPlace]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -29,6 +55,7 @@ METHODS = ("patching", "attribution", "integrated_gradients")
 @click.option("--answers", help="Texts of one token, with commas; by default what both prompts make likeliest.")
 @click.option("--method", type=click.Choice(METHODS), default="patching", show_default=True, help="How.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@json_option(Patched)
 @click.pass_obj
 def patch(
     obj: Any,
@@ -42,6 +69,7 @@ def patch(
     answers: str | None,
     method: str,
     out: Path | None,
+    as_json: bool,
 ) -> None:
     """Put values of the clean prompt into the corrupt one, place by place, and tell how much of the answer each brings
     back: 0 for nothing, 1 for all."""
@@ -69,11 +97,21 @@ def patch(
         measure = metric_named(metric, logits[0], chosen)  # type: ignore[arg-type]  # one process has all logits
         rows = sweep(session, Prompts(pair[0], pair[1], measure), sites, by=dims, method=method)  # type: ignore[arg-type]
         words, shown = texts(session, tokens[0]), texts(session, chosen)
-    print(f"{metric} of {', '.join(map(repr, shown))}, by {method}")
-    best = sorted(rows, key=lambda row: -abs(row["effect"]))[:10]
-    lines = [(row["site"], *(_place(dim, row[dim], words) for dim in dims), f"{row['effect']:+.4f}") for row in best]
-    print("\n".join(aligned([("site", *dims, "effect"), *lines])))
-    save_results(out, rows, lambda: patching_figure(rows, dims, words))
+    if as_json:
+        print_json(Patched(metric=metric, method=method, answers=shown, places=[_told(row, dims) for row in rows]))
+    else:
+        print(f"{metric} of {', '.join(map(repr, shown))}, by {method}")
+        best = sorted(rows, key=lambda row: -abs(row["effect"]))[:10]
+        lines = [
+            (row["site"], *(_place(dim, row[dim], words) for dim in dims), f"{row['effect']:+.4f}") for row in best
+        ]
+        print("\n".join(aligned([("site", *dims, "effect"), *lines])))
+    save_results(out, rows, lambda: patching_figure(rows, dims, words), as_json=as_json)
+
+
+def _told(row: Row, dims: Sequence[str]) -> PatchedPlace:
+    at = {dim: row[dim] for dim in dims}
+    return PatchedPlace(site=row["site"], at=at, value=row["value"], effect=row["effect"])
 
 
 def _answers(session: Session, texts: str | None, logits: list[torch.Tensor | None]) -> list[int]:

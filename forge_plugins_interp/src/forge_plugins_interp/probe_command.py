@@ -8,14 +8,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
     from forge_plugins_interp.probes.probe import Labelled
     from forge_plugins_interp.store import Store
+
+
+@attrs.frozen(kw_only=True)
+class Probed:
+    """What can be read out of a site. Accuracies are of test rows, of documents that the probe has not seen."""
+
+    site: str
+    kind: str
+    """Of probe."""
+    classes: int
+    """Their number."""
+    accuracy: float
+    low: float
+    high: float
+    """The 95 % interval of a bootstrap over test documents."""
+    balanced: float
+    """The mean over classes of the share that is right."""
+    majority: float
+    """Of always saying the commonest class."""
+    chance: float
+    """Of drawing classes by their shares."""
+    control: float | None
+    """Of a probe whose classes are random; null for labels of samples."""
+    selectivity: float | None
+    """``accuracy − control``."""
+    bits: float
+    """Of a label by online coding."""
 
 
 @click.command()
@@ -38,6 +67,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", default=0, show_default=True, help="Of the split by documents.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@json_option(list[Probed])
 def probe(
     folder: Path,
     path: Path | None,
@@ -48,6 +78,7 @@ def probe(
     control: int,
     seed: int,
     out: Path | None,
+    as_json: bool,
 ) -> None:
     """Train a probe on each site of STORE, on 60 % of its samples, and print accuracies on others.
 
@@ -57,8 +88,6 @@ def probe(
     refuse_other_ending(out)
     if (path is None) == (column is None):
         raise ConfigError("give either --labels FILE or --column NAME")
-
-    import attrs
 
     from forge_core.commands.table import aligned
     from forge_plugins_interp.figures.layers import layers_figure
@@ -76,9 +105,12 @@ def probe(
         values = {key: getattr(found, key) for key in keys}
         rows.append({"site": site, "kind": kind, "classes": len(classes), **values})
         lines.append((site, *("" if value is None else f"{value:.4f}" for value in values.values())))
-    print("\n".join(aligned([("site", *keys), *lines])))
+    if as_json:
+        print_json([Probed(**row) for row in rows])
+    else:
+        print("\n".join(aligned([("site", *keys), *lines])))
     shown = [{**row, "score": row["accuracy"], "ceiling": None} for row in rows]
-    save_results(out, rows, lambda: layers_figure(shown, f"accuracy of {kind} probes"))
+    save_results(out, rows, lambda: layers_figure(shown, f"accuracy of {kind} probes"), as_json=as_json)
 
 
 def _labelled(

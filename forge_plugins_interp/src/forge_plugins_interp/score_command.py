@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
@@ -24,6 +26,35 @@ if TYPE_CHECKING:
 METHODS = ("ridge", "pls", "banded_ridge", "rsa", "cka")
 
 
+@attrs.frozen(kw_only=True)
+class Scored:
+    """How alike a site is to recordings; with ``banded_ridge`` first all sites together, as ``all``."""
+
+    site: str
+    method: str
+    stimuli: int
+    """Those of both."""
+    score: float | None
+    """Null, as what follows, for one site of ``banded_ridge``."""
+    low: float | None
+    high: float | None
+    """The 95 % interval."""
+    ceiling: float | None
+    """Null without repetitions."""
+    ceiling_low: float | None
+    ceiling_high: float | None
+    """Its 95 % interval; of subjects, the lower and the upper bound."""
+    normalised: float | None
+    """The score, as a part of the ceiling."""
+    p_value: float | None
+    """Null without ``--null``."""
+    null_mean: float | None
+    null_high: float | None
+    """The mean and the 95th percentile of scores for shuffled stimuli."""
+    part: float | None = None
+    """With ``banded_ridge``: the site's part of r."""
+
+
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("recordings", type=click.Path(path_type=Path))
@@ -37,6 +68,7 @@ METHODS = ("ridge", "pls", "banded_ridge", "rsa", "cka")
 @click.option("--reverse", is_flag=True, help="Predict the model from the recordings.")
 @click.option("--sites", "patterns", default="*", help="Names with commas, or patterns; by default all.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a .csv; or a .png, with a .csv beside it.")
+@json_option(list[Scored])
 def score(
     store: Path,
     recordings: Path,
@@ -50,6 +82,7 @@ def score(
     reverse: bool,
     patterns: str,
     out: Path | None,
+    as_json: bool,
 ) -> None:
     """Tell for each site of STORE how alike it is to RECORDINGS, over the stimuli of both.
 
@@ -63,8 +96,6 @@ def score(
     refuse_other_ending(out)
     _refuse_options(method, groups=groups, delays=delays, shuffles=shuffles, reverse=reverse)
     earlier = _rows_earlier(delays) if delays is not None else []
-
-    import attrs
 
     from forge_plugins_interp.figures.layers import layers_figure
     from forge_plugins_interp.neuro.delays import delayed
@@ -92,9 +123,10 @@ def score(
     heading = f"{method} over {len(numbers)} stimuli, {len(brain.neuroids)} neuroids"
     if method == "banded_ridge":
         known = {"method": method, "stimuli": len(numbers)}
-        rows = _banded({site: features(site) for site in sites}, brain, draws, splits, shuffles)
-        print("\n".join([heading, *_table(rows[:1]), *_parts(rows)]))
-        save_results(out, [{**row, **known} for row in rows], lambda: layers_figure(_as_scores(rows[1:]), "part of r"))
+        found = _banded({site: features(site) for site in sites}, brain, draws, splits, shuffles)
+        rows = [{**row, **known} for row in found]
+        _tell(rows, [heading, *_table(rows[:1]), *_parts(rows)], as_json)
+        save_results(out, rows, lambda: layers_figure(_as_scores(rows[1:]), "part of r"), as_json=as_json)
         return
     measure: Callable[[torch.Tensor], EncodingScore | Resemblance]
     measure = _encoded(brain, method, components, splits, shuffles, reverse=reverse)
@@ -103,8 +135,15 @@ def score(
     rows = [
         {"site": site, "method": method, "stimuli": len(numbers), **_facts(measure(features(site)))} for site in sites
     ]
-    print("\n".join([heading, *_table(rows)]))
-    save_results(out, rows, lambda: layers_figure(rows, method))
+    _tell(rows, [heading, *_table(rows)], as_json)
+    save_results(out, rows, lambda: layers_figure(rows, method), as_json=as_json)
+
+
+def _tell(rows: Sequence[Row], lines: Sequence[str], as_json: bool) -> None:
+    if as_json:
+        print_json([Scored(**row) for row in rows])
+    else:
+        print("\n".join(lines))
 
 
 def _refuse_options(method: str, *, groups: str | None, delays: str | None, shuffles: int, reverse: bool) -> None:

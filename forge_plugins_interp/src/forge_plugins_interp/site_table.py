@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -40,17 +39,6 @@ class SiteRow:
     def cuts(self) -> str:
         """Such as ``tp: head, cp: position``."""
         return ", ".join(f"{axis}: {dim}" for axis, dim in self.by_axis.items())
-
-    def table(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "name": self.name,
-            "shape": self.shape(),
-            "dims": list(self.site.dims),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "module": self.site.module,
-            "cut_by": dict(self.by_axis),
-        }
 
 
 def site_rows(session: Session, catalog: Catalog, patterns: Sequence[str]) -> list[SiteRow]:

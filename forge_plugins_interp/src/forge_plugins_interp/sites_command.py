@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
+
+from forge_core.commands.json_output import json_option, print_json
 
 if TYPE_CHECKING:
     from forge_plugins_interp.site_table import SiteRow
 
 
+@attrs.frozen(kw_only=True)
+class ToldSite:
+    """A site of a model."""
+
+    name: str
+    shape: str
+    """Such as ``B × S × 192``: B is the number of samples, S of positions."""
+    dims: Sequence[str]
+    """The names of its dimensions."""
+    dtype: str
+    module: str
+    """The module that computes it."""
+    cut_by: Mapping[str, str]
+    """The dimension that each axis of a layout cuts, or ``hidden``."""
+
+
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("patterns", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="Print the sites as one JSON array, each by itself.")
+@json_option(list[ToldSite], says="Print JSON: the sites, each by itself.")
 @click.pass_obj
 def sites(obj: Any, run: Path, patterns: tuple[str, ...], as_json: bool) -> None:
     """List the sites of RUN, a run's directory (its newest checkpoint) or a checkpoint's: all, or those of PATTERNS.
@@ -31,11 +50,22 @@ def sites(obj: Any, run: Path, patterns: tuple[str, ...], as_json: bool) -> None
     with open_session(run, catalog=obj.catalog, log=lambda line: click.echo(line, err=True)) as session:
         rows = site_rows(session, obj.catalog(), patterns)
     if as_json:
-        print(json.dumps([row.table() for row in rows]))
+        print_json([_told(row) for row in rows])
         return
     head = ("site", "shape", "dimensions", "cut by")
     lines = [(name, row.shape(), " × ".join(row.site.dims), row.cuts()) for name, row in _together(rows)]
     print("\n".join(aligned([head, *lines])))
+
+
+def _told(row: SiteRow) -> ToldSite:
+    return ToldSite(
+        name=row.name,
+        shape=row.shape(),
+        dims=row.site.dims,
+        dtype=str(row.dtype).removeprefix("torch."),
+        module=row.site.module,
+        cut_by=row.by_axis,
+    )
 
 
 def _together(rows: list[SiteRow]) -> list[tuple[str, SiteRow]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,18 @@ def refuse_other_ending(out: Path | None) -> None:
         refuse_without_matplotlib()
 
 
-def save_results(out: Path | None, rows: Sequence[Row], draw: Callable[[], Figure]) -> None:
-    """Write ``--out``, if it is given: the rows as .csv; or the picture as .png, with the rows as .csv beside it."""
+def save_results(out: Path | None, rows: Sequence[Row], draw: Callable[[], Figure], *, as_json: bool = False) -> None:
+    """Write ``--out``, if it is given: the rows as .csv; or the picture as .png, with the rows as .csv beside it.
+
+    Args:
+        as_json: whether stdout has JSON, so that what was written is told on stderr.
+    """
     if out is None:
         return
     write_csv(out.with_suffix(".csv"), rows)
     if out.suffix == ".png":
         draw().savefig(out, dpi=150)
-    print(f"wrote {out}")
+    print(f"wrote {out}", file=sys.stderr if as_json else sys.stdout)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -8,13 +8,52 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.errors import ConfigError, ExitCode, and_more
 from forge_plugins_interp.site_pattern import listed
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
+
+if TYPE_CHECKING:
+    from forge_plugins_interp.trace_comparison import Compared
+
+
+@attrs.frozen(kw_only=True)
+class Traced:
+    """A thing of a step that both traces have."""
+
+    step: int
+    kind: str
+    """``site``, ``site_gradient``, ``gradient`` or ``update``."""
+    name: str
+    difference: float
+    """Relative; null if one of the two has not computed it."""
+
+
+@attrs.frozen(kw_only=True)
+class Untraced:
+    """Things that one of two traces has alone."""
+
+    folder: Path
+    """The one that has them."""
+    kind: str
+    names: Sequence[str]
+
+
+@attrs.frozen(kw_only=True)
+class Traces:
+    """How two traces differ."""
+
+    tolerance: float
+    parts: Traced | None
+    """The first thing that differs by more; null if none does."""
+    compared: Sequence[Traced]
+    """In the order in which a step computes them."""
+    only: Sequence[Untraced]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -32,6 +71,7 @@ from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
     metavar="FOLDER",
     help="Trace a model of transformers on the batches of CONFIG, in place of a run.",
 )
+@json_option(Traces, says="With --compare: print JSON.")
 @click.pass_obj
 def trace(
     obj: Any,
@@ -44,6 +84,7 @@ def trace(
     out: Path | None,
     nproc: str,
     huggingface: Path | None,
+    as_json: bool,
 ) -> None:
     """Train CONFIG for a few steps, and write a fingerprint of each site, gradient and update to OUT.
 
@@ -59,8 +100,10 @@ def trace(
             raise ConfigError(f"{config}: has no effect with --compare; leave it out")
         if huggingface is not None:
             raise ConfigError(f"--huggingface {huggingface}: has no effect with --compare; leave it out")
-        _compare(*compare, tolerance, out)
+        _compare(*compare, tolerance, out, as_json=as_json)
         return
+    if as_json:
+        raise ConfigError("--json: has no effect without --compare; the trace is in OUT")
     if config is None:
         raise ConfigError("CONFIG is missing: the job to trace; or give --compare A B")
     if out is None:
@@ -151,7 +194,7 @@ def _resume(given: str) -> str:
     return given if Path(given).exists() else "never"
 
 
-def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
+def _compare(a: Path, b: Path, tolerance: float, out: Path | None, *, as_json: bool) -> None:
     refuse_other_ending(out)
 
     from forge_plugins_interp.figures.parting import parting_figure
@@ -161,9 +204,39 @@ def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
     compared = [one for one in every if one.only is None]
     if not compared:
         raise ConfigError(f"{a} and {b} have nothing in common but steps")
-    for folder, kind in dict.fromkeys((one.only, one.kind) for one in every if one.only):
-        names = [*dict.fromkeys(one.name for one in every if (one.only, one.kind) == (folder, kind))]
-        print(f"only {folder} has {len(names)} of kind {kind}: {', '.join(names[:5])}{and_more(len(names), 5)}")
+    only = dict.fromkeys((one.only, one.kind) for one in every if one.only)
+    parting = first_parting(compared, tolerance)
+    told = Traces(
+        tolerance=tolerance,
+        parts=None if parting is None else _traced(parting),
+        compared=[_traced(one) for one in compared],
+        only=[
+            Untraced(
+                folder=folder,
+                kind=kind,
+                names=[*dict.fromkeys(one.name for one in every if (one.only, one.kind) == (folder, kind))],
+            )
+            for folder, kind in only
+            if folder is not None
+        ],
+    )
+    if as_json:
+        print_json(told)
+    else:
+        _print(told, compared, parting)
+    rows = [{"order": order, **attrs.asdict(one)} for order, one in enumerate(told.compared)]
+    save_results(out, rows, lambda: parting_figure(compared, tolerance), as_json=as_json)
+    click.get_current_context().exit(0 if parting is None else 1)
+
+
+def _traced(one: Compared) -> Traced:
+    return Traced(step=one.step, kind=one.kind, name=one.name, difference=one.difference)
+
+
+def _print(told: Traces, compared: Sequence[Compared], parting: Compared | None) -> None:
+    for one in told.only:
+        names = f"{', '.join(one.names[:5])}{and_more(len(one.names), 5)}"
+        print(f"only {one.folder} has {len(one.names)} of kind {one.kind}: {names}")
     for kind in dict.fromkeys(one.kind for one in compared):
         of_kind = [one for one in compared if one.kind == kind]
         worst = max(of_kind, key=lambda one: one.difference)
@@ -171,14 +244,7 @@ def _compare(a: Path, b: Path, tolerance: float, out: Path | None) -> None:
             f"compared {len(of_kind)} of kind {kind}; the largest difference is {worst.difference:.2e}, "
             f"{worst.words()}, step {worst.step}"
         )
-    rows = [
-        {"order": order, "step": one.step, "kind": one.kind, "name": one.name, "difference": one.difference}
-        for order, one in enumerate(compared)
-    ]
-    save_results(out, rows, lambda: parting_figure(compared, tolerance))
-    parting = first_parting(compared, tolerance)
     if parting is None:
-        print(f"{len(compared)} things of {len({one.step for one in compared})} steps agree to {tolerance:g}")
-        return
-    print(f"they part at step {parting.step}: {parting.words()} differs by {parting.difference:.2e}")
-    click.get_current_context().exit(1)
+        print(f"{len(compared)} things of {len({one.step for one in compared})} steps agree to {told.tolerance:g}")
+    else:
+        print(f"they part at step {parting.step}: {parting.words()} differs by {parting.difference:.2e}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
 from forge_core.job import catalog_of
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 
 VIDEO = "<video>"
 """In a prompt: the frames of a video."""
+
+
+@attrs.frozen(kw_only=True)
+class ContinuedPrompt:
+    """A prompt about images, and what the model has made of it."""
+
+    prompt: str
+    """With a placeholder for each image."""
+    images: int
+    """Their number; a frame of a video counts as one."""
+    text: str
+    """What follows the prompt."""
 
 
 @click.command()
@@ -45,7 +58,7 @@ VIDEO = "<video>"
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0, max=2**63 - 1))
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda", "mps"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
-@click.option("--json", "as_json", is_flag=True, help="A JSON object a prompt.")
+@json_option(ContinuedPrompt, lines=True, says="Print JSON, an object for each prompt on a line.")
 @click.pass_obj
 def generate(
     invocation: Invocation,
@@ -94,8 +107,7 @@ def generate(
     for number, (prompt, tokens) in enumerate(zip(read, found, strict=True), start=1):
         text = loaded.tokenizer.decode(tokens)
         if as_json:
-            facts: dict[str, Any] = {"prompt": prompt.text, "images": len(prompt.images), "text": text}
-            print(json.dumps(facts, ensure_ascii=False))
+            print_json(ContinuedPrompt(prompt=prompt.text, images=len(prompt.images), text=text), indent=None)
             continue
         if len(read) > 1:
             print(f"--- {number} of {len(read)}")

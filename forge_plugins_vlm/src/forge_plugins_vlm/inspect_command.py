@@ -36,11 +36,11 @@ def inspect(
         raise ConfigError(f"--out {out}: must end with .html")
     job = job_on(world_size, config, overrides, invocation.catalog, options_of(inspect))
     with opened(job, catalog_of(job, invocation.catalog)) as data:
-        found = data.step(step)
-        batch, source = found["batch"], data.source
+        found, batch = data.step(step)
+        source = data.source
     if "pixels" not in batch or source.tokenizer is None:
         raise ConfigError(f"data.name = {job.data.name!r}: its batches have no images; forge data inspect shows text")
-    facts = [f"{job.data.name}: samples {spans(found['numbers'])} of the stream, {found['targets']:,} targets"]
+    facts = [f"{job.data.name}: samples {spans(found.numbers)} of the stream, {found.targets:,} targets"]
     if isinstance(source, ImageText):
         facts.append(", ".join(f"{number:,} {name}" for name, number in source.counts.items()))
     names = source.names if isinstance(source, NamesSources) else ()

@@ -57,6 +57,30 @@ def test_values_of_options(folder):
     assert texts("forge docs forge_rou") == ["forge_routers"]
 
 
+def test_components_of_plugin_files_are_read_and_not_run(folder):
+    text = """
+from forge_core.api import component
+
+raise SystemExit("it was run")
+
+@component("optimizer", summary="a step by the sign")
+class SignStep:
+    def __init__(self, parameters, *, lr: float = 1e-3, damping: float = 0.0): ...
+
+@component("scheduler", name="halves")
+def half(*, total_steps, every: int = 10):
+    \"\"\"Halves the rate.\"\"\"
+"""
+    (folder / "own.py").write_text(text)
+    (folder / "f.toml").write_text('[plugins]\nfiles = ["own.py"]\n[scheduler]\nname = "halves"\n')
+
+    assert texts("forge run f.toml optimizer.name=sign") == ["optimizer.name=sign_step"]
+    assert texts("forge run f.toml scheduler.e") == ["scheduler.every="]
+    assert texts("forge run c.toml optimizer.name=sign") == []
+    (folder / "own.py").write_text("def (")
+    assert texts("forge run f.toml optimizer.name=ada")
+
+
 def test_files_and_runs(folder):
     assert texts("forge run ") == ["base.toml", "broken.toml", "c.toml", "runs/"]
     assert texts("forge run .h") == [".hidden.toml"]

@@ -177,4 +177,4 @@ def test_it_is_told_of_one_run_alone(tmp_path, capsys):
         "saves"
     )
     assert main(["runs", str(tmp_path), "--json"]) == 0
-    assert "effective_time" not in json.loads(capsys.readouterr().out)[0]
+    assert json.loads(capsys.readouterr().out)[0]["effective_time"] is None

@@ -20,6 +20,7 @@ from forge_core.registry.discovery import discover
 from forge_plugins_slurm.cluster import Cluster, read_cluster
 from forge_plugins_slurm.script import Submission, batch_script
 from forge_plugins_studies.points import points_of
+from forge_testing.json_output import json_of
 
 
 @pytest.fixture
@@ -269,6 +270,18 @@ def test_the_ranks_may_run_the_plugin_file_that_the_submitted_job_names(forge, s
     (script,) = slurm.glob("*.sh")
     assert f"\nexport FORGE_TRUST_FILES={digest}\n" in script.read_text()
     assert load_job(slurm / "job.toml", catalog=discover).scheduler.provider == "file:half.py"
+
+
+def test_programs_are_told_the_number_of_the_job_and_of_each_task(forge, sbatch, slurm_job):
+    told = json_of("submit", str(slurm_job.config), "--time", "30", "--sweep", "optimizer.lr=1e-3,2e-3")
+
+    assert told["job_id"] == "12"
+    assert [one["job_id"] for one in told["runs"]] == ["12_0", "12_1"]
+    assert all(Path(one["path"]).is_dir() and f"12_{n}" in one["log"] for n, one in enumerate(told["runs"]))
+    assert Path(told["script"]).is_file()
+    code, _, said = forge("submit", "--time", "30", "--print", "--json")
+    assert code == 2
+    assert "--json: has no effect with --print" in said
 
 
 def test_a_callback_that_is_named_already_is_not_added_twice(forge, sbatch, slurm_job):

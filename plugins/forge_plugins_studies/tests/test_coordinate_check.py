@@ -1,6 +1,5 @@
 """``forge coordinate-check``: training moves activations as far at every size, or it does not and is told so."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_studies.config import PLACES, CoordinatesConfig
 from forge_plugins_studies.coordinate_check import Size, exponents
 from forge_plugins_studies.coordinates import Coordinates
+from forge_testing.json_output import json_of
 
 JOB = """
 [run]
@@ -59,10 +59,7 @@ def job(tmp_path, monkeypatch, forked_runs):
 def test_under_complete_p_activations_change_alike_at_every_width_and_depth(job, capfd):
     grid = ["--widths", "32,128", "--depths", "2,8", "--parallel", "2"]
 
-    assert main(["coordinate-check", str(job), *grid, "--json", COMPLETE_P]) == 0
-
-    said, _ = capfd.readouterr()
-    sizes = [Size(**size) for size in json.loads(said)]
+    sizes = [Size(**size) for size in json_of("coordinate-check", str(job), *grid, COMPLETE_P)]
     assert [(size.dim, size.n_layers) for size in sizes] == [(32, 2), (32, 8), (128, 2), (128, 8)]
     for place in PLACES:
         assert all(len(size.steps) == 5 and size.steps[0][f"change/{place}"] == 0 for size in sizes)

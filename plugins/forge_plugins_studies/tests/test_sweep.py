@@ -14,6 +14,7 @@ from forge_core.cli import main
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Task, run_tasks, state_of
 from forge_plugins_studies.results import last_values
+from forge_testing.json_output import json_of
 
 SWEEP = ["--sweep", "optimizer.lr=1e-2,1e-3"]
 
@@ -48,6 +49,11 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
     assert [f"tiny-lr-{row[0]}-seed-{row[1]}" for row in rows if row[-2:-1] == ["*"]] == [best]
     assert "4 runs" in said
     assert all(name in (runs / "tiny-sweep" / "report.html").read_text() for name in losses)
+
+    told = json_of(*grid)
+    assert [one["settings"] for one in told[:2]] == [{"optimizer.lr": "1e-2", "train.seed": n} for n in ("1", "2")]
+    assert {one["name"]: one["eval_loss"] for one in told} == losses
+    assert {(one["state"], one["step"]) for one in told} == {("completed", 4)}
 
     before = {run: (run / "metrics.jsonl").read_bytes() for run in runs.glob("tiny-lr-*")}
     assert main(grid) == 0

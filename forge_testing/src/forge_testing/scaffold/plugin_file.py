@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,7 @@ from string import Template
 from typing import Any
 
 import attrs
+import tomli_w
 
 from forge_core.config.describe import literal
 from forge_core.errors import ConfigError
@@ -92,6 +94,7 @@ def write_package_from(file: Path, kind: str, name: str, parent: Path) -> Path:
     own = {"name": first.name, "summary": first.summary, "dependencies": names["dependencies"]}
     own["dependencies"] += "".join(f', "{one}"' for one in _further_requirements(cases[0].texts[file.name]))
     usage = "\n".join(f"```toml\n{_table(case)}```" for case in cases)
+    usage += "\n\n`forge run example.toml` trains a tiny model with the first."
     values = {**names, **own, "usage": usage, "factory": "", "api": "1.3"}
     package, module = names["package"], names["module"]
     files = filled(sections("package")[1], values) | {
@@ -100,6 +103,7 @@ def write_package_from(file: Path, kind: str, name: str, parent: Path) -> Path:
             f"{PROVIDER}{file.name}:", f"{names['distribution']}:"
         ),
         f"tests/test_{module}.py": _tests(cases, names["distribution"]),
+        "example.toml": _example(next(case for case in cases if case.kind == kind)),
     }
     write_files(target, files)
     return target
@@ -122,6 +126,17 @@ def _table(case: FileCase) -> str:
     if case.kind == "parallel_pass":
         return f"[parallel.passes.{case.name}]\n{keys}"
     return f'{_TABLES.get(case.kind, f"[{case.kind}]")}\nname = "{case.name}"\n{keys}'
+
+
+def _example(case: FileCase) -> str:
+    """A run of a tiny model with a component: its tables in place of others, or within them."""
+    parts = sections("example")[1]
+    job = tomllib.loads("".join(parts.values()))
+    for section, table in tomllib.loads(_table(case)).items():
+        whole = isinstance(table, list) or "name" in table
+        job[section] = table if whole else {**job.get(section, {}), **table}
+    about, _, _ = parts["run"].strip().partition("\n")
+    return f"{about}\n{tomli_w.dumps(job)}"
 
 
 def _plugin_module(components: list[Component], module: str) -> str:

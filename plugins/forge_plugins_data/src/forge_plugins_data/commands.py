@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.describe import printable
 from forge_core.contracts.command import options_of
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.config import EncodingErrors
 from forge_plugins_data.documents import DEFAULT_PATTERNS
+from forge_plugins_data.job_facts import InspectedJob, StepFacts
 from forge_plugins_data.prepare import UNIT_SIZE, prepare
 from forge_plugins_data.progress import Progress
-from forge_plugins_data.token_format import INDEX, map_shard, read_header
+from forge_plugins_data.token_format import INDEX, Shard, map_shard, read_header
 from forge_plugins_data.tokenising import cores
 from forge_plugins_data.verification import damage_of
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
     from forge_core.contracts.command import Invocation
+
+
+@attrs.frozen(kw_only=True)
+class Prepared:
+    """A prepared folder, or one file of it."""
+
+    tokens: int
+    dtype: str
+    vocab_size: int
+    end_of_document: int | None
+    """The id that ends a document."""
+    tokenizer: Mapping[str, Any] | None
+    """Its table; null if it is not known."""
+    verified: bool
+    """Whether all of it was read and is as the JSON says."""
+    files: Sequence[Shard]
 
 
 @click.group()
@@ -117,7 +135,7 @@ def prepare_command(
 @click.option("--step", type=click.IntRange(min=1), help="Of a job: the step whose batch is shown, by default 1.")
 @click.option("--show", type=click.IntRange(min=0), help="Of a job: so many samples of it as text, by default 3.")
 @click.option("--world-size", type=click.IntRange(min=1), help="Of a job: its ranks, by default 1.")
-@click.option("--json", "as_json", is_flag=True, help="Of a job: print JSON.")
+@json_option(Prepared | InspectedJob)
 @click.pass_obj
 def inspect_command(
     invocation: Invocation,
@@ -139,10 +157,14 @@ def inspect_command(
         job = job_on(world_size or 1, path, overrides, invocation.catalog, options_of(inspect_command))
         _show_job(invocation, job, step or 1, 3 if show is None else show, as_json)
         return
-    of_jobs = {"--step": step, "--show": show, "--world-size": world_size, "--json": as_json or None}
+    of_jobs = {"--step": step, "--show": show, "--world-size": world_size}
     for name in [*overrides, *(name for name, value in of_jobs.items() if value is not None)]:
         raise ConfigError(f"{name}: {path} is no configuration of a job, such as c.toml")
-    _show_prepared(path, verify)
+    prepared = _prepared(path, verify)
+    if as_json:
+        print_json(prepared)
+    else:
+        _show_prepared(prepared)
 
 
 def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: bool) -> None:
@@ -150,37 +172,35 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
     from forge_plugins_data.inspection import in_one_line, opened, spans
 
     with opened(job, catalog_of(job, invocation.catalog)) as data:
-        facts, found = data.facts(), data.step(step)
-        batch = found.pop("batch")
+        facts, (found, batch) = data.facts(), data.step(step)
         texts, learned = data.texts(batch, show), data.learned(batch, show)
     entries = {name: list(array.shape) for name, array in batch.items()}
     if as_json:
-        found |= {"texts": texts, **({"learned": learned} if learned else {})}
-        click.echo(json.dumps({**facts, "entries": entries, "batch": found}))
+        shown = attrs.evolve(found, texts=texts, learned=learned or None)
+        print_json(InspectedJob(**attrs.asdict(facts), entries=entries, batch=shown))
         return
-    per_step, seq_len = facts["samples_per_step"], facts["seq_len"]
-    if "samples" in facts:
-        sizes = f"{facts['samples']:,} samples of {seq_len:,} tokens, {facts['tokens']:,} in all"
-        click.echo(f"{facts['source']}: {sizes}; {per_step:,} samples a step, {facts['epochs']:.2f} epochs in all")
+    if facts.samples is not None:
+        sizes = f"{facts.samples:,} samples of {facts.seq_len:,} tokens, {facts.tokens:,} in all"
+        epochs = f", {facts.epochs:.2f} epochs in all"
     else:
-        sizes = f"samples of {seq_len:,} tokens in an order of its own"
-        click.echo(f"{facts['source']}: {sizes}; {per_step:,} samples a step")
-    if "lines" in facts:
-        click.echo(f"{facts['lines']:,} lines, of which {facts['cut']:,} are cut and {facts['skipped']:,} skipped")
-    click.echo(f"vocabulary {facts['vocab_size']:,}, tokenizer {facts['tokenizer'] or 'unknown'}")
+        sizes, epochs = f"samples of {facts.seq_len:,} tokens in an order of its own", ""
+    click.echo(f"{facts.source}: {sizes}; {facts.samples_per_step:,} samples a step{epochs}")
+    if facts.lines is not None:
+        click.echo(f"{facts.lines:,} lines, of which {facts.cut:,} are cut and {facts.skipped:,} skipped")
+    click.echo(f"vocabulary {facts.vocab_size:,}, tokenizer {facts.tokenizer or 'unknown'}")
     click.echo("entries " + ", ".join(f"{name} {tuple(shape)}" for name, shape in entries.items()))
-    click.echo(f"step {step}: samples {spans(found['numbers'])} of the stream{_made_of(found)}")
+    click.echo(f"step {step}: samples {spans(found.numbers)} of the stream{_made_of(found)}")
     for text, parts in zip_longest(texts, learned, fillvalue=()):
         click.echo(f"  {in_one_line(text)}")
         for part in parts:
             click.echo(f"    learned: {in_one_line(part)}")
 
 
-def _made_of(found: Mapping[str, Any]) -> str:
-    said = [f"{found['targets']:,} targets"]
-    if "documents" in found:
-        said.append(f"{found['documents']:,} documents or parts of them")
-    said += [f"{count} of {name}" for name, count in found.get("sources", {}).items()]
+def _made_of(found: StepFacts) -> str:
+    said = [f"{found.targets:,} targets"]
+    if found.documents is not None:
+        said.append(f"{found.documents:,} documents or parts of them")
+    said += [f"{count} of {name}" for name, count in (found.sources or {}).items()]
     return "; " + ", ".join(said)
 
 
@@ -188,7 +208,7 @@ def _made_of(found: Mapping[str, Any]) -> str:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--steps", required=True, metavar="A..B", help="Steps, both included; A alone is one.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="So many samples as text.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a step.")
+@json_option(StepFacts, lines=True, says="Print JSON, an object for each step on a line.")
 @click.pass_obj
 def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_json: bool) -> None:
     """Show which samples RUN has trained on in some of its steps, from its newest checkpoint and its data.
@@ -215,13 +235,13 @@ def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_js
         if data.source.fingerprint != (made_of := state["data_fingerprint"]):
             raise ConfigError(f"data: they are not those of the run any more (fingerprint {made_of})")
         for step in range(first, last + 1):
-            found = data.step(step)
-            texts = data.texts(found.pop("batch"), show)
+            found, batch = data.step(step)
+            texts = data.texts(batch, show)
             if as_json:
-                click.echo(json.dumps({**found, **({"texts": texts} if show else {})}))
+                print_json(attrs.evolve(found, texts=texts if show else None), indent=None)
                 continue
-            ids = f": {', '.join(map(str, found['samples']))} of the source" if "samples" in found else ""
-            click.echo(f"step {step}: samples {spans(found['numbers'])}{ids}{_made_of(found)}")
+            ids = f": {', '.join(map(str, found.samples))} of the source" if found.samples is not None else ""
+            click.echo(f"step {step}: samples {spans(found.numbers)}{ids}{_made_of(found)}")
             for text in texts:
                 click.echo(f"  {in_one_line(text)}")
     for start, stop in () if as_json else left_out:
@@ -239,12 +259,13 @@ def _range_of(steps: str) -> tuple[int, int]:
     return found
 
 
-def _show_prepared(path: Path, verify: bool) -> None:
+def _prepared(path: Path, verify: bool) -> Prepared:
+    """
+    Raises:
+        ConfigError: it is not there, or not what its JSON says.
+    """
     description = path / INDEX if path.is_dir() else path
     header = read_header(description.with_suffix(".json") if description.suffix == ".bin" else description)
-    click.echo(f"tokens      {header.tokens:,} of {header.dtype} in {len(header.shards)} file(s)")
-    click.echo(f"vocabulary  {header.vocab_size:,}, documents end with {header.end_of_document}")
-    click.echo(f"tokenizer   {dict(header.tokenizer) if header.tokenizer else 'unknown'}")
     for shard in header.shards:
         ids = map_shard(description.parent, header, shard)
         if verify and shard.sha256 and (problem := damage_of(description.parent / shard.file, shard.sha256)):
@@ -253,8 +274,24 @@ def _show_prepared(path: Path, verify: bool) -> None:
             raise ConfigError(
                 f"{description.parent / shard.file} has the id {ids.max()}, beyond the {shard.max_id} of its JSON"
             )
+    return Prepared(
+        tokens=header.tokens,
+        dtype=header.dtype,
+        vocab_size=header.vocab_size,
+        end_of_document=header.end_of_document,
+        tokenizer=header.tokenizer,
+        verified=verify,
+        files=header.shards,
+    )
+
+
+def _show_prepared(found: Prepared) -> None:
+    click.echo(f"tokens      {found.tokens:,} of {found.dtype} in {len(found.files)} file(s)")
+    click.echo(f"vocabulary  {found.vocab_size:,}, documents end with {found.end_of_document}")
+    click.echo(f"tokenizer   {dict(found.tokenizer) if found.tokenizer else 'unknown'}")
+    for shard in found.files:
         documents = "?" if shard.documents is None else f"{shard.documents:,}"
-        click.echo(f"{shard.file}  {shard.tokens:,} tokens, {documents} documents{', verified' * verify}")
+        click.echo(f"{shard.file}  {shard.tokens:,} tokens, {documents} documents{', verified' * found.verified}")
 
 
 def _build_tokenizer(asked: str, invocation: Invocation) -> Tokenizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -25,6 +24,7 @@ from forge_core.job import load_job, resolve_degrees
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, open_source
 from forge_plugins_data.answers import PackedAnswers
+from forge_plugins_data.job_facts import DataFacts, StepFacts
 
 _SHOWN = 72
 """Characters of a sample's text in a line."""
@@ -44,42 +44,43 @@ class JobData:
         assert self.job.train.global_batch_size, "it has been resolved"
         return self.job.train.global_batch_size
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> DataFacts:
         """Sizes of the data, in samples and tokens."""
-        found: dict[str, Any] = {
-            "source": self.job.data.name,
-            "vocab_size": self.source.vocab_size,
-            "tokenizer": None if self.source.tokenizer is None else type(self.source.tokenizer).__name__,
-            "seq_len": self.job.train.seq_len,
-            "samples_per_step": self.samples_per_step,
-            "fingerprint": self.source.fingerprint,
-        }
+        seq_len = self.job.train.seq_len
+        found = DataFacts(
+            source=self.job.data.name,
+            vocab_size=self.source.vocab_size,
+            tokenizer=None if self.source.tokenizer is None else type(self.source.tokenizer).__name__,
+            seq_len=seq_len,
+            samples_per_step=self.samples_per_step,
+            fingerprint=self.source.fingerprint,
+        )
         if not isinstance(self.source, PositionedSource):
-            found["samples"] = len(self.source)
-            found["tokens"] = len(self.source) * self.job.train.seq_len
-            found["epochs"] = self.job.train.steps * self.samples_per_step / len(self.source)
+            n = len(self.source)
+            epochs = self.job.train.steps * self.samples_per_step / n
+            found = attrs.evolve(found, samples=n, tokens=n * seq_len, epochs=epochs)
         if isinstance(self.source, PackedAnswers):
-            found |= self.source.lines
+            found = attrs.evolve(found, **self.source.lines)
         return found
 
-    def step(self, number: int) -> dict[str, Any]:
+    def step(self, number: int) -> tuple[StepFacts, dict[str, np.ndarray]]:
         """The batch of a step from 1, of all ranks: where its samples are in the whole stream, which ones of the source
-        they are, what they are made of, and the samples themselves (``batch``)."""
+        they are, what they are made of; and the samples themselves."""
         positions = (number - 1) * self.samples_per_step + np.arange(self.samples_per_step)
         if self.stream.streams is not None:  # they are read from their start, and all of that is not to be kept
             self.stream.streams.forget_before(self.stream.samples_read(int(positions[0])))
         batch = self.stream.read(positions)
-        found: dict[str, Any] = {"step": number, "numbers": self.stream.numbers(positions).tolist()}
+        valid = batch["targets"] != IGNORED  # what fills up a sample has none
+        found = StepFacts(step=number, numbers=self.stream.numbers(positions).tolist(), targets=int(valid.sum()))
         if not isinstance(self.source, PositionedSource):
-            found["samples"] = self.stream.indices(positions).tolist()
+            found = attrs.evolve(found, samples=self.stream.indices(positions).tolist())
         if isinstance(self.source, NamesSources):
             counts = np.bincount(batch["source"], minlength=len(self.source.names)).tolist()
-            found["sources"] = dict(zip(self.source.names, counts, strict=True))
-        found["targets"] = int((batch["targets"] != IGNORED).sum())
+            found = attrs.evolve(found, sources=dict(zip(self.source.names, counts, strict=True)))
         if "document" in batch:
-            valid = batch["targets"] != IGNORED  # what fills up a sample has none
-            found["documents"] = int((np.where(valid, batch["document"], -1).max(axis=1) + 1).sum())
-        return {**found, "batch": batch}
+            documents = int((np.where(valid, batch["document"], -1).max(axis=1) + 1).sum())
+            found = attrs.evolve(found, documents=documents)
+        return found, batch
 
     def learned(self, batch: dict[str, np.ndarray], number: int) -> list[list[str]]:
         """Of the first samples of a batch whose documents are learned in part, the parts that are, decoded. None if

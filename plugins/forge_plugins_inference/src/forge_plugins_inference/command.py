@@ -6,14 +6,25 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.describe import printable
 from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import GenerativeModel
     from forge_core.loading import Weights
+
+
+@attrs.frozen(kw_only=True)
+class Continued:
+    """A prompt, and what the model has made of it."""
+
+    prompt: str
+    text: str
+    """What follows the prompt."""
 
 
 @click.command()
@@ -45,6 +56,7 @@ if TYPE_CHECKING:
     type=click.Choice(["training", "evaluation"]),
     help="The trained ones, or averages that are evaluated in their place; by default averages, if there are any.",
 )
+@json_option(Continued, lines=True, says="Print JSON, an object for each prompt on a line.")
 @click.pass_obj
 def generate(
     obj: Any,
@@ -62,16 +74,14 @@ def generate(
     device: str,
     dtype: str,
     weights: Weights | None,
+    as_json: bool,
 ) -> None:
     """Sample from RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
     With --chat, each line that is typed is a message, until the end of input (Ctrl-D); lines may come from a pipe, too.
     """
     texts = [*map(_utf_8, prompts), *_lines(prompt_file)]
-    if chat and ignore_end:
-        raise ConfigError("--ignore-end has no effect with --chat: an answer has an end")
-    if system is not None and not chat:
-        raise ConfigError("--system has no effect without --chat: a text that is continued has no system message")
+    _refuse_options(chat, ignore_end=ignore_end, as_json=as_json, has_system=system is not None)
 
     import torch
 
@@ -111,11 +121,23 @@ def generate(
     ids = [tokenizer.encode(text).tolist() or [tokenizer.end_of_document] for text in texts]
     completions = sample(model, ids, stop=None if ignore_end else tokenizer.end_of_document, **settings)
     for i, (text, completion) in enumerate(zip(texts, completions, strict=True)):
+        if as_json:
+            print_json(Continued(prompt=text, text=tokenizer.decode(completion)), indent=None)
+            continue
         if len(texts) > 1:
             print(f"--- {i + 1} of {len(texts)}")
         generated = text + tokenizer.decode(completion)
         # a model may have learned to steer a terminal
         print(printable(generated) if sys.stdout.isatty() else generated)
+
+
+def _refuse_options(chat: bool, *, ignore_end: bool, as_json: bool, has_system: bool) -> None:
+    if chat and ignore_end:
+        raise ConfigError("--ignore-end has no effect with --chat: an answer has an end")
+    if chat and as_json:
+        raise ConfigError("--json has no effect with --chat: a conversation is for people")
+    if has_system and not chat:
+        raise ConfigError("--system has no effect without --chat: a text that is continued has no system message")
 
 
 def _say(line: str) -> None:

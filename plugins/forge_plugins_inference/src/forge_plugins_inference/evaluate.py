@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.contracts.command import options_of
 from forge_core.job import catalog_of
 from forge_plugins_inference.command_ranks import CommandRanks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     type=click.Choice(["training", "evaluation"]),
     help="The trained ones, or averages that are evaluated in their place; by default averages, if there are any.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the values as one JSON object.")
+@json_option(Mapping[str, float], says="Print JSON: the values by name, and step, that of the checkpoint.")
 @click.pass_obj
 def evaluate(
     obj: Any,
@@ -69,7 +70,10 @@ def evaluate(
         with redirect_stdout(sys.stderr):  # where a library prints, the values stay apart
             values = model.evaluate()
         if model.context.mesh.rank == 0:
-            print(json.dumps({"step": checkpoint.step, **values}) if as_json else _table(checkpoint.step, values))
+            if as_json:
+                print_json({"step": checkpoint.step, **values}, indent=None)
+            else:
+                print(_table(checkpoint.step, values))
 
 
 def _table(step: int, values: dict[str, float]) -> str:

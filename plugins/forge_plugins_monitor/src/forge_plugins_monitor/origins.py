@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned
 from forge_core.config.describe import literal, without_passwords
 from forge_core.config.diff import leaves
@@ -38,11 +38,26 @@ class Origin:
     """``None`` where it was not written: it is the default, or follows from other values."""
 
 
+@attrs.frozen(kw_only=True)
+class ToldOrigin:
+    """One value of a resolved job, and where it was written."""
+
+    key: str
+    """Such as ``callbacks[0].interval``."""
+    value: Any
+    origin: Literal["file", "setting", "default"]
+    """``default`` stands for what was not written: defaults, and what follows from other values."""
+    source: str | None
+    """The file, or the setting as it was typed."""
+    line: int | None
+    """Counts from 1."""
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Resolve the job for this number of ranks.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(list[ToldOrigin])
 @click.pass_context
 def origins(
     ctx: click.Context,
@@ -59,7 +74,7 @@ def origins(
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(ctx.command))
     found = [*origins_of(job, with_overrides(read_document(config), overrides, sections=SECTIONS))]
     if as_json:
-        click.echo(json.dumps([_row(one) for one in found], indent=2, ensure_ascii=False, default=str))
+        print_json([_told(one) for one in found])
     else:
         lines = [(f"{one.key} = {in_short(one.value)}", str(one.place or "default")) for one in found]
         click.echo("\n".join(without_passwords(line) for line in aligned(lines)))
@@ -94,14 +109,8 @@ def _is_written(table: Any, way: Sequence[str | int]) -> bool:
     return True
 
 
-def _row(one: Origin) -> dict[str, Any]:
-    place = one.place
-    origin = "default" if place is None else "setting" if place.is_override else "file"
-    source = None if place is None else place.source
-    return {
-        "key": one.key,
-        "value": one.value,
-        "origin": origin,
-        "source": source,
-        "line": place.line if place else None,
-    }
+def _told(one: Origin) -> ToldOrigin:
+    if (place := one.place) is None:
+        return ToldOrigin(key=one.key, value=one.value, origin="default", source=None, line=None)
+    origin: Literal["file", "setting"] = "setting" if place.is_override else "file"
+    return ToldOrigin(key=one.key, value=one.value, origin=origin, source=place.source, line=place.line)

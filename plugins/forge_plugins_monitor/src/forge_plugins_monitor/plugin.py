@@ -101,6 +101,11 @@ def forge_checks() -> Iterable[Check]:
 def forge_commands() -> Iterable[Command]:
     """What tells of machines and runs, and what helps at the command line."""
     yield Command(
+        name="checkpoint",
+        summary="list, show, verify and prune the checkpoints of a run",
+        run="forge_plugins_monitor.checkpoints:checkpoint",
+    )
+    yield Command(
         name="completion",
         summary="what bash, zsh or fish need to complete commands, options, keys and components",
         run="forge_plugins_monitor.completion.command:completion",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.contracts.command import Invocation, options_of
@@ -17,6 +19,31 @@ from forge_plugins_optim.terminal_chart import terminal_chart
 
 _DRAWN = 1000
 """Steps of a picture, at most, besides the last one."""
+
+
+@attrs.frozen(kw_only=True)
+class Multiplied:
+    """A step of a schedule."""
+
+    step: int
+    """Counts from 1."""
+    multiplier: float
+    """Of the learning rate."""
+    learning_rate: float | None
+    """Null if the optimizer has none for all parameters."""
+
+
+@attrs.frozen(kw_only=True)
+class ToldSchedule:
+    """The schedule of a job."""
+
+    scheduler: str
+    """The component's name."""
+    steps: int
+    tokens_per_step: int
+    """Of all ranks."""
+    values: Sequence[Multiplied]
+    """As many steps as ``--width`` says, from the first to the last one."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -31,6 +58,7 @@ _DRAWN = 1000
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture (.png, .svg, .pdf).")
 @click.option("--width", type=click.IntRange(10, 1000), default=64, show_default=True, help="Columns of the chart.")
 @click.option("--height", type=click.IntRange(2, 200), default=12, show_default=True, help="Lines of the chart.")
+@json_option(ToldSchedule)
 @click.pass_obj
 def plot_schedule(
     obj: Invocation,
@@ -40,6 +68,7 @@ def plot_schedule(
     out: Path | None,
     width: int,
     height: int,
+    as_json: bool,
 ) -> None:
     """Draw what the schedule of the job in CONFIG multiplies the learning rate by, at each step of the run.
 
@@ -53,18 +82,27 @@ def plot_schedule(
     multiplier = build(job.scheduler, total_steps=total, tokens_per_step=tokens)
     if out is not None:
         _draw(out, job, multiplier)
-        click.echo(f"{out}: {job.scheduler.name} over {total} steps")
+        click.echo(f"{out}: {job.scheduler.name} over {total} steps", err=as_json)
+    columns, rate = _spread(total, width), getattr(job.optimizer.config, "lr", None)
+    if as_json:
+        values = [_multiplied(step, multiplier(step), rate) for step in columns]
+        told = ToldSchedule(scheduler=job.scheduler.name, steps=total, tokens_per_step=tokens, values=values)
+        print_json(told)
+    if out is not None or as_json:
         return
-    columns = _spread(total, width)
     click.echo(f"{job.scheduler.name}: multiplier of the learning rate, update by update")
     for line in terminal_chart([multiplier(step) for step in columns], height, first=1, last=total):
         click.echo(line)
-    rate = getattr(job.optimizer.config, "lr", None)
     for word, step in (("first", 1), ("last", total)):
         value = multiplier(step)
         of_base = f", learning rate {value * rate:.4g}" if isinstance(rate, float) else ""
         click.echo(f"{word} update: {value:.4g}{of_base}")
     click.echo(f"tokens: {tokens} a step, {tokens * total:.4g} in all")
+
+
+def _multiplied(step: int, multiplier: float, rate: object) -> Multiplied:
+    of_base = multiplier * rate if isinstance(rate, float) else None
+    return Multiplied(step=step, multiplier=multiplier, learning_rate=of_base)
 
 
 def _tokens_per_step(job: Job, world_size: int | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import wrapped
 from forge_core.contracts.command import options_of
 from forge_core.errors import ConfigError
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option(
     "--assume", multiple=True, metavar="NAME=NUMBER", help="A figure for --ettr, such as spares=4; repeatable."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; sizes in bytes.")
+@json_option("forge_plugins_plan.told:ToldPlan", says="Print JSON; sizes in bytes, times in seconds.")
 @click.pass_obj
 def plan(
     obj: Any,
@@ -82,8 +82,9 @@ def plan(
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told = None if figures is None or failed is not None else _ettr(job, planned, figures, step_seconds)
     if as_json:
-        table = planned.as_json()
-        click.echo(json.dumps(table if told is None else table | {"ettr": told.as_json()}, indent=2))
+        from forge_plugins_plan.told import told_plan
+
+        print_json(told_plan(planned, told))
     else:
         click.echo("\n".join(map(wrapped, as_text(planned))))
         if told is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 
@@ -29,6 +28,7 @@ class Help:
 
     what: str
     ratio: float
+    """The effective training time ratio with it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,19 +43,6 @@ class EttrReport:
     """Seconds of training."""
     helps: tuple[Help, ...]
     """What raises the ratio, most first."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data; times are seconds, sizes bytes. What is infinite is null."""
-        table: dict[str, Any] = attrs.asdict(self)
-        table["job"]["interval"] = None if math.isinf(self.job.interval) else self.job.interval
-        table["best_interval"] = None if math.isinf(self.best_interval) else self.best_interval
-        between = seconds_between_failures(self.job, self.figures)
-        table["seconds_between_failures"] = None if math.isinf(between) else between
-        table["figures"] = {
-            name: {"value": value, "unit": unit, "source": source}
-            for name, value, unit, source in sources(self.figures)
-        }
-        return table
 
 
 def seconds_of_step(plan: Plan, figures: Figures) -> float:

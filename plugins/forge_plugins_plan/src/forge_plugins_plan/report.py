@@ -37,6 +37,7 @@ class PlannedPass:
     name: str
     phase: str
     modules: int
+    """How many of them it touched."""
     touched: Sequence[str]
     """Names with ``*`` for numbers, each with how many it stands for if that is more than one."""
 
@@ -48,8 +49,11 @@ class PlannedStage:
     rank: int
     parameter_bytes: int
     peak_bytes: int | None
+    """``None`` if no step can be simulated."""
     at_peak: Mapping[str, int]
+    """Bytes at the peak, by what they are for."""
     largest: Mapping[str, int]
+    """The most bytes at any time, by what they are for."""
     reason: str
     """Why a step cannot be simulated; otherwise empty."""
     traffic: Sequence[Traffic]
@@ -74,12 +78,15 @@ class Plan:
 
     model: str
     parameters: int
+    """Their number in the whole model."""
     vocab_size: int
     seq_len: int
     tokens_per_step: int
     """Of all ranks."""
     flops_per_token: Mapping[str, float]
+    """Forward and backward, by the convention that counts them."""
     mesh: Mapping[str, int]
+    """The degree of each axis."""
     ep: int
     """It borrows the ranks of other axes."""
     ranks_per_node: int
@@ -87,6 +94,7 @@ class Plan:
     stages: Sequence[PlannedStage]
     recomputation: Sequence[PlannedRecomputation]
     gpu: Gpu | None
+    """The one that was named."""
     fits: bool | None
     """``None`` without a GPU, or if no step can be simulated."""
 
@@ -94,11 +102,6 @@ class Plan:
     def heaviest(self) -> PlannedStage:
         """The stage that needs most memory."""
         return max(self.stages, key=lambda stage: (stage.peak_bytes or 0, stage.parameter_bytes))
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data; sizes are bytes, FLOPs are FLOPs."""
-        table: dict[str, Any] = attrs.asdict(self)
-        return table
 
 
 def make_plan(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job, lead_problem, seconds_of
 from forge_core.contracts.command import options_of
@@ -31,6 +32,26 @@ if TYPE_CHECKING:
     from forge_core.registry.catalog import Catalog
 
 REQUEUE = "forge-plugins-slurm:slurm_requeue"
+
+
+@attrs.frozen(kw_only=True)
+class SubmittedRun:
+    """A run of a job, or of a task of a job array."""
+
+    path: Path
+    """Its directory."""
+    job_id: str
+    """Slurm's number, as in ``1234``; of a task, as in ``1234_0``."""
+    log: str
+
+
+@attrs.frozen(kw_only=True)
+class Submitted:
+    """A job that Slurm has taken."""
+
+    job_id: str
+    runs: Sequence[SubmittedRun]
+    script: Path
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -52,6 +73,7 @@ REQUEUE = "forge-plugins-slurm:slurm_requeue"
     help="A run for each value, as one job array. Repeated, a run for each combination.",
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the script; write and submit nothing.")
+@json_option(Submitted)
 @click.pass_obj
 def submit(
     obj: Invocation,
@@ -67,12 +89,15 @@ def submit(
     launcher: Literal["srun", "torchrun"] | None,
     sweeps: tuple[str, ...],
     only_print: bool,
+    as_json: bool,
 ) -> None:
     """Check the job in CONFIG for the nodes that it will run on, write a Slurm script, and submit it.
 
     OVERRIDES are --section.key=value, section.key=value or --section.key value. What is true of the cluster stands in
     cluster.toml next to CONFIG, or in the file that FORGE_CLUSTER names; options go before it.
     """
+    if only_print and as_json:
+        raise ConfigError("--json: has no effect with --print, which submits nothing")
     cluster_file = find_cluster_file(config)
     cluster = with_options(
         read_cluster(cluster_file),
@@ -112,13 +137,23 @@ def submit(
     _refuse_if_queued(submission.runs)
     _write(submission, script, jobs)
     job = _sbatch(submission.script)
-    for task, run in enumerate(submission.runs):
-        task_id = f"{job}_{task}" if submission.is_array else job
-        log = str(submission.log).replace("%A", job).replace("%a", str(task)) if submission.is_array else submission.log
-        record_job(run, JobRecord(job_id=task_id, submitted=clock.time(), log=str(log)))
+    runs = [_recorded(submission, job, task) for task in range(len(submission.runs))]
+    if as_json:
+        print_json(Submitted(job_id=job, runs=runs, script=submission.script))
+        return
     what = f"{len(jobs)} runs" if submission.is_array else summary(jobs[0], world_size)
     click.echo(f"submitted job {job}: {what}")
     click.echo(f"script {submission.script}\nlog    {submission.log}")
+
+
+def _recorded(submission: Submission, job: str, task: int) -> SubmittedRun:
+    """A run of the job, which is noted in its directory."""
+    task_id = f"{job}_{task}" if submission.is_array else job
+    log = str(submission.log)
+    if submission.is_array:
+        log = log.replace("%A", job).replace("%a", str(task))
+    record_job(submission.runs[task], JobRecord(job_id=task_id, submitted=clock.time(), log=log))
+    return SubmittedRun(path=submission.runs[task], job_id=task_id, log=log)
 
 
 def _missing_data(job: Job) -> Iterator[str]:

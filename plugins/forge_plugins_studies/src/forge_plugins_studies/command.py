@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.describe import literal, printable
 from forge_core.config.diff import differences
 from forge_core.contracts.command import Invocation, options_of
@@ -17,7 +19,7 @@ from forge_core.errors import ConfigError, ExitCode
 from forge_core.job import dump_job, job_table, read_document
 from forge_plugins_studies.gpus import gpus_for, visible_gpus
 from forge_plugins_studies.processes import Ended, Task, run_tasks, state_of
-from forge_plugins_studies.results import print_results
+from forge_plugins_studies.results import SweptRun, print_results, swept_runs
 from forge_plugins_studies.study import Study, load_study
 
 
@@ -35,6 +37,7 @@ from forge_plugins_studies.study import Study, load_study
 @click.option("--parallel", type=click.IntRange(min=1), default=1, metavar="N", help="Runs side by side.")
 @click.option("--nproc", type=click.IntRange(min=1), default=1, metavar="N", help="Processes of each run.")
 @click.option("--dry-run", is_flag=True, help="Check every run and list them; start nothing, write nothing.")
+@json_option(list[SweptRun])
 @click.pass_obj
 def sweep(
     obj: Invocation,
@@ -44,6 +47,7 @@ def sweep(
     parallel: int,
     nproc: int,
     dry_run: bool,
+    as_json: bool,
 ) -> int:
     """Train the job in CONFIG once for each value of a key, or for each combination of values of several.
 
@@ -62,6 +66,9 @@ def sweep(
         raise ConfigError(
             f"--parallel {parallel}: that takes {parallel * nproc} GPUs, {nproc} a run, and there are {len(gpus)}"
         )
+    if dry_run and as_json:
+        print_json(swept_runs(study, {}))
+        return ExitCode.COMPLETED
     if dry_run:
         for run, point in zip(study.runs, study.points, strict=True):
             click.echo(f"{run.name}: {' '.join(point.overrides)}")
@@ -73,9 +80,13 @@ def sweep(
     def variables(place: int) -> dict[str, str]:
         return {**disabled, **share_of_cores(parallel * nproc), **gpus_for(place, nproc, gpus)}
 
-    ended = run_tasks(tasks, parallel, variables, _tell)
-    print_results(study, {name: state_of(one.code) for name, one in ended.items()})
-    _report(study, disabled)
+    ended = run_tasks(tasks, parallel, variables, partial(_tell, to_stderr=as_json))
+    states = {name: state_of(one.code) for name, one in ended.items()}
+    if as_json:
+        print_json(swept_runs(study, states))
+    else:
+        print_results(study, states)
+    _report(study, disabled, to_stderr=as_json)
     return _code(tasks, ended)
 
 
@@ -127,16 +138,16 @@ _MAY_CHANGE = ("train.steps", "train.global_batch_size", "train.grad_accumulatio
 """A run may be made longer; the other two follow from each other."""
 
 
-def _tell(task: Task, ended: Ended | None) -> None:
+def _tell(task: Task, ended: Ended | None, *, to_stderr: bool) -> None:
     if ended is None:
-        click.echo(f"{task.name}: started")
+        click.echo(f"{task.name}: started", err=to_stderr)
     else:
         is_well = ended.code in (ExitCode.COMPLETED, ExitCode.STOPPED)
         why = "" if is_well else f": {printable(ended.output)} (see {task.log})"
-        click.echo(f"{task.name}: {state_of(ended.code)} after {ended.seconds:.0f} s{why}")
+        click.echo(f"{task.name}: {state_of(ended.code)} after {ended.seconds:.0f} s{why}", err=to_stderr)
 
 
-def _report(study: Study, variables: Mapping[str, str]) -> None:
+def _report(study: Study, variables: Mapping[str, str], *, to_stderr: bool) -> None:
     """By ``forge report``, if it is installed."""
     started = [str(run) for run in study.runs if (run / "metrics.jsonl").exists()]
     if not started:
@@ -145,7 +156,7 @@ def _report(study: Study, variables: Mapping[str, str]) -> None:
     environment = {**os.environ, **variables}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
     last = (done.stdout if done.returncode == 0 else f"note: no report: {done.stderr}").strip().splitlines()
-    click.echo(printable(last[-1]), err=done.returncode != 0)
+    click.echo(printable(last[-1]), err=to_stderr or done.returncode != 0)
 
 
 def _code(tasks: Sequence[Task], ended: Mapping[str, Ended]) -> int:

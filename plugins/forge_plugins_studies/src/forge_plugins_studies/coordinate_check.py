@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import printable
@@ -52,7 +53,7 @@ class Size:
 @click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Models of each size.")
 @click.option("--parallel", type=click.IntRange(min=1), default=1, metavar="N", help="Runs side by side.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write a page with pictures (forge report).")
-@click.option("--json", "as_json", is_flag=True, help="Print everything that was measured.")
+@json_option(list[Size], says="Print JSON: everything that was measured.")
 @click.pass_obj
 def coordinate_check(
     obj: Invocation,
@@ -101,7 +102,7 @@ def coordinate_check(
             return end.code if end.code > 0 else ExitCode.UNEXPECTED
         sizes = _mean_of_seeds([_measured(run, job) for run, job in zip(short.runs, short.jobs, strict=True)])
         if as_json:
-            click.echo(json.dumps([attrs.asdict(size) for size in sizes]))
+            print_json(sizes)
         else:
             print_sizes(sizes)
         return _page(short, out, obj.disabled) if out else ExitCode.COMPLETED

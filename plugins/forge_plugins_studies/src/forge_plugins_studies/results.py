@@ -8,10 +8,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from forge_core.commands.table import aligned
 from forge_plugins_studies.study import Study
 
 _COLUMNS = ("loss", "eval/loss")
+
+
+@attrs.frozen(kw_only=True)
+class SweptRun:
+    """A run of a study, and its last losses in nats per token."""
+
+    name: str
+    path: Path
+    settings: Mapping[str, str]
+    """The values of the keys that are swept, as typed."""
+    state: str
+    """How it ended, or ``not started``."""
+    step: int | None
+    """Of the newest line of its metrics; null, as the losses, without one."""
+    loss: float | None
+    eval_loss: float | None
+
+
+def swept_runs(study: Study, states: Mapping[str, str]) -> list[SweptRun]:
+    """The runs for programs.
+
+    Args:
+        states: of the runs that were started, by name.
+    """
+    runs = []
+    for run, point in zip(study.runs, study.points, strict=True):
+        row, settings = last_values(run), (override.partition("=") for override in point.overrides)
+        one = SweptRun(
+            name=run.name,
+            path=run,
+            settings={key: value for key, _, value in settings},
+            state=states.get(run.name, "not started"),
+            step=row.get("step"),
+            loss=row.get("loss"),
+            eval_loss=row.get("eval/loss"),
+        )
+        runs.append(one)
+    return runs
 
 
 def print_results(study: Study, states: Mapping[str, str]) -> None:

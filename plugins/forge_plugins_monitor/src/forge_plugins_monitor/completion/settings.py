@@ -16,6 +16,7 @@ from forge_core.config.sections import Job
 from forge_core.config.toml_file import Document, read_document
 from forge_core.errors import ForgeError
 from forge_core.registry.catalog import Catalog
+from forge_plugins_monitor.completion.file_components import with_file_components
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 
@@ -30,7 +31,8 @@ def settings(begun: str, config: Path, overrides: Sequence[str], catalog: Catalo
     """
     key, equals, _ = begun.partition("=")
     *tables, last = key.split(".")
-    place = _Place(Job, _table(config, overrides), catalog)
+    table = _table(config, overrides)
+    place = _Place(Job, table, with_file_components(catalog, _texts(table)))
     for name in tables:
         inner = place.keys().get(name)
         if inner is None:
@@ -57,6 +59,13 @@ def _table(config: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
         except ForgeError:  # it is not finished, or wrong
             continue
     return document.table
+
+
+def _texts(table: Mapping[str, Any]) -> Mapping[str, str]:
+    """Of the plugin files of a configuration, by name."""
+    plugins = table.get("plugins")
+    files = plugins.get("files") if isinstance(plugins, Mapping) else None
+    return files if isinstance(files, Mapping) else {}
 
 
 class _Place:

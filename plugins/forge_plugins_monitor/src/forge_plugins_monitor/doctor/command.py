@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import attrs
 import click
 
 from forge_core.api import Check
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.config.builder import load_reference, output_of
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.contracts.command import Invocation
@@ -23,7 +22,7 @@ OWN = "forge-plugins-monitor"
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path), default=Path("runs"))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(list[Finding])
 @click.option("--init", is_flag=True, help="Also write the file of facts about this cluster that plugins read.")
 @click.pass_context
 def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None:
@@ -45,7 +44,10 @@ def doctor(ctx: click.Context, run_dir: Path, as_json: bool, init: bool) -> None
     is_alone = world_size_of(os.environ, find_cluster(catalog, os.environ)) is None
     findings = look() if is_alone else _of_all_ranks(run_dir, look)
     if os.environ.get("RANK", "0") == "0":
-        click.echo(json.dumps([attrs.asdict(one) for one in findings], indent=1) if as_json else _table(findings))
+        if as_json:
+            print_json(findings)
+        else:
+            click.echo(_table(findings))
         if init:
             click.echo(f"wrote {', '.join(_write(checks))}", err=True)
     ctx.exit(ExitCode.INVALID if any(one.state == "wrong" for one in findings) else ExitCode.COMPLETED)

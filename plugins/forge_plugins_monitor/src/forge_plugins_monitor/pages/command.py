@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
 
+import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, nearest
@@ -17,10 +18,30 @@ from forge_plugins_monitor.pages.library import SOURCES, Page, pages, sections
 from forge_plugins_monitor.pages.terminal import markdown, see_also
 
 
+@attrs.frozen(kw_only=True)
+class ListedPage:
+    """A page of the documentation."""
+
+    name: str
+    title: str
+
+
+@attrs.frozen(kw_only=True)
+class ToldPage:
+    """A page of the documentation, or a section of one."""
+
+    name: str
+    title: str
+    text: str
+    """Markdown."""
+    see_also: Sequence[str]
+    """Names of other pages."""
+
+
 @click.command()
 @click.argument("name", required=False)
 @click.option("--browser", is_flag=True, help="Open it in a browser, where the HTML was built (make docs).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(ToldPage | list[ListedPage])
 @click.pass_obj
 def docs(obj: Invocation, name: str | None, browser: bool, as_json: bool) -> None:
     """Show the page NAME of the documentation, without a network; or, without NAME, list the pages.
@@ -34,15 +55,17 @@ def docs(obj: Invocation, name: str | None, browser: bool, as_json: bool) -> Non
     if name is None and browser:
         _open("index.html")
     elif name is None:
-        rows = [{"name": page.name, "title": page.title} for page in known.values()]
-        click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else _table(known, obj.catalog()))
+        if as_json:
+            print_json([ListedPage(name=page.name, title=page.title) for page in known.values()])
+        else:
+            click.echo(_table(known, obj.catalog()))
     else:
         page = _find(name, known, obj.catalog())
         if browser:
             _open(page.name.replace(page.file.stem, str(page.file.with_suffix(".html")), 1))
         elif as_json:
-            facts = {"name": page.name, "title": page.title, "text": markdown(page), "see_also": see_also(page, known)}
-            click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+            others = see_also(page, known)
+            print_json(ToldPage(name=page.name, title=page.title, text=markdown(page), see_also=others))
         else:
             _show(page, see_also(page, known))
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import wrapped
 from forge_core.config.describe import printable, without_passwords
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, nearest
 from forge_plugins_monitor.run_states.columns import columns_of, states
+from forge_plugins_monitor.run_states.explanation import Explanation, in_words
 from forge_plugins_monitor.run_states.explanation import explain as explained
-from forge_plugins_monitor.run_states.explanation import in_words
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(Explanation)
 @click.pass_obj
 def explain(obj: Invocation, run: Path, as_json: bool) -> None:
     """Say why the run in RUN stopped, what it has lost, and which command to type next.
@@ -33,7 +32,7 @@ def explain(obj: Invocation, run: Path, as_json: bool) -> None:
         raise ConfigError(f"RUN: {run} is not a run's directory: {_why_not(run)}")
     told = explained(run, states(columns, [run]).get(run))
     if as_json:
-        click.echo(json.dumps({**attrs.asdict(told), "run": str(told.run), "notes": list(told.notes)}, indent=2))
+        print_json(told)
     else:
         lines = printable(without_passwords(in_words(told))).splitlines()
         click.echo("\n".join([*map(wrapped, lines[:-1]), lines[-1]]))  # the last one is to be copied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import attrs
 import click
 
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import wrapped
 from forge_core.config.describe import literal, printable, without_passwords
 from forge_core.config.diff import leaves
@@ -19,7 +19,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_monitor.origins import in_short
 from forge_plugins_monitor.run_states.column import RunColumn
 from forge_plugins_monitor.run_states.columns import cells_of, columns_of
-from forge_plugins_monitor.run_states.effective_time import effective_time, in_words
+from forge_plugins_monitor.run_states.effective_time import EffectiveTime, effective_time, in_words
 from forge_plugins_monitor.run_states.progress import RunProgress, job_of, progress_of, tail
 from forge_plugins_monitor.run_states.table import print_table
 
@@ -40,10 +40,22 @@ class Listed:
     """The keys of its job that not all runs of the list have with one value."""
 
 
+@attrs.frozen(kw_only=True)
+class ToldRun(RunProgress):
+    """A run of the list, with what distinguishes it."""
+
+    columns: Mapping[str, Mapping[str, Any]]
+    """What plugins say of it, by their columns; ``text`` is what the table has."""
+    differing: Mapping[str, Any]
+    """Keys of its job that not all runs of the list have with one value; ``run.name`` and ``run.dir`` left out."""
+    effective_time: EffectiveTime | None
+    """Of a run that was asked for alone; null where its files do not tell it."""
+
+
 @click.command()
 @click.argument("folder", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
 @click.option("-f", "--follow", is_flag=True, help="Print the lines of the run in DIR as they come, until it ends.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; with -f, the lines of metrics.")
+@json_option(list[ToldRun], says="Print JSON; with -f, the lines of metrics.")
 @click.pass_obj
 def runs(obj: Invocation, folder: Path, follow: bool, as_json: bool) -> None:
     """Show the runs in DIR (by default runs/), or the one run whose directory it is.
@@ -62,7 +74,7 @@ def runs(obj: Invocation, folder: Path, follow: bool, as_json: bool) -> None:
     listed = _listed(found, columns)
     told = [effective_time(one.progress.path, one.progress) for one in listed if one.progress.path == folder]
     if as_json:
-        click.echo(json.dumps(_rows(listed, told), indent=2))
+        print_json([_told(one, told[0] if told else None) for one in listed])
     elif listed:
         print_table([_cells(one) for one in listed])
         for line in filter(None, told):
@@ -100,16 +112,14 @@ def _listed(found: Mapping[Path, Mapping[str, Any]], columns: Sequence[RunColumn
     return listed
 
 
-def _rows(listed: Sequence[Listed], told: Sequence[Any]) -> list[dict[str, Any]]:
-    """For programs; the JSON of ``docs/command-line.md``."""
-    rows = []
-    for one in listed:
-        columns = {title.lower(): dict(cell) for title, cell in one.cells.items()}
-        row = {**attrs.asdict(one.progress), "path": str(one.progress.path), "columns": columns}
-        rows.append({**row, "differing": dict(one.differing)})
-    if told:
-        rows[0]["effective_time"] = attrs.asdict(told[0]) if told[0] else None
-    return rows
+def _told(one: Listed, time: EffectiveTime | None) -> ToldRun:
+    """For programs."""
+    return ToldRun(
+        **attrs.asdict(one.progress, recurse=False),
+        columns={title.lower(): cell for title, cell in one.cells.items()},
+        differing=one.differing,
+        effective_time=time,
+    )
 
 
 def _cells(one: Listed) -> dict[str, str]:

@@ -2,36 +2,130 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
-from forge_core.checkpoint.compatibility import installed
-from forge_core.checkpoint.contents import JOB, read_job
 from forge_core.checkpoint.manifest import DamagedError, Manifest, as_size, read_manifest, visible_damage
-from forge_core.checkpoint.retention import reasons_to_keep, superfluous
+from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned, wrapped
-from forge_core.config.converter import structure
 from forge_core.config.describe import printable
-from forge_core.config.diff import differences
+from forge_core.config.diff import Difference, differences
 from forge_core.config.problems import ConfigProblems, InvalidError
 from forge_core.config.sections import CheckpointSection, mesh_words
 from forge_core.contracts.checkpoint_mirror import WRITER, CheckpointMirror, MirrorContext
 from forge_core.contracts.command import Invocation
 from forge_core.errors import ConfigError, ExitCode, MirrorError
+from forge_core.job import structure
 from forge_core.registry.catalog import Catalog
-from forge_core.run.lease import Lease
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.store import CheckpointStore
 
+_JOB = "job.toml"
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 _PATH_OR_URL = click.argument("path")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@attrs.frozen(kw_only=True)
+class ListedCheckpoint:
+    """A checkpoint of a run."""
+
+    step: int
+    path: str | None
+    """Its folder; null if it is at the mirror alone."""
+    written: str | None = None
+    """When, in ISO 8601, with the zone. Null, as what follows, if it is damaged."""
+    bytes: int | None = None
+    tokens: int | None = None
+    """That were trained on before it."""
+    mesh: Mapping[str, int] | None = None
+    """Degrees of the axes that it was written with."""
+    metrics: Mapping[str, float] | None = None
+    """The last evaluation's values."""
+    damage: str | None = None
+    """What is wrong with it; null if it is whole, as far as the names and sizes of its files tell."""
+    kept_by: Sequence[str] | None = None
+    """Keys of ``[checkpoint]`` by which it is kept; without one, ``forge checkpoint prune`` removes it. Null if it is
+    not here."""
+    mirror: str | None = None
+    """``whole``, or what is wrong with it at the mirror; null if it is not there, or there is no mirror."""
+
+
+@attrs.frozen(kw_only=True)
+class Tensors:
+    """The tensors of one part of a checkpoint, such as the optimizer's."""
+
+    tensors: int
+    """Their number."""
+    bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class Versions:
+    """The version of a distribution."""
+
+    then: str
+    """When the checkpoint was written."""
+    now: str | None
+    """Null if it is not installed."""
+
+
+@attrs.frozen(kw_only=True)
+class ShownCheckpoint:
+    """What is in a checkpoint."""
+
+    path: Path
+    step: int
+    tokens: int
+    """That were trained on before it."""
+    written: str
+    """When, in ISO 8601, with the zone."""
+    bytes: int
+    shared_bytes: int
+    """Of them in files that other checkpoints have, too."""
+    files: int
+    """Their number."""
+    mesh: Mapping[str, int]
+    """Degrees of the axes that it was written with."""
+    metrics: Mapping[str, float]
+    """The last evaluation's values."""
+    tensors: Mapping[str, Tensors]
+    """By part: ``model``, ``optimizer``, …"""
+    state: Mapping[str, int]
+    """Versions of the state of callbacks and trackers, by namespace."""
+    versions: Mapping[str, Versions]
+    """By distribution."""
+    changed_since: Sequence[Difference]
+    """Keys in which the run's job differs now; none of a checkpoint without its run."""
+
+
+@attrs.frozen
+class Verified:
+    """A checkpoint that was read."""
+
+    name: str
+    """Its folder, or the mirror and the step."""
+    damage: str | None
+    """What is wrong with it; null if it is whole."""
+
+
+@attrs.frozen(kw_only=True)
+class Pruned:
+    """What was removed, or with ``--dry-run`` would be."""
+
+    removed: Sequence[int]
+    """Steps."""
+    damaged: Mapping[str, str]
+    """What is wrong with each of those that were not touched, as they are damaged; by folder."""
+    checkpoints: int
+    """How many there were."""
+    bytes: int
+    """That were freed; files that are shared with others count as well."""
 
 
 @click.group()
@@ -41,7 +135,7 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @_PATH_OR_URL
-@_JSON
+@json_option(list[ListedCheckpoint])
 @click.pass_obj
 def list_checkpoints(obj: Invocation, path: str, as_json: bool) -> None:
     """List the checkpoints of the run in PATH, from the oldest, and those at its checkpoint.mirror; or of the run in a
@@ -60,65 +154,96 @@ def list_checkpoints(obj: Invocation, path: str, as_json: bool) -> None:
         for step in run.store.steps():
             here[step], folders[step] = _look(run.store.folder(step)), str(run.store.folder(step))
     there = _look_there(mirror, must_answer=_is_url(path)) if mirror else {}
-    reasons = reasons_to_keep([(step, one.metrics) for step, one in here.items() if isinstance(one, Manifest)], section)
-    rows = []
-    for step in sorted({*here, *there}):
-        one = here.get(step, there.get(step))
-        row: dict[str, Any] = {"step": step, "path": folders.get(step)}
-        if isinstance(one, Manifest):
-            row |= {"written": one.written, "bytes": one.n_bytes, "tokens": one.tokens, "mesh": dict(one.mesh)}
-            row |= {"metrics": dict(one.metrics), "damage": None, "kept_by": reasons.get(step)}
-        else:
-            row["damage"] = one
-        if mirror is not None:
-            row["mirror"] = "whole" if isinstance(there.get(step), Manifest) else there.get(step)
-        rows.append(row)
-    click.echo(printable(_as_json(rows) if as_json else _table(rows) if rows else f"{path} has no checkpoints"))
+    reasons = _reasons_to_keep(here, section)
+    rows = [
+        _listed(step, here.get(step, there.get(step)), folders.get(step), reasons.get(step), there.get(step))
+        for step in sorted({*here, *there})
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        click.echo(printable(_table(rows, has_mirror=mirror is not None) if rows else f"{path} has no checkpoints"))
+
+
+def _listed(
+    step: int,
+    one: Manifest | str | None,
+    folder: str | None,
+    reasons: Sequence[str] | None,
+    there: Manifest | str | None,
+) -> ListedCheckpoint:
+    at_mirror = "whole" if isinstance(there, Manifest) else there
+    if not isinstance(one, Manifest):
+        return ListedCheckpoint(step=step, path=folder, damage=one, mirror=at_mirror)
+    return ListedCheckpoint(
+        step=step,
+        path=folder,
+        written=one.written,
+        bytes=one.n_bytes,
+        tokens=one.tokens,
+        mesh=one.mesh,
+        metrics=one.metrics,
+        kept_by=reasons,
+        mirror=at_mirror,
+    )
+
+
+def _reasons_to_keep(here: Mapping[int, Manifest | str], section: CheckpointSection) -> dict[int, list[str]]:
+    from forge_core.checkpoint.store import reasons_to_keep
+
+    return reasons_to_keep([(step, one.metrics) for step, one in here.items() if isinstance(one, Manifest)], section)
 
 
 @checkpoint.command()
 @_PATH
-@_JSON
+@json_option(ShownCheckpoint)
 def show(path: Path, as_json: bool) -> None:
     """Show what is in the checkpoint in PATH, or in the newest whole one of the run in PATH."""
     from forge_core.checkpoint.store import find_checkpoint
 
     found = find_checkpoint(path, lambda line: click.echo(printable(line), err=True))
-    tensors = _tensors_by_namespace(found.saved_tensors())
-    facts = {
-        "path": str(found.path),
-        "step": found.step,
-        "tokens": found.manifest.tokens,
-        "written": found.manifest.written,
-        "bytes": found.manifest.n_bytes,
-        "shared_bytes": _shared_bytes(found.path, found.manifest),
-        "files": len(found.manifest.files),
-        "mesh": dict(found.manifest.mesh),
-        "metrics": dict(found.manifest.metrics),
-        "tensors": tensors,
-        "state": _state_by_namespace(found.state()),
-        "versions": {name: {"then": then, "now": installed(name)} for name, then in found.manifest.versions.items()},
-        "changed_since": _changed_since(found.path),
-    }
-    click.echo(printable(_as_json(facts) if as_json else "\n".join(map(wrapped, _described(facts)))))
+    manifest = found.manifest
+    shown = ShownCheckpoint(
+        path=found.path,
+        step=found.step,
+        tokens=manifest.tokens,
+        written=manifest.written,
+        bytes=manifest.n_bytes,
+        shared_bytes=_shared_bytes(found.path, manifest),
+        files=len(manifest.files),
+        mesh=manifest.mesh,
+        metrics=manifest.metrics,
+        tensors=_tensors_by_namespace(found.saved_tensors()),
+        state=_state_by_namespace(found.state()),
+        versions={name: Versions(then=then, now=_installed(name)) for name, then in manifest.versions.items()},
+        changed_since=_changed_since(found.path),
+    )
+    if as_json:
+        print_json(shown)
+    else:
+        click.echo(printable("\n".join(map(wrapped, _described(shown)))))
 
 
 @checkpoint.command()
 @_PATH_OR_URL
 @click.option("--mirror", "with_mirror", is_flag=True, help="Read those at the run's checkpoint.mirror, too.")
+@json_option(list[Verified])
 @click.pass_context
-def verify(ctx: click.Context, path: str, with_mirror: bool) -> None:
+def verify(ctx: click.Context, path: str, with_mirror: bool, as_json: bool) -> None:
     """Read every bit of the checkpoint in PATH, or of all those of the run in PATH, or in a mirror's URL.
 
     Exit codes: 0 all are whole, 2 one is damaged; what is wrong with it names the file.
     """
-    are_whole = []
-    for name, problem in _problems(path, with_mirror, ctx.obj):
-        click.echo(printable(f"{name}: {problem or 'whole'}"))
-        are_whole.append(problem is None)
-    if not are_whole:
+    read = []
+    for name, damage in _problems(path, with_mirror, ctx.obj):
+        if not as_json:
+            click.echo(printable(f"{name}: {damage or 'whole'}"))
+        read.append(Verified(name, damage))
+    if as_json:
+        print_json(read)
+    if not read:
         raise ConfigError(f"{path} has no checkpoints")
-    ctx.exit(ExitCode.COMPLETED if all(are_whole) else ExitCode.INVALID)
+    ctx.exit(ExitCode.INVALID if any(one.damage for one in read) else ExitCode.COMPLETED)
 
 
 def _problems(path: str, with_mirror: bool, obj: Invocation) -> Iterator[tuple[str, str | None]]:
@@ -148,7 +273,8 @@ def _problems(path: str, with_mirror: bool, obj: Invocation) -> Iterator[tuple[s
 @_PATH
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Instead of the run's checkpoint.keep_last.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
-def prune(path: Path, keep_last: int | None, dry_run: bool) -> None:
+@json_option(Pruned)
+def prune(path: Path, keep_last: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove the checkpoints of the run in PATH that its [checkpoint] section does not keep.
 
     The newest one always stays, and damaged ones are not touched. Nothing is removed while the run trains.
@@ -160,28 +286,40 @@ def prune(path: Path, keep_last: int | None, dry_run: bool) -> None:
     if section.keep_last is None:
         raise ConfigError(f"{run.path / 'job.toml'} has no checkpoint.keep_last, so all are kept; give --keep-last N")
     if dry_run:
-        _prune(run.store, section, dry_run=True)
+        pruned = _prune(run.store, section, dry_run=True)
+    else:
+        from forge_core.run.lease import Lease
+
+        lease = Lease(run.path, lambda line: click.echo(line, err=as_json))  # no trainer can start, and none is running
+        try:
+            run.store.remove_unfinished()
+            pruned = _prune(run.store, section, dry_run=False)
+        finally:
+            lease.give_back()
+    if as_json:
+        print_json(pruned)
         return
-    lease = Lease(run.path, click.echo)  # no trainer can start, and none is running
-    try:
-        run.store.remove_unfinished()
-        _prune(run.store, section, dry_run=False)
-    finally:
-        lease.give_back()
+    for step in pruned.removed:
+        click.echo(f"{'would remove' if dry_run else 'removed'} {run.store.folder(step).name}")
+    for name, damage in pruned.damaged.items():
+        click.echo(printable(f"left {name}, which is damaged: {damage}"))
+    click.echo(f"{len(pruned.removed)} of {pruned.checkpoints} checkpoints, {as_size(pruned.bytes)}")
 
 
-def _prune(store: CheckpointStore, section: CheckpointSection, *, dry_run: bool) -> None:
+def _prune(store: CheckpointStore, section: CheckpointSection, *, dry_run: bool) -> Pruned:
+    from forge_core.checkpoint.store import superfluous
+
     manifests = {step: _look(store.folder(step)) for step in store.steps()}
     whole = {step: one for step, one in manifests.items() if isinstance(one, Manifest)}
     steps = superfluous([(step, one.metrics) for step, one in whole.items()], section)
     if not dry_run:
         store.remove(steps)
-    for step in steps:
-        click.echo(f"{'would remove' if dry_run else 'removed'} {store.folder(step).name}")
-    for step in manifests.keys() - whole.keys():
-        click.echo(printable(f"left {store.folder(step).name}, which is damaged: {manifests[step]}"))
-    freed = as_size(sum(whole[step].n_bytes for step in steps))
-    click.echo(f"{len(steps)} of {len(manifests)} checkpoints, {freed}")
+    return Pruned(
+        removed=steps,
+        damaged={store.folder(step).name: one for step, one in manifests.items() if isinstance(one, str)},
+        checkpoints=len(manifests),
+        bytes=sum(whole[step].n_bytes for step in steps),
+    )
 
 
 class _Run:
@@ -210,7 +348,7 @@ class _Run:
             table = {key: value for key, value in self._job().get("checkpoint", {}).items() if key != "mirror"}
             section = structure(table, CheckpointSection, Catalog([]))
         except InvalidError as error:
-            raise ConfigError(f"{self.path / 'job.toml'} is not what Forge wrote: {error}") from error
+            raise ConfigError(f"{self.path / _JOB} is not what Forge wrote: {error}") from error
         return section.at_mirror() if self.is_mirror else section
 
     @property
@@ -227,7 +365,9 @@ class _Run:
         return _mirror(chosen, str(name), self.section, catalog, self.store.path)
 
     def _job(self) -> Mapping[str, Any]:
-        if not (self.path / JOB).exists():
+        from forge_core.checkpoint.store import read_job
+
+        if not (self.path / _JOB).exists():
             return {}
         try:
             return read_job(self.path)
@@ -299,13 +439,21 @@ def _look_there(mirror: CheckpointMirror, *, must_answer: bool) -> dict[int, Man
         return {}
 
 
-def _tensors_by_namespace(tensors: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+def _tensors_by_namespace(tensors: Mapping[str, Any]) -> dict[str, Tensors]:
+    found: dict[str, Tensors] = {}
     for key, entry in tensors.items():
-        namespace = found.setdefault(key.partition(".")[0], {"tensors": 0, "bytes": 0})
-        namespace["tensors"] += 1
-        namespace["bytes"] += entry.size.numel() * entry.properties.dtype.itemsize
+        name, bytes_ = key.partition(".")[0], entry.size.numel() * entry.properties.dtype.itemsize
+        before = found.get(name, Tensors(tensors=0, bytes=0))
+        found[name] = Tensors(tensors=before.tensors + 1, bytes=before.bytes + bytes_)
     return found
+
+
+def _installed(distribution: str) -> str | None:
+    """The version of what is installed here."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _state_by_namespace(state: Mapping[str, Any]) -> dict[str, int]:
@@ -314,16 +462,18 @@ def _state_by_namespace(state: Mapping[str, Any]) -> dict[str, int]:
     return {namespace: entry["version"] for namespace, entry in entries.items()}
 
 
-def _changed_since(folder: Path) -> list[dict[str, Any]]:
+def _changed_since(folder: Path) -> list[Difference]:
     """Keys in which the run's job differs now; nothing for a checkpoint without its run."""
+    from forge_core.checkpoint.store import read_job
+
     run = folder.parent.parent
-    if folder.parent.name != "checkpoints" or not (run / JOB).is_file():
+    if folder.parent.name != "checkpoints" or not (run / _JOB).is_file():
         return []
     try:
         then, now = read_job(folder), read_job(run)
     except DamagedError as error:
         raise ConfigError(f"{folder} or its run cannot be read: {error}") from error
-    return [attrs.asdict(difference) for difference in differences(then, now)]
+    return differences(then, now)
 
 
 def _shared_bytes(folder: Path, manifest: Manifest) -> int:
@@ -331,43 +481,38 @@ def _shared_bytes(folder: Path, manifest: Manifest) -> int:
     return sum(int(entry["bytes"]) for name, entry in manifest.files.items() if (folder / name).stat().st_nlink > 1)
 
 
-def _described(facts: Mapping[str, Any]) -> Iterable[str]:
-    yield facts["path"]
-    yield f"step {facts['step']}, {facts['tokens']:,} tokens, written {facts['written']}"
-    yield f"{as_size(facts['bytes'])} in {facts['files']} files; mesh {mesh_words(facts['mesh']) or 'one process'}"
-    if facts["shared_bytes"]:
-        yield f"{as_size(facts['shared_bytes'])} of it shared with other checkpoints"
-    for name, value in facts["metrics"].items():
+def _described(shown: ShownCheckpoint) -> Iterable[str]:
+    yield str(shown.path)
+    yield f"step {shown.step}, {shown.tokens:,} tokens, written {shown.written}"
+    yield f"{as_size(shown.bytes)} in {shown.files} files; mesh {mesh_words(shown.mesh) or 'one process'}"
+    if shown.shared_bytes:
+        yield f"{as_size(shown.shared_bytes)} of it shared with other checkpoints"
+    for name, value in shown.metrics.items():
         yield f"{name} {value:g}"
-    for namespace, amount in facts["tensors"].items():
-        yield f"{namespace}: {amount['tensors']} tensors, {as_size(amount['bytes'])}"
-    for namespace, number in facts["state"].items():
+    for namespace, amount in shown.tensors.items():
+        yield f"{namespace}: {amount.tensors} tensors, {as_size(amount.bytes)}"
+    for namespace, number in shown.state.items():
         yield f"{namespace}: state of version {number}"
-    for name, versions in facts["versions"].items():
-        then, now = versions["then"], versions["now"]
-        yield f"{name} {then}" + ("" if now == then else f" (now {now})" if now else " (not installed)")
-    for change in facts["changed_since"]:
-        yield f"the run's job has changed since: {change['key']}: {change['old']} -> {change['new']}"
+    for name, one in shown.versions.items():
+        now = "" if one.now == one.then else f" (now {one.now})" if one.now else " (not installed)"
+        yield f"{name} {one.then}{now}"
+    for change in shown.changed_since:
+        yield f"the run's job has changed since: {change.key}: {change.old} -> {change.new}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    has_mirror = "mirror" in rows[0]
+def _table(rows: Sequence[ListedCheckpoint], *, has_mirror: bool) -> str:
     lines = [["STEP", "WRITTEN", "SIZE", "TOKENS", "MESH", "STATE", *(["MIRROR"] if has_mirror else []), "KEPT BY"]]
     for row in rows:
-        there = [_state(row["mirror"])] if has_mirror else []
-        if row["damage"] is not None:
-            lines.append([str(row["step"]), *"----", f"damaged: {row['damage']}", *there, "-"])
+        there = [_state(row.mirror)] if has_mirror else []
+        if row.written is None or row.bytes is None or row.mesh is None:
+            lines.append([str(row.step), *"----", f"damaged: {row.damage}", *there, "-"])
             continue
-        kept = "-" if row["kept_by"] is None else ", ".join(row["kept_by"]) or "nothing: prune removes it"
-        amounts = [as_size(row["bytes"]), f"{row['tokens']:,}", mesh_words(row["mesh"]) or "one process"]
-        state = "whole" if row["path"] else "not here"
-        lines.append([str(row["step"]), row["written"], *amounts, state, *there, kept])
+        kept = "-" if row.kept_by is None else ", ".join(row.kept_by) or "nothing: prune removes it"
+        amounts = [as_size(row.bytes), f"{row.tokens:,}", mesh_words(row.mesh) or "one process"]
+        state = "whole" if row.path else "not here"
+        lines.append([str(row.step), row.written, *amounts, state, *there, kept])
     return "\n".join(aligned(lines))
 
 
 def _state(at_mirror: str | None) -> str:
     return {None: "-", "whole": "whole"}.get(at_mirror) or f"damaged: {at_mirror}"
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, indent=2)

@@ -1,0 +1,65 @@
+"""What can be said of a job's data in numbers and text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class StepFacts:
+    """The batch of a step, of all ranks."""
+
+    step: int
+    """Counts from 1."""
+    numbers: Sequence[int]
+    """Where its samples are in the whole stream."""
+    samples: Sequence[int] | None = None
+    """Their numbers in the source; null if it has an order of its own."""
+    sources: Mapping[str, int] | None = None
+    """How many samples each source of a mixture has given."""
+    targets: int
+    """Tokens that are learned."""
+    documents: int | None = None
+    """Documents, or parts of them; null if the source does not tell."""
+    texts: Sequence[str] | None = None
+    """The first samples as text, if they are shown."""
+    learned: Sequence[Sequence[str]] | None = None
+    """Of each of these the parts that are learned, if that is not all of it."""
+
+
+@attrs.frozen(kw_only=True)
+class DataFacts:
+    """Sizes of a job's training data."""
+
+    source: str
+    """The component's name."""
+    vocab_size: int
+    tokenizer: str | None
+    """Its class; null without one."""
+    seq_len: int
+    """Tokens of a sample."""
+    samples_per_step: int
+    """Over all ranks."""
+    fingerprint: str
+    samples: int | None = None
+    """In the source; null, as the next two, if it has an order of its own."""
+    tokens: int | None = None
+    epochs: float | None = None
+    """In the whole run."""
+    lines: int | None = None
+    """Of files with conversations or answers."""
+    cut: int | None = None
+    """Of these lines, those that are longer than a sample."""
+    skipped: int | None = None
+    """And those without anything to learn."""
+
+
+@attrs.frozen(kw_only=True)
+class InspectedJob(DataFacts):
+    """A job's training data, and the batch of a step."""
+
+    entries: Mapping[str, Sequence[int]]
+    """The shape of each entry of the batch."""
+    batch: StepFacts
