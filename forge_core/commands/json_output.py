@@ -2,7 +2,7 @@
 
 A command that prints JSON has ``@json_option(Told)``. ``Told`` is an attrs class with docstrings under its fields, or a
 type made of such classes: ``list[Told]``. ``print_json`` prints a value of it. The page of JSON in the documentation is
-written from these classes, and ``forge_testing.json_output`` compares what a command prints with them.
+written from these classes, and a test compares what a command prints with them.
 """
 
 from __future__ import annotations

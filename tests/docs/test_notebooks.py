@@ -7,12 +7,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import fork_server
 from doc_pages import DOCS
 
 SHORTER = {
@@ -47,7 +47,7 @@ def test_notebooks_run(tmp_path, notebook):
         text = text.replace(long, short)
     (folder / notebook.name).write_text(text, encoding="utf-8")
 
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "execute.py", notebook.name], cwd=folder, env=environment, capture_output=True, text=True
     )
 
