@@ -12,7 +12,7 @@ from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Layout
 from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import Document, Encoder
 from forge_plugins_vlm.data.formats import sample_of
-from forge_plugins_vlm.data.references import Reference
+from forge_plugins_vlm.data.references import Reference, UnreadableError
 from forge_plugins_vlm.data.rows import chosen_rows
 from forge_plugins_vlm.data.sample import Sample
 from forge_plugins_vlm.data.writing import Write
@@ -67,13 +67,6 @@ def open_documents(
     if not documents:
         raise ConfigError(_nothing(config, split, seq_len, counts, first_unreadable))
     return Opened(documents, identities, counts, first_unreadable)
-
-
-class UnreadableError(Exception):
-    """An image, or a video, cannot be read; the message names it, with the reason."""
-
-    def __init__(self, reference: Reference, error: OSError) -> None:
-        super().__init__(f"the {reference.kind} {reference.where} cannot be read: {error.strerror or error}")
 
 
 def _samples(config: ImageTextConfig, split: Split) -> Iterator[Sample]:

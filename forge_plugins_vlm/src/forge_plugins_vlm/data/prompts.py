@@ -17,9 +17,8 @@ from forge_plugins_data.chat import clock, template_of
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Processed
 from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import TEXT, Document, forbidden_ids
-from forge_plugins_vlm.data.documents import UnreadableError
 from forge_plugins_vlm.data.reading import ImageReader
-from forge_plugins_vlm.data.references import Reference
+from forge_plugins_vlm.data.references import Reference, UnreadableError
 from forge_plugins_vlm.data.source import encoder_of
 from forge_plugins_vlm.data.writing import Written
 

@@ -54,6 +54,13 @@ class Reference(ABC):
         """
 
 
+class UnreadableError(Exception):
+    """An image, or a video, cannot be read; the message names it, with the reason."""
+
+    def __init__(self, reference: Reference, error: OSError) -> None:
+        super().__init__(f"the {reference.kind} {reference.where} cannot be read: {error.strerror or error}")
+
+
 class EncodedPicture(Reference):
     """An image whose file, as PNG or JPEG, can be had."""
 
