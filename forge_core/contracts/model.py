@@ -261,6 +261,13 @@ class TowerModel(Model, Protocol):
         """
         ...
 
+    def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Forward and backward FLOPs of a batch beyond ``flops_per_token`` for each of its tokens, padding included,
+        such as those of the images that it really has; less than 0 if it has fewer than were counted. The metric
+        ``mfu`` counts with it. Asked of the first part of each rank, with its batches in the host's memory.
+        """
+        ...
+
 
 class AliasedModel(Model, Protocol):
     """A model that has names for groups of its parameters."""

@@ -18,6 +18,7 @@ from forge_core.distributed.mesh import LOSS_AXES
 from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import BuiltModel
+from forge_core.train.executor import Batch
 from forge_core.train.run import Run
 from forge_core.train.step_guard import StepGuard
 from forge_core.train.step_modules import StepModules
@@ -55,6 +56,7 @@ class Metrics:
         self._loader = loader
         self._modules = modules
         self._guard = guard
+        self._flops_beside = getattr(model.parts[0], "flops_beside", lambda batch: 0.0)
         self._tokens_a_step = train.batch_size * (train.grad_accumulation or 1) * run.mesh.dp_size * train.seq_len
         self._ready: tuple[int, dict[str, torch.Tensor], dict[str, float]] | None = None
         self._pending: Pending | None = None
@@ -71,7 +73,7 @@ class Metrics:
     def _start_window(self) -> None:
         self._since = time.perf_counter()
         self._waited_before = self._loader.seconds_waiting
-        self._steps = 0
+        self._steps, self._beside = 0, 0.0
 
     def is_logged(self, step: int) -> bool:
         """Return whether the values of ``step`` are logged: of the first and the last step in any case."""
@@ -82,9 +84,10 @@ class Metrics:
         logs = bool(self._source_names) and self.is_logged(step)
         self._model.loss.sums_of_sources = zeros_of_sources(len(self._source_names), self._run.device) if logs else None
 
-    def count(self) -> None:
-        """Count one more step."""
+    def count(self, microbatches: Sequence[Batch]) -> None:
+        """Count one more step, of which this rank had these, in the host's memory."""
         self._steps += 1
+        self._beside += sum(map(self._flops_beside, microbatches))
 
     def submit(self, context: StepContext, rate: float) -> torch.Tensor:
         """Take the values of a step, which ``send`` sends.
@@ -135,15 +138,15 @@ class Metrics:
 
     def _speed(self) -> dict[str, float]:
         """Since the last logged step, or ``restart``."""
-        device = self._run.device
         seconds = (time.perf_counter() - self._since) / self._steps
-        per_second = self._tokens_a_step / seconds
-        values = {"tokens_per_second": per_second, "step_seconds": seconds}
+        values = {"tokens_per_second": self._tokens_a_step / seconds, "step_seconds": seconds}
         values["data_seconds"] = (self._loader.seconds_waiting - self._waited_before) / self._steps
         if self._peak_flops is not None:
-            values["mfu"] = per_second * self._model.flops_per_token / (self._peak_flops * self._run.mesh.world_size)
-        if device.type == "cuda":
-            values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            beside = self._beside * self._run.mesh.dp_size / self._steps  # as if other ranks had as many
+            flops = self._tokens_a_step * self._model.flops_per_token + beside
+            values["mfu"] = flops / (seconds * self._peak_flops * self._run.mesh.world_size)
+        if self._run.device.type == "cuda":
+            values["memory_gib"] = torch.cuda.max_memory_allocated(self._run.device) / 2**30
         return values
 
     def _copy(self, step: int, tensors: Mapping[str, torch.Tensor], known: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from forge_core.cli import main
+from forge_core.train import metrics
 from parity_matrix.cells import TRAININGS
 from parity_matrix.launch import Launcher, Work
 
@@ -190,6 +191,24 @@ def test_one_question_has_no_images_of_others(folder, capsys):
 
     assert main(["eval", str(folder / "runs" / "shapes"), "--evaluation", "image_dependence", *keys]) == 2
     assert "there is one question, which has no other's images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_mfu_counts_the_tiles_of_steps(folder, build, monkeypatch, accumulation):
+    peak, name = 1e12, f"mfu-{accumulation}"
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: peak)
+    keys = [f"run.name={name}", "train.steps=4", "metrics.interval=2", "train.batch_size=4"]
+    assert main(["run", str(folder / "job.toml"), *keys, f"train.grad_accumulation={accumulation}"]) == 0
+
+    run = folder / "runs" / name
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    said = json.loads((run / "environment.json").read_text())["flops_per_token"]
+    encoder = build.resolve("vision_encoder", {"name": "conv_vit", "dim": 32, "n_layers": 1, "n_heads": 2})
+    tile = 3 * encoder.config.flops(32, 32)
+    assert [line["step"] for line in logged] == [1, 2, 4]
+    for line in logged:  # an image in 24 tokens, where flops_per_token has one in 48
+        found = line["mfu"] * peak / line["tokens_per_second"]
+        assert found == pytest.approx(said + tile / 24 - tile / 48, rel=1e-6)
 
 
 LAYOUTS = {
