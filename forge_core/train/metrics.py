@@ -111,8 +111,7 @@ class Metrics:
         means, sums = means[: len(auxiliary)], means[len(auxiliary) :]
         norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
         tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
-        tensors |= self._modules.metrics(self._run.device)
-        tensors |= losses_of_sources(self._source_names, sums)
+        tensors |= {**self._modules.metrics(self._run.device), **losses_of_sources(self._source_names, sums)}
         known = {"lr": rate, "tokens": context.tokens, **self._tokens_of_sources(), **self._speed()}
         self._ready = context.step, tensors | {"skipped": self._guard.skipped}, known
         self._start_window()
@@ -130,7 +129,9 @@ class Metrics:
         reported = self._run.reports.take(self._run.mesh, self._run.device)
         if taken := reported.keys() & (tensors.keys() | known.keys() | {"step"}):
             raise PluginError(f"a callback reports {sorted(taken)[0]!r}, which the step has itself; take another name")
-        self._copy(step, tensors | reported, known)
+        tensors |= reported
+        stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
+        self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def _tokens_of_sources(self) -> dict[str, int]:
         counts = self._loader.stream.counts(self._loader.position)
@@ -148,10 +149,6 @@ class Metrics:
         if self._run.device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(self._run.device) / 2**30
         return values
-
-    def _copy(self, step: int, tensors: Mapping[str, torch.Tensor], known: Mapping[str, float]) -> None:
-        stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
-        self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def fetch(self) -> dict[str, float] | None:
         """The values of the last logged step, once. The host waits for the device here, and in the guard."""

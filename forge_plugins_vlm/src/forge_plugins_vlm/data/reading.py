@@ -53,7 +53,7 @@ class ImageReader:
             sentence = f"{document.where}: {error}"
             if self._config.on_error == "refuse":
                 raise ConfigError(f'{sentence}; mend or remove it, or set on_error = "skip"') from error
-            self._tell(document.where, sentence)
+            self.tell(document.where, sentence, "it has no targets")
             return document.unlearned(), [self._blank(image) for image in document.images]
 
     def watch(self, report: Callable[[str], None]) -> None:
@@ -78,13 +78,18 @@ class ImageReader:
         sizes = np.tile(np.array(size), (n_tiles, 1)) if self._config.processor_config.pads else None
         return Processed(np.zeros((n_tiles, 3, *size), dtype=np.uint8), image.layout.slots, sizes)
 
-    def _tell(self, key: str, sentence: str) -> None:
-        """Once for each document."""
+    def tell(self, key: str, sentence: str, outcome: str) -> None:
+        """Tell whoever watches of a document with images that cannot be read, once.
+
+        Args:
+            key: tells the document from others.
+            outcome: what becomes of it.
+        """
         with self._lock:
             if key in self._unreadable:
                 return
             self._unreadable[key] = sentence
-            said = f"{sentence}; it has no targets, the {len(self._unreadable)}. such of this process"
+            said = f"{sentence}; {outcome}, the {len(self._unreadable)}. such of this process"
             report = self._report
             if report is None:
                 self._waiting.append(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -191,6 +192,27 @@ class DatasetCell(EncodedPicture):
     def content(self) -> bytes:
         value = self.dataset[self.row].column(self.column)[0]
         return _bytes_of((value if self.index is None else value[self.index]).as_py(), Path())
+
+
+@attrs.frozen(eq=False)
+class PictureInMemory(EncodedPicture):
+    """The file of an image that was read with its row."""
+
+    value: bytes | Mapping[str, Any] = attrs.field(repr=False)
+    """As ``datasets`` gives an image that it does not decode."""
+    place: str
+    """The row, and its column."""
+
+    @property
+    def where(self) -> str:
+        return self.place
+
+    @property
+    def identity(self) -> str:
+        return self.place
+
+    def content(self) -> bytes:
+        return _bytes_of(self.value, Path())
 
 
 def _bytes_of(value: Any, folder: Path) -> bytes:
