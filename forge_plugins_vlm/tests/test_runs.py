@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -241,3 +243,55 @@ def test_answers_are_the_same_in_every_layout(tmp_path_factory, training):
     assert len(expected) == 12
     for name in LAYOUTS:
         assert measured(name) == pytest.approx(expected, rel=1e-5, abs=1e-9), name
+
+
+def captions_file(folder):
+    """The callback of the how-to page."""
+    page = (Path(__file__).parents[2] / "docs/how-to/log-captions.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r":caption: captions.py\n(.*?)^```$", page, re.M | re.S)
+    (folder / "captions.py").write_text(text, encoding="utf-8")
+    return folder / "captions.py"
+
+
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
+def test_a_callback_says_of_images_what_the_command_says_of_the_saved_model(folder, capsys, fusion):
+    pictures = [held_out(folder, number) for number in range(2)]
+    asked = f"callbacks=[{{name='captions', pictures={pictures}, max_new_tokens=6}}]"
+    one_token = "data.one_token_an_image=true" if fusion == "cross_attention" else "data.validation=0.2"
+    keys = [
+        f"run.name=said-{fusion}",
+        f"model.fusion.name={fusion}",
+        one_token,
+        "data.validation=0.2",
+        "eval.interval=30",
+    ]
+    assert main(["run", str(folder / "job.toml"), f"plugins.files=['{captions_file(folder)}']", asked, *keys]) == 0
+    logged = re.findall(r"step 30, \d+.png: (.*)", capsys.readouterr().out)
+
+    run = str(folder / "runs" / f"said-{fusion}")
+    for picture, caption in zip(pictures, logged, strict=True):
+        asked = ["--image", picture, "--max-new-tokens", "6", "--trust-files"]
+        assert main(["vlm", "generate", run, *asked]) == 0
+        assert capsys.readouterr().out.strip() == caption
+
+
+@pytest.mark.slow
+def test_a_callback_samples_the_same_in_every_layout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captions")
+    launcher = Launcher(folder)
+    pictures = sorted((folder / "pictures").glob("*.png"))[:3]
+    asked = f"callbacks=[{{name='captions', pictures={[str(one) for one in pictures]}, max_new_tokens=4}}]"
+    own = [f"plugins.files=['{captions_file(folder)}']", asked, "train.steps=3", "eval.interval=3", "eval.batches=1"]
+    shared = [*TRAININGS["joint"], *own]
+    works = [Work("captions-one", 1, shared)]
+    works += [Work(f"captions-{name}", ranks, [*shared, *keys]) for name, (ranks, keys) in LAYOUTS.items()]
+
+    launcher.launch(works)
+
+    def said(name):
+        log = (launcher.run_dir(f"captions-{name}") / "log.txt").read_text(encoding="utf-8")
+        return re.findall(r"step \d+, .*png: .*", log)
+
+    assert len(said("one")) == 3
+    for name in LAYOUTS:
+        assert said(name) == said("one"), name
