@@ -89,7 +89,8 @@ class Trainer:
         return self._finish()
 
     def _microbatches_of_steps(self) -> Iterator[Sequence[Batch]]:
-        seed, wants_noise = self.run.job.train.seed, "noise" in getattr(self.built.model.parts[0], "needs", ())
+        seed = self.run.job.train.seed
+        wants_noise = any("noise" in getattr(part, "needs", ()) for part in self.built.model.parts)
         while True:
             self.replicas.begin_step(self.step, self.metrics.sync)
             step = next(self.loader)

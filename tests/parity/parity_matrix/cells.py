@@ -93,6 +93,8 @@ _MODALITY_EXPERTS = (
     'router={name="expert_choice", experts_per_token=1, score_function="sigmoid", predictor=true}}'
 )
 
+_NOISY_EXPERTS = _MODALITY_EXPERTS.replace("predictor=true", "predictor=true, gumbel_noise=true")
+
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
@@ -205,6 +207,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         *_LOOKING,
         f"model.fusion={{name='moma', image={_MODALITY_EXPERTS}}}",
         f"model.feed_forward={_MODALITY_EXPERTS}",
+    ],
+    "moma noisy": [
+        *_LOOKING,
+        f"model.fusion={{name='moma', image={_NOISY_EXPERTS}}}",
+        f"model.feed_forward={_NOISY_EXPERTS}",
     ],
     "muon": [_MUON],
     "muon moe": [
@@ -629,6 +636,12 @@ CELLS: Mapping[str, Cell] = {
     **looking_cells("mixture of transformers"),
     **looking_cells("moma", cp=False),
     "moma-ep2": Cell(2, [HALF, EP2], "moma"),
+    **{
+        name: cell
+        for name, cell in looking_cells("moma noisy", cp=False).items()
+        if name.endswith(("-accumulation4", "-fsdp2", "-ac-full", "-interleaved-tp2"))
+    },
+    "moma-noisy-ep2": Cell(2, [HALF, EP2], "moma noisy"),
     **{name: cell for name, cell in looking_cells("joint packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("crossed packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("joint frozen then thawed").items() if "compiled" not in name},
