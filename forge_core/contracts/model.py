@@ -49,7 +49,8 @@ The gradients of what is whole on each rank:
   What it is given by keyword comes whole, from a ``tower``.
 - ``whole``: each rank does all of the work, and its gradient counts once.
 - ``tower``: the gradient of what it gives is summed over ranks, as each reads it for its own positions or features; so
-  that of its parameters is whole.
+  that of its parameters is whole. Modules within it may be ``column`` and ``row``, between which lies this rank's
+  features; what they read and give is whole on each rank, and is no residual stream.
 
 Examples: a norm before attention is ``sequence``; a norm right after the embedding, or of what a layer gives, is
 ``residual``; a norm of queries is ``replicate``; an encoder of images beside the decoder is a ``tower``. Without

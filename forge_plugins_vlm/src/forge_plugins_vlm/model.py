@@ -148,6 +148,8 @@ class VisionLanguageModel(Transformer):
         plan = super().parallel_plan()
         if self.vision is not None:
             plan["vision"] = "tower"
+            if self.config.cut_encoder:
+                plan |= {f"vision.encoder.{name}": role for name, role in self.vision.encoder.parallel_plan().items()}
         if self.placing is not None and self.embed is not None:
             plan["placing"] = "residual"
         return plan

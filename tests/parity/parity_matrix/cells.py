@@ -178,6 +178,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "moe sinkhorn": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="sinkhorn"}', *_ONE_BY_ONE],
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
     "joint": _LOOKING,
+    "joint cut": [*_LOOKING, "model.cut_encoder=true"],  # over tp, where the encoder of "joint" is whole
     "joint packed": [*_LOOKING, "data.packing=true"],
     "joint mrope": [*_LOOKING, 'model.fusion={name="joint_decoder", mrope_sections=[0, 1, 1], bidirectional=true}'],
     "joint padded": [  # tiles of which the picture is a part
@@ -641,6 +642,12 @@ CELLS: Mapping[str, Cell] = {
         for name, cell in looking_cells("moma noisy", cp=False).items()
         if name.endswith(("-accumulation4", "-fsdp2", "-ac-full", "-interleaved-tp2"))
     },
+    "joint-cut-tp2": Cell(2, [TP2], "joint cut"),
+    "joint-cut-tp2-whole-positions": Cell(
+        2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "joint cut"
+    ),
+    "joint-cut-tp2-fsdp2-ac-full": Cell(4, [TP2, HALF, f"{AC}=true"], "joint cut"),
+    "joint-cut-pp2-interleaved-tp2": Cell(4, [*pp2("Interleaved1F1B"), TP2], "joint cut"),
     "moma-noisy-ep2": Cell(2, [HALF, EP2], "moma noisy"),
     **{name: cell for name, cell in looking_cells("joint packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("crossed packed").items() if "compiled" not in name},
