@@ -59,16 +59,17 @@ def say(model: EvaluationContext, reader: PromptReader, prompts: Sequence[Prompt
         [one.tokens for one in prompts],
         max_new_tokens=max_new_tokens,
         has_ended=lambda tokens: tokens[-1] == end,
-        inputs=functools.partial(_entries, reader, prompts),
+        inputs=functools.partial(entries_of_prompts, reader, prompts),
         forbidden=reader.forbidden,
     )
     return [reader.tokenizer.decode([token for token in tokens if token != end]).strip() for tokens in found]
 
 
-def _entries(
+def entries_of_prompts(
     reader: PromptReader, prompts: Sequence[Prompt], numbers: Sequence[int], width: int
 ) -> Mapping[str, np.ndarray]:
-    """Those of the prompts with these numbers; what follows a prompt sees what its last token does."""
+    """The entries beside tokens of the prompts with these numbers, in sequences of a length; what follows a prompt sees
+    what its last token does."""
     own = [prompts[number] for number in numbers]
     batch = reader.collated(own, width)
     for row, prompt in enumerate(own):

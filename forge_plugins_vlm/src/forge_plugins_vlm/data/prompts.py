@@ -58,10 +58,14 @@ class PromptReader:
 
     def usual_text(self, n_images: int) -> str:
         """The prompt of so many images and no words."""
-        placeholders = self._config.placeholder * n_images
+        return self.asked("", n_images)
+
+    def asked(self, question: str, n_images: int) -> str:
+        """The prompt of a question behind so many images."""
+        said = self._config.placeholder * n_images + question
         if self._config.chat_template:
-            return placeholders
-        return self._config.prompt_template.removesuffix("{answer}").replace("{prompt}", placeholders)
+            return said
+        return self._config.prompt_template.removesuffix("{answer}").replace("{prompt}", said)
 
     def __call__(self, text: str, images: Sequence[Reference], where: str) -> Prompt:
         """Read one.

@@ -215,6 +215,29 @@ class PictureInMemory(EncodedPicture):
         return _bytes_of(self.value, Path())
 
 
+@attrs.frozen(eq=False)
+class DecodedPicture(Reference):
+    """An image that is there."""
+
+    image: Image.Image = attrs.field(repr=False)
+    place: str
+    """For messages."""
+
+    @property
+    def where(self) -> str:
+        return self.place
+
+    @property
+    def identity(self) -> str:
+        return self.place
+
+    def open(self, at_least: Grid | None = None) -> Image.Image:
+        return self.image
+
+    def size(self) -> Grid:
+        return self.image.height, self.image.width
+
+
 def _bytes_of(value: Any, folder: Path) -> bytes:
     """Of a cell as ``datasets`` writes images: their bytes, or the path of a file."""
     if isinstance(value, dict):
