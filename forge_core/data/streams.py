@@ -46,7 +46,7 @@ class StreamsByPosition:
         self._cursors = [_Cursor(self._source, stream, number, state) for stream, state in enumerate(states)]
 
     def __getattr__(self, name: str) -> Any:
-        """What else the source has, such as descriptions of entries, and a watch over files."""
+        """Return what else the source has, such as descriptions of entries, and a watch over files."""
         return getattr(self.__dict__["_source"], name)
 
     def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
