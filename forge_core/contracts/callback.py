@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.sections import Job
+    from forge_core.contracts.evaluation import EvaluationContext
     from forge_core.contracts.tokenizer import Tokenizer
 
 
@@ -159,8 +160,9 @@ class Callback:
     def step_logged(self, run: RunContext, step: int, metrics: Mapping[str, float]) -> None:
         """Host values of an earlier step have arrived, on rank 0 only (as in ``metrics.jsonl``)."""
 
-    def eval_start(self, run: RunContext, step: int) -> None:
-        """Before the first batch of an evaluation; the parts are in evaluation mode."""
+    def eval_start(self, run: RunContext, step: int, model: EvaluationContext) -> None:
+        """Before the first batch of an evaluation; the parts are in evaluation mode, and ``model`` predicts as for an
+        evaluation, in every layout: all ranks call its methods together."""
 
     def eval_batch(self, run: RunContext, step: int, batch: Mapping[str, torch.Tensor]) -> None:
         """After each batch of an evaluation; ``batch`` is this rank's, on the device."""

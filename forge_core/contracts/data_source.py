@@ -132,9 +132,10 @@ class StreamedSource(Protocol):
 
         Returns:
             Each sample, the entries of ``DataSource.read`` without their first dimension, ``tokens`` ``(S,)``; and the
-            state after it, JSON values, a mapping of its own: ``open`` with it gives what comes next. States are small;
-            those of a hundred steps are kept. Where it ends, the stream is opened with ``None`` again; one whose epochs
-            differ goes on by itself, and its state says in which it is.
+            state after it, JSON values, a mapping of its own: ``open`` with it gives what comes next. Where samples of
+            a batch differ in size, smaller ones are filled up with zeros behind. States are small; those of a hundred
+            steps are kept. Where it ends, the stream is opened with ``None`` again; one whose epochs differ goes on by
+            itself, and its state says in which it is.
         """
         ...
 

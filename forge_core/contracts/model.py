@@ -49,7 +49,8 @@ The gradients of what is whole on each rank:
   What it is given by keyword comes whole, from a ``tower``.
 - ``whole``: each rank does all of the work, and its gradient counts once.
 - ``tower``: the gradient of what it gives is summed over ranks, as each reads it for its own positions or features; so
-  that of its parameters is whole.
+  that of its parameters is whole. Modules within it may be ``column`` and ``row``, between which lies this rank's
+  features; what they read and give is whole on each rank, and is no residual stream.
 
 Examples: a norm before attention is ``sequence``; a norm right after the embedding, or of what a layer gives, is
 ``residual``; a norm of queries is ``replicate``; an encoder of images beside the decoder is a ``tower``. Without
@@ -258,6 +259,13 @@ class TowerModel(Model, Protocol):
         which pipeline stages are balanced. Of a part, those of a sequence, divided by its tokens.
 
         Without it all blocks count the same, and what ``flops_per_token`` has beside the head is theirs.
+        """
+        ...
+
+    def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Forward and backward FLOPs of a batch beyond ``flops_per_token`` for each of its tokens, padding included,
+        such as those of the images that it really has; less than 0 if it has fewer than were counted. The metric
+        ``mfu`` counts with it. Asked of the first part of each rank, with its batches in the host's memory.
         """
         ...
 

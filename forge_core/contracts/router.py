@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Initializer
 
 
-TOKEN_FACTS = ("token_ids", "sequence")
+TOKEN_FACTS = ("token_ids", "sequence", "noise")
 """Facts about each token besides its hidden state. ``token_ids``: int64 ids. ``sequence``: int64, equal for
 tokens of one sequence, or, in packed samples, of one document, and below the number of tokens on all ranks that share
-the sequences (``forge_core.ops.sequence_sum``)."""
+the sequences (``forge_core.ops.sequence_sum``). ``noise``: int64, in training a number of each token in this layer and
+step, on any rank the same, from which random numbers are made; 0 in evaluation."""
 
 
 class Routing(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from forge_core.contracts.batch import DescribedSource, Entry
 from forge_core.contracts.data_source import StreamedSource
 from forge_core.errors import ConfigError, PluginError
 
@@ -46,9 +45,9 @@ class StreamsByPosition:
         self._starts: tuple[int, ...] = (number,)  # before the cursors, which a reader takes first
         self._cursors = [_Cursor(self._source, stream, number, state) for stream, state in enumerate(states)]
 
-    def entries(self) -> Mapping[str, Entry]:
-        """Same as ``DescribedSource.entries``."""
-        return self._source.entries() if isinstance(self._source, DescribedSource) else {}
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the source has, such as descriptions of entries, and a watch over files."""
+        return getattr(self.__dict__["_source"], name)
 
     def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Same as ``PositionedSource.read_at``.
@@ -59,7 +58,7 @@ class StreamsByPosition:
         numbers, streams = np.divmod(positions, self.n_streams)
         cursors, starts, ahead = self._cursors, self._starts, self.ahead
         samples = [cursors[s].read(k, starts, ahead) for s, k in zip(streams.tolist(), numbers.tolist(), strict=True)]
-        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        return {name: _stacked([sample[name] for sample in samples]) for name in samples[0]}
 
     def states(self, number: int) -> dict[int, State]:
         """The states after ``number`` samples of each stream, as far as this rank has read them."""
@@ -70,6 +69,12 @@ class StreamsByPosition:
         """The samples before ``number`` of each stream belong to steps that are over; they are asked for again, if at
         all, within some steps. It does not wait for threads that read."""
         self._starts = (*self._starts[1 - _STEPS_KEPT :], number)
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Smaller ones are filled up with zeros."""
+    size = np.max([one.shape for one in arrays], axis=0)
+    return np.stack([np.pad(one, [(0, n) for n in gap]) if any(gap := size - one.shape) else one for one in arrays])
 
 
 class _Cursor:

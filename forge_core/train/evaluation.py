@@ -117,7 +117,7 @@ class Evaluations:
         values: dict[str, float] = {}
         try:
             with self._evaluator.evaluating():
-                run.emit("eval_start", step=step)
+                run.emit("eval_start", step=step, model=self._evaluator)
                 if validation is not None:
                     values |= held_out_loss(self._evaluator, validation, self._samples)
                 for one in due:

@@ -18,6 +18,7 @@ from forge_core.distributed.mesh import LOSS_AXES
 from forge_core.errors import PluginError
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import BuiltModel
+from forge_core.train.executor import Batch
 from forge_core.train.run import Run
 from forge_core.train.step_guard import StepGuard
 from forge_core.train.step_modules import StepModules
@@ -55,6 +56,7 @@ class Metrics:
         self._loader = loader
         self._modules = modules
         self._guard = guard
+        self._flops_beside = getattr(model.parts[0], "flops_beside", lambda batch: 0.0)
         self._tokens_a_step = train.batch_size * (train.grad_accumulation or 1) * run.mesh.dp_size * train.seq_len
         self._ready: tuple[int, dict[str, torch.Tensor], dict[str, float]] | None = None
         self._pending: Pending | None = None
@@ -71,7 +73,7 @@ class Metrics:
     def _start_window(self) -> None:
         self._since = time.perf_counter()
         self._waited_before = self._loader.seconds_waiting
-        self._steps = 0
+        self._steps, self._beside = 0, 0.0
 
     def is_logged(self, step: int) -> bool:
         """Return whether the values of ``step`` are logged: of the first and the last step in any case."""
@@ -82,9 +84,10 @@ class Metrics:
         logs = bool(self._source_names) and self.is_logged(step)
         self._model.loss.sums_of_sources = zeros_of_sources(len(self._source_names), self._run.device) if logs else None
 
-    def count(self) -> None:
-        """Count one more step."""
+    def count(self, microbatches: Sequence[Batch]) -> None:
+        """Count one more step, of which this rank had these, in the host's memory."""
         self._steps += 1
+        self._beside += sum(map(self._flops_beside, microbatches))
 
     def submit(self, context: StepContext, rate: float) -> torch.Tensor:
         """Take the values of a step, which ``send`` sends.
@@ -108,8 +111,7 @@ class Metrics:
         means, sums = means[: len(auxiliary)], means[len(auxiliary) :]
         norms = {name: value for name, value in values.items() if name.partition("/")[0] == "grad_norm"}
         tensors = {"loss": loss, **norms, **dict(zip(auxiliary, means, strict=True))}
-        tensors |= self._modules.metrics(self._run.device)
-        tensors |= losses_of_sources(self._source_names, sums)
+        tensors |= {**self._modules.metrics(self._run.device), **losses_of_sources(self._source_names, sums)}
         known = {"lr": rate, "tokens": context.tokens, **self._tokens_of_sources(), **self._speed()}
         self._ready = context.step, tensors | {"skipped": self._guard.skipped}, known
         self._start_window()
@@ -127,7 +129,9 @@ class Metrics:
         reported = self._run.reports.take(self._run.mesh, self._run.device)
         if taken := reported.keys() & (tensors.keys() | known.keys() | {"step"}):
             raise PluginError(f"a callback reports {sorted(taken)[0]!r}, which the step has itself; take another name")
-        self._copy(step, tensors | reported, known)
+        tensors |= reported
+        stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
+        self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def _tokens_of_sources(self) -> dict[str, int]:
         counts = self._loader.stream.counts(self._loader.position)
@@ -135,20 +139,16 @@ class Metrics:
 
     def _speed(self) -> dict[str, float]:
         """Since the last logged step, or ``restart``."""
-        device = self._run.device
         seconds = (time.perf_counter() - self._since) / self._steps
-        per_second = self._tokens_a_step / seconds
-        values = {"tokens_per_second": per_second, "step_seconds": seconds}
+        values = {"tokens_per_second": self._tokens_a_step / seconds, "step_seconds": seconds}
         values["data_seconds"] = (self._loader.seconds_waiting - self._waited_before) / self._steps
         if self._peak_flops is not None:
-            values["mfu"] = per_second * self._model.flops_per_token / (self._peak_flops * self._run.mesh.world_size)
-        if device.type == "cuda":
-            values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            beside = self._beside * self._run.mesh.dp_size / self._steps  # as if other ranks had as many
+            flops = self._tokens_a_step * self._model.flops_per_token + beside
+            values["mfu"] = flops / (seconds * self._peak_flops * self._run.mesh.world_size)
+        if self._run.device.type == "cuda":
+            values["memory_gib"] = torch.cuda.max_memory_allocated(self._run.device) / 2**30
         return values
-
-    def _copy(self, step: int, tensors: Mapping[str, torch.Tensor], known: Mapping[str, float]) -> None:
-        stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors.values()])
-        self._pending = Pending(step, tuple(tensors), HostCopy(stacked), known)
 
     def fetch(self) -> dict[str, float] | None:
         """The values of the last logged step, once. The host waits for the device here, and in the guard."""

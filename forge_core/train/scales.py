@@ -37,12 +37,10 @@ def step_scales(
         model: any part of it, as each knows what the whole model counts.
     """
     counts: list[float] = [sum(map(weight_of_targets, microbatches)), sum(map(count_tokens, microbatches))]
-    names: list[str] = []
-    if hasattr(model, "count_targets"):
-        of_model: Any = model
-        of_batches = [of_model.count_targets(batch) for batch in microbatches]
-        names = [*of_batches[0]]
-        counts += [sum(one[name] for one in of_batches) for name in names]
+    count_own: Any = getattr(model, "count_targets", lambda batch: {})
+    of_batches = [count_own(batch) for batch in microbatches]
+    names = [*of_batches[0]]
+    counts += [sum(one[name] for one in of_batches) for name in names]
     if mesh.dp_size == 1 and replicas.share.count == 1:
         scales = [torch.full((), 1 / (count or 1), device=device) for count in counts]
     else:

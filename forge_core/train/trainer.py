@@ -66,7 +66,8 @@ class Trainer:
         Raises:
             NonFiniteError: too many updates had to be left out.
         """
-        self._set_training(True)
+        for part in self.built.model.parts:
+            part.train()
         self.run.emit("run_start")
         self.restore_callbacks()
         if save_first:
@@ -88,7 +89,8 @@ class Trainer:
         return self._finish()
 
     def _microbatches_of_steps(self) -> Iterator[Sequence[Batch]]:
-        seed, wants_noise = self.run.job.train.seed, "noise" in getattr(self.built.model.parts[0], "needs", ())
+        seed = self.run.job.train.seed
+        wants_noise = any("noise" in getattr(part, "needs", ()) for part in self.built.model.parts)
         while True:
             self.replicas.begin_step(self.step, self.metrics.sync)
             step = next(self.loader)
@@ -118,7 +120,7 @@ class Trainer:
         if not self.replicas.commit(step):
             self._undo_step()
             return False
-        self.metrics.count()
+        self.metrics.count(microbatches)
         self.guard.count()
         self._update(gradients, verdict, skip=skip)
         self.metrics.log_pending()
@@ -177,12 +179,9 @@ class Trainer:
 
     def _skip_asked(self, verdict: torch.Tensor) -> bool:
         """By a callback; or by the verdict, where the host has to know."""
-        if not self._skips_on_device and verdict.item():
-            skip = True
-        elif self._may_skip:
+        skip = not self._skips_on_device and bool(verdict.item())
+        if not skip and self._may_skip:
             skip = self.replicas.any_replica_asks(self.run.consensus.any_rank(self.run.requests.skip_step))
-        else:
-            skip = False
         self.run.requests.skip_step = False
         return skip
 
@@ -205,10 +204,6 @@ class Trainer:
         self.built.optimizer.zero_grad(set_to_none=True)
         self.loader.restart(self.loader.stream, self.loader.position - self.loader.samples_per_step)
         self.step -= 1
-
-    def _set_training(self, training: bool) -> None:
-        for part in self.built.model.parts:
-            part.train(training)
 
     def _go_back(self) -> None:
         """To the checkpoint from before the steps that are to be left out."""

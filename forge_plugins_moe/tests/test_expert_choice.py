@@ -7,7 +7,7 @@ import torch
 from forge_core.errors import ConfigError
 from forge_core.loading import SeededInitializer
 from forge_plugins_moe.router_config import ExpertChoiceConfig
-from forge_plugins_moe.routers.expert_choice import ExpertChoice, ranks_in_group
+from forge_plugins_moe.routers.expert_choice import ExpertChoice, gumbel_difference, ranks_in_group
 
 DIM, EXPERTS = 12, 6
 
@@ -165,3 +165,47 @@ def test_tokens_that_no_expert_takes_are_reported():
 def test_refuses_more_experts_a_token_than_there_are():
     with pytest.raises(ConfigError, match=r"router\.experts_per_token: 6\.5 experts a token are more than the 6"):
         router(experts_per_token=6.5)
+
+
+NOISE = torch.randint(2**62, (4096,), generator=torch.Generator().manual_seed(3))
+
+
+def test_noise_is_the_difference_of_two_draws_of_gumbels_distribution():
+    drawn = gumbel_difference(NOISE, EXPERTS).double()
+    generator = torch.Generator().manual_seed(0)
+    first, second = (-(-torch.rand(drawn.shape, dtype=torch.float64, generator=generator).log()).log() for _ in "ab")
+
+    assert drawn.isfinite().all()
+    assert drawn.mean().abs() < 4 * math.pi / math.sqrt(3 * drawn.numel())
+    assert drawn.var().item() == pytest.approx(math.pi**2 / 3, rel=0.04)
+    quantiles = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+    torch.testing.assert_close(
+        drawn.flatten().quantile(quantiles), (first - second).flatten().quantile(quantiles), atol=0.08, rtol=0
+    )
+    assert torch.corrcoef(drawn.T).triu(1).abs().max() < 0.08, "experts have draws of their own"
+
+
+def test_noisy_scores_are_those_of_the_formula_and_decide_who_is_taken():
+    subject, hidden = router(score_function="sigmoid", scope="batch", gumbel_noise=True), tokens(48)
+    noise = NOISE[:48]
+
+    routing = subject(hidden, noise=noise)
+
+    score = (hidden @ subject.gate.weight.T + gumbel_difference(noise, EXPERTS)).sigmoid()
+    expected = {(t, e): score[t, e].item() for e in range(EXPERTS) for t in score[:, e].topk(16).indices.tolist()}
+    assert pairs(routing) == pytest.approx(expected, rel=1e-5)
+    plain = router(score_function="sigmoid", scope="batch")
+    assert pairs(plain(hidden)).keys() != expected.keys()
+    subject.eval()
+    assert pairs(subject(hidden, noise=noise)) == pairs(plain.eval()(hidden))
+
+
+def test_a_token_has_its_noise_wherever_it_is():
+    order = torch.randperm(len(NOISE), generator=torch.Generator().manual_seed(1))
+
+    assert torch.equal(gumbel_difference(NOISE[order], EXPERTS), gumbel_difference(NOISE, EXPERTS)[order])
+
+
+def test_noise_is_for_scores_by_sigmoid():
+    with pytest.raises(ValueError, match="is for score_function = \"sigmoid\", and it is 'softmax'"):
+        ExpertChoiceConfig(gumbel_noise=True)

@@ -458,7 +458,7 @@ def test_a_router_that_returns_something_else_is_named():
 def test_a_router_that_needs_what_nobody_knows_is_refused_when_it_is_built(monkeypatch):
     monkeypatch.setattr(Hash, "needs", frozenset({"token_ids", "positions"}))
 
-    with pytest.raises(PluginError, match=r"moe:hash needs 'positions'; .* given token_ids and sequence. .* a bug"):
+    with pytest.raises(PluginError, match=r"moe:hash needs 'positions'; .* given token_ids, sequence, noise. .* a bug"):
         moe(router="hash")
 
 

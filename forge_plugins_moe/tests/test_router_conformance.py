@@ -16,7 +16,7 @@ class RouterConformance(OfAnyRouter):
         router = self.build_router().train()
         with FakeTensorMode(allow_non_fake_inputs=True):
             hidden = torch.randn(64, self.dim, requires_grad=True)
-            facts = {"token_ids": torch.arange(64), "sequence": torch.arange(64) // 16}
+            facts = {"token_ids": torch.arange(64), "sequence": torch.arange(64) // 16, "noise": torch.arange(64)}
             needed = {name: facts[name] for name in getattr(router, "needs", ())}
 
             routing = router(hidden, torch.arange(64) % 3 != 1, **needed)
@@ -27,7 +27,7 @@ class RouterConformance(OfAnyRouter):
     def test_says_how_many_experts_a_token_visits(self) -> None:
         router = self.build_router().train(self.has_another_in_evaluation)
         hidden = torch.randn(64, self.dim, generator=torch.Generator().manual_seed(0))
-        facts = {"token_ids": torch.arange(64), "sequence": torch.arange(64) // 16}
+        facts = {"token_ids": torch.arange(64), "sequence": torch.arange(64) // 16, "noise": torch.arange(64)}
         routing = router(hidden, **{name: facts[name] for name in getattr(router, "needs", ())})
 
         visited = (routing.expert < self.n_experts).sum().item() / 64
@@ -110,6 +110,11 @@ class TestPredictedExpertChoice(RouterConformance):
     component = "forge-plugins-moe:expert_choice"
     config: ClassVar = {"predictor": True}
     has_another_in_evaluation = True
+
+
+class TestNoisyExpertChoice(RouterConformance):
+    component = "forge-plugins-moe:expert_choice"
+    config: ClassVar = {"score_function": "sigmoid", "gumbel_noise": True}
 
 
 class TestInferenceOfExpertChoice(RouterConformance):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from forge_core.cli import main
+from forge_core.train import metrics
 from forge_testing.json_output import json_of
 from parity_matrix.cells import TRAININGS
 from parity_matrix.launch import Launcher, Work
@@ -192,6 +195,24 @@ def test_one_question_has_no_images_of_others(folder, capsys):
     assert "there is one question, which has no other's images" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_mfu_counts_the_tiles_of_steps(folder, build, monkeypatch, accumulation):
+    peak, name = 1e12, f"mfu-{accumulation}"
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: peak)
+    keys = [f"run.name={name}", "train.steps=4", "metrics.interval=2", "train.batch_size=4"]
+    assert main(["run", str(folder / "job.toml"), *keys, f"train.grad_accumulation={accumulation}"]) == 0
+
+    run = folder / "runs" / name
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    said = json.loads((run / "environment.json").read_text())["flops_per_token"]
+    encoder = build.resolve("vision_encoder", {"name": "conv_vit", "dim": 32, "n_layers": 1, "n_heads": 2})
+    tile = 3 * encoder.config.flops(32, 32)
+    assert [line["step"] for line in logged] == [1, 2, 4]
+    for line in logged:  # an image in 24 tokens, where flops_per_token has one in 48
+        found = line["mfu"] * peak / line["tokens_per_second"]
+        assert found == pytest.approx(said + tile / 24 - tile / 48, rel=1e-6)
+
+
 LAYOUTS = {
     "fsdp2": (2, ["train.batch_size=2"]),
     "tp2": (2, ["parallel.tp=2"]),
@@ -222,3 +243,55 @@ def test_answers_are_the_same_in_every_layout(tmp_path_factory, training):
     assert len(expected) == 12
     for name in LAYOUTS:
         assert measured(name) == pytest.approx(expected, rel=1e-5, abs=1e-9), name
+
+
+def captions_file(folder):
+    """The callback of the how-to page."""
+    page = (Path(__file__).parents[2] / "docs/how-to/log-captions.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r":caption: captions.py\n(.*?)^```$", page, re.M | re.S)
+    (folder / "captions.py").write_text(text, encoding="utf-8")
+    return folder / "captions.py"
+
+
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
+def test_a_callback_says_of_images_what_the_command_says_of_the_saved_model(folder, capsys, fusion):
+    pictures = [held_out(folder, number) for number in range(2)]
+    asked = f"callbacks=[{{name='captions', pictures={pictures}, max_new_tokens=6}}]"
+    one_token = "data.one_token_an_image=true" if fusion == "cross_attention" else "data.validation=0.2"
+    keys = [
+        f"run.name=said-{fusion}",
+        f"model.fusion.name={fusion}",
+        one_token,
+        "data.validation=0.2",
+        "eval.interval=30",
+    ]
+    assert main(["run", str(folder / "job.toml"), f"plugins.files=['{captions_file(folder)}']", asked, *keys]) == 0
+    logged = re.findall(r"step 30, \d+.png: (.*)", capsys.readouterr().out)
+
+    run = str(folder / "runs" / f"said-{fusion}")
+    for picture, caption in zip(pictures, logged, strict=True):
+        asked = ["--image", picture, "--max-new-tokens", "6", "--trust-files"]
+        assert main(["vlm", "generate", run, *asked]) == 0
+        assert capsys.readouterr().out.strip() == caption
+
+
+@pytest.mark.slow
+def test_a_callback_samples_the_same_in_every_layout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captions")
+    launcher = Launcher(folder)
+    pictures = sorted((folder / "pictures").glob("*.png"))[:3]
+    asked = f"callbacks=[{{name='captions', pictures={[str(one) for one in pictures]}, max_new_tokens=4}}]"
+    own = [f"plugins.files=['{captions_file(folder)}']", asked, "train.steps=3", "eval.interval=3", "eval.batches=1"]
+    shared = [*TRAININGS["joint"], *own]
+    works = [Work("captions-one", 1, shared)]
+    works += [Work(f"captions-{name}", ranks, [*shared, *keys]) for name, (ranks, keys) in LAYOUTS.items()]
+
+    launcher.launch(works)
+
+    def said(name):
+        log = (launcher.run_dir(f"captions-{name}") / "log.txt").read_text(encoding="utf-8")
+        return re.findall(r"step \d+, .*png: .*", log)
+
+    assert len(said("one")) == 3
+    for name in LAYOUTS:
+        assert said(name) == said("one"), name

@@ -68,6 +68,11 @@ def test_what_a_page_promises_of_its_runs_is_so(typed):
     if page == "log-a-number":
         one, two = (first_line(folder / "runs" / run)["norm/embed"] for run in ("norms", "two"))
         assert two == pytest.approx(one, rel=1e-4)
+    if page == "log-captions":
+        one, two = ((folder / "runs" / run / "log.txt").read_text(encoding="utf-8") for run in ("captions", "two"))
+        said = [re.findall(r"step \d+, 0000\d.png: .*", log) for log in (one, two)]
+        assert len(said[0]) == 4
+        assert said[0] == said[1]
     if page == "report-a-bug":
         with tarfile.open(folder / "report.tar.gz") as archive:
             names = {Path(name).name for name in archive.getnames()}

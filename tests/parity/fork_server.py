@@ -291,6 +291,7 @@ def _import_everything() -> None:
 
 _DEAR = (
     "forge_plugins_hf.harness",
+    "forge_plugins_hf.lmms",
     "forge_plugins_parallel.fp8",
     "forge_plugins_torchft",
     *(f"forge_plugins_monitor.{name}_tracker" for name in ("mlflow", "tensorboard", "wandb")),

@@ -191,7 +191,12 @@ def replaced(**fields):
 FAULTS = [
     (ForgetfulInit, "test_init_weights_fills_everything", (), "leaves .*bias, .*counts uninitialised"),
     (GlobalInit, "test_same_seed_same_weights", (), "gate.weight differs between two routers of one seed"),
-    (Curious, "test_needs_what_can_be_known_of_a_token", (), "needs positions; it can be given token_ids and sequence"),
+    (
+        Curious,
+        "test_needs_what_can_be_known_of_a_token",
+        (),
+        "needs positions; it can be given token_ids, sequence, noise",
+    ),
     (
         replaced(weight=lambda routing: routing.weight[:, None]),
         "test_routing_is_well_formed",

@@ -60,7 +60,7 @@ class MoE(nn.Module):
         if unknown := sorted(self.needs.difference(TOKEN_FACTS)):
             raise PluginError(
                 f"the router {config.router.qualified_name} needs {unknown[0]!r}; of each token it can be given "
-                f"{' and '.join(TOKEN_FACTS)}. This is a bug in the router."
+                f"{', '.join(TOKEN_FACTS)}. This is a bug in the router."
             )
         self.experts = Experts(
             config.n_experts,
@@ -155,7 +155,7 @@ class MoE(nn.Module):
             torch.manual_seed(0)
             router.init_weights(SeededInitializer(0), "", 0.02)
             hidden, place = torch.randn(n_tokens, dim), torch.arange(n_tokens)
-            facts = {"token_ids": torch.randint(2**15, (n_tokens,)), "sequence": place // 512}
+            facts = {"token_ids": torch.randint(2**15, (n_tokens,)), "sequence": place // 512, "noise": place}
             routing = router(hidden, None, **{name: facts[name] for name in self.needs})
         given = _given(routing, some_to_none=False)
         if self.config.capacity_factor is None:

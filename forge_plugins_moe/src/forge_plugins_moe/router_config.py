@@ -282,6 +282,11 @@ class HashConfig(TokenChoiceConfig):
             yield "file", f"there is no file {self.file} (from the folder in which forge was started)"
 
 
+def _of_sigmoid(config: ExpertChoiceConfig, _: attrs.Attribute[Any], value: bool) -> None:
+    if value and config.score_function != "sigmoid":
+        raise ValueError(f'is for score_function = "sigmoid", and it is {config.score_function!r}')
+
+
 @attrs.frozen(kw_only=True)
 class ExpertChoiceConfig:
     """Experts choose tokens."""
@@ -294,6 +299,9 @@ class ExpertChoiceConfig:
     microbatch, so that the routing depends on ``train.batch_size`` and ``parallel.cp``."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """``softmax`` over the experts (Zhou et al.), ``sigmoid`` for each by itself (MoMa)."""
+    gumbel_noise: bool = attrs.field(default=False, validator=_of_sigmoid)
+    """In training, scores are ``σ(logit + G′ − G″)`` with two draws of Gumbel's distribution for each token and expert,
+    so that experts also try tokens that are not their best (MoMa). The noise is the same in any layout."""
     predictor: bool = False
     """Learn to predict from a token alone which experts will choose it. Evaluation and generated text go by that, and
     without it ``eval/loss`` looks ahead. What the predictor learns from reaches no other parameter."""

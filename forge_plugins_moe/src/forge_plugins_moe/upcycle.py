@@ -207,6 +207,7 @@ class UpcycledState(Mapping[str, torch.Tensor]):
         facts = {
             "token_ids": torch.arange(_SAMPLE) % vocab_size,
             "sequence": torch.zeros(_SAMPLE, dtype=torch.int64),
+            "noise": torch.arange(_SAMPLE),
         }
         facts = {name: facts[name] for name in part.needs}
         with torch.random.fork_rng(devices=[]):  # in training, some routers add noise

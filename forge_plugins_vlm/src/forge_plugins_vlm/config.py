@@ -44,6 +44,9 @@ class VisionLanguageConfig(TransformerConfig):
     freeze_encoder: bool = False
     """Never train the encoder: it runs without gradients and in evaluation mode, and no optimizer has its parameters.
     For a part of the run, use ``[[phases]]``."""
+    cut_encoder: bool = False
+    """Cut the encoder's layers over ``parallel.tp``, as the decoder's are. Otherwise each of these ranks has the whole
+    encoder and does all of its work, without talking to others."""
     newline: bool = False
     """Have a learned token that ends each row of an image, as the image processors ``anyres`` and ``tiles`` ask for."""
 
@@ -66,6 +69,12 @@ class VisionLanguageConfig(TransformerConfig):
             yield "input_tokens", "a tied head has the rows of all tokens; set tie_embeddings = false"
         if self.vocab_size is not None and self.input_tokens >= self.vocab_size:
             yield "input_tokens", f"must be less than model.vocab_size = {self.vocab_size}, got {self.input_tokens}"
+        if self.cut_encoder and (tp := job.parallel.tp) > 1:
+            if not (heads := self.encoder.config.heads_to_cut):
+                yield "cut_encoder", f"the layers of {self.encoder.name} cannot be cut; set cut_encoder = false"
+            elif heads % tp:
+                sentence = f"the {heads} heads of {self.encoder.name} cannot be shared out over parallel.tp = {tp}"
+                yield "cut_encoder", f"{sentence}; set cut_encoder = false, or another parallel.tp"
         for key, sentence in self.fusion.config.check(job):
             yield ".".join(filter(None, ("fusion", key))), sentence
         trained = [*image_sources(job.data.config, "data")]

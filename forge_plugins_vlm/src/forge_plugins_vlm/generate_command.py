@@ -120,18 +120,16 @@ def _reader(loaded: LoadedModel, invocation: Invocation) -> tuple[PromptReader, 
         ConfigError: the model was not trained on images, or not on those of ``image_text``.
     """
     from forge_core.config.builder import ComponentBuilder
-    from forge_plugins_vlm.config import image_sources
-    from forge_plugins_vlm.data.config import ImageTextConfig
     from forge_plugins_vlm.data.prompts import PromptReader
+    from forge_plugins_vlm.sampling import image_text_of
 
-    sources = [one for _, one in image_sources(loaded.job.data.config, "data") if isinstance(one, ImageTextConfig)]
-    if not sources or loaded.tokenizer is None:
+    config = image_text_of(loaded.job)
+    if config is None or loaded.tokenizer is None:
         raise ConfigError(
             f"the data of this run, {loaded.job.data.name}, have no images (image_text), and so do not say how to read "
             "them; forge generate continues text"
         )
     build = ComponentBuilder(catalog_of(loaded.job, invocation.catalog))
-    config = sources[0]
     return PromptReader(config, loaded.tokenizer, build(config.processor)), config
 
 

@@ -107,16 +107,27 @@ class VisionLanguageModel(Transformer):
     def flops_of(self, unit: str) -> float:
         """Same as ``TowerModel.flops_of``, of a sequence of ``max_seq_len`` tokens with one tile."""
         if unit == "vision":
-            assert self.vision is not None, "asked of the whole model"
-            return self.vision.flops(*self._tile_of_nothing()) / self.max_seq_len
+            return self._flops_of_tile(*self._tile_of_nothing()) / self.max_seq_len
         if unit == "embed":
             return 0.0
         block: Any = self.blocks[unit.removeprefix("blocks.")]
         flops: float = 6.0 * block.active_parameters() + block.mixing_flops(self.max_seq_len)
         return flops
 
+    def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Same as ``TowerModel.flops_beside``: the encoder's for the tiles that a batch has, those that fill up rows
+        included, instead of one in ``max_seq_len`` tokens. Its backward is counted in phases in which it is trained.
+        """
+        if self.vision is None:
+            return 0.0
+        rows, length = batch["tokens"].shape
+        shape = batch["pixels"].shape if "pixels" in batch else (rows, 1, 3, *self._tile_of_nothing())
+        of_tiles = shape[0] * shape[1] * self._flops_of_tile(*shape[-2:], trains=self.vision.trains_encoder)
+        return of_tiles - rows * length * self.flops_of("vision")
+
     def flops_per_token(self, seq_len: int) -> float:
-        """Same as ``Model.flops_per_token``, with the encoder's for a tile in ``max_seq_len`` tokens."""
+        """Same as ``Model.flops_per_token``, with the encoder's for a tile in ``max_seq_len`` tokens, as ``forge plan``
+        knows no images; ``flops_beside`` has the others. Those of the connector are not counted."""
         return super().flops_per_token(seq_len) + (0.0 if self.vision is None else self.flops_of("vision"))
 
     def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
@@ -137,6 +148,8 @@ class VisionLanguageModel(Transformer):
         plan = super().parallel_plan()
         if self.vision is not None:
             plan["vision"] = "tower"
+            if self.config.cut_encoder:
+                plan |= {f"vision.encoder.{name}": role for name, role in self.vision.encoder.parallel_plan().items()}
         if self.placing is not None and self.embed is not None:
             plan["placing"] = "residual"
         return plan
@@ -244,6 +257,12 @@ class VisionLanguageModel(Transformer):
         config = self.config
         number: int = config.connector.config.num_tokens(config.encoder.config.grid(height, width))
         return number
+
+    def _flops_of_tile(self, height: int, width: int, *, trains: bool | None = None) -> float:
+        """The encoder's: forward, and backward where it is trained, by default as the configuration has it."""
+        trains = not self.config.freeze_encoder if trains is None else trains
+        forward: float = self.config.encoder.config.flops(height, width)
+        return forward * (3 if trains else 1)
 
     def _tile_of_nothing(self) -> tuple[int, int]:
         """The size of the tile that stands for none: an encoder runs on all ranks, or FSDP would wait for it."""

@@ -219,6 +219,12 @@ def forge_data_sources() -> Iterable[Component]:
         factory="forge_plugins_vlm.data.source:open_image_text",
         config="forge_plugins_vlm.data.config:ImageTextConfig",
     )
+    yield Component(
+        name="image_text_streaming",
+        summary="images among text of a data set of Hugging Face, read and tokenised while the run goes on",
+        factory="forge_plugins_vlm.data.streams:open_image_text_streaming",
+        config="forge_plugins_vlm.data.streaming_config:ImageTextStreamingConfig",
+    )
 
 
 @hookimpl(optionalhook=True)

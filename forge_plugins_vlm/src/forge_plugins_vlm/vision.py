@@ -83,10 +83,10 @@ class VisionTower(nn.Module):
         """The repeated layers of the encoder, by their names in this module."""
         return [f"encoder.{name}" for name in self.encoder.units()]
 
-    def flops(self, height: int, width: int) -> float:
-        """FLOPs of a tile, forward, and backward where the encoder is trained; those of the connector not counted."""
-        forward: float = self._encoder_config.flops(height, width)
-        return forward * (3 if self._trains_encoder else 1)
+    @property
+    def trains_encoder(self) -> bool:
+        """Whether the encoder is trained, in the phase that the run is in."""
+        return self._trains_encoder
 
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot."""

@@ -24,6 +24,7 @@ from forge_core.errors import PluginError
 from forge_core.train.events import EVENTS, Events
 from forge_core.train.initialisation import SeededInitializer
 from forge_testing.component_case import ComponentCase
+from forge_testing.evaluation import SmallWorld
 from forge_testing.several_ranks import on_ranks
 from forge_testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job
 
@@ -262,7 +263,9 @@ class SmallRun:
                 }
                 self._call("step_logged", step=step, metrics=values)
         if logged:
-            self._call("eval_start", step=self._steps)
+            world = SmallWorld(1)
+            world.model = self.model
+            self._call("eval_start", step=self._steps, model=world.context(0))
             self._call("eval_batch", step=self._steps, batch={"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
             self._call("eval_end", step=self._steps, metrics={"eval/loss": 1.0, "eval/perplexity": 2.718})
             self._call("checkpoint_saved", step=self._steps, path=self._checkpoint)

@@ -17,7 +17,7 @@ import torch
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import RanksByAxis
 from forge_core.contracts.data_source import DataSource
-from forge_core.contracts.evaluation import Evaluation, EvaluationConfig, LossTotal
+from forge_core.contracts.evaluation import Evaluation, EvaluationConfig, EvaluationContext, LossTotal
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.loader import evaluation_batches
 from forge_core.train.initialisation import SeededInitializer
@@ -134,10 +134,14 @@ class SmallWorld:
     def run(self, evaluations: Sequence[Evaluation]) -> list[Mapping[str, float]]:
         def one(rank: int) -> Mapping[str, float]:
             with torch.no_grad():
-                return evaluations[rank].run(_Rank(self, rank))
+                return evaluations[rank].run(self.context(rank))
 
         with ThreadPoolExecutor(self.ranks) as threads:
             return list(threads.map(one, range(self.ranks)))
+
+    def context(self, rank: int) -> EvaluationContext:
+        """The model as a rank's evaluations see it."""
+        return _Rank(self, rank)
 
     def exchange(self, rank: int, values: Any) -> list[Any]:
         """What all ranks give. One that does not ask as often as the others breaks the barrier."""

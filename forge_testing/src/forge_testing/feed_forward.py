@@ -159,6 +159,7 @@ def _run(layer: Any, hidden: torch.Tensor, valid: torch.Tensor | None = None) ->
     """With what else it needs to know of tokens."""
     place = torch.arange(hidden.shape[0] * hidden.shape[1]).view(hidden.shape[:2])
     facts = {"token_ids": place % 11, "sequence": place // hidden.shape[1] * hidden.shape[1]}
+    facts["noise"] = place * 7919
     output: torch.Tensor = layer(hidden, valid, **{name: facts[name] for name in getattr(layer, "needs", ())})
     return output
 

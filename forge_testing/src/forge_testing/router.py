@@ -68,7 +68,7 @@ class RouterConformance(ComponentCase):
 
         assert needs <= {*TOKEN_FACTS}, (
             f"the router needs {', '.join(sorted(needs.difference(TOKEN_FACTS)))}; it can be given "
-            f"{' and '.join(TOKEN_FACTS)}"
+            f"{', '.join(TOKEN_FACTS)}"
         )
 
     @each_dtype
@@ -318,7 +318,7 @@ def _route(
 ) -> Routing:
     """``rows``: which of all tokens these are, on which depends what else is known of them."""
     rows = torch.arange(len(hidden)) if rows is None else rows
-    facts = {"token_ids": rows % 64 % 11, "sequence": rows // 16}
+    facts = {"token_ids": rows % 64 % 11, "sequence": rows // 16, "noise": rows * 7919}
     routing: Routing = router(hidden, valid, **{name: facts[name] for name in getattr(router, "needs", ())})
     return routing
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.attention import AttentionCore
-from forge_plugins_dense.dropout import Dropout, drop_weights, noise_of_layer
+from forge_plugins_dense.dropout import Dropout, drop_weights, noise_of_layer, uniform
 from forge_plugins_dense.mask import causal_mask, document_block_mask
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 
@@ -183,3 +183,15 @@ def test_layouts_that_cannot_drop_weights_are_refused(tiny_config):
     q = torch.zeros(1, 4, 8, 8)
     with pytest.raises(ConfigError, match=r"attention_dropout: context parallelism on CUDA"):
         AttentionCore("auto", dropout=0.1)(q, q, q, document_block_mask(torch.zeros(1, 8).long()), False)
+
+
+def test_uniform_numbers_are_between_nothing_and_one_and_reach_neither(monkeypatch):
+    found = uniform(torch.arange(2**16), 4)
+    assert found.dtype == torch.float32
+    assert found.min() > 0
+    assert found.max() < 1
+    assert found.mean().item() == pytest.approx(0.5, abs=0.003)
+
+    for bits, end in ((0, 2.0**-24), (0xFFFF_FFFF, 1 - 2.0**-24)):  # whatever a hash gives
+        monkeypatch.setattr("forge_plugins_dense.dropout._mixed", lambda _, bits=bits: torch.tensor([bits]))
+        assert uniform(torch.zeros(1, dtype=torch.int64), 1).item() == end

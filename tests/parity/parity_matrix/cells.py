@@ -93,6 +93,8 @@ _MODALITY_EXPERTS = (
     'router={name="expert_choice", experts_per_token=1, score_function="sigmoid", predictor=true}}'
 )
 
+_NOISY_EXPERTS = _MODALITY_EXPERTS.replace("predictor=true", "predictor=true, gumbel_noise=true")
+
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
@@ -176,6 +178,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "moe sinkhorn": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="sinkhorn"}', *_ONE_BY_ONE],
     "moe noisy": ['model.feed_forward={name="moe", n_experts=4, hidden_dim=32, router="noisy_topk"}', *_ONE_BY_ONE],
     "joint": _LOOKING,
+    "joint cut": [*_LOOKING, "model.cut_encoder=true"],  # over tp, where the encoder of "joint" is whole
     "joint packed": [*_LOOKING, "data.packing=true"],
     "joint mrope": [*_LOOKING, 'model.fusion={name="joint_decoder", mrope_sections=[0, 1, 1], bidirectional=true}'],
     "joint padded": [  # tiles of which the picture is a part
@@ -205,6 +208,11 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         *_LOOKING,
         f"model.fusion={{name='moma', image={_MODALITY_EXPERTS}}}",
         f"model.feed_forward={_MODALITY_EXPERTS}",
+    ],
+    "moma noisy": [
+        *_LOOKING,
+        f"model.fusion={{name='moma', image={_NOISY_EXPERTS}}}",
+        f"model.feed_forward={_NOISY_EXPERTS}",
     ],
     "muon": [_MUON],
     "muon moe": [
@@ -629,6 +637,18 @@ CELLS: Mapping[str, Cell] = {
     **looking_cells("mixture of transformers"),
     **looking_cells("moma", cp=False),
     "moma-ep2": Cell(2, [HALF, EP2], "moma"),
+    **{
+        name: cell
+        for name, cell in looking_cells("moma noisy", cp=False).items()
+        if name.endswith(("-accumulation4", "-fsdp2", "-ac-full", "-interleaved-tp2"))
+    },
+    "joint-cut-tp2": Cell(2, [TP2], "joint cut"),
+    "joint-cut-tp2-whole-positions": Cell(
+        2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "joint cut"
+    ),
+    "joint-cut-tp2-fsdp2-ac-full": Cell(4, [TP2, HALF, f"{AC}=true"], "joint cut"),
+    "joint-cut-pp2-interleaved-tp2": Cell(4, [*pp2("Interleaved1F1B"), TP2], "joint cut"),
+    "moma-noisy-ep2": Cell(2, [HALF, EP2], "moma noisy"),
     **{name: cell for name, cell in looking_cells("joint packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("crossed packed").items() if "compiled" not in name},
     **{name: cell for name, cell in looking_cells("joint frozen then thawed").items() if "compiled" not in name},

@@ -18,7 +18,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from forge_core.errors import ExitCode, ForgeError
-from forge_core.job import load_job
+from forge_core.job import catalog_of, load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 from forge_core.run.process import hard_exit
@@ -55,7 +55,7 @@ _THREADS = 50
 def _take_part(job_toml: Path, work: dict[str, Any], catalog: Catalog) -> None:
     try:
         job = load_job(job_toml, work["settings"], catalog=catalog, world_size=work["ranks"])
-        run_job(job, catalog, dry_run=work["dry_run"])
+        run_job(job, catalog_of(job, lambda disabled: catalog), dry_run=work["dry_run"])
     except ForgeError as error:  # all ranks refuse together, and may go on to the next work
         if not work["refused"] or error.exit_code is not ExitCode.INVALID:
             raise

@@ -13,6 +13,7 @@ from forge_core.contracts.model import Initializer
 from forge_core.contracts.router import Routing
 from forge_core.ops.accumulate import accumulate
 from forge_core.ops.sequence_sum import sum_by_sequence
+from forge_plugins_dense.dropout import uniform
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_moe.exact_share import exact_share
 from forge_plugins_moe.router_config import ExpertChoiceConfig
@@ -29,7 +30,7 @@ class ExpertChoice(GatedRouter):
     Whether a token is taken depends on later ones, so the model cannot generate text with it, and a loss that is
     evaluated with it looks ahead. A predictor stands in for the choice in both: a second gate, trained to tell from the
     token alone whether an expert takes it (Raposo et al. 2024, arXiv 2404.02258, section 3.5; Lin et al. 2024,
-    arXiv 2407.21770); its gradient stops at the hidden state.
+    arXiv 2407.21770); its gradient stops at the hidden state. Where there is noise, it predicts the choice with it.
 
     Raises:
         ConfigError: a token cannot visit as many experts as the config says.
@@ -42,7 +43,8 @@ class ExpertChoice(GatedRouter):
         refuse_contradictions(config, n_experts)
         super().__init__(dim=dim, n_experts=n_experts, experts_per_token=config.experts_per_token)
         self.config = config
-        self.needs = frozenset({"sequence"} if config.scope == "sequence" else ())
+        of_group = {"sequence"} if config.scope == "sequence" else set()
+        self.needs = frozenset(of_group | ({"noise"} if config.gumbel_noise else set()))
         self.predictor = nn.Linear(dim, n_experts, bias=False) if config.predictor else None
         self.register_buffer("taken", torch.empty(1), persistent=False)
         self.register_buffer("last_taken", torch.empty(1), persistent=False)
@@ -52,12 +54,21 @@ class ExpertChoice(GatedRouter):
         return self.predictor is not None and not self.training
 
     def forward(
-        self, hidden: torch.Tensor, valid: torch.Tensor | None = None, *, sequence: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        valid: torch.Tensor | None = None,
+        *,
+        sequence: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
     ) -> Routing:
         if self.predictor is not None and not self.training:
             return self.predicted(hidden, valid)
         logits = self.logits(hidden, valid)
-        scores = score(logits, self.config.score_function)
+        if self.config.gumbel_noise and self.training:
+            assert noise is not None, "the router says that it needs it"
+            scores = score(logits + gumbel_difference(noise, self.n_experts), self.config.score_function)
+        else:
+            scores = score(logits, self.config.score_function)
         takes = self._takes(scores.detach(), valid, sequence)
         routed = takes.float()
         probability = probabilities(scores, self.config.score_function)
@@ -118,6 +129,16 @@ class ExpertChoice(GatedRouter):
             tokens, group = sum_by_sequence(valid[:, None], sequence).long(), sequence
         room = tokens * self._share.numerator // self._share.denominator
         return (ranks_in_group(torch.where(valid[:, None], scores, -torch.inf), group) < room) & valid[:, None]
+
+
+def gumbel_difference(noise: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """``G′ − G″`` ``(T, E)`` fp32 of two independent draws of Gumbel's distribution: a draw of the logistic one,
+    ``log u − log(1 − u)`` (Lin et al. 2024, arXiv 2407.21770).
+
+    Args:
+        noise: ``(T,)`` int64, a number of each token in this layer.
+    """
+    return uniform(noise, n_experts).logit()
 
 
 class PredictedChoice(nn.Module):

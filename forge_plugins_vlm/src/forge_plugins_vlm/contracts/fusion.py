@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from forge_plugins_vlm.config import VisionLanguageConfig
 
 Axis = Literal["tp", "pp", "cp", "ep"]
-FACTS = frozenset({"image_range", "image_slots", "image_tile", "image_tokens", "sequence", "token_ids"})
-"""What blocks can ask for by their ``needs``. The last two are those of feed-forward layers."""
+FACTS = frozenset({"image_range", "image_slots", "image_tile", "image_tokens", "noise", "sequence", "token_ids"})
+"""What blocks can ask for by their ``needs``. The last three are those of feed-forward layers."""
 
 
 @attrs.frozen(kw_only=True)

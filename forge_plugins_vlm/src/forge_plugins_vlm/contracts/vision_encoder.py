@@ -64,6 +64,12 @@ class VisionEncoderConfig(ABC):
         """Whether its forward takes ``sizes``. Without, it refuses them with a ``ValueError``."""
         return False
 
+    @property
+    def heads_to_cut(self) -> int:
+        """Heads of attention of its layers, if these can be cut over ranks (``VisionEncoder.parallel_plan``): a number
+        that the ranks must divide. 0: they cannot."""
+        return 0
+
     def flops(self, height: int, width: int) -> float:
         """FLOPs of the forward of one tile: 2 a weight that is multiplied, and ``4 · layers · D · T²`` for attention.
         ``forge plan``, the cut of a pipeline and MFU count with it."""
@@ -71,7 +77,12 @@ class VisionEncoderConfig(ABC):
 
 
 class VisionEncoder(Protocol):
-    """An ``nn.Module``, built on meta as all of a model is."""
+    """An ``nn.Module``, built on meta as all of a model is.
+
+    It may have a method ``parallel_plan() -> Mapping[str, ShardRole]``: the roles ``column`` and ``row`` of modules in
+    its layers, by their names in this module. Each rank along ``tp`` then has some of the heads and of the hidden
+    features between them, and what it reads and gives stays whole; ``config.heads_to_cut`` says how many heads.
+    """
 
     def forward(self, pixels: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
         """Encode tiles.

@@ -46,6 +46,8 @@ class Document:
     """``(L,)`` int64, as the entry ``image_slots``, of its own tiles."""
     images: tuple[Placed, ...]
     where: str
+    is_cut: bool = False
+    """It is the beginning of a longer one."""
 
     @property
     def n_tiles(self) -> int:

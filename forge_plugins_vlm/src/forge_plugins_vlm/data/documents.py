@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -12,7 +12,7 @@ from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Layout
 from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import Document, Encoder
 from forge_plugins_vlm.data.formats import sample_of
-from forge_plugins_vlm.data.references import Reference
+from forge_plugins_vlm.data.references import Reference, UnreadableError
 from forge_plugins_vlm.data.rows import chosen_rows
 from forge_plugins_vlm.data.sample import Sample
 from forge_plugins_vlm.data.writing import Write
@@ -31,9 +31,28 @@ class Opened:
     """A sentence about the first image that cannot be read."""
 
 
-def open_documents(
-    config: ImageTextConfig, split: Split, seq_len: int, write: Write, encoder: Encoder, processor: ImageProcessor
-) -> Opened:
+class DocumentMaker:
+    """Makes documents of conversations, as a configuration wants them."""
+
+    def __init__(
+        self, config: ImageTextConfig, seq_len: int, write: Write, encode: Encoder, processor: ImageProcessor
+    ) -> None:
+        self._config, self._seq_len = config, seq_len
+        self._write, self._encode, self._processor = write, encode, processor
+
+    def __call__(self, sample: Sample) -> Document | None:
+        """The document; nothing, if it is too long, or has too many images, and such are skipped.
+
+        Raises:
+            ConfigError: it is too long, or has too many images, and those are refused; what ``Encoder`` refuses.
+            UnreadableError: the size of an image must be known, and it cannot be read.
+        """
+        images = _with_layouts(sample.references, self._config, self._processor)
+        document = self._encode(self._write(sample), images, sample.where)
+        return _kept(document, self._config, self._seq_len)
+
+
+def open_documents(config: ImageTextConfig, split: Split, seq_len: int, make: DocumentMaker) -> Opened:
     """Read and tokenise the conversations of a split.
 
     Raises:
@@ -44,40 +63,37 @@ def open_documents(
     identities: list[str] = []
     counts = {"conversations": 0, "cut": 0, "skipped": 0, "unreadable": 0}
     first_unreadable = None
-    for sample in _samples(config, split):
+    for row in chosen_rows(config, split):
+        sample = sample_of(row, config)
         counts["conversations"] += 1
         try:
             own = [_identity(reference) for reference in sample.references]
-            images = _with_layouts(sample.references, config, processor)
+            document = make(sample)
         except UnreadableError as error:
-            sentence = f"{sample.where}: {error}"
-            if config.on_error == "refuse":
-                raise ConfigError(f'{sentence}; mend or remove it, or set on_error = "skip"') from error
-            first_unreadable = first_unreadable or sentence
+            first_unreadable = first_unreadable or sentence_or_refusal(sample, error, config)
             counts["unreadable"] += 1
             continue
-        document = encoder(write(sample), images, sample.where)
-        kept = _kept(document, config, seq_len)
-        if kept is None:
+        if document is None:
             counts["skipped"] += 1
             continue
-        counts["cut"] += kept is not document
-        documents.append(kept)
+        counts["cut"] += document.is_cut
+        documents.append(document)
         identities += own
     if not documents:
         raise ConfigError(_nothing(config, split, seq_len, counts, first_unreadable))
     return Opened(documents, identities, counts, first_unreadable)
 
 
-class UnreadableError(Exception):
-    """An image, or a video, cannot be read; the message names it, with the reason."""
+def sentence_or_refusal(sample: Sample, error: UnreadableError, config: ImageTextConfig) -> str:
+    """What is said of a conversation that is left out.
 
-    def __init__(self, reference: Reference, error: OSError) -> None:
-        super().__init__(f"the {reference.kind} {reference.where} cannot be read: {error.strerror or error}")
-
-
-def _samples(config: ImageTextConfig, split: Split) -> Iterator[Sample]:
-    return (sample_of(row, config) for row in chosen_rows(config, split))
+    Raises:
+        ConfigError: such are refused.
+    """
+    sentence = f"{sample.where}: {error}"
+    if config.on_error == "refuse":
+        raise ConfigError(f'{sentence}; mend or remove it, or set on_error = "skip"') from error
+    return sentence
 
 
 def _identity(reference: Reference) -> str:
@@ -127,7 +143,8 @@ def _kept(document: Document, config: ImageTextConfig, seq_len: int) -> Document
             f"{document.where} has {length:,} tokens{images}, and a sample takes train.seq_len + 1 = {seq_len + 1:,}; "
             f"raise train.seq_len, {what}"
         )
-    return None if config.too_long == "skip" else document.cut(seq_len + 1, config.max_images)
+    cut = None if config.too_long == "skip" else document.cut(seq_len + 1, config.max_images)
+    return None if cut is None else attrs.evolve(cut, is_cut=True)
 
 
 def _nothing(

@@ -15,12 +15,12 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.chat import clock, template_of
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Processed
+from forge_plugins_vlm.data.collation import collate
 from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import TEXT, Document, forbidden_ids
-from forge_plugins_vlm.data.documents import UnreadableError
 from forge_plugins_vlm.data.reading import ImageReader
-from forge_plugins_vlm.data.references import Reference
-from forge_plugins_vlm.data.source import encoder_of
+from forge_plugins_vlm.data.references import Reference, UnreadableError
+from forge_plugins_vlm.data.source import encoder_of, shape_of
 from forge_plugins_vlm.data.writing import Written
 
 
@@ -40,24 +40,32 @@ class Prompt:
 
 
 class PromptReader:
-    """Makes prompts of texts and images, by the keys of the data that a model was trained on."""
+    """Makes prompts of texts and images, by the keys of the data that a model was trained on.
+
+    Attributes:
+        tokenizer: the data's.
+    """
 
     def __init__(self, config: ImageTextConfig, tokenizer: Tokenizer, processor: ImageProcessor) -> None:
-        self._config, self._tokenizer, self._processor = config, tokenizer, processor
+        self._config, self.tokenizer, self._processor = config, tokenizer, processor
         self._encode = encoder_of(config, tokenizer)
         self._read = ImageReader(attrs.evolve(config, on_error="refuse"), processor, ())
 
     @property
     def forbidden(self) -> list[int]:
         """Token ids that stand for images alone."""
-        return forbidden_ids(self._tokenizer, self._config.placeholder)
+        return forbidden_ids(self.tokenizer, self._config.placeholder)
 
     def usual_text(self, n_images: int) -> str:
         """The prompt of so many images and no words."""
-        placeholders = self._config.placeholder * n_images
+        return self.asked("", n_images)
+
+    def asked(self, question: str, n_images: int) -> str:
+        """The prompt of a question behind so many images."""
+        said = self._config.placeholder * n_images + question
         if self._config.chat_template:
-            return placeholders
-        return self._config.prompt_template.removesuffix("{answer}").replace("{prompt}", placeholders)
+            return said
+        return self._config.prompt_template.removesuffix("{answer}").replace("{prompt}", said)
 
     def __call__(self, text: str, images: Sequence[Reference], where: str) -> Prompt:
         """Read one.
@@ -110,7 +118,12 @@ class PromptReader:
             entries["tile_sizes"] = sizes
         return {name: torch.from_numpy(entry) for name, entry in entries.items()}
 
+    def collated(self, prompts: Sequence[Prompt], seq_len: int) -> dict[str, np.ndarray]:
+        """Prompts as a batch of training has them: text is padded on the right, to a length."""
+        shape = attrs.evolve(shape_of(self._config, self.tokenizer, seq_len), packed=False)
+        return collate([[(one.document, one.images)] for one in prompts], shape)
+
     def _in_a_turn(self, text: str) -> str:
-        template = template_of(self._config, self._tokenizer)
+        template = template_of(self._config, self.tokenizer)
         said = [{"role": "user", "content": text}]
         return template.render(said, add_generation_prompt=True, now=clock(self._config.date)).text

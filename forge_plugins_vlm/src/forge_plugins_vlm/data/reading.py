@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 
 import numpy as np
+from PIL import Image
 
 from forge_core.errors import ConfigError
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Processed
 from forge_plugins_vlm.data.config import ImageTextConfig
 from forge_plugins_vlm.data.document import Document, Placed
-from forge_plugins_vlm.data.documents import UnreadableError
+from forge_plugins_vlm.data.references import UnreadableError
+from forge_plugins_vlm.data.video import open_images
 from forge_plugins_vlm.images.picture import at_least_for
 
 
@@ -45,12 +47,13 @@ class ImageReader:
                 opened.
         """
         try:
-            return document, [self._processed(image, document) for image in document.images]
+            pictures = open_images([image.reference for image in document.images], self._at_least)
+            return document, [self._processed(*one, document) for one in zip(document.images, pictures, strict=True)]
         except UnreadableError as error:
             sentence = f"{document.where}: {error}"
             if self._config.on_error == "refuse":
                 raise ConfigError(f'{sentence}; mend or remove it, or set on_error = "skip"') from error
-            self._tell(document.where, sentence)
+            self.tell(document.where, sentence, "it has no targets")
             return document.unlearned(), [self._blank(image) for image in document.images]
 
     def watch(self, report: Callable[[str], None]) -> None:
@@ -60,11 +63,7 @@ class ImageReader:
         for sentence in waiting:
             report(sentence)
 
-    def _processed(self, image: Placed, document: Document) -> Processed:
-        try:
-            picture = image.reference.open(self._at_least)
-        except OSError as error:
-            raise UnreadableError(image.reference, error) from error
+    def _processed(self, image: Placed, picture: Image.Image, document: Document) -> Processed:
         found = self._processor(picture, self._config.token_grid)
         if len(found.tiles) != image.layout.n_tiles or not np.array_equal(found.slots, image.layout.slots):
             raise ConfigError(
@@ -79,13 +78,18 @@ class ImageReader:
         sizes = np.tile(np.array(size), (n_tiles, 1)) if self._config.processor_config.pads else None
         return Processed(np.zeros((n_tiles, 3, *size), dtype=np.uint8), image.layout.slots, sizes)
 
-    def _tell(self, key: str, sentence: str) -> None:
-        """Once for each document."""
+    def tell(self, key: str, sentence: str, outcome: str) -> None:
+        """Tell whoever watches of a document with images that cannot be read, once.
+
+        Args:
+            key: tells the document from others.
+            outcome: what becomes of it.
+        """
         with self._lock:
             if key in self._unreadable:
                 return
             self._unreadable[key] = sentence
-            said = f"{sentence}; it has no targets, the {len(self._unreadable)}. such of this process"
+            said = f"{sentence}; {outcome}, the {len(self._unreadable)}. such of this process"
             report = self._report
             if report is None:
                 self._waiting.append(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,6 +53,13 @@ class Reference(ABC):
         Raises:
             OSError: it cannot be read.
         """
+
+
+class UnreadableError(Exception):
+    """An image, or a video, cannot be read; the message names it, with the reason."""
+
+    def __init__(self, reference: Reference, error: OSError) -> None:
+        super().__init__(f"the {reference.kind} {reference.where} cannot be read: {error.strerror or error}")
 
 
 class EncodedPicture(Reference):
@@ -184,6 +192,50 @@ class DatasetCell(EncodedPicture):
     def content(self) -> bytes:
         value = self.dataset[self.row].column(self.column)[0]
         return _bytes_of((value if self.index is None else value[self.index]).as_py(), Path())
+
+
+@attrs.frozen(eq=False)
+class PictureInMemory(EncodedPicture):
+    """The file of an image that was read with its row."""
+
+    value: bytes | Mapping[str, Any] = attrs.field(repr=False)
+    """As ``datasets`` gives an image that it does not decode."""
+    place: str
+    """The row, and its column."""
+
+    @property
+    def where(self) -> str:
+        return self.place
+
+    @property
+    def identity(self) -> str:
+        return self.place
+
+    def content(self) -> bytes:
+        return _bytes_of(self.value, Path())
+
+
+@attrs.frozen(eq=False)
+class DecodedPicture(Reference):
+    """An image that is there."""
+
+    image: Image.Image = attrs.field(repr=False)
+    place: str
+    """For messages."""
+
+    @property
+    def where(self) -> str:
+        return self.place
+
+    @property
+    def identity(self) -> str:
+        return self.place
+
+    def open(self, at_least: Grid | None = None) -> Image.Image:
+        return self.image
+
+    def size(self) -> Grid:
+        return self.image.height, self.image.width
 
 
 def _bytes_of(value: Any, folder: Path) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -19,13 +20,13 @@ from forge_plugins_vlm.contracts.image_processor import ImageProcessor
 from forge_plugins_vlm.data.collation import Shape, collate
 from forge_plugins_vlm.data.config import ImageTextConfig, entries_of
 from forge_plugins_vlm.data.document import Document, Encoder, forbidden_ids
-from forge_plugins_vlm.data.documents import Opened, open_documents
+from forge_plugins_vlm.data.documents import DocumentMaker, Opened, open_documents
 from forge_plugins_vlm.data.guard import refuse_copies
 from forge_plugins_vlm.data.packing import one_each, pack
 from forge_plugins_vlm.data.reading import ImageReader
 from forge_plugins_vlm.data.writing import writer
 
-_LOOKED_AT = 8
+LOOKED_AT = 8
 """Samples that are read when a source is opened."""
 
 
@@ -41,8 +42,8 @@ def open_image_text(
     """
     tokenizer = tokenizer_of(config, build)
     processor: ImageProcessor = build(config.processor)
-    encode = encoder_of(config, tokenizer)
-    opened = open_documents(config, split, seq_len, writer(config, tokenizer), encode, processor)
+    make = DocumentMaker(config, seq_len, writer(config, tokenizer), encoder_of(config, tokenizer), processor)
+    opened = open_documents(config, split, seq_len, make)
     source = ImageText(config, opened, tokenizer, processor, seq_len)
     source.refuse_unusable()
     return source
@@ -69,6 +70,18 @@ def shape_of(config: ImageTextConfig, tokenizer: Tokenizer, seq_len: int) -> Sha
         tokens_a_tile=rows * columns,
         packed=config.packing,
     )
+
+
+def identity_of(config: ImageTextConfig, tokenizer: Tokenizer) -> list[Any]:
+    """What decides how conversations and images become samples, for a fingerprint."""
+    return [
+        "image_text",
+        tokenizer.fingerprint,
+        config.packing,
+        config.token_grid,
+        config.one_token_an_image,
+        [config.processor.qualified_name, attrs.asdict(config.processor_config)],
+    ]
 
 
 class ImageText:
@@ -130,7 +143,7 @@ class ImageText:
         Raises:
             ConfigError: none of their images can be read; targets are not shifted.
         """
-        first = np.unique(np.linspace(0, len(self) - 1, _LOOKED_AT).astype(np.int64))
+        first = np.unique(np.linspace(0, len(self) - 1, LOOKED_AT).astype(np.int64))
         batch = self.read(first)
         looked_at = [document for index in first.tolist() for document in self.documents(index)]
         with_images = sum(bool(document.images) for document in looked_at)
@@ -146,18 +159,8 @@ class ImageText:
         for document in self._documents:
             for array in (document.tokens, document.learned, document.slots):
                 digest.update(array.tobytes())
-        processor = self._config.processor
         digest.update(self._order.tobytes() + self._bounds.tobytes())
-        facts = [
-            "image_text",
-            tokenizer.fingerprint,
-            self._shape.seq_len,
-            self._config.packing,
-            self._config.token_grid,
-            self._config.one_token_an_image,
-            [processor.qualified_name, attrs.asdict(self._config.processor_config)],
-            opened.identities,
-        ]
+        facts = [identity_of(self._config, tokenizer), self._shape.seq_len, opened.identities]
         digest.update(json.dumps(facts).encode())
         return digest.hexdigest()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ from PIL import Image
 from forge_core.errors import ConfigError
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 from forge_plugins_vlm.data.config import ImageTextConfig
-from forge_plugins_vlm.data.references import PictureFile, Reference
+from forge_plugins_vlm.data.references import PictureFile, Reference, UnreadableError
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_UNSTAMPED = "its frames have no timestamps; put it into a container that has them, such as Matroska"
 
 
 def frames_of(video: Path, part: Mapping[str, Any], where: str, config: ImageTextConfig) -> Sequence[Reference]:
@@ -56,6 +60,58 @@ def uniform(there: int, wanted: int) -> list[int]:
     return [round(float(place)) for place in np.linspace(0, there - 1, min(there, wanted))]
 
 
+def open_images(references: Sequence[Reference], at_least: Grid | None = None) -> Iterator[Image.Image]:
+    """Decode images, in order. Frames of a video that follow each other are decoded together, each part of its file
+    once.
+
+    Args:
+        at_least: as ``Reference.open`` takes it.
+
+    Raises:
+        UnreadableError: one of them cannot be read.
+    """
+    for path, group in groupby(references, lambda one: one.path if isinstance(one, VideoFrame) else None):
+        if path is None:
+            yield from (_opened(one, at_least) for one in group)
+            continue
+        frames = [one for one in group if isinstance(one, VideoFrame)]
+        by_time = {frame.until: frame for frame in sorted(frames, key=lambda frame: frame.until)}
+        found: dict[int, Image.Image] = {}
+        try:
+            found.update(decoded(path, [*by_time]))
+        except OSError as error:
+            failed = next(frame for time, frame in by_time.items() if time not in found)
+            raise UnreadableError(failed, error) from error
+        yield from (found[frame.until] for frame in frames)
+
+
+def decoded(path: Path, times: Sequence[int]) -> Iterator[tuple[int, Image.Image]]:
+    """The last frame of a file until each of some times, with the time; the first one, if it is later.
+
+    No frame is decoded twice, and none before the keyframe from which the first of a group of times is reached, or
+    behind the last of the group and one more.
+
+    Args:
+        times: in units of the stream, from the earliest to the latest.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    av = _decoder(str(path))
+    try:
+        with av.open(str(path)) as container:
+            begins = [_keyframe(container, time) for time in times]
+            if None not in begins:
+                for begin, group in groupby(zip(begins, times, strict=True), key=lambda one: one[0]):
+                    container.seek(begin, stream=container.streams.video[0])
+                    yield from _forward(container, [time for _, time in group])
+                return
+        with av.open(str(path)) as container:  # it cannot be entered where it should be
+            yield from _forward(container, times)
+    except (av.FFmpegError, IndexError) as error:
+        raise OSError(str(error)) from error
+
+
 @attrs.frozen
 class BrokenVideo(Reference):
     """A video of which no frame can be read."""
@@ -81,35 +137,31 @@ class BrokenVideo(Reference):
 
 @attrs.frozen
 class VideoFrame(Reference):
-    """A frame of a file."""
+    """A frame of a file: the last one until a time."""
 
+    kind = "video"
     path: Path
-    index: int
-    """Its number, from 0."""
+    until: int
+    """In units of the stream."""
+    seconds: float
+    """The same, from the beginning of the video."""
+    shape: Grid
+    """Height and width in pixels."""
 
     @property
     def where(self) -> str:
-        return f"frame {self.index + 1} of {self.path}"
+        return f"frame at {self.seconds:.2f} s of {self.path}"
 
     @property
     def identity(self) -> str:
-        return f"{self.path.name}:{self.path.stat().st_size}:{self.index}"
+        return f"{self.path.name}:{self.path.stat().st_size}:{self.until}"
 
     def open(self, at_least: Grid | None = None) -> Image.Image:
-        av = _decoder(str(self.path))
-        try:
-            with av.open(str(self.path)) as container:
-                for number, frame in enumerate(container.decode(video=0)):
-                    if number == self.index:
-                        image: Image.Image = frame.to_image()
-                        return image
-        except av.FFmpegError as error:
-            raise OSError(str(error)) from error
-        raise OSError("the video ends before it")
+        ((_, image),) = decoded(self.path, [self.until])
+        return image
 
     def size(self) -> Grid:
-        image = self.open()
-        return image.height, image.width
+        return self.shape
 
 
 def _frames_of_file(video: Path, where: str, config: ImageTextConfig) -> Sequence[Reference]:
@@ -117,11 +169,72 @@ def _frames_of_file(video: Path, where: str, config: ImageTextConfig) -> Sequenc
     try:
         with av.open(str(video)) as container:
             stream = container.streams.video[0]
-            there = stream.frames or sum(1 for _ in container.decode(stream))
-            rate = float(stream.average_rate or 1)
-    except (av.FFmpegError, IndexError, OSError) as error:
+            rate, unit = float(stream.average_rate or 1), float(stream.time_base)
+            first, last, n_packets = _span(container)
+            there = stream.frames or n_packets or round((last - first) * unit * rate) + 1
+            shape = stream.codec_context.height, stream.codec_context.width
+    except (av.FFmpegError, IndexError, OSError, ValueError) as error:
         return [BrokenVideo(video, str(error))]
-    return [VideoFrame(video, index) for index in uniform(there, n_frames(there / rate, config))]
+    times = np.linspace(first, last, min(there, n_frames(there / rate, config)))
+    between = 0.5 / (rate * unit)  # half of a frame: the nearest one is meant
+    return [VideoFrame(video, math.floor(time + between), (time - first) * unit, shape) for time in times.tolist()]
+
+
+def _span(container: Any) -> tuple[int, int, int | None]:
+    """The times of the first and of the last frame, in units of the stream; and how many frames there are, if all of
+    them had to be looked at. None is decoded.
+
+    Raises:
+        ValueError: frames have no times.
+    """
+    stream = container.streams.video[0]
+    first = stream.start_time
+    if first is not None and container.duration is not None:
+        end = (container.start_time or 0) + container.duration  # in microseconds, as a container counts
+        container.seek(end, backward=True)
+        times = _times(container)
+        if times:
+            return first, max(times), None
+        container.seek(first, stream=stream)
+    if not (times := _times(container)):
+        raise ValueError(_UNSTAMPED)
+    return min(times), max(times), len(times)
+
+
+def _times(container: Any) -> list[int]:
+    """Those of the frames from here on."""
+    return [packet.pts for packet in container.demux(container.streams.video[0]) if packet.pts is not None]
+
+
+def _keyframe(container: Any, time: int) -> int | None:
+    """When the last keyframe is until a time; nothing, if the file does not say."""
+    stream = container.streams.video[0]
+    container.seek(time, stream=stream)
+    packet = next(container.demux(stream))
+    return packet.pts if packet.is_keyframe and packet.pts is not None and packet.pts <= time else None
+
+
+def _forward(container: Any, times: Sequence[int]) -> Iterator[tuple[int, Image.Image]]:
+    """Same as ``decoded``, from where the container is."""
+    waiting, before = deque(times), None
+    for frame in container.decode(container.streams.video[0]):
+        if frame.pts is None:
+            continue
+        while waiting and before is not None and frame.pts > waiting[0]:
+            yield waiting.popleft(), before.to_image()
+        if not waiting:
+            return
+        before = frame
+    if before is None:
+        raise OSError("it has no frame there")
+    yield from ((time, before.to_image()) for time in waiting)
+
+
+def _opened(reference: Reference, at_least: Grid | None) -> Image.Image:
+    try:
+        return reference.open(at_least)
+    except OSError as error:
+        raise UnreadableError(reference, error) from error
 
 
 def _decoder(where: str) -> Any:

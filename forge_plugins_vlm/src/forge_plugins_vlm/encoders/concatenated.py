@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.builder import Builder
-from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.errors import ConfigError
 from forge_plugins_vlm.encoders.concatenated_config import ConcatenatedConfig
 
@@ -47,6 +47,10 @@ class Concatenated(nn.Module):
     def units(self) -> list[str]:
         """Same as ``VisionEncoder.units``."""
         return [name + unit for name, encoder in self._named() for unit in encoder.units()]
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        """Same as ``VisionEncoder.parallel_plan``."""
+        return {name + key: role for name, encoder in self._named() for key, role in encoder.parallel_plan().items()}
 
     def _named(self) -> list[tuple[str, Any]]:
         return [(f"encoders.{number}.", encoder) for number, encoder in enumerate(self.encoders)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,6 +74,12 @@ class ConcatenatedConfig(VisionEncoderConfig):
                     f"{columns}"
                 )
         return grids[0]
+
+    @property
+    def heads_to_cut(self) -> int:
+        """Same as ``VisionEncoderConfig.heads_to_cut``: what divides those of all."""
+        heads = [use.config.heads_to_cut for use in self.encoders]
+        return math.gcd(*heads) if all(heads) else 0
 
     def flops(self, height: int, width: int) -> float:
         """Same as ``VisionEncoderConfig.flops``."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.norm import init_norm
 from forge_plugins_vlm.contracts.vision_encoder import Grid
@@ -74,6 +74,11 @@ class ConvViT(nn.Module):
         """Same as ``VisionEncoder.units``."""
         return [f"layers.{number}" for number in range(len(self.layers))]
 
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        """Same as ``VisionEncoder.parallel_plan``."""
+        of_layer: dict[str, ShardRole] = {**dict.fromkeys(("q", "k", "v", "up"), "column"), "o": "row", "down": "row"}
+        return {f"{unit}.{name}": role for unit in self.units() for name, role in of_layer.items()}
+
     def _convolve(self, pictures: torch.Tensor, sizes: torch.Tensor | None) -> torch.Tensor:
         """``(N, 3, H, W)`` to ``(N, D, R, C)``. Padding is 0 before each convolution, as the outside of a tile."""
         cell = 1
@@ -105,7 +110,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ConvViTConfig) -> None:
         super().__init__()
         dim, hidden_dim = config.dim, config.dim * config.mlp_ratio
-        self.n_heads = config.n_heads
+        self.head_size = dim // config.n_heads
         self.attention_norm = nn.LayerNorm(dim)
         self.q, self.v, self.o = (nn.Linear(dim, dim) for _ in range(3))
         self.k = nn.Linear(dim, dim, bias=False)  # adds the same to all logits of a query, which a softmax drops
@@ -120,7 +125,7 @@ class EncoderLayer(nn.Module):
         """
         normed = self.attention_norm(hidden)
         q, k, v = (
-            projection(normed).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            projection(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)

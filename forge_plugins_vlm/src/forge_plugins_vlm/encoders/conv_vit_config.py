@@ -65,6 +65,11 @@ class ConvViTConfig(VisionEncoderConfig):
         return self.size
 
     @property
+    def heads_to_cut(self) -> int:
+        """Same as ``VisionEncoderConfig.heads_to_cut``."""
+        return self.n_heads
+
+    @property
     def takes_padding(self) -> bool:
         """Same as ``VisionEncoderConfig.takes_padding``."""
         return True

@@ -99,6 +99,12 @@ class TransformersConfig(VisionEncoderConfig):
         return width
 
     @property
+    def heads_to_cut(self) -> int:
+        """Same as ``VisionEncoderConfig.heads_to_cut``."""
+        heads: int = self.found.num_attention_heads
+        return heads
+
+    @property
     def depth(self) -> int:
         """Layers that are built.
 

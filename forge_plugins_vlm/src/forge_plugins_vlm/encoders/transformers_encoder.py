@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import nn
 
-from forge_core.contracts.model import Initializer, ParameterRole
+from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.errors import ConfigError
 from forge_plugins_dense.initial_values import normal, ones, zeros
 from forge_plugins_vlm.encoders.pixels import normalise
@@ -93,6 +93,11 @@ class TransformersEncoder(nn.Module):
     def units(self) -> list[str]:
         """Same as ``VisionEncoder.units``."""
         return [f"layers.{number}" for number in range(len(self.layers))]
+
+    def parallel_plan(self) -> dict[str, ShardRole]:
+        """Same as ``VisionEncoder.parallel_plan``."""
+        modules = ((name, name.rpartition(".")[2]) for name, _ in self.layers.named_modules(prefix="layers"))
+        return {name: _OF_LAYER[last] for name, last in modules if last in _OF_LAYER}
 
     def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
         dtype = next(self.embeddings.parameters()).dtype
@@ -220,6 +225,13 @@ _OLDER = (
     ("mlp.down_proj", "mlp.weights_out", None),
 )
 """Names of layers of DINOv2, those in files, and which half of the rows it is."""
+
+
+_OF_LAYER: Mapping[str, ShardRole] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "fc1", "gate_proj", "up_proj"), "column"),
+    **dict.fromkeys(("out_proj", "o_proj", "fc2", "down_proj"), "row"),
+}
+"""What the linear layers of ``transformers`` are, by their names."""
 
 
 def _classes_of(family: str, names: tuple[str, str, str]) -> tuple[Any, Any, Any]:

@@ -20,8 +20,8 @@ from forge_plugins_vlm.contracts.image_processor import ImageProcessor, Layout, 
 from forge_plugins_vlm.data.collation import Shape, collate
 from forge_plugins_vlm.data.config import entries_of
 from forge_plugins_vlm.data.document import Document, Encoder
-from forge_plugins_vlm.data.documents import UnreadableError
-from forge_plugins_vlm.data.references import Reference
+from forge_plugins_vlm.data.references import Reference, UnreadableError
+from forge_plugins_vlm.data.video import open_images
 from forge_plugins_vlm.data.writing import Written
 from forge_plugins_vlm.evaluation.choice_questions import ChoiceQuestion, read_choice_questions
 from forge_plugins_vlm.evaluation.config import ImageChoicesConfig
@@ -185,7 +185,7 @@ class _Choices:
     def _processed(self, document: Document) -> list[Processed]:
         at_least = at_least_for(self._config.processor_config)
         try:
-            pictures = [image.reference.open(at_least) for image in document.images]
-        except OSError as error:
-            raise ConfigError(f"{document.where}: an image cannot be read: {error.strerror or error}") from error
-        return [self._processor(picture, self._config.token_grid) for picture in pictures]
+            pictures = open_images([image.reference for image in document.images], at_least)
+            return [self._processor(picture, self._config.token_grid) for picture in pictures]
+        except UnreadableError as error:
+            raise ConfigError(f"{document.where}: {error}") from error

@@ -65,20 +65,23 @@ class HuggingFaceStreamingConfig(HubConfig):
     seed. 1 keeps their order."""
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Evaluation must have data of its own, which are no streams; each stream has the same part of a step."""
-        if job.eval.data is not None and job.eval.data.config is self:
-            yield "streams", "have no end, so that they cannot be evaluated; name other data under [eval.data]"
-        if job.data.config is not self:
-            return
-        if job.eval.interval > 0 and job.eval.data is None:
-            yield (
-                "streams",
-                "hold nothing out, so that eval.interval has nothing to evaluate; name data under [eval.data]",
-            )
-        total = _samples_per_step(job)
-        if total is not None and total % self.streams:
-            sentence = f"must divide train.global_batch_size, {total}, as each has the same part of a step"
-            yield "streams", f"{sentence}; it is {self.streams}"
+        """What ``check_streams`` finds."""
+        yield from check_streams(self, self.streams, job)
+
+
+def check_streams(config: DataSourceConfig, streams: int, job: Job) -> Iterable[tuple[str, str]]:
+    """What is wrong with data that are read as so many streams: evaluation must have data of its own, which are no
+    streams; each stream has the same part of a step."""
+    if job.eval.data is not None and job.eval.data.config is config:
+        yield "streams", "have no end, so that they cannot be evaluated; name other data under [eval.data]"
+    if job.data.config is not config:
+        return
+    if job.eval.interval > 0 and job.eval.data is None:
+        yield "streams", "hold nothing out, so that eval.interval has nothing to evaluate; name data under [eval.data]"
+    total = _samples_per_step(job)
+    if total is not None and total % streams:
+        sentence = f"must divide train.global_batch_size, {total}, as each has the same part of a step"
+        yield "streams", f"{sentence}; it is {streams}"
 
 
 def _samples_per_step(job: Job) -> int | None:

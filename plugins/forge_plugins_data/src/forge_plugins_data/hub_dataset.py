@@ -39,15 +39,7 @@ def load_split(config: HubConfig, *, streams: int | None = None) -> Loaded:
         ConfigError: ``datasets`` is not installed; no such data set, subset or split, or no network to fetch it; no
             such column, or one that is no text.
     """
-    datasets = _library()
-    folder = Path(config.path).expanduser()
-    loaded: Any
-    if _is_saved(folder):
-        loaded = _load_saved(datasets, config, folder)
-        if streams is not None:
-            loaded = loaded.to_iterable_dataset(num_shards=max(1, min(streams, len(loaded))))
-    else:
-        loaded = _load(datasets, config, folder, streaming=streams is not None)
+    loaded: Any = load_rows(config) if streams is None else load_streams(config, streams)
     if loaded.features is not None:
         _require_text(loaded.features, config)
         loaded = loaded.select_columns([config.column]) if streams is not None else loaded
@@ -77,13 +69,27 @@ def load_rows(config: DatasetConfig) -> Dataset:
     return _load(datasets, config, folder, streaming=False)  # type: ignore[no-any-return]  # imported by name
 
 
+def load_streams(config: DatasetConfig, streams: int) -> IterableDataset:
+    """The rows of the split that a configuration names, with all of its columns, to be read from the beginning on, by
+    so many.
+
+    Raises:
+        ConfigError: as ``load_split``, but for the column.
+    """
+    datasets, folder = _library(), Path(config.path).expanduser()
+    if _is_saved(folder):
+        saved = _load_saved(datasets, config, folder)
+        return saved.to_iterable_dataset(num_shards=max(1, min(streams, len(saved))))
+    return _load(datasets, config, folder, streaming=True)  # type: ignore[no-any-return]  # imported by name
+
+
 def _without_nothing(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nothing(one) for key, one in value.items() if one is not None}
     return [_without_nothing(one) for one in value] if isinstance(value, list) else value
 
 
-def local_files(config: HubConfig) -> list[tuple[str, int]]:
+def local_files(config: DatasetConfig) -> list[tuple[str, int]]:
     """The names and sizes of the files that ``datasets`` reads, in its order, if they are on this machine. Other files
     of a folder are not among them."""
     folder = Path(config.path).expanduser()
@@ -104,7 +110,7 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _OF_SAVED)
 
 
-def _saved_files(config: HubConfig, folder: Path) -> list[Path]:
+def _saved_files(config: DatasetConfig, folder: Path) -> list[Path]:
     """Those of ``save_to_disk``, without what ``datasets`` has cached beside them."""
     if not (folder / _STATE).is_file():
         folder /= config.split or _DEFAULT_SPLIT
@@ -114,7 +120,7 @@ def _saved_files(config: HubConfig, folder: Path) -> list[Path]:
         raise ConfigError(f"the saved data set {folder} is damaged: {_STATE}: {_first_line(error)}") from error
 
 
-def _files_of_split(config: HubConfig, folder: Path) -> list[Path]:
+def _files_of_split(config: DatasetConfig, folder: Path) -> list[Path]:
     """Those of a folder that make up the split: by ``data_files`` relative to it, or by their names."""
     builder = _library().load_dataset_builder(str(folder), name=config.subset, data_files=_data_files(config))
     by_split = {str(name): files for name, files in (builder.config.data_files or {}).items()}

@@ -21,6 +21,7 @@ from forge_plugins_data.encoding import encode_document
 from forge_plugins_data.hub_config import HuggingFaceStreamingConfig
 from forge_plugins_data.hub_dataset import load_split, local_files, require_column
 from forge_plugins_data.packing import document_inputs
+from forge_plugins_data.streamed_rows import BlockPlace, StreamedRows
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -42,16 +43,9 @@ def open_huggingface_streaming(
 
 
 @attrs.frozen
-class _Place:
+class _Place(BlockPlace):
     """Where a document begins, or a sample of a stream."""
 
-    epoch: int = 0
-    block: int = 0
-    """Number in the epoch of the documents that are shuffled together."""
-    row: int = 0
-    """Of the stream's files: where the block begins."""
-    reading: Mapping[str, Any] | None = None
-    """Where the block begins, as ``datasets`` says it; ``None`` is the beginning of the epoch."""
     document: int = 0
     """Number in the block, after it was shuffled."""
     token: int = 0
@@ -61,9 +55,8 @@ class _Place:
 class HuggingFaceStreams:
     """The ``StreamedSource``.
 
-    A stream has some of the data set's files; where there are fewer files than streams, every ``k``-th row of one. Its
-    documents follow each other, each with its end, and are cut into windows as those of other sources are. At the end
-    of an epoch, a rest of less than a window is not used.
+    Documents of a stream follow each other, each with its end, and are cut into windows as those of other sources are.
+    At the end of an epoch, a rest of less than a window is not used.
     """
 
     def __init__(
@@ -76,12 +69,14 @@ class HuggingFaceStreams:
         seed: int,
     ) -> None:
         self.vocab_size, self.tokenizer, self.n_streams = tokenizer.vocab_size, tokenizer, config.streams
-        self._config, self._dataset, self._seq_len, self._seed = config, dataset, seq_len, seed
+        self._config, self._seq_len = config, seq_len
+        order = f"forge.huggingface_streaming/{seed}"
+        self._rows = StreamedRows(dataset, config.streams, config.shuffle_buffer, order)
         self._end = tokenizer.end_of_document
         files = local_files(config) or config.path  # wherever they lie
         keys = (config.subset, config.split, config.revision, config.data_files, config.column, config.document_mask)
-        order = (config.streams, config.shuffle_buffer, dataset.num_shards)
-        content = json.dumps([files, keys, order, seq_len, tokenizer.fingerprint])
+        dealt = (config.streams, config.shuffle_buffer, dataset.num_shards)
+        content = json.dumps([files, keys, dealt, seq_len, tokenizer.fingerprint])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def open(
@@ -125,47 +120,18 @@ class HuggingFaceStreams:
 
     def _documents(self, stream: int, place: _Place) -> Iterator[tuple[_Place, np.ndarray]]:
         """Tokens of each document that has some, with its end, ``(N,)`` int64; the first one from ``place`` on."""
-        for start, block in self._blocks(stream, place):
-            for number, document in enumerate(block):
+        for start, block in self._rows.blocks(stream, attrs.evolve(place, document=0, token=0)):
+            for number, (row, found) in enumerate(block):
                 here = attrs.evolve(start, document=number)
                 if start.block == place.block and number < place.document:
                     continue
+                document = self._document(found, stream, row)
                 ids = encode_document(self.tokenizer, document.content, "strict", document.where)
                 if ids is None or not len(ids):
                     continue
                 if here == attrs.evolve(place, token=0):
                     here = place
                 yield here, np.append(ids.astype(np.int64), self._end)[here.token :]
-
-    def _blocks(self, stream: int, place: _Place) -> Iterator[tuple[_Place, list[Document]]]:
-        """Documents that are shuffled together, and where they begin; the first ones are those of ``place``."""
-        dataset, part, parts = self._part(stream)
-        start = attrs.evolve(place, document=0, token=0)
-        if start.reading is not None:
-            dataset.load_state_dict(dict(start.reading))
-        rows = iter(dataset)
-        while True:
-            documents, row = [], start.row
-            while len(documents) < self._config.shuffle_buffer and (found := next(rows, None)) is not None:
-                if row % parts == part:
-                    documents.append(self._document(found, stream, row))
-                row += 1
-            if not documents:
-                return
-            yield start, [documents[index] for index in self._order(len(documents), stream, start)]
-            reading = json.loads(json.dumps(dataset.state_dict()))
-            start = attrs.evolve(start, block=start.block + 1, row=row, reading=reading)
-
-    def _part(self, stream: int) -> tuple[IterableDataset, int, int]:
-        """The files of a stream, and of how many parts of their rows it has which."""
-        files = self._dataset.num_shards
-        if files >= self.n_streams:
-            return self._dataset.shard(self.n_streams, stream), 0, 1
-        return (
-            self._dataset.shard(files, stream % files),
-            stream // files,
-            len(range(stream % files, self.n_streams, files)),
-        )
 
     def _document(self, row: Mapping[str, Any], stream: int, number: int) -> Document:
         require_column(row, self._config)
@@ -175,12 +141,6 @@ class HuggingFaceStreams:
                 f"column = {self._config.column!r}: in {self._config.words} it has {str(text)[:80]!r}, which is no text"
             )
         return Document(text, f"{self._config.words}, stream {stream}, row {number} (from 0)")
-
-    def _order(self, n: int, stream: int, start: _Place) -> list[int]:
-        if self._config.shuffle_buffer == 1:
-            return [*range(n)]
-        which = f"forge.huggingface_streaming/{self._seed}/{stream}/{start.epoch}/{start.block}"
-        return sorted(range(n), key=lambda index: hashlib.sha256(f"{which}/{index}".encode()).digest())
 
 
 def _window(pieces: deque[tuple[_Place, np.ndarray]], seq_len: int) -> np.ndarray:

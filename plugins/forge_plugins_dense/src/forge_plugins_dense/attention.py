@@ -53,12 +53,13 @@ class BlockInputs:
     facts: Mapping[str, torch.Tensor] = MappingProxyType({})  # nor can it trace a factory
     """What feed-forward layers need to know of tokens, ``(B, S)`` each (``FeedForward``)."""
     noise: torch.Tensor | None = None
-    """``(B, S)`` int64, a number of each token in this layer, which decides on what is dropped in training; ``None``:
-    torch does."""
+    """``(B, S)`` int64, a number of each token in this layer, which decides on what is dropped in training, and is the
+    fact ``noise``; ``None``: torch does."""
 
     def of_layer(self, noise: torch.Tensor) -> BlockInputs:
         """The same with other numbers."""
-        return BlockInputs(self.cos, self.sin, self.mask, self.causal, self.valid, self.facts, noise)
+        facts = {**self.facts, "noise": noise} if "noise" in self.facts else self.facts
+        return BlockInputs(self.cos, self.sin, self.mask, self.causal, self.valid, facts, noise)
 
     def of_tokens(self, valid: torch.Tensor) -> BlockInputs:
         """The same for some of the tokens, ``(B, S)`` bool, the rest as if it were padding to feed-forward layers."""

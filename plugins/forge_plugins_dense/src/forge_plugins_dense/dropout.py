@@ -54,7 +54,7 @@ def drop_weights(weights: torch.Tensor, rate: float, noise: torch.Tensor | None)
     return _dropped(weights, rate, _token_bits(noise, _OF_WEIGHTS).view(len(weights), 1, -1, 1), pairs)
 
 
-_OF_WEIGHTS = 0
+_OF_WEIGHTS, _OF_ROUTERS = 0, 3
 
 
 def noise_of_layer(noise: torch.Tensor, layer: int) -> torch.Tensor:
@@ -63,6 +63,21 @@ def noise_of_layer(noise: torch.Tensor, layer: int) -> torch.Tensor:
     Layers are told apart here, and not by a number in their modules, as those that are alike share a compiled graph.
     """
     return _mixed((noise & _BITS) ^ _mixed((noise >> 32) & _BITS ^ (layer + 1)))
+
+
+def uniform(noise: torch.Tensor, number: int) -> torch.Tensor:
+    """Numbers of each token, evenly spread over (0, 1), neither end among them.
+
+    Args:
+        noise: of any shape, int64, a number of each token in this layer.
+        number: how many each has.
+
+    Returns:
+        ``(*noise.shape, number)`` fp32, multiples of 2⁻²⁴.
+    """
+    places = torch.arange(number, device=noise.device)
+    bits = _mixed(_token_bits(noise, _OF_ROUTERS).unsqueeze(-1) ^ _mixed(places))
+    return ((bits >> 9).float() + 0.5) / (1 << 23)
 
 
 def _dropped(values: torch.Tensor, rate: float, token: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         positions, valid = self._positions(tokens, positions, cache)
         known = {**facts, **self._facts(tokens, document, token_ids)}
         surroundings = self._surroundings(tokens, positions, valid, document, mask, cache, known, lengths)
-        noise = noise if self.training and self.config.has_dropout else None
+        noise = noise if self.training and "noise" in self.needs else None
         predicts = self.training and loss is not None and further_targets is not None
         hidden = tokens if self.embed is None else self._enter(tokens, positions, facts)
         embedded = self._embedded_ahead(further_tokens, further_embedded, predicts=predicts)
@@ -434,6 +434,9 @@ class Transformer(nn.Module):
             if self.embed is None and token_ids is None:
                 raise ValueError("a stage without the embedding must be given token_ids, as its layers need them")
             facts["token_ids"] = tokens if token_ids is None else token_ids
+        if any("noise" in block.needs for block in self.blocks.values()):  # a layer's own takes its place
+            limit = 2**62 if self.training else 1
+            facts["noise"] = torch.randint(limit, tokens.shape[:2], device=tokens.device)
         return facts
 
     def _mask(self, tokens: torch.Tensor, document: torch.Tensor | None, window: int) -> tuple[Mask, bool]:

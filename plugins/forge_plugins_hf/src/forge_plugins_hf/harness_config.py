@@ -7,7 +7,12 @@ import attrs
 from forge_core.contracts.evaluation import EvaluationConfig
 
 
-def _are_tasks(_: object, __: object, value: tuple[str, ...]) -> None:
+def are_tasks(_: object, __: object, value: tuple[str, ...]) -> None:
+    """Validate names of tasks.
+
+    Raises:
+        ValueError: there is none, or one is there twice.
+    """
     if not value or not all(value):
         raise ValueError('must name a task, as in ["hellaswag", "arc_easy"]')
     if twice := [name for name in value if value.count(name) > 1]:
@@ -19,7 +24,7 @@ class HarnessConfig(EvaluationConfig):
     """Tasks of EleutherAI's lm-evaluation-harness, run by the model in the layout of the run. Keys have the names of
     the harness's own options."""
 
-    tasks: tuple[str, ...] = attrs.field(validator=_are_tasks)
+    tasks: tuple[str, ...] = attrs.field(validator=are_tasks)
     """Names of tasks, groups or tags."""
     include_path: str | None = None
     """A folder with task files of one's own (YAML). Relative to the working directory."""

@@ -62,3 +62,10 @@ def forge_evaluations() -> Iterable[Component]:
         config="forge_plugins_hf.harness_config:HarnessConfig",
         modules=("lm_eval", "transformers", "forge_plugins_inference"),  # type: ignore[arg-type]  # a generic converter
     )
+    yield Component(
+        name="lmms_eval",
+        summary="tasks about images of lmms-eval, and of one's own in its format",
+        factory="forge_plugins_hf.lmms:Lmms",
+        config="forge_plugins_hf.lmms_config:LmmsConfig",
+        modules=("lmms_eval", "forge_plugins_vlm"),  # type: ignore[arg-type]  # a generic converter
+    )

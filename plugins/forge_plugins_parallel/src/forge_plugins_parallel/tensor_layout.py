@@ -29,6 +29,8 @@ def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: boo
     stream = (Part(_AXIS, "position"),) if by_position else ()
     by_role = _by_role(stream, summed=(_AXIS,) if "sequence" in plan.values() else ())
     ends = {name: by_role[role] for name, role in plan.items() if role in by_role}
+    of_tower = _by_role((), summed=())  # whose activations are whole on every rank
+    ends |= {name: of_tower[role] for name, role in plan.items() if role in of_tower and is_in_tower(name, plan)}
     for name, role in plan.items():
         if role in ("row", "expert", "whole") and name.startswith("blocks."):
             for owner in _owners(name):
@@ -42,6 +44,12 @@ def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: boo
         for name in model.context_plan():  # (B, H, S, head_size), of this rank's heads
             ends[name] = Ends(inputs=dict.fromkeys(range(3), _HEADS), output=_HEADS)
     return ends
+
+
+def is_in_tower(name: str, plan: Mapping[str, ShardRole]) -> bool:
+    """Return whether a module is inside one of the role ``tower``."""
+    owners = name.split(".")
+    return any(plan.get(".".join(owners[:depth])) == "tower" for depth in range(1, len(owners)))
 
 
 def _by_role(stream: tuple[Part, ...], summed: tuple[str, ...]) -> dict[ShardRole, Ends]:

@@ -42,7 +42,7 @@ from forge_plugins_parallel.cut_layers import (
     own_share,
     sum_gradients,
 )
-from forge_plugins_parallel.tensor_layout import tensor_layout
+from forge_plugins_parallel.tensor_layout import is_in_tower, tensor_layout
 
 _ASYNC = "parallel.passes.tensor_parallel.async_tp"
 
@@ -78,8 +78,11 @@ class TensorParallel:
 
         shards = context.mesh.degrees["dp_shard"] * context.mesh.degrees["cp"]
         cut: dict[int, nn.Parameter] = {}  # by the whole parameter's id: a tied one is cut once
+        # in a tower all activations are whole, and a layer that is cut by output sums the gradient of what it reads
+        in_tower = attrs.evolve(ranks, by_position=False, gradients_arrive_partial=True, fusible=False)
         for name, role in plan.items():
-            _cut(name, model.get_submodule(name), role, ranks, mesh, shards, cut)
+            of_layer = in_tower if is_in_tower(name, plan) else ranks
+            _cut(name, model.get_submodule(name), role, of_layer, mesh, shards, cut)
         if by_position:
             _cut_stage_ends(model, ranks)
             LEDGER.share_out_stream()
