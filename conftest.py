@@ -49,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
         make_machine(folder, os.environ)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """What is collected stays until the end: garbage is not looked for meanwhile, nor ever in it."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``gpu`` where there is none."""
     if item.get_closest_marker("gpu") is not None:
