@@ -266,8 +266,9 @@ def _launch(submission: Submission) -> str:
 
 def _lines_of_launch(submission: Submission) -> Iterator[str]:
     cluster = submission.cluster
-    yield "# When one rank has left, the others have a minute to leave with codes of their own."
-    yield "srun --kill-on-bad-exit=0 --wait=60 \\"
+    patience = 30 if cluster.spare_nodes else 60  # tasks of a dead node are waited for in vain
+    yield f"# When one rank has left, the others have {patience} seconds to leave with codes of their own."
+    yield f"srun --kill-on-bad-exit=0 --wait={patience} \\"
     if cluster.spare_nodes:
         tasks = (
             f"--ntasks={submission.nodes * cluster.ranks_on_each_node} --ntasks-per-node={cluster.ranks_on_each_node}"
