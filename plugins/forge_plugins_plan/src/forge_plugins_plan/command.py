@@ -17,8 +17,10 @@ from forge_core.job import catalog_of, load_job
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
+    from forge_core.contracts.gpu import Gpu
     from forge_plugins_plan.ettr_report import EttrReport
     from forge_plugins_plan.figures import Figures
+    from forge_plugins_plan.machine import Machine
     from forge_plugins_plan.report import Plan
 
 
@@ -42,6 +44,16 @@ if TYPE_CHECKING:
 @click.option(
     "--assume", multiple=True, metavar="NAME=NUMBER", help="A figure for --ettr, such as spares=4; repeatable."
 )
+@click.option("--calibrate", is_flag=True, help="Measure this machine first, a minute, and plan with its times.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where --calibrate writes what it measures."
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of --calibrate, whose times are told; by default this machine's, if it has been measured.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; sizes in bytes.")
 @click.pass_obj
 def plan(
@@ -55,6 +67,9 @@ def plan(
     ettr: bool,
     step_seconds: float | None,
     assume: tuple[str, ...],
+    calibrate: bool,
+    out: Path | None,
+    calibration: Path | None,
     as_json: bool,
 ) -> None:
     """Say what the job in CONFIG would be and take on N ranks: FLOPs, passes, and the memory of a rank.
@@ -71,14 +86,17 @@ def plan(
     from forge_plugins_plan.report import as_text, make_plan
 
     figures = _figures(gpu, ettr, step_seconds, assume)
-    planned = make_plan(
-        job,
-        catalog_of(job, obj.catalog),
-        world_size,
-        vocab_size,
-        gpu_named(gpu) if gpu is not None else None,
-        ranks_per_node,
-    )
+    _refuse_idle(calibrate, out, calibration)
+    planned_gpu = gpu_named(gpu) if gpu is not None else None
+    ranks_of_node = min(world_size, ranks_per_node)
+    if calibrate:
+        from forge_plugins_plan.measured_ranks import calibrated
+
+        calibration = calibrated(obj, job, ranks_of_node, out)
+        if calibration is None:  # a rank that another process has started to measure
+            return
+    machine = _machine(job, calibration, planned_gpu, ranks_of_node)
+    planned = make_plan(job, catalog_of(job, obj.catalog), world_size, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told = None if figures is None or failed is not None else _ettr(job, planned, figures, step_seconds)
     if as_json:
@@ -92,6 +110,32 @@ def plan(
             click.echo("\n".join(["", *map(wrapped, ettr_report.as_text(told))]))
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+
+def _refuse_idle(calibrate: bool, out: Path | None, calibration: Path | None) -> None:
+    if out is not None and not calibrate:
+        raise ConfigError("--out has no effect without --calibrate")
+    if calibrate and calibration is not None:
+        raise ConfigError("--calibrate measures, and --calibration reads what has been measured; leave one out")
+
+
+def _machine(job: Job, file: Path | None, gpu: Gpu | None, ranks_of_node: int) -> Machine | None:
+    """Whose times are told: what a file says, or a data sheet, or what has been measured of this machine."""
+    from forge_plugins_plan.calibration import default_file, mismatches, read_calibration
+    from forge_plugins_plan.machine import published
+    from forge_plugins_plan.measured_ranks import present_device, torch_version
+
+    if file is None and gpu is not None:
+        return published(gpu)
+    device = present_device(job)
+    if file is None:
+        file = default_file(device, ranks_of_node)
+        if not file.is_file():
+            return None
+    found = read_calibration(file)
+    for sentence in mismatches(found, gpu=gpu, device=device, torch_version=torch_version(), ranks=ranks_of_node):
+        click.echo(f"warning: {sentence}", err=True)
+    return found
 
 
 def _figures(gpu: str | None, ettr: bool, step_seconds: float | None, assume: Sequence[str]) -> Figures | None:
