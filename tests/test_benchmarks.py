@@ -18,7 +18,7 @@ SHORT = {
     "ettr": ["--gpus", "1024", "--days", "9", "--lives", "2"],
     "installation": ["--rounds", "1"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
-    "plan_time": ["--preset", "debug_20m", "--ranks", "64"],
+    "plan_cost": ["--preset", "debug_20m", "--ranks", "64"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
     "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],

@@ -94,6 +94,19 @@ def step_time(
     return StepTime(total, {part: busiest.parts[part] for part in PARTS}, busiest.hidden)
 
 
+def busy_time(run: Timeline, changes: Timeline, machine: Machine, *, compiled: bool) -> tuple[StepTime, StepTime]:
+    """What one stage of a pipeline has to do, whatever it waits for: forward and backward, and the optimizer."""
+    ends = []
+    for timeline in (run, changes):
+        clock = Clock(machine, compiled)
+        for one in timeline:
+            if isinstance(one, (Work, Repeat)) and not (isinstance(one, Work) and one.kind in (SEND, RECEIVE)):
+                clock.do(one)
+        clock.drain()
+        ends.append(StepTime(clock.now, dict(clock.parts), clock.hidden))
+    return ends[0], ends[1]
+
+
 @attrs.define
 class Clock:
     """Of one rank."""
@@ -114,6 +127,8 @@ class Clock:
     """Collectives beside the computation are done."""
     _may_gather: float = 0.0
     """The next unit is gathered from here on: FSDP gathers one while it computes another."""
+    _gathers: list[float] = attrs.field(factory=list)
+    """When units are there that nothing has waited for yet."""
     _awaited: list[int] = attrs.field(factory=list)
     _received: Counter[int] = attrs.field(factory=Counter)
     _marks: list[_Reading] = attrs.field(factory=list)
@@ -139,7 +154,7 @@ class Clock:
                 self._received[peer] += 1
                 self.progress += 1
                 del self._awaited[0]
-            self._play_one(one)
+            self.do(one)
 
     def wait(self, until: float, part: str) -> None:
         """Nothing is done until then, for the reason that is ``part``."""
@@ -163,7 +178,8 @@ class Clock:
         _, start, end = min(spans, key=lambda span: span[0])
         self._add(start, end, microbatches - 2)
 
-    def _play_one(self, one: Work | Repeat | Microbatch) -> None:
+    def do(self, one: Work | Repeat | Microbatch) -> None:
+        """What needs nothing from another stage."""
         if isinstance(one, Microbatch):
             self._marks.append((self.now, self.hidden, dict(self.parts)))
         elif isinstance(one, Repeat):
@@ -177,16 +193,17 @@ class Clock:
         """After the first time, each takes what the second takes."""
         work = [each for each in one.changes if isinstance(each, Work)]
         for each in work:
-            self._play_one(each)
+            self.do(each)
         start = self.now, self.hidden, dict(self.parts)
         others = self._host, self._links, self._may_gather
         for each in work:
-            self._play_one(each)
+            self.do(each)
         end = self.now, self.hidden, dict(self.parts)
         times = one.times - 2
         self._host += times * (self._host - others[0])
         self._links += times * (self._links - others[1])
         self._may_gather += times * (self._may_gather - others[2])
+        self._gathers = [there + times * (end[0] - start[0]) for there in self._gathers]
         self._add(start, end, times)
 
     def _add(self, start: _Reading, end: _Reading, times: int) -> None:
@@ -201,6 +218,11 @@ class Clock:
         fused = self.compiled and one.during == "activations"
         if fused and one.kind == MEMORY:
             seconds /= FUSION
+        if one.overlaps and self._gathers:
+            there = self._gathers.pop(0)
+            self.hidden -= max(0.0, there - self.now)
+            self.wait(there, "communication")
+            self._may_gather = self.now
         self._ask(0.0 if fused else self.machine.host_seconds)
         self.now += seconds
         self.parts[part] += seconds
@@ -216,8 +238,7 @@ class Clock:
         gathers = one.kind == ALL_GATHER
         self._links = max(self._links, self._may_gather if gathers else self.now) + seconds
         if gathers:
-            self.drain()
-            self._may_gather = self.now
+            self._gathers.append(self._links)
 
     def _send(self, one: Work) -> None:
         self._ask(self.machine.host_seconds)

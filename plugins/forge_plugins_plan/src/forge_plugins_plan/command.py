@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_plugins_plan.figures import Figures
     from forge_plugins_plan.machine import Machine
     from forge_plugins_plan.report import Plan
+    from forge_plugins_plan.search import Search
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Of --calibrate, whose times are told; by default this machine's, if it has been measured.",
 )
+@click.option("--search", "searches", is_flag=True, help="Find the fastest layouts of so many ranks that fit.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; sizes in bytes.")
 @click.pass_obj
 def plan(
@@ -70,6 +72,7 @@ def plan(
     calibrate: bool,
     out: Path | None,
     calibration: Path | None,
+    searches: bool,
     as_json: bool,
 ) -> None:
     """Say what the job in CONFIG would be and take on N ranks: FLOPs, passes, and the memory of a rank.
@@ -83,7 +86,7 @@ def plan(
     """
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(plan))
     from forge_plugins_plan.gpus import gpu_named
-    from forge_plugins_plan.report import as_text, make_plan
+    from forge_plugins_plan.report import make_plan
 
     figures = _figures(gpu, ettr, step_seconds, assume)
     _refuse_idle(calibrate, out, calibration)
@@ -96,20 +99,45 @@ def plan(
         if calibration is None:  # a rank that another process has started to measure
             return
     machine = _machine(job, calibration, planned_gpu, ranks_of_node)
-    planned = make_plan(job, catalog_of(job, obj.catalog), world_size, vocab_size, planned_gpu, ranks_per_node, machine)
+    if searches and machine is None:
+        raise ConfigError(
+            "--search needs the times of a machine: give --gpu NAME or --calibration FILE, or measure this: --calibrate"
+        )
+    catalog = catalog_of(job, obj.catalog)
+    planned = make_plan(job, catalog, world_size, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told = None if figures is None or failed is not None else _ettr(job, planned, figures, step_seconds)
-    if as_json:
-        table = planned.as_json()
-        click.echo(json.dumps(table if told is None else table | {"ettr": told.as_json()}, indent=2))
-    else:
-        click.echo("\n".join(map(wrapped, as_text(planned))))
-        if told is not None:
-            from forge_plugins_plan import ettr_report
+    found = None
+    if searches and planned.time is not None and machine is not None:
+        from forge_plugins_plan.search import search
 
-            click.echo("\n".join(["", *map(wrapped, ettr_report.as_text(told))]))
+        def load(more: Sequence[str]) -> Job:
+            return load_job(config, [*overrides, *more], catalog=catalog, world_size=world_size)
+
+        found = search(job, load, catalog, planned, machine)
+    _echo(planned, found, told, as_json=as_json)
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+
+def _echo(planned: Plan, found: Search | None, told: EttrReport | None, *, as_json: bool) -> None:
+    from forge_plugins_plan import ettr_report, search_report
+    from forge_plugins_plan.report import as_text
+
+    if as_json:
+        table = planned.as_json()
+        if found is not None:
+            table["search"] = search_report.as_json(found)
+        if told is not None:
+            table["ettr"] = told.as_json()
+        click.echo(json.dumps(table, indent=2))
+        return
+    lines = [*map(wrapped, as_text(planned))]
+    if found is not None:
+        lines += ["", *search_report.as_text(found, math.prod(planned.mesh.values()))]
+    if told is not None:
+        lines += ["", *map(wrapped, ettr_report.as_text(told))]
+    click.echo("\n".join(lines))
 
 
 def _refuse_idle(calibrate: bool, out: Path | None, calibration: Path | None) -> None:

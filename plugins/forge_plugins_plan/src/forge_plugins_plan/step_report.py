@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -63,15 +62,16 @@ def planned_time(
     return PlannedTime(machine.words, step.seconds, step.parts, step.hidden, speed, mfu)
 
 
-_WORDS = {
+PART_WORDS = {
     "products": "products of matrices",
     "attention": "attention",
     "memory": "all else in forward and backward",
     "optimizer": "optimizer",
     "communication": "communication, exposed",
     "bubble": "bubble of the pipeline",
-    "host": "the host",
+    "host": "waiting for Python",
 }
+"""Of each part, for people."""
 
 
 def time_lines(time: PlannedTime, ranks: int) -> Iterator[str]:
@@ -80,17 +80,9 @@ def time_lines(time: PlannedTime, ranks: int) -> Iterator[str]:
     yield f"{f'Time of a step, {unit}':<46}{'':>12}{'%':>8}"
     for part in PARTS:
         if time.parts[part] / time.seconds >= 5e-4:
-            yield f"  {_WORDS[part]:<44}{time.parts[part] * scale:>12.3f}{time.parts[part] / time.seconds:>8.1%}"
+            yield f"  {PART_WORDS[part]:<44}{time.parts[part] * scale:>12.3f}{time.parts[part] / time.seconds:>8.1%}"
     yield f"  {'all':<44}{time.seconds * scale:>12.3f}"
     beside = f"; {time.hidden * scale:.3g} {unit} of communication beside it" if time.hidden > 0 else ""
     a_rank = f", {time.tokens_per_second / ranks:,.0f} a rank" if ranks > 1 else ""
     yield f"  {time.tokens_per_second:,.0f} tokens/s{a_rank}; MFU {time.mfu:.1%}{beside}"
     yield f"  By {time.machine}"
-
-
-def bound_words(time: PlannedTime) -> str:
-    """What takes most of a step beside products and attention."""
-    others = [part for part in PARTS if part not in ("products", "attention")]
-    most = max(others, key=lambda part: time.parts[part])
-    share = time.parts[most] / time.seconds
-    return f"{_WORDS[most]} {share:.0%}" if math.isfinite(share) else ""

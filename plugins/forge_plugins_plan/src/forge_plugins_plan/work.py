@@ -42,7 +42,8 @@ class Work(NamedTuple):
     peer: int = -1
     """The rank of the group that is sent to or received from."""
     overlaps: bool = False
-    """Whether it runs beside what is computed: FSDP's do, on a GPU."""
+    """Whether a collective runs beside what is computed: FSDP's do, on a GPU. Of other work, whether it waits for what
+    has been gathered."""
 
 
 class Microbatch(NamedTuple):
@@ -85,7 +86,8 @@ class Recorder:
         base = Work(MEMORY, during, _name(first.dtype), 0.0, size)
         formula = _FORMULAS.get(packet) or flop_registry.get(packet)
         if formula is None:
-            return base._replace(form=_form(packet.__name__, tensors))
+            waits = namespace == "fsdp" and packet.__name__ == "split_with_sizes_copy"
+            return base._replace(form=_form(packet.__name__, tensors), overlaps=waits)
         flops = float(formula(*args, **kwargs, out_val=result))
         if "attention" in packet.__name__:
             return base._replace(kind=ATTENTION, flops=flops, **_attention(func, args, kwargs))
