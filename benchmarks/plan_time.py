@@ -1,13 +1,12 @@
 """Whether ``forge plan`` predicts what a step takes: ten jobs on this CPU, each planned and run.
 
-The machine is measured first (``forge plan --calibrate``), for one rank and for two. Shown are the fastest step of each
-run, the median, and both as multiples of the prediction. Allowed: 0.85 to 1.15. What else the machine does while it runs
-makes steps longer: the load is printed, and the fastest step tells more than the median.
+The machine is measured first (``forge plan --calibrate``), for one rank and for two. Shown are the fastest step of
+each run, the median, and both as multiples of the prediction. Allowed: 0.85 to 1.15. What else the machine does
+meanwhile makes steps longer: the load is printed, and the fastest step tells more than the median.
 
 Threads: one per rank, unless ``OMP_NUM_THREADS`` says otherwise.
 
-Usage: ``python benchmarks/plan_time.py [--only NAME] [--steps N] [--calibrations FOLDER]``, the first as often as wanted.
-Ten minutes.
+Usage: ``python benchmarks/plan_time.py [--only NAME] [--steps N] [--calibrations FOLDER]``. Ten minutes.
 """
 
 from __future__ import annotations

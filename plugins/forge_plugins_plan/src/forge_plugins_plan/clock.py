@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -129,8 +129,6 @@ class Clock:
     """The next unit is gathered from here on: FSDP gathers one while it computes another."""
     _gathers: list[float] = attrs.field(factory=list)
     """When units are there that nothing has waited for yet."""
-    _awaited: list[int] = attrs.field(factory=list)
-    _received: Counter[int] = attrs.field(factory=Counter)
     _marks: list[_Reading] = attrs.field(factory=list)
     _known: dict[Work, float] = attrs.field(factory=dict)
 
@@ -138,23 +136,14 @@ class Clock:
         """Do what it says, and pause where something has to be received that no stage has sent yet."""
         for one in timeline:
             if isinstance(one, Work) and one.kind == RECEIVE:
-                self._awaited.append(one.peer)
-                continue
-            if not isinstance(one, (Work, Repeat, Microbatch)):
-                continue
-            if isinstance(one, Work) and one.kind == SEND:
-                self._send(one)
-                continue
-            while self._awaited:
-                peer, number = self._awaited[0], self._received[self._awaited[0]]
-                if len(self.sent[peer, self.stage]) <= number:
+                while len(self.sent[one.peer, self.stage]) <= one.number:
                     yield
-                    continue
-                self.wait(self.sent[peer, self.stage][number], "bubble")
-                self._received[peer] += 1
+                self.wait(self.sent[one.peer, self.stage][one.number], "bubble")
                 self.progress += 1
-                del self._awaited[0]
-            self.do(one)
+            elif isinstance(one, Work) and one.kind == SEND:
+                self._send(one)
+            elif isinstance(one, (Work, Repeat, Microbatch)):
+                self.do(one)
 
     def wait(self, until: float, part: str) -> None:
         """Nothing is done until then, for the reason that is ``part``."""

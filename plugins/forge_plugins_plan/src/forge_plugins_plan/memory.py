@@ -123,8 +123,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, gathers)
         if self._recorder is not None:
-            work = self._recorder.work(func, args, kwargs or {}, result, self.phase)
-            if work is not None:
+            for work in self._recorder.works(func, args, kwargs or {}, result, self.phase):
                 self.log.append(self._equal.setdefault(work, work))
         return result
 

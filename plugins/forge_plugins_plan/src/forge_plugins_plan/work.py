@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ class Work(NamedTuple):
     """Of these, how many share a node."""
     peer: int = -1
     """The rank of the group that is sent to or received from."""
+    number: int = -1
+    """Of what is received from that rank, the how manieth it is, from 0."""
     overlaps: bool = False
     """Whether a collective runs beside what is computed: FSDP's do, on a GPU. Of other work, whether it waits for what
     has been gathered."""
@@ -60,9 +63,28 @@ class Recorder:
         self._groups: dict[str, tuple[int, int]] = {}
         self._of_fsdp = False
         """Whether the next collective is one of FSDP's, which copies into a buffer before it."""
+        self._received: Counter[int] = Counter()
+        self._unread: dict[int, Work] = {}
+        """What has been asked of other ranks, by the storage into which it comes."""
 
-    def work(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Work | None:
-        """What ``func`` is to be charged with; nothing for a view, or what only asks."""
+    def works(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Iterator[Work]:
+        """What ``func`` is to be charged with; nothing for a view, or what only asks. What it reads and another rank
+        sends comes first: a pipeline asks for it early, and waits when it needs it."""
+        one = self._work(func, args, kwargs, result, during)
+        if one is None:
+            return
+        if one.kind == RECEIVE:
+            numbered = one._replace(number=self._received[one.peer])
+            self._received[one.peer] += 1
+            self._unread.update((tensor.untyped_storage()._cdata, numbered) for tensor in args[0])
+            return
+        if self._unread and one.kind != SEND:
+            for tensor in tree_iter((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) in self._unread:
+                    yield self._unread.pop(key)
+        yield one
+
+    def _work(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, during: str) -> Work | None:
         namespace, packet = func.namespace, func.overloadpacket
         if namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs, result, during)
@@ -108,7 +130,7 @@ class Recorder:
         of_fsdp, self._of_fsdp = self._of_fsdp, self._of_fsdp and kind == REDUCE_SCATTER  # HSDP's sum is behind it
         peer = int(args[2]) if kind in (SEND, RECEIVE) else -1
         dtype = _name(given[0].dtype) if given else ""
-        return Work(kind, during, dtype, 0.0, size, (), "", *group, peer, of_fsdp)
+        return Work(kind, during, dtype, 0.0, size, (), "", *group, peer, overlaps=of_fsdp)
 
     def _group(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
         """How many ranks it has, and how many of them are in this rank's node; nothing if it has one."""
