@@ -53,7 +53,7 @@ JOBS = {
     "bf16": ["train.precision=bf16"],
     "all recomputed": ["parallel.passes.activation_checkpointing.mode=full"],
     "four microbatches": ["train.batch_size=4", "train.grad_accumulation=4"],
-    "sparse, 8 experts": ["model.num_experts=8", "model.moe.hidden_size=256", "model.moe.top_k=2"],
+    "sparse, 8 experts": ["model.num_experts=8", "model.moe.hidden_dim=256"],
     "fsdp on two ranks": ["parallel.dp_shard=2"],
     "tp on two ranks": ["parallel.tp=2"],
 }

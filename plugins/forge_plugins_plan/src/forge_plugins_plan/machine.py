@@ -89,7 +89,11 @@ class PublishedMachine:
     figures: Figures
 
     runs_ahead: bool = True
-    host_seconds: float = HOST
+
+    @property
+    def host_seconds(self) -> float:
+        """Same as ``Machine.host_seconds``."""
+        return HOST
 
     @property
     def words(self) -> str:

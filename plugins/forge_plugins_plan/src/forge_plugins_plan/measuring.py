@@ -264,7 +264,7 @@ def _together(timer: _Timer, do: Callable[[], object], group: dist.ProcessGroup)
 
 
 def _ranks_of_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
 
 
 def _name(dtype: torch.dtype) -> str:
