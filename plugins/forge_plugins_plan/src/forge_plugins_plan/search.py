@@ -22,10 +22,11 @@ from forge_plugins_plan.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 BEST = 5
 SIMULATED = 12
 """At most."""
-_OF_DEGREES = 5
-"""Of one choice of ``pp``, ``cp``, ``tp`` and ``ep``, so many are simulated at most: the others differ in less."""
+_OF_KIND = 5
+"""Of one choice of ``pp``, ``cp``, ``tp`` and ``ep``, so many that fit are simulated at most: others differ in less."""
 _ESTIMATES_ARE_OFF = 0.8
-"""So much of an estimate, of time or memory, has to be too much before a layout is left out for it."""
+"""So much of an estimate of time has to be too much before a layout is left out for it; and of one of memory, until a
+layout that recomputes alike has been simulated, and shows what there is beside what is estimated."""
 _TOKENS = 1024
 """Of a sequence, that a rank along ``cp`` has at least."""
 
@@ -42,11 +43,6 @@ class Candidate:
     recomputed: str
     overrides: tuple[str, ...]
     """Those of the command line that make it."""
-
-    @property
-    def but_for_batch(self) -> tuple[object, ...]:
-        """Layouts that differ in microbatches alone have it in common."""
-        return (*self.degrees.values(), self.recomputed)
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -110,65 +106,48 @@ def search(
         found = [one for way in ways for one in _microbatches(job, plan, degrees, *way)]
         candidates += found
         batch_not_shared += not found
+    queue = sorted(candidates, key=estimate.seconds)
     free = plan.gpu.free_gib if plan.gpu is not None else inf
-    small = [one for one in candidates if needed_gib(estimate.memory(one)) * _ESTIMATES_ARE_OFF <= free]
-    queue = sorted(small, key=estimate.seconds)
-    loaded: dict[tuple[object, ...], Job | None] = {}
-    of_kind: Counter[tuple[object, ...]] = Counter()
-    too_much: dict[tuple[object, ...], int] = {}
+    beside = dict.fromkeys((what for what, _ in ways), _ESTIMATES_ARE_OFF)
+    of_kind: Counter[tuple[int, ...]] = Counter()
     fitting: list[Layout] = []
     large: list[Layout] = []
-    refused = not_simulated = over = 0
+    left: Counter[str] = Counter()
     for one in queue:
         fitting.sort(key=lambda layout: layout.seconds)
         late = len(fitting) >= BEST and estimate.seconds(one) * _ESTIMATES_ARE_OFF > fitting[BEST - 1].seconds
-        if late or len(fitting) + len(large) == SIMULATED:
-            break
-        if one.batch_size >= too_much.get(one.but_for_batch, one.batch_size + 1):
-            over += 1
-            continue
-        if of_kind[one.kind] == _OF_DEGREES:
-            continue
-        if (other := _loaded(load, one, loaded)) is None:
-            refused += 1
-            continue
-        of_kind[one.kind] += 1
-        layout = _simulated(other, catalog, plan, machine, one)
-        if layout is None:
-            not_simulated += 1
-        elif layout.fits is False:
-            large.append(layout)
-            too_much[one.but_for_batch] = min(one.batch_size, too_much.get(one.but_for_batch, one.batch_size))
+        if needed_gib(estimate.memory(one)) * beside[one.recomputed] > free:
+            left["too large"] += 1
+        elif late or len(fitting) + len(large) == SIMULATED or of_kind[one.kind] == _OF_KIND:
+            left["slower"] += 1
+        elif (other := _loaded(load, one)) is None:
+            left["refused"] += 1
+        elif (layout := _simulated(other, catalog, plan, machine, one)) is None:
+            left["not simulated"] += 1
         else:
-            fitting.append(layout)
-    simulated = len(fitting) + len(large)
+            (large if layout.fits is False else fitting).append(layout)
+            of_kind[one.kind] += layout.fits is not False
+            beside[one.recomputed] = layout.peak_bytes / estimate.memory(one)
     fitting.sort(key=lambda layout: layout.seconds)
-    over += len(candidates) - len(small)
-    slower = len(candidates) - over - refused - simulated - not_simulated
     return Search(
-        fitting[:BEST],
-        sorted(large, key=lambda layout: layout.seconds),
-        len(candidates) + batch_not_shared,
-        batch_not_shared,
-        refused,
-        over,
-        slower,
-        simulated,
-        not_simulated,
+        best=fitting[:BEST],
+        too_large=sorted(large, key=lambda layout: layout.seconds),
+        considered=len(candidates) + batch_not_shared,
+        batch_not_shared=batch_not_shared,
+        refused=left["refused"],
+        over_memory=left["too large"],
+        slower=left["slower"],
+        simulated=len(fitting) + len(large),
+        not_simulated=left["not simulated"],
     )
 
 
-def _loaded(
-    load: Callable[[Sequence[str]], Job], one: Candidate, known: dict[tuple[object, ...], Job | None]
-) -> Job | None:
+def _loaded(load: Callable[[Sequence[str]], Job], one: Candidate) -> Job | None:
     """The job in this layout, nothing if it is refused."""
-    key = (*one.but_for_batch, one.batch_size, one.microbatches)
-    if key not in known:
-        try:
-            known[key] = load(one.overrides)
-        except ConfigError:
-            known[key] = None
-    return known[key]
+    try:
+        return load(one.overrides)
+    except ConfigError:
+        return None
 
 
 def _ways(job: Job, catalog: Catalog, plan: Plan) -> list[tuple[str, Sequence[str]]]:
