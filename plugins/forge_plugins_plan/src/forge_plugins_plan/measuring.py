@@ -13,6 +13,7 @@ from datetime import date
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 import attrs
 import torch
@@ -57,9 +58,9 @@ OF_GPU = Sizes(
 )
 _DTYPES = (torch.float32, torch.bfloat16)
 _TIMES = 15
-"""Measurements, of which the least counts: others on the machine can only make them longer."""
+"""Measurements, of which the median counts: what a run finds, too, on a machine that others use."""
 _AT_LEAST = 0.001
-"""Seconds of each: short, so that some of them are left alone."""
+"""Seconds of each."""
 _KEPT = 2**28
 """Bytes of results that a measurement keeps at most."""
 
@@ -109,7 +110,7 @@ class _Timer:
         size = first.nbytes if isinstance(first, torch.Tensor) else 0
         most = _KEPT // size if size else 1000
         times = max(1, min(1000, most, int(_AT_LEAST / max(1e-7, self.once(1, do, *given)))))
-        return min(self.once(times, do, *given) for _ in range(_TIMES))
+        return median(self.once(times, do, *given) for _ in range(_TIMES))
 
     def once(self, times: int, do: Callable[..., object], *given: object) -> float:
         """Mean seconds of ``do``. Its results are kept meanwhile, as a step keeps what it makes: a CPU finds the memory
@@ -193,10 +194,10 @@ def _host_seconds(device: torch.device) -> float:
     counter = _Counter()
     with counter:
         step()
-    best = min(_wall(step) for _ in range(20))
+    typical = median(_wall(step) for _ in range(20))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return best / counter.operations
+    return typical / counter.operations
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -260,7 +261,7 @@ def _together(timer: _Timer, do: Callable[[], object], group: dist.ProcessGroup)
     for _ in range(_TIMES):
         dist.barrier(group=group)
         times.append(timer.once(4, do))
-    return min(times)
+    return median(times)
 
 
 def _ranks_of_node() -> int:
