@@ -50,11 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """What is collected stays until the end: garbage is not looked for meanwhile, nor ever in it."""
+    """Look for no garbage while tests are collected: they stay until the end."""
     gc.disable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    """Nor look for it, ever, in what has been collected."""
     gc.freeze()
     gc.enable()
 

@@ -18,7 +18,7 @@ SHORT = {
     "ettr": ["--gpus", "1024", "--days", "9", "--lives", "2"],
     "installation": ["--rounds", "1"],
     "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
-    "plan_time": ["--preset", "debug_20m", "--ranks", "64"],
+    "plan_cost": ["--preset", "debug_20m", "--ranks", "64"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
     "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],
@@ -41,11 +41,21 @@ LONG = {
     "optimizers": ["--layers", "1", "--dim", "32", "--rounds", "1"],
     "parity": ["tp2"],
     "plan_memory": [],
+    "plan_time": ["--only", "dim 128, 8 layers", "--steps", "5"],
     "resume": [],
     "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
     "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }
-OF_WHOLE_PROCESSES = ("startup", "installation", "plan_memory", "parity", "convert", "store", "look_into_demo")
+OF_WHOLE_PROCESSES = (
+    "startup",
+    "installation",
+    "plan_memory",
+    "plan_time",
+    "parity",
+    "convert",
+    "store",
+    "look_into_demo",
+)
 """They start processes or fork ranks themselves."""
 ELSEWHERE = {
     "gpu": "tests/test_gpu.py",

@@ -57,6 +57,7 @@ ELSEWHERE = {
     r"^forge eval .*--nproc": "tests/system/test_eval_command.py has layouts",
     r"^forge submit": "the tests of forge-plugins-slurm have a Slurm",
     r"^forge plan c.toml --world-size 1024": "is about a model of 70B; tests/plan",
+    r"^forge plan .*(--search|calibrat)": "takes a minute; tests/plan, and the how-to page has the first",
     r"--nproc auto|--nproc 8": "takes as many processes as there are GPUs",
     r"^forge run c.toml .*--parallel\.(tp|pp)=2": "tests/parity has these layouts",
 }

@@ -5,11 +5,12 @@ Shapes: R = rows, E = experts, K and N = features in and out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rows ``(R, K)`` and weights ``(E, N, K)`` to ``(R, N)``, each row with its expert's."""
@@ -97,6 +98,17 @@ def grouped_outer_product(gradient: torch.Tensor, rows: torch.Tensor, ends: torc
 @grouped_outer_product.register_fake
 def _(gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+
+
+@register_flop_formula(torch.ops.forge_moe.grouped_product)
+def _flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of shapes: each row is multiplied by one expert's matrix."""
+    return 2 * rows[0] * weight[-2] * weight[-1]
+
+
+@register_flop_formula(torch.ops.forge_moe.grouped_outer_product)
+def _outer_flops(gradient: Sequence[int], rows: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * gradient[0] * gradient[1] * rows[1]
 
 
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -51,6 +51,26 @@ def alternatives(job: Job, catalog: Catalog, world_size: int, build: ComponentBu
         yield Alternative(", ".join(use.name for use in own), job, is_the_jobs=True)
 
 
+def recomputations(job: Job, catalog: Catalog) -> Iterator[tuple[str, list[str]]]:
+    """What is offered, in the words of ``alternatives``, with the overrides of a command line that make it."""
+    own = {key: use for key, use in job.parallel.passes.items() if use is not None and _is_of_phase(use, catalog)}
+    for what, tables in _offered(catalog):
+        names = {str(table["name"]).rpartition(":")[2] for table in tables}
+        off = [f"parallel.passes.{key}=false" for key, use in own.items() if use.name not in names]
+        settings = [
+            f"parallel.passes.{str(table['name']).rpartition(':')[2]}.{key}={_bare(value)}"
+            for table in tables
+            for key, value in table.items()
+            if key != "name"
+        ]
+        yield what, [*off, *settings]
+
+
+def _bare(value: Any) -> str:
+    """As a command line has it: a shell takes quotes away."""
+    return value if isinstance(value, str) else literal(value)
+
+
 def _offered(catalog: Catalog) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     yield "nothing", []
     for provided in catalog.components("parallel_pass"):

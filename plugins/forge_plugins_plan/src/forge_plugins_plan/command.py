@@ -17,9 +17,12 @@ from forge_core.job import catalog_of, load_job
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
+    from forge_core.contracts.gpu import Gpu
     from forge_plugins_plan.ettr_report import EttrReport
     from forge_plugins_plan.figures import Figures
+    from forge_plugins_plan.machine import Machine
     from forge_plugins_plan.report import Plan
+    from forge_plugins_plan.search import Search
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -42,6 +45,17 @@ if TYPE_CHECKING:
 @click.option(
     "--assume", multiple=True, metavar="NAME=NUMBER", help="A figure for --ettr, such as spares=4; repeatable."
 )
+@click.option("--calibrate", is_flag=True, help="Measure this machine first, a minute, and plan with its times.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where --calibrate writes what it measures."
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of --calibrate, whose times are told; by default this machine's, if it has been measured.",
+)
+@click.option("--search", "searches", is_flag=True, help="Find the fastest layouts of so many ranks that fit.")
 @json_option("forge_plugins_plan.told:ToldPlan", says="Print JSON; sizes in bytes, times in seconds.")
 @click.pass_obj
 def plan(
@@ -55,6 +69,10 @@ def plan(
     ettr: bool,
     step_seconds: float | None,
     assume: tuple[str, ...],
+    calibrate: bool,
+    out: Path | None,
+    calibration: Path | None,
+    searches: bool,
     as_json: bool,
 ) -> None:
     """Say what the job in CONFIG would be and take on N ranks: FLOPs, passes, and the memory of a rank.
@@ -68,31 +86,81 @@ def plan(
     """
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(plan))
     from forge_plugins_plan.gpus import gpu_named
-    from forge_plugins_plan.report import as_text, make_plan
+    from forge_plugins_plan.report import make_plan
 
     figures = _figures(gpu, ettr, step_seconds, assume)
-    planned = make_plan(
-        job,
-        catalog_of(job, obj.catalog),
-        world_size,
-        vocab_size,
-        gpu_named(gpu) if gpu is not None else None,
-        ranks_per_node,
-    )
+    _refuse_idle(calibrate, out, calibration)
+    planned_gpu = gpu_named(gpu) if gpu is not None else None
+    ranks_of_node = min(world_size, ranks_per_node)
+    if calibrate:
+        from forge_plugins_plan.measured_ranks import calibrated
+
+        calibration = calibrated(obj, job, ranks_of_node, out)
+        if calibration is None:  # a rank that another process has started to measure
+            return
+    machine = _machine(job, calibration, planned_gpu, ranks_of_node)
+    if searches and machine is None:
+        raise ConfigError(
+            "--search needs the times of a machine: give --gpu NAME or --calibration FILE, or measure this: --calibrate"
+        )
+    catalog = catalog_of(job, obj.catalog)
+    planned = make_plan(job, catalog, world_size, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
     told = None if figures is None or failed is not None else _ettr(job, planned, figures, step_seconds)
+    found = None
+    if searches and planned.time is not None and machine is not None:
+        from forge_plugins_plan.search import search
+
+        def load(more: Sequence[str]) -> Job:
+            return load_job(config, [*overrides, *more], catalog=catalog, world_size=world_size)
+
+        found = search(job, load, catalog, planned, machine)
+    _echo(planned, found, told, as_json=as_json)
+    if failed is not None:
+        raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+
+def _echo(planned: Plan, found: Search | None, told: EttrReport | None, *, as_json: bool) -> None:
+    from forge_plugins_plan import ettr_report, search_report
+    from forge_plugins_plan.report import as_text
+
     if as_json:
         from forge_plugins_plan.told import told_plan
 
-        print_json(told_plan(planned, told))
-    else:
-        click.echo("\n".join(map(wrapped, as_text(planned))))
-        if told is not None:
-            from forge_plugins_plan import ettr_report
+        print_json(told_plan(planned, found, told))
+        return
+    lines = [*map(wrapped, as_text(planned))]
+    if found is not None:
+        lines += ["", *search_report.as_text(found, math.prod(planned.mesh.values()))]
+    if told is not None:
+        lines += ["", *map(wrapped, ettr_report.as_text(told))]
+    click.echo("\n".join(lines))
 
-            click.echo("\n".join(["", *map(wrapped, ettr_report.as_text(told))]))
-    if failed is not None:
-        raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
+
+def _refuse_idle(calibrate: bool, out: Path | None, calibration: Path | None) -> None:
+    if out is not None and not calibrate:
+        raise ConfigError("--out has no effect without --calibrate")
+    if calibrate and calibration is not None:
+        raise ConfigError("--calibrate measures, and --calibration reads what has been measured; leave one out")
+
+
+def _machine(job: Job, file: Path | None, gpu: Gpu | None, ranks_of_node: int) -> Machine | None:
+    """Whose times are told: what a file says, or a data sheet, or what has been measured of this machine."""
+    from forge_plugins_plan.calibration import default_file, mismatches, read_calibration
+    from forge_plugins_plan.machine import published
+    from forge_plugins_plan.measured_ranks import present_device, torch_version
+
+    if file is None and gpu is not None:
+        return published(gpu)
+    device = present_device(job)
+    if file is None:
+        file = default_file(device, ranks_of_node)
+        if not file.is_file():
+            return None
+    found = read_calibration(file)
+    for sentence in mismatches(found, gpu=gpu, device=device, torch_version=torch_version(), ranks=ranks_of_node):
+        click.echo(f"warning: {sentence}", err=True)
+    return found
 
 
 def _figures(gpu: str | None, ettr: bool, step_seconds: float | None, assume: Sequence[str]) -> Figures | None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_plan.timeline import Change, Tally
+from forge_plugins_plan.work import Recorder
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
 """What memory is for:
@@ -49,18 +50,23 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     What kernels use inside and do not return is not seen. Storages are bytes as asked for: allocators round up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        """
+        Args:
+            recorder: makes entries of the log of what operations do, beside what they do to memory.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._recorder = recorder
         self.phase = "parameters"
         """The category of what is made now, unless an operation says more."""
         self.vocabulary: frozenset[int] = frozenset()
         """Last dimensions that make a tensor count as logits."""
         self.log: list[Any] = []
-        """``Change`` since ``restart``, and whatever else is put there to mark a place."""
+        """``Change`` and ``Work`` since ``restart``, and whatever else is put there to mark a place."""
         self._at_start: Counter[str] = Counter()
         self._live: dict[int, _Storage] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._equal: dict[Change, Change] = {}
+        self._equal: dict[Any, Any] = {}
 
     def restart(self) -> None:
         """Begin the log."""
@@ -116,6 +122,9 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         for tensor in tree_iter((result, args, kwargs) if gathers else result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, gathers)
+        if self._recorder is not None:
+            for work in self._recorder.works(func, args, kwargs or {}, result, self.phase):
+                self.log.append(self._equal.setdefault(work, work))
         return result
 
     def __enter__(self) -> MemoryLedger:
@@ -132,10 +141,11 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def paused(self) -> Iterator[None]:
         """What is made meanwhile is not seen."""
         before, self._see = self._see, lambda *_: None  # type: ignore[method-assign]
+        recorder, self._recorder = self._recorder, None
         try:
             yield
         finally:
-            self._see = before  # type: ignore[method-assign]
+            self._see, self._recorder = before, recorder  # type: ignore[method-assign]
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -12,6 +12,6 @@ def forge_commands() -> Iterable[Command]:
     """``forge plan``."""
     yield Command(
         name="plan",
-        summary="what a job would take on N ranks: FLOPs, passes, memory; without a GPU",
+        summary="what a job would take on N ranks: memory, time, FLOPs, passes; without a GPU",
         run="forge_plugins_plan.command:plan",
     )

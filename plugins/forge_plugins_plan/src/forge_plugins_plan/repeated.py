@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from forge_plugins_plan.alike import alike
 from forge_plugins_plan.timeline import Change, Repeat, Tally, Timeline
+from forge_plugins_plan.work import Microbatch, Work
 
 _KEPT = 8
 """Times that a block is simulated. All but the first and the last must do the same to memory."""
@@ -164,7 +165,7 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
         NotRepeatedError: turns are unlike each other, or what they add up to cannot be.
     """
     places = [i for i, one in enumerate(log) if isinstance(one, _Mark)]
-    timeline: list[Change | Repeat] = []
+    timeline: list[Change | Work | Microbatch | Repeat] = []
     added: list[Counter[str]] = [Counter() for _ in found]
     done = 0
     while places:
@@ -172,13 +173,13 @@ def lengthened(log: Sequence[Any], found: Sequence[Repetition], gradients: int) 
         number = _one_pass([log[i] for i in own])
         turns = [list(log[start + 1 : end]) for start, end in pairwise(own[1:-1])]
         if any(turn != turns[0] for turn in turns):
-            raise NotRepeatedError("blocks that are alike do not do the same to memory")
+            raise NotRepeatedError("blocks that are alike do not do the same")
         times = len(turns) + len(found[number].left_out)
-        timeline += [one for one in log[done : own[1]] if isinstance(one, Change)]
+        timeline += [one for one in log[done : own[1]] if not isinstance(one, _Mark)]
         timeline.append(Repeat(turns[0], times))
         added[number].update(_net(turns[0]))
         done = own[-2]
-    timeline += [one for one in log[done:] if isinstance(one, Change)]
+    timeline += [one for one in log[done:] if not isinstance(one, _Mark)]
     _check(log, timeline, added, gradients)
     return timeline
 

@@ -23,8 +23,10 @@ from forge_core.job import resolve_degrees
 from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.train.build import build_on_meta
 from forge_plugins_plan.alternatives import Alternative, alternatives
+from forge_plugins_plan.machine import Machine
 from forge_plugins_plan.memory import CATEGORIES
 from forge_plugins_plan.simulation import SimulatedRank, simulate
+from forge_plugins_plan.step_report import PlannedTime, planned_time, time_lines
 
 GIB = 2**30
 _FRAGMENTATION = 1.03
@@ -70,6 +72,8 @@ class PlannedRecomputation:
     activation_bytes: int
     """The most that is kept from forward to backward."""
     peak_bytes: int
+    step_seconds: float | None = None
+    """``None`` without times, or with a pipeline, of which only one part is simulated again."""
 
 
 @attrs.frozen
@@ -97,6 +101,8 @@ class Plan:
     """The one that was named."""
     fits: bool | None
     """``None`` without a GPU, or if no step can be simulated."""
+    time: PlannedTime | None = None
+    """``None`` without the figures of a machine, or if no step can be simulated."""
 
     @property
     def heaviest(self) -> PlannedStage:
@@ -111,20 +117,23 @@ def make_plan(
     vocab_size: int | None,
     gpu: Gpu | None,
     ranks_per_node: int = 8,
+    machine: Machine | None = None,
 ) -> Plan:
     """Simulate the job among ``world_size`` ranks.
 
     Args:
         vocab_size: the data's, if the job does not say.
+        machine: whose times are told.
 
     Raises:
         ForgeError: whatever a real run would say before its first step, data apart.
     """
     build = ComponentBuilder(catalog)
-    rows = _vocabulary(job, build, vocab_size)
+    rows = vocabulary_of(job, build, vocab_size)
     degrees = resolve_degrees(job.parallel, world_size)
     simulated = [
-        simulate(job, catalog, rows, world_size, stage, gpu, ranks_per_node) for stage in range(job.parallel.pp)
+        simulate(job, catalog, rows, world_size, stage, gpu, ranks_per_node, timed=machine is not None)
+        for stage in range(job.parallel.pp)
     ]
     stages = [_stage(one) for one in simulated]
     plan = Plan(
@@ -152,10 +161,25 @@ def make_plan(
     peak = plan.heaviest.peak_bytes
     if peak is None:
         return plan
+    plan = attrs.evolve(plan, time=_time(job, simulated, plan, machine))
     return attrs.evolve(
         plan,
-        recomputation=_recomputation(job, catalog, rows, world_size, plan, build, simulated),
+        recomputation=_recomputation(job, catalog, rows, world_size, plan, build, simulated, machine),
         fits=needed_gib(peak) <= gpu.free_gib if gpu is not None else None,
+    )
+
+
+def _time(job: Job, simulated: Sequence[SimulatedRank], plan: Plan, machine: Machine | None) -> PlannedTime | None:
+    if machine is None:
+        return None
+    return planned_time(
+        job,
+        simulated,
+        machine,
+        tokens=plan.tokens_per_step,
+        flops_per_token=plan.flops_per_token["standard"],
+        ranks=prod(plan.mesh.values()),
+        compiled=any(one.phase == "compile" for one in plan.passes),
     )
 
 
@@ -201,6 +225,9 @@ def as_text(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _memory_lines(plan)
     yield from _fit_lines(plan)
+    if plan.time is not None:
+        yield ""
+        yield from time_lines(plan.time, prod(plan.mesh.values()))
     yield from _traffic_lines(plan)
 
 
@@ -248,9 +275,12 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield row(category, heaviest.at_peak[category], heaviest.largest.get(category, 0))
     yield row("all", heaviest.peak_bytes)
     yield ""
-    yield title("Recomputed in backward", "kept", "peak")
+    timed = any(one.step_seconds is not None for one in plan.recomputation)
+    yield title("Recomputed in backward", "kept", "peak", *["step, s"] * timed)
     for one in plan.recomputation:
-        yield row(one.what, one.activation_bytes, one.peak_bytes) + ("  (this job)" if one.is_the_jobs else "")
+        seconds = "" if one.step_seconds is None else f"{one.step_seconds:>12.3f}"
+        own = "  (this job)" if one.is_the_jobs else ""
+        yield row(one.what, one.activation_bytes, one.peak_bytes) + seconds + own
     if any(one.phase == "compile" for one in plan.passes):
         yield "  Blocks are counted as they are written; compiled, they keep less."
 
@@ -309,30 +339,36 @@ def _recomputation(
     plan: Plan,
     build: ComponentBuilder,
     simulated: Sequence[SimulatedRank],
+    machine: Machine | None,
 ) -> list[PlannedRecomputation]:
     """Of the stage that needs most; ways that cannot be simulated are left out."""
     number = plan.stages.index(plan.heaviest)
     planned = []
     for one in alternatives(job, catalog, world_size, build):
         if one.is_the_jobs:
-            planned.append(_compared(one, plan.heaviest))
+            planned.append(_compared(one, plan.heaviest, plan.time if len(plan.stages) == 1 else None))
         else:
             other = simulate(
                 *(one.job, catalog, vocab_size, world_size, number, plan.gpu, plan.ranks_per_node),
                 like=simulated[number].optimizer,
+                timed=plan.time is not None and len(plan.stages) == 1,
             )
             stage = _stage(other)
             if stage.peak_bytes is not None:
-                planned.append(_compared(one, stage))
+                time = _time(one.job, [other], plan, machine) if len(plan.stages) == 1 else None
+                planned.append(_compared(one, stage, time))
     return planned
 
 
-def _compared(one: Alternative, stage: PlannedStage) -> PlannedRecomputation:
+def _compared(one: Alternative, stage: PlannedStage, time: PlannedTime | None) -> PlannedRecomputation:
     assert stage.peak_bytes is not None
-    return PlannedRecomputation(one.what, one.is_the_jobs, stage.largest.get("activations", 0), stage.peak_bytes)
+    seconds = None if time is None else time.seconds
+    return PlannedRecomputation(
+        one.what, one.is_the_jobs, stage.largest.get("activations", 0), stage.peak_bytes, seconds
+    )
 
 
-def _vocabulary(job: Job, build: ComponentBuilder, given: int | None) -> int:
+def vocabulary_of(job: Job, build: ComponentBuilder, given: int | None) -> int:
     """The model's vocabulary, as a run would find it, without opening data."""
     configured: int | None = getattr(job.model.config, "vocab_size", None)
     if configured is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any, cast
 
 import attrs
@@ -30,6 +31,7 @@ from forge_plugins_plan.fused_norm import fused_norms
 from forge_plugins_plan.memory import CATEGORIES, MemoryLedger, bytes_of
 from forge_plugins_plan.repeated import NotRepeatedError, Repetition, lengthened, repetitions, shortened
 from forge_plugins_plan.timeline import Tally, Timeline
+from forge_plugins_plan.work import Microbatch, Recorder
 from forge_plugins_plan.world import rank_of
 
 _ALWAYS = ("tokens", "targets")
@@ -76,6 +78,8 @@ class SimulatedRank:
     traffic: Sequence[Traffic]
     optimizer: OptimizerStep | None
     """``None`` like ``memory``."""
+    run: Timeline = ()
+    """Forward and backward of the step."""
 
 
 def simulate(
@@ -89,6 +93,7 @@ def simulate(
     *,
     shorten: bool = True,
     like: OptimizerStep | None = None,
+    timed: bool = False,
 ) -> SimulatedRank:
     """Build ``job`` for rank 0 of a pipeline stage among ``world_size`` ranks, and run a step of it.
 
@@ -100,11 +105,12 @@ def simulate(
         ranks_per_node: what a launcher would say.
         shorten: run forward and backward of some of the blocks that are alike, where the rest follows from these.
         like: the optimizer's step of a job that differs in what is recomputed; it is not run again then.
+        timed: record what operations do, too, of which a ``Clock`` makes times.
 
     Raises:
         ForgeError: whatever the build of a real run would say.
     """
-    one = _Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like)
+    one = _Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like, timed)
     if shorten:
         try:
             return one.run(shorten=True)
@@ -123,6 +129,7 @@ class _Simulation:
     gpu: Gpu | None
     ranks_per_node: int
     like: OptimizerStep | None
+    timed: bool
 
     def run(self, *, shorten: bool) -> SimulatedRank:
         """
@@ -131,7 +138,7 @@ class _Simulation:
             NotRepeatedError: the whole model has to be run.
         """
         rank = self.stage * (self.world_size // self.job.parallel.pp)
-        ledger = MemoryLedger()
+        ledger = MemoryLedger(Recorder(self.ranks_per_node) if self.timed else None)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
 
         found: list[Repetition] = []
@@ -159,8 +166,8 @@ class _Simulation:
                 return SimulatedRank(*told, None, reason, traffic, None)
             try:
                 with fake, ledger, nullcontext() if self.gpu is None else fused_norms():
-                    memory, optimizer = self._step(mesh, built, build, ledger, found)
-                return SimulatedRank(*told, memory, "", traffic, optimizer)
+                    memory, optimizer, run = self._step(mesh, built, build, ledger, found)
+                return SimulatedRank(*told, memory, "", traffic, optimizer, run)
             except Exception as error:  # of torch or of a plugin; what is known without a step still is
                 if found:
                     raise NotRepeatedError from error
@@ -175,7 +182,7 @@ class _Simulation:
         build: ComponentBuilder,
         ledger: MemoryLedger,
         found: Sequence[Repetition],
-    ) -> tuple[RankMemory, OptimizerStep]:
+    ) -> tuple[RankMemory, OptimizerStep, Timeline]:
         updated = [_in_words(name, parameter) for name, parameter in built.parameters.items()]
         like = self.like if self.like is not None and self.like.parameters == updated else None
         if found and like is not self.like:
@@ -188,7 +195,7 @@ class _Simulation:
         ledger.restart()
         scale = torch.ones(())
         LEDGER.start_step(scale)
-        with ledger.during("activations"), shortened(found, ledger.log):
+        with ledger.during("activations"), shortened(found, ledger.log), _marking(built, ledger.log):
             built.executor.run(microbatches, scale)
         n_of_run = len(ledger.log)
         if optimizer is None:
@@ -206,11 +213,27 @@ class _Simulation:
             like = OptimizerStep(updated, ledger.start(known), ledger.log[n_of_run:], largest)
         assert like is not None
         log = ledger.log[:n_of_run]
+        run = lengthened(log, found, like.largest["gradients"]) if found else log
         tally = copy.deepcopy(like.start)
-        tally.play(lengthened(log, found, like.largest["gradients"]) if found else log)
+        tally.play(run)
         tally.play(like.changes)
         at_peak = {category: tally.at_peak[category] for category in CATEGORIES}
-        return RankMemory(tally.peak, at_peak, {**tally.largest, **like.largest}), like
+        return RankMemory(tally.peak, at_peak, {**tally.largest, **like.largest}), like, run
+
+
+@contextmanager
+def _marking(built: BuiltModel, log: list[Any]) -> Iterator[None]:
+    """Mark where microbatches begin, where there is one part, which all of them pass whole."""
+    if len(built.parts) > 1:
+        yield
+        return
+    numbers = count()
+    part = built.parts[0]
+    handle = part.register_forward_pre_hook(lambda *_: log.append(Microbatch(next(numbers))), prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _traffic(appliers: Sequence[Any], built: BuiltModel, context: PassContext) -> list[Traffic]:
@@ -263,11 +286,11 @@ def _microbatches(job: Job) -> list[dict[str, torch.Tensor]]:
     Raises:
         ConfigError: the size of an entry is not known.
     """
-    count = job.train.grad_accumulation or 1
+    n = job.train.grad_accumulation or 1
     entries = _entries(job) or {name: KNOWN[name] for name in _ALWAYS}
     return [
         {name: _zeros(name, entry, job) for name, entry in entries.items() if entry.wanted_by == "model"}
-        for _ in range(count if job.parallel.pp > 1 else min(count, 2))
+        for _ in range(n if job.parallel.pp > 1 else min(n, 2))
     ]
 
 

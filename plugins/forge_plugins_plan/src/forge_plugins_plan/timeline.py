@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import attrs
 
+from forge_plugins_plan.work import Microbatch, Work
+
 
 class Change(NamedTuple):
     """A storage is made (``before`` is 0), freed (``after`` is 0), resized, or found to be for something else."""
@@ -26,13 +28,14 @@ class Change(NamedTuple):
 
 @attrs.frozen
 class Repeat:
-    """Changes that come ``times`` times, 2 or more, one after the other."""
+    """What comes ``times`` times, 2 or more, one after the other."""
 
-    changes: Sequence[Change]
+    changes: Sequence[Change | Work]
     times: int
 
 
-Timeline = Sequence["Change | Repeat"]
+Timeline = Sequence["Change | Work | Microbatch | Repeat"]
+"""In order. ``Tally`` reads the changes of memory, ``Clock`` the work."""
 
 
 @attrs.define
@@ -64,7 +67,7 @@ class Tally:
         for one in timeline:
             if isinstance(one, Repeat):
                 self._repeat(one)
-            else:
+            elif isinstance(one, Change):
                 self._change(one)
 
     def _change(self, one: Change) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -10,6 +10,8 @@ from forge_plugins_plan.ettr_report import EttrReport
 from forge_plugins_plan.figures import sources
 from forge_plugins_plan.long_job import seconds_between_failures
 from forge_plugins_plan.report import Plan
+from forge_plugins_plan.search import Layout, Search
+from forge_plugins_plan.search_report import why_slower
 
 
 @attrs.frozen(kw_only=True)
@@ -32,16 +34,50 @@ class ToldEttr(EttrReport):
 
 
 @attrs.frozen(kw_only=True)
-class ToldPlan(Plan):
-    """What the job would be and take. Sizes are bytes."""
+class ToldLayout(Layout):
+    """A layout that has been simulated. Times are seconds, and sizes bytes."""
 
+    why_slower: str
+    """A sentence; empty of the first, and of those that do not fit."""
+
+
+@attrs.frozen(kw_only=True)
+class ToldSearch(Search):
+    """The fastest layouts, and what became of the others."""
+
+    best: Sequence[ToldLayout]
+    """Of those that fit, fastest first."""
+    too_large: Sequence[ToldLayout]
+    """Simulated, and they do not fit; fastest first."""
+
+
+@attrs.frozen(kw_only=True)
+class ToldPlan(Plan):
+    """What the job would be and take. Sizes are bytes, and times seconds."""
+
+    search: ToldSearch | None
+    """With ``--search``."""
     ettr: ToldEttr | None
     """With ``--ettr``."""
 
 
-def told_plan(plan: Plan, report: EttrReport | None) -> ToldPlan:
+def told_plan(plan: Plan, found: Search | None, report: EttrReport | None) -> ToldPlan:
     """The plan for programs."""
-    return ToldPlan(**attrs.asdict(plan, recurse=False), ettr=None if report is None else _told_ettr(report))
+    facts = attrs.asdict(plan, recurse=False)
+    search = None if found is None else _told_search(found)
+    return ToldPlan(**facts, search=search, ettr=None if report is None else _told_ettr(report))
+
+
+def _told_search(found: Search) -> ToldSearch:
+    best = [
+        _told_layout(one, why_slower(one, found.best[0]) if number else "") for number, one in enumerate(found.best)
+    ]
+    too_large = [_told_layout(one, "") for one in found.too_large]
+    return ToldSearch(**attrs.asdict(found, recurse=False) | {"best": best, "too_large": too_large})
+
+
+def _told_layout(layout: Layout, why: str) -> ToldLayout:
+    return ToldLayout(**attrs.asdict(layout, recurse=False), why_slower=why)
 
 
 def _told_ettr(report: EttrReport) -> ToldEttr:

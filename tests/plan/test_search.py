@@ -1,0 +1,127 @@
+"""``forge plan --search`` finds what is fastest on a machine where that is known."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import attrs
+import pytest
+
+from forge_core.cli import main
+from forge_plugins_plan import machine
+from forge_plugins_plan.gpus import gpu_named
+
+JOB = """
+[model]
+name = "transformer"
+dim = 64
+n_layers = 4
+n_heads = 4
+max_seq_len = 64
+vocab_size = 256
+[data]
+name = "text_files"
+path = "unused"
+[train]
+steps = 4
+seq_len = 64
+batch_size = 2
+precision = "bf16"
+[optimizer]
+name = "adamw"
+lr = 1e-3
+"""
+
+
+@pytest.fixture
+def found(tmp_path, capfd):
+    """The search of four ranks, two a node, as data or as text."""
+    (tmp_path / "job.toml").write_text(JOB)
+
+    def run(*words, text=False):
+        command = ["plan", str(tmp_path / "job.toml"), "--world-size", "4", "--ranks-per-node", "2", "--gpu", "h100"]
+        code = main([*command, "--search", *([] if text else ["--json"]), *words])
+        out, said = capfd.readouterr()
+        assert code == 0, said
+        return out if text else json.loads(out)["search"]
+
+    return run
+
+
+def with_figures(monkeypatch, **changed):
+    """No time but of what is changed: data sheets of an endless machine."""
+    endless = machine.Figures(fp32_tflops=1e9, memory_tb=1e9, within_gb=1e9, between_gb=1e9)
+    monkeypatch.setitem(machine.PUBLISHED, "h100", attrs.evolve(endless, **changed))
+    monkeypatch.setattr(machine, "LATENCY_WITHIN", 0.0)
+    monkeypatch.setattr(machine, "LATENCY_BETWEEN", 0.0)
+    monkeypatch.setattr(machine, "HOST", 0.0)
+
+
+@pytest.mark.slow
+def test_parameters_are_sharded_within_the_node_where_the_network_is_slow(found, monkeypatch):
+    with_figures(monkeypatch, between_gb=1e-6)
+
+    table = found()
+
+    best = table["best"][0]["candidate"]["degrees"]
+    assert best["dp_shard"] * best["cp"] * best["tp"] <= 2, best
+    seconds = [one["seconds"] for one in table["best"]]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.nightly
+def test_nothing_is_cut_where_all_links_are_slow_but_what_has_to_be(found, monkeypatch):
+    """Gradients are summed over all ranks in any case; a pipeline sends hidden states alone."""
+    with_figures(monkeypatch, between_gb=1e-6, within_gb=1e-6)
+
+    table = found("train.grad_accumulation=8")
+
+    assert table["best"][0]["candidate"]["degrees"]["tp"] == 1
+    assert table["best"][0]["candidate"]["recomputed"] == "nothing"
+
+
+@pytest.mark.nightly
+def test_what_does_not_fit_is_left_out_and_told(found, monkeypatch):
+    free = 0.0045
+    small = attrs.evolve(gpu_named("h100"), memory_gib=1 + free)
+    monkeypatch.setattr("forge_plugins_plan.gpus.gpu_named", lambda _: small)
+
+    table = found("train.batch_size=8")
+
+    assert table["best"]
+    assert all(one["fits"] and one["peak_bytes"] * 1.03 <= free * 2**30 for one in table["best"])
+    assert not any(one["fits"] for one in table["too_large"])
+    assert table["over_memory"] + len(table["too_large"]) > 0
+
+
+@pytest.mark.slow
+def test_it_says_what_became_of_all_and_how_to_have_the_best(found, tmp_path, capfd):
+    table, text = found(), found(text=True)
+
+    left = ("batch_not_shared", "over_memory", "slower", "refused", "not_simulated", "simulated")
+    assert table["considered"] == sum(table[name] for name in left)
+    assert f"{table['considered']:,} considered" in text
+    assert len(table["best"]) == 5
+    assert text.count("slower: ") == 4
+    assert [one["why_slower"] for one in table["best"][1:]] == re.findall(r"^ +(slower: .*)$", text, re.M)
+
+    first = table["best"][0]
+    code = main(
+        ["plan", str(tmp_path / "job.toml"), "--world-size", "4", "--ranks-per-node", "2", "--gpu", "h100", "--json"]
+        + first["candidate"]["overrides"]
+    )
+    plan = json.loads(capfd.readouterr().out)
+    assert code == 0
+    assert plan["time"]["seconds"] == pytest.approx(first["seconds"])
+    assert plan["stages"][0]["peak_bytes"] == first["peak_bytes"]
+    assert {**plan["mesh"], "ep": plan["ep"]} == first["candidate"]["degrees"]
+    assert plan["tokens_per_step"] == 4 * 2 * 64
+
+
+@pytest.mark.nightly
+def test_a_search_refuses_by_the_rules_of_the_job(found):
+    """Three heads are cut by none of the degrees that are tried."""
+    table = found("model.n_heads=3", "model.dim=48", "model.head_dim=16")
+
+    assert {one["candidate"]["degrees"]["tp"] for one in table["best"]} == {1}
