@@ -197,7 +197,8 @@ def test_a_resumed_run_goes_on_exactly(trained):
 
 
 def test_codes_are_a_site_like_any_other(trained):
-    listed = json.loads(forge(trained, "sites", "runs/topk_sae", "--json").splitlines()[-1])
+    said = forge(trained, "sites", "runs/topk_sae", "--json")
+    listed = json.loads(said[said.index("[") :])
     forge(trained, "extract", "runs/topk_sae", "--sites", "code", "--samples", "5", "--out", "codes")
 
     assert [(row["name"], row["shape"]) for row in listed] == [("code", "B × S × 64")]

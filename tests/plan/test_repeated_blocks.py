@@ -93,7 +93,10 @@ def left_out(monkeypatch):
         (4, ["parallel.passes.lora.rank=4"]),
         (4, ["parallel.passes.compile=true", MUON]),
         (4, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22"]),
-        (2, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22", FULL, "train.precision=fp32"]),
+        pytest.param(
+            *(2, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22", FULL, "train.precision=fp32"]),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_shortened_model_takes_the_memory_of_the_whole_one(catalog, job_of, left_out, world_size, settings):

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -89,9 +90,12 @@ def counted(folder: Path, n: int) -> Mapping[str, Mapping[str, int]]:
         command = [folder, n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
         done = subprocess.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500, check=False)
         assert done.returncode == 0, (folder / "0.err").read_text()
-        for kind, rank in (("rank 0", 0), ("first of a node", OF_A_NODE), ("others", OF_A_NODE - 1)):
-            of_rank = json.loads((folder / f"counts_{rank}.json").read_text())
-            found[kind] |= {f"{what}{suffix}": number for what, number in of_rank.items()}
+        of_rank = [json.loads((folder / f"counts_{rank}.json").read_text()) for rank in range(n)]
+        others = [one for rank, one in enumerate(of_rank) if rank % OF_A_NODE]
+        names = {name for one in others for name in one}
+        median = {name: statistics.median_low(one.get(name, 0) for one in others) for name in names}
+        for kind, numbers in (("rank 0", of_rank[0]), ("first of a node", of_rank[OF_A_NODE]), ("others", median)):
+            found[kind] |= {f"{name}{suffix}": number for name, number in numbers.items()}
     return found
 
 
