@@ -304,7 +304,6 @@ def test_a_spare_node_takes_the_place_of_one_that_dies(slurm_cluster, slurm_job,
     finally:
         cluster.start_node(1)
     log = slurm_job.log("spared")
-    print(log)
     assert (story.restarts(), starts(log)) == (0, ["n0,n1", "n0,n2"]), log
     assert "exit code 5, after a new checkpoint, on n1; start again" in log
     story.equals(reference)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_hf.harness_config import HarnessConfig
 from forge_plugins_hf.harness_model import ModelInLayout
+from forge_plugins_hf.harness_results import values_of
 from forge_plugins_hf.harness_tasks import load_tasks, refuse_long_answers
 from forge_plugins_hf.harness_tokenizer import harness_tokenizer
 
@@ -67,21 +66,12 @@ class Harness(Evaluation):
                 apply_chat_template=self._config.apply_chat_template,
                 fewshot_as_multiturn=True,
             )
-        return dict(_values(results["results"]))
+        return dict(values_of(results["results"]))
 
 
 def _longest(context: EvaluationContext) -> int:
     """The model's longest sequence, in tokens; of a model that does not say it, that of its training."""
     return getattr(context.job.model.config, "max_seq_len", None) or context.job.train.seq_len
-
-
-def _values(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Those of ``acc,none`` by ``<task>/acc``, and of a filter by ``<task>/exact_match/strict-match``."""
-    for task, values in results.items():
-        for key, value in values.items():
-            metric, comma, kept = key.partition(",")
-            if comma and isinstance(value, Real) and not math.isnan(value):
-                yield f"{task}/{metric}" + (f"/{kept}" if kept != "none" else ""), float(value)
 
 
 @contextmanager

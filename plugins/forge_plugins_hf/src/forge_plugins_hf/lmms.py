@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ from lmms_eval.tasks import TaskManager, get_task_dict  # type: ignore[import-no
 from forge_core.contracts.evaluation import Evaluation, EvaluationContext, OpenData
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
+from forge_plugins_hf.harness_results import values_of
 from forge_plugins_hf.lmms_config import LmmsConfig
 from forge_plugins_hf.lmms_model import ImagesInLayout, refuse_settings
 from forge_plugins_vlm.sampling import reader_of
@@ -53,7 +52,7 @@ class Lmms(Evaluation):
                 log_samples=False,
                 cli_args=SimpleNamespace(process_with_media=True),
             )
-        return dict(_values(results["results"]))
+        return dict(values_of(results["results"]))
 
 
 def _load(config: LmmsConfig) -> dict[str, Any]:
@@ -96,15 +95,6 @@ def _leaves(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield from _leaves(task)
         elif task is not None:
             yield str(name), task
-
-
-def _values(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Those of ``acc,none`` by ``<task>/acc``, and of a filter by ``<task>/acc/<filter>``."""
-    for task, values in results.items():
-        for key, value in values.items():
-            metric, comma, kept = key.partition(",")
-            if comma and isinstance(value, Real) and not math.isnan(value):
-                yield f"{task}/{metric}" + (f"/{kept}" if kept != "none" else ""), float(value)
 
 
 @contextmanager
