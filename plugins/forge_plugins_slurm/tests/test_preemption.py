@@ -89,6 +89,17 @@ class Story:
         for step in stopped:
             assert f"resumed from step_{step:08d}" in log, log
 
+    def outlives_node(self, node: int) -> None:
+        """After step 15, all processes of a node are killed; the run ends all the same."""
+        try:
+            self.reaches(15)
+            for process in self.cluster.processes_of_node(node):
+                os.kill(process, signal.SIGKILL)
+
+            assert self.ends(600) == "COMPLETED", self.job.log(self.name) + self.cluster.logs()
+        finally:
+            self.cluster.start_node(node)
+
     def waits_for(self, happened, what: str, seconds: float) -> None:
         try:
             self.cluster.wait(happened, what, seconds)
@@ -272,17 +283,10 @@ def test_the_batch_script_requeues_where_the_ranks_see_no_scontrol(slurm_cluster
 def test_a_run_goes_on_elsewhere_when_a_node_dies(slurm_cluster, slurm_job, reference, node):
     cluster = slurm_cluster(nodes=3, slurmd_timeout=10)
     story = Story(cluster, slurm_job, "moved", PACE, "checkpoint.interval=10")
-    try:
-        story.reaches(15)
-        for process in cluster.processes_of_node(node):
-            os.kill(process, signal.SIGKILL)
-
-        assert story.ends(600) == "COMPLETED", slurm_job.log("moved") + cluster.logs()
-        assert story.restarts() >= 1
-        assert "resumed from step_" in slurm_job.log("moved")
-        story.equals(reference)
-    finally:
-        cluster.start_node(node)
+    story.outlives_node(node)
+    assert story.restarts() >= 1
+    assert "resumed from step_" in slurm_job.log("moved")
+    story.equals(reference)
 
 
 def starts(log: str) -> list[str]:
@@ -295,14 +299,7 @@ def starts(log: str) -> list[str]:
 def test_a_spare_node_takes_the_place_of_one_that_dies(slurm_cluster, slurm_job, reference):
     cluster = slurm_cluster(nodes=3, slurmd_timeout=10)
     story = Story(cluster, slurm_job, "spared", PACE, "checkpoint.interval=10", "--spare-nodes", "1")
-    try:
-        story.reaches(15)
-        for process in cluster.processes_of_node(1):
-            os.kill(process, signal.SIGKILL)
-
-        assert story.ends(600) == "COMPLETED", slurm_job.log("spared") + cluster.logs()
-    finally:
-        cluster.start_node(1)
+    story.outlives_node(1)
     log = slurm_job.log("spared")
     assert (story.restarts(), starts(log)) == (0, ["n0,n1", "n0,n2"]), log
     assert "exit code 5, after a new checkpoint, on n1; start again" in log
@@ -316,14 +313,7 @@ def test_a_job_with_spare_nodes_goes_back_into_the_queue_when_the_node_of_its_sc
 ):
     cluster = slurm_cluster(nodes=4, slurmd_timeout=10)
     story = Story(cluster, slurm_job, "headless", PACE, "checkpoint.interval=10", "--spare-nodes", "1")
-    try:
-        story.reaches(15)
-        for process in cluster.processes_of_node(0):
-            os.kill(process, signal.SIGKILL)
-
-        assert story.ends(600) == "COMPLETED", slurm_job.log("headless") + cluster.logs()
-    finally:
-        cluster.start_node(0)
+    story.outlives_node(0)
     log = slurm_job.log("headless")
     assert story.restarts() == 1
     assert re.findall(r"start \d on (\S+),", log) == ["n0,n1", "n1,n2"], log

@@ -126,17 +126,21 @@ watcher=""
 in_a_row() { echo "${1//$'\n'/,}"; }
 hosts() { while read -r list; do scontrol show hostnames "$list"; done; }
 choose_nodes() { # in Slurm's order, in which tasks are numbered
-    local all
+    local all states
     all=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | grep . || echo "$SLURM_JOB_NODELIST")
     all=$(hosts <<<"$all")
-    up=$(sinfo --noheader --Node --nodes="$(in_a_row "$all")" --format="%N %t" \
-        | sed -nE 's/^([^ ]+) (alloc|mix|comp)[^*]?$/\1/p' | sort -u) # with a star, a node does not answer
+    if states=$(sinfo --noheader --Node --nodes="$(in_a_row "$all")" --format="%N %t"); then
+        up=$(sed -nE 's/^([^ ]+) (alloc|mix|comp)[^*]?$/\1/p' <<<"$states" | sort -u) # with a star, it does not answer
+    else # nor does the controller, for which srun waits
+        up=$all
+    fi
     chosen=$({ grep -vxF "$suspects" <<<"$all"; echo "$suspects"; } | grep -xF "$up" | head -n @COUNT@)
     chosen=$(grep -xF "$chosen" <<<"$all")
 }
 # Slurm leaves a job as it is whose script is gone with its node. Another node puts it back into the queue.
 watch_script() {
     local node
+    watcher=""
     node=$(grep -vxF "$SLURMD_NODENAME" <<<"$up" | tail -n 1)
     if [ -z "$node" ]; then return; fi
     srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" --output=none bash -c '
@@ -189,7 +193,7 @@ code=$?
 exec 3>&-
 wait "$copier"
 {_after(submission)}suspect_nodes
-kill "$watcher"
+[ -z "$watcher" ] || kill "$watcher"
 say "$why; start again"
 """
     functions = _SPARES.replace("@COUNT@", str(submission.nodes))
