@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.errors import ConfigError
 from forge_plugins_data.answers import tokenizer_of
 from forge_plugins_data.hub_dataset import load_streams, local_files
-from forge_plugins_data.streamed_rows import BlockPlace, StreamedRows
+from forge_plugins_data.streamed_rows import BlockPlace, StreamedRows, epochs
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor
 from forge_plugins_vlm.data.collation import collate
 from forge_plugins_vlm.data.config import entries_of
@@ -112,17 +113,11 @@ class ImageTextStreams:
             ConfigError: an epoch has not a single sample; what ``open_image_text`` refuses of a row.
         """
         place = _Place() if state is None else _Place(**state)
-        while True:
-            has_samples = place != _Place(place.epoch)  # a sample has ended there
-            for sample, place_after in self._samples(stream, place):
-                has_samples = True
-                yield sample, attrs.asdict(place_after)
-            if not has_samples:
-                raise ConfigError(
-                    f"data: {self._words} has nothing to learn in stream {stream} of {self.n_streams} (from 0); use "
-                    "fewer streams, or more data"
-                )
-            place = _Place(place.epoch + 1)
+        nothing = (
+            f"data: {self._words} has nothing to learn in stream {stream} of {self.n_streams} (from 0); use fewer "
+            "streams, or more data"
+        )
+        return epochs(partial(self._samples, stream), place, nothing)
 
     def refuse_damaged(self) -> None:
         """Same as ``CheckedSource.refuse_damaged``: images are looked at when they are read."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from forge_plugins_data.encoding import encode_document
 from forge_plugins_data.hub_config import HuggingFaceStreamingConfig
 from forge_plugins_data.hub_dataset import load_split, local_files, require_column
 from forge_plugins_data.packing import document_inputs
-from forge_plugins_data.streamed_rows import BlockPlace, StreamedRows
+from forge_plugins_data.streamed_rows import BlockPlace, StreamedRows, epochs
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -88,17 +89,11 @@ class HuggingFaceStreams:
             ConfigError: an epoch has not a single sample; there is no such column, or it is no text.
         """
         place = _Place() if state is None else _Place(**state)
-        while True:
-            has_samples = place != _Place(place.epoch)  # a sample has ended there
-            for sample, place_after in self._samples(stream, place):
-                has_samples = True
-                yield sample, attrs.asdict(place_after)
-            if not has_samples:
-                raise ConfigError(
-                    f"data: {self._config.words} has less than a sample of {self._seq_len} tokens in stream {stream} "
-                    f"of {self.n_streams} (from 0); use fewer streams, more data or a smaller train.seq_len"
-                )
-            place = _Place(place.epoch + 1)
+        nothing = (
+            f"data: {self._config.words} has less than a sample of {self._seq_len} tokens in stream {stream} "
+            f"of {self.n_streams} (from 0); use fewer streams, more data or a smaller train.seq_len"
+        )
+        return epochs(partial(self._samples, stream), place, nothing)
 
     def _samples(self, stream: int, place: _Place) -> Iterator[tuple[dict[str, np.ndarray], _Place]]:
         """Those of an epoch from ``place`` on, each with the place after it."""

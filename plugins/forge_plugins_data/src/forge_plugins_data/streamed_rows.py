@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from forge_core.errors import ConfigError
+
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import IterableDataset
 
 
@@ -27,6 +30,29 @@ class BlockPlace:
 
 
 Place = TypeVar("Place", bound=BlockPlace)
+
+
+def epochs(
+    samples: Callable[[Place], Iterator[tuple[dict[str, np.ndarray], Place]]], place: Place, nothing: str
+) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
+    """Samples without end, each with the state after it: the place as JSON values.
+
+    Args:
+        samples: gives those of an epoch from a place on, each with the place after it.
+        nothing: a sentence for an epoch without a sample.
+
+    Raises:
+        ConfigError: an epoch has not a single sample.
+    """
+    beginning = type(place)
+    while True:
+        has_samples = place != beginning(place.epoch)  # a sample has ended there
+        for sample, place_after in samples(place):
+            has_samples = True
+            yield sample, attrs.asdict(place_after)
+        if not has_samples:
+            raise ConfigError(nothing)
+        place = beginning(place.epoch + 1)
 
 
 class StreamedRows:
