@@ -17,6 +17,7 @@ from forge_plugins_plan.clock import PARTS, busy_time, step_time
 from forge_plugins_plan.machine import Machine
 from forge_plugins_plan.report import Plan, needed_gib
 from forge_plugins_plan.simulation import SimulatedRank, simulate
+from forge_plugins_plan.step_report import mfu_of
 from forge_plugins_plan.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
 BEST = 5
@@ -318,13 +319,12 @@ def _simulated(job: Job, catalog: Catalog, plan: Plan, machine: Machine, one: Ca
     seconds = sum(parts.values())
     speed = plan.tokens_per_step / seconds
     peak = max(rank.memory.peak for rank in ranks if rank.memory is not None)
-    dtype = "float32" if job.train.precision == "fp32" else "bfloat16"
     return Layout(
         one,
         seconds,
         parts,
         speed,
-        speed * plan.flops_per_token["standard"] / (world * machine.peak_flops(dtype)),
+        mfu_of(job, machine, speed * plan.flops_per_token["standard"] / world),
         peak,
         None if plan.gpu is None else needed_gib(peak) <= plan.gpu.free_gib,
     )

@@ -57,9 +57,13 @@ def planned_time(
     except StuckError:
         return None
     speed = tokens / step.seconds
-    dtype = "float32" if job.train.precision == "fp32" else "bfloat16"
-    mfu = speed * flops_per_token / (ranks * machine.peak_flops(dtype))
+    mfu = mfu_of(job, machine, speed * flops_per_token / ranks)
     return PlannedTime(machine.words, step.seconds, step.parts, step.hidden, speed, mfu)
+
+
+def mfu_of(job: Job, machine: Machine, flops: float) -> float:
+    """The share of a rank's peak that these FLOP/s are."""
+    return flops / machine.peak_flops("float32" if job.train.precision == "fp32" else "bfloat16")
 
 
 PART_WORDS = {
