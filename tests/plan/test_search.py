@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from forge_core.cli import main
-from forge_plugins_plan import machine
+from forge_plugins_plan import machine, search
 from forge_plugins_plan.gpus import gpu_named
 
 JOB = """
@@ -32,6 +32,7 @@ precision = "bf16"
 name = "adamw"
 lr = 1e-3
 """
+THREE_HEADS = ("model.n_heads=3", "model.dim=48", "model.head_dim=16")
 
 
 @pytest.fixture
@@ -68,6 +69,32 @@ def test_parameters_are_sharded_within_the_node_where_the_network_is_slow(found,
     assert best["dp_shard"] * best["cp"] * best["tp"] <= 2, best
     seconds = [one["seconds"] for one in table["best"]]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.slow
+def test_the_layout_that_is_simulated_first_is_one_that_sends_little_over_slow_links(found, monkeypatch):
+    with_figures(monkeypatch, between_gb=1e-6)
+    monkeypatch.setattr(search, "SIMULATED", 1)
+
+    (best,) = found()["best"]
+
+    degrees = best["candidate"]["degrees"]
+    assert degrees["dp_shard"] * degrees["cp"] * degrees["tp"] <= 2, degrees
+
+
+@pytest.mark.slow
+def test_the_bubble_of_a_pipeline_is_that_of_its_microbatches(found, monkeypatch):
+    """A machine on which products alone take time, and two ranks that can share out neither three sequences nor three
+    heads."""
+    with_figures(monkeypatch)
+
+    table = found("train.batch_size=1", "train.grad_accumulation=3", "parallel.pp=2", *THREE_HEADS, ranks="2")
+
+    pipelines = [one for one in table["best"] if one["candidate"]["degrees"]["pp"] == 2]
+    assert pipelines
+    for one in pipelines:
+        bubble, seconds = one["parts"]["bubble"], one["seconds"]
+        assert bubble == pytest.approx((seconds - bubble) / one["candidate"]["microbatches"])
 
 
 @pytest.mark.nightly
@@ -114,6 +141,7 @@ def test_it_says_what_became_of_all_and_how_to_have_the_best(found, tmp_path, ca
     plan = json.loads(capfd.readouterr().out)
     assert code == 0
     assert plan["time"]["seconds"] == pytest.approx(first["seconds"])
+    assert plan["time"]["mfu"] == pytest.approx(first["mfu"])
     assert plan["stages"][0]["peak_bytes"] == first["peak_bytes"]
     assert {**plan["mesh"], "ep": plan["ep"]} == first["candidate"]["degrees"]
     assert plan["tokens_per_step"] == 2 * 2 * 64
@@ -122,6 +150,6 @@ def test_it_says_what_became_of_all_and_how_to_have_the_best(found, tmp_path, ca
 @pytest.mark.nightly
 def test_a_search_refuses_by_the_rules_of_the_job(found):
     """Three heads are cut by none of the degrees that are tried."""
-    table = found("model.n_heads=3", "model.dim=48", "model.head_dim=16")
+    table = found(*THREE_HEADS)
 
     assert {one["candidate"]["degrees"]["tp"] for one in table["best"]} == {1}
