@@ -47,9 +47,7 @@ class StreamsByPosition:
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the source has, such as descriptions of entries, and a watch over files."""
-        if name.startswith("_"):  # of a copy that has no source yet
-            raise AttributeError(name)
-        return getattr(self._source, name)
+        return getattr(self.__dict__.get("_source"), name)  # a copy has none at first
 
     def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Same as ``PositionedSource.read_at``.

@@ -1,5 +1,6 @@
 """Streams by position: the same samples on any number of ranks, from any state, in any order of reading."""
 
+import copy
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -262,3 +263,18 @@ def test_ranks_and_batches_that_streams_cannot_be_dealt_to_are_refused():
 def test_a_state_that_cannot_be_saved_is_refused_at_the_first_sample():
     with pytest.raises(PluginError, match="Letters gives a state that is not made of JSON values"):
         StreamsByPosition(Letters(1, state=lambda number: {"read": np.int64(number)})).read_at(np.array([0]))
+
+
+def test_streams_that_are_copied_give_what_comes_next_and_have_what_their_source_has():
+    source = Letters(3)
+    source.color = "red"
+    streams = StreamsByPosition(source)
+    streams.read_at(np.arange(6))
+
+    other = copy.copy(streams)
+
+    assert other.color == "red"
+    assert not hasattr(other, "colour")
+    assert (
+        other.read_at(np.arange(6, 9))["tokens"] == StreamsByPosition(Letters(3)).read_at(np.arange(9))["tokens"][6:]
+    ).all()
