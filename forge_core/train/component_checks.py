@@ -21,7 +21,8 @@ from forge_core.errors import ConfigError, PluginError
 class CheckedLoss:
     """Check in each call what costs nothing. While ``is_watched``, the first call with targets is looked into, for
     which the host waits: its count, and whether it is a sum. What is wrong there is in ``problem`` afterwards, as only
-    some ranks of a pipeline compute a loss, and all of them have to end.
+    some ranks of a pipeline compute a loss, and all of them have to end. A loss that is compiled with its model is not
+    looked into.
 
     Args:
         words: names the component in messages.
@@ -61,7 +62,8 @@ class CheckedLoss:
         **taken: torch.Tensor,
     ) -> LossSum:
         loss = partial(self._loss, **taken)
-        if self.is_watched and not self._taken:  # sums over other entries may be sums over ranks, which all must make
+        # Sums over other entries may be sums over ranks, which all must make; in a graph the host can read nothing.
+        if not torch.compiler.is_compiling() and self.is_watched and not self._taken:
             # before what is kept for backward takes its memory
             self._look_into(loss, hidden, head, targets)
         return self._sum(loss, hidden, head, targets, weights)

@@ -148,3 +148,15 @@ def test_the_shape_of_an_entry_is_that_of_a_batch_as_far_as_it_is_known():
     assert image.shape(2, 32) == (2, None, 8)
     assert KNOWN["tokens"].shape(2, 32) == (2, 32)
     assert Entry(dims=("sample", "label")).shape(2, 32) == (2, None)
+
+
+def test_a_loss_that_is_compiled_with_its_model_is_not_looked_into_for_which_the_host_would_read_values():
+    def added_up(hidden, head, targets):
+        return LossSum(hidden.sum(), (targets != -100).sum())
+
+    loss = CheckedLoss(added_up, "the loss")
+    loss.is_watched = True
+    compiled = torch.compile(lambda hidden, targets: loss(hidden, None, targets).total, backend="eager", fullgraph=True)
+
+    assert compiled(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)) == 6
+    assert not loss.problem

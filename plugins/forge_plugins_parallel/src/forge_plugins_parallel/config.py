@@ -34,7 +34,8 @@ class CompileConfig:
     all blocks but those with experts of which other ranks have some: the sizes of what is sent there depend on data."""
     whole_model: bool = False
     """One graph for the whole model, loss included, instead of one for all blocks: longer to compile with every block,
-    and more to fuse. Not with ``fsdp``, which gathers and frees parameters between blocks."""
+    and more to fuse. Whether the loss returns a sum is then not checked in the first step. Not with ``fsdp``, which
+    gathers and frees parameters between blocks."""
     on_recompile: Literal["error", "warn", "ignore"] = "warn"
     """What to do when training compiles again after a block's first forward, which costs as much as the first time and
     happens mostly because a shape changed: stop, or say so, with the guard that failed. Evaluation may compile."""
