@@ -24,6 +24,7 @@ MODELS = {"8B": (8.03e9, 8.03e9), "70B": (70.55e9, 70.55e9), "671B": (671e9, 37e
 GPUS = (1024, 9600, 16_384, 100_000)
 TOKENS = 2**24
 PEAK = 989e12
+MFU = 0.4  # Llama 3 (arXiv 2407.21783), Table 4: 38 to 43 %
 BYTES = 12
 SHARED_OUT_TO = 1024
 AIMS = {9600: 0.97, 16_384: 0.95}
@@ -88,7 +89,7 @@ def best_job(model: str, gpus: int, figures: Figures) -> LongJob:
         gpus=gpus,
         checkpoint_bytes=BYTES * parameters,
         copies=max(1.0, gpus / SHARED_OUT_TO),
-        step_seconds=6 * active * TOKENS / (gpus * PEAK * figures.mfu),
+        step_seconds=6 * active * TOKENS / (gpus * PEAK * MFU),
         interval=1.0,
     )
     return attrs.evolve(job, interval=best_interval(job, figures))

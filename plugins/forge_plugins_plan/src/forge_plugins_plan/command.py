@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("--gpu", metavar="NAME", help="Say whether it fits: a100-40, a100-80, h100, h200, b200.")
 @click.option("--vocab-size", type=click.IntRange(min=1), metavar="V", help="The data's, if the job does not say.")
 @click.option("--ettr", is_flag=True, help="Say how much of its time a long job trains, failures considered.")
-@click.option("--step-seconds", type=float, metavar="S", help="Of a step, for --ettr; reckoned with --gpu by default.")
+@click.option("--step-seconds", type=float, metavar="S", help="Of a step, for --ettr; planned by default.")
 @click.option(
     "--assume", multiple=True, metavar="NAME=NUMBER", help="A figure for --ettr, such as spares=4; repeatable."
 )
@@ -88,7 +88,7 @@ def plan(
     from forge_plugins_plan.gpus import gpu_named
     from forge_plugins_plan.report import make_plan
 
-    figures = _figures(gpu, ettr, step_seconds, assume)
+    figures = _figures(ettr, step_seconds, assume)
     _refuse_idle(calibrate, out, calibration)
     planned_gpu = gpu_named(gpu) if gpu is not None else None
     ranks_of_node = min(world_size, ranks_per_node)
@@ -103,10 +103,20 @@ def plan(
         raise ConfigError(
             "--search needs the times of a machine: give --gpu NAME or --calibration FILE, or measure this: --calibrate"
         )
+    if figures is not None and step_seconds is None and machine is None:
+        raise ConfigError(
+            "--ettr needs the time of a step: give --step-seconds S, or --gpu NAME or --calibration FILE to have it "
+            "planned, or measure this machine: --calibrate"
+        )
     catalog = catalog_of(job, obj.catalog)
     planned = make_plan(job, catalog, world_size, vocab_size, planned_gpu, ranks_per_node, machine)
     failed = next((stage for stage in planned.stages if stage.reason), None)
-    told = None if figures is None or failed is not None else _ettr(job, planned, figures, step_seconds)
+    told, seconds = None, planned.time.seconds if step_seconds is None and planned.time is not None else step_seconds
+    if figures is not None and failed is None:
+        from forge_plugins_plan.ettr_report import report_of
+
+        assert seconds is not None, "a machine has times"
+        told = report_of(job, planned, figures, seconds)
     found = None
     if searches and planned.time is not None and machine is not None:
         from forge_plugins_plan.search import search
@@ -163,7 +173,7 @@ def _machine(job: Job, file: Path | None, gpu: Gpu | None, ranks_of_node: int) -
     return found
 
 
-def _figures(gpu: str | None, ettr: bool, step_seconds: float | None, assume: Sequence[str]) -> Figures | None:
+def _figures(ettr: bool, step_seconds: float | None, assume: Sequence[str]) -> Figures | None:
     """Those that ``--ettr`` reckons with; refuses options that would do nothing, before anything is planned."""
     from forge_plugins_plan.figures import figures_with
 
@@ -174,12 +184,4 @@ def _figures(gpu: str | None, ettr: bool, step_seconds: float | None, assume: Se
         return None
     if step_seconds is not None and not 0 < step_seconds < math.inf:
         raise ConfigError(f"--step-seconds {step_seconds:g}: must be a number of seconds above 0")
-    if step_seconds is None and gpu is None:
-        raise ConfigError("--ettr needs the time of a step: give --step-seconds S, or --gpu NAME to have it reckoned")
     return figures_with(assume)
-
-
-def _ettr(job: Job, planned: Plan, figures: Figures, step_seconds: float | None) -> EttrReport:
-    from forge_plugins_plan.ettr_report import report_of, seconds_of_step
-
-    return report_of(job, planned, figures, step_seconds or seconds_of_step(planned, figures))

@@ -45,13 +45,6 @@ class EttrReport:
     """What raises the ratio, most first."""
 
 
-def seconds_of_step(plan: Plan, figures: Figures) -> float:
-    """What its FLOPs take on the plan's GPU, at the MFU of the figures."""
-    assert plan.gpu is not None, "the command asks for one"
-    ranks = math.prod(plan.mesh.values())
-    return plan.flops_per_token["standard"] * plan.tokens_per_step / (ranks * plan.gpu.peak_flops * figures.mfu)
-
-
 def report_of(job: Job, plan: Plan, figures: Figures, step_seconds: float) -> EttrReport:
     """Simulate the planned job. Its ranks are those of each replica."""
     replicas = int(figures.replicas)

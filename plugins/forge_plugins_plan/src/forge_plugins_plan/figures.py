@@ -66,8 +66,6 @@ class Figures:
     """How fast a rank copies what it saves into the host's memory, while training waits."""
     slower_while_written: float = _figure(0.0, "", f"{_RESULTS}, One H200: no longer than others")
     """The part of training that is lost while a checkpoint is written in the background."""
-    mfu: float = _figure(0.4, "", f"{_LLAMA}, Table 4: 38 to 43 %")
-    """For the time of a step where it is not given."""
     replicas: float = _figure(1.0, "", "1 unless given")
     """Of ``forge replicas``: the others go on when one is lost."""
     replica_death_seconds: float = _figure(5.0, "s", "set: forge replicas --heartbeat-timeout")
@@ -103,10 +101,10 @@ def sources(figures: Figures) -> Iterator[tuple[str, float, str, str]]:
         yield field.name, value, field.metadata["unit"], source
 
 
-_ABOVE_ZERO = ("storage_gb_per_gpu", "mirror_gb_per_gpu", "host_copy_gb", "mfu")
+_ABOVE_ZERO = ("storage_gb_per_gpu", "mirror_gb_per_gpu", "host_copy_gb")
 _WHOLE = {"spares": 0, "replicas": 1}
 """With the least that each can be."""
-_PARTS = ("mfu", "slower_while_written")
+_PARTS = ("slower_while_written",)
 
 
 def _number(text: str, name: str, value: str) -> float:
@@ -114,7 +112,7 @@ def _number(text: str, name: str, value: str) -> float:
     if name in _ABOVE_ZERO:
         allowed = "a number above 0"
     if name in _PARTS:
-        allowed += f" {'to' if name == 'mfu' else 'and below'} 1"
+        allowed += " and below 1"
     if name in _WHOLE:
         allowed = f"a whole number from {_WHOLE[name]}"
     try:
@@ -126,7 +124,7 @@ def _number(text: str, name: str, value: str) -> float:
         and number >= 0
         and (name not in _ABOVE_ZERO or number > 0)
         and (name not in _WHOLE or (number.is_integer() and number >= _WHOLE[name]))
-        and (name not in _PARTS or number < 1 or (name == "mfu" and number == 1))
+        and (name not in _PARTS or number < 1)
     )
     if not fits:
         raise ConfigError(f"--assume {text}: must be {allowed}")
