@@ -229,6 +229,10 @@ PASS = "parallel.passes.expert_parallel"
             ["parallel.ep=4", f"{PASS}.overlap=true"],
             "overlap: the layers have no shared experts that could be computed",
         ),
+        (
+            [f"{PASS}.overlap=true"],
+            "there is nothing to share experts with, as parallel.ep = 1; raise it or take the pass",
+        ),
         (["parallel.ep=4", f"{PASS}.overlap=true", f"{PASS}.chunks=2"], None),
         (["parallel.ep=4", f"{PASS}.overlap=true", "model.moe.shared_experts=1"], None),
         (

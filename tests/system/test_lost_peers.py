@@ -104,7 +104,7 @@ def ranks_among(processes):
         except OSError:
             continue
         rank = next((e[5:] for e in environment if e.startswith("RANK=")), None)
-        if rank is not None and "watchdog.py" not in command:
+        if rank is not None and "watched_rank.py" not in command:
             found[int(rank)] = process
     return found
 

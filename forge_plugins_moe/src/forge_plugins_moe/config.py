@@ -75,7 +75,9 @@ class ExpertParallelConfig:
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this pass in this job."""
-        if getattr(job.model.config, "n_experts", None) == 0:
+        if job.parallel.ep == 1:
+            yield "", "there is nothing to share experts with, as parallel.ep = 1; raise it or take the pass out"
+        elif getattr(job.model.config, "n_experts", None) == 0:
             yield "", f"parallel.ep = {job.parallel.ep}: {no_experts(job)}"
         layer = getattr(job.model.config, "feed_forward", None)
         layer = getattr(layer, "config", None)
