@@ -84,6 +84,11 @@ def and_more(n: int, shown: int, before: str = " ") -> str:
     return f"{before}and {n - shown} more" if n > shown else ""
 
 
+def nearest_hint(word: str, names: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, behind a sentence about ``word``, or nothing."""
+    return f"; did you mean {near!r}?" if (near := nearest(word, names)) else ""
+
+
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
     """The name that was probably meant by ``word``: the most alike in any case of letters, one that it begins, or the
     only one that it abbreviates (``hf``, ``lr``).

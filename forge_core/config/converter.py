@@ -21,7 +21,7 @@ from forge_core.config.problems import MAX_SHOWN, InvalidError, Problem
 from forge_core.config.shorthands import as_written, expanded
 from forge_core.config.validators import violations
 from forge_core.contracts.component_ref import ComponentRef
-from forge_core.errors import ConfigError, PluginError, nearest, with_article
+from forge_core.errors import ConfigError, PluginError, nearest, nearest_hint, with_article
 from forge_core.registry.catalog import Catalog, CatalogEntry
 from forge_core.registry.component import Kind, Slot, kind_words
 from forge_core.registry.imports import load_reference
@@ -142,12 +142,11 @@ def _is_literal(cls: Any) -> bool:
 
 def _choice_hook(choices: Mapping[Any, Any]) -> Hook:
     def hook(value: Any, _: Any) -> Any:
-        for choice, meant in choices.items():
+        for choice, chosen in choices.items():
             if type(choice) is type(value) and choice == value:
-                return meant
-        near = nearest(value, [choice for choice in choices if isinstance(choice, str)]) if _is_str(value) else None
-        hint = f"; did you mean '{near}'?" if near else "."
-        raise InvalidError.because(f"{describe(value)} is not allowed{hint} Choose one of: {one_of(choices)}.")
+                return chosen
+        hint = nearest_hint(value, [choice for choice in choices if isinstance(choice, str)]) if _is_str(value) else ""
+        raise InvalidError.because(f"{describe(value)} is not allowed{hint or '.'} Choose one of: {one_of(choices)}.")
 
     return hook
 

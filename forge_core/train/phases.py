@@ -13,7 +13,7 @@ from torch import nn
 from forge_core.config.sections import Job, PhaseSection, TrainSection
 from forge_core.config.unstructure import plain
 from forge_core.contracts.model import longest_first
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_core.train.parameter_groups import split_groups
 
 
@@ -62,8 +62,7 @@ class KnownParameters:
             if self.meant_by(pattern):
                 continue
             names = aliases if pattern.startswith("@") else [*self.sizes, *_patterns_of(self.sizes)]
-            near = nearest(pattern, names)
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = nearest_hint(pattern, names)
             if pattern.startswith("@"):
                 hint = f", which names {', '.join(aliases) or 'none'}{hint}"
                 raise ConfigError(f"{where}: {pattern!r} is no group of parameters of this model{hint}")

@@ -24,7 +24,7 @@ from forge_core.contracts.data_source import Source
 from forge_core.contracts.loss import IGNORED, apply_loss
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.mesh import choose_device, join_process_group
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, entries_of, open_source
 from forge_plugins_interp.aliases import canonical_site
@@ -176,8 +176,7 @@ def _chosen(sites: Mapping[str, _Place], patterns: Sequence[str], architecture: 
         canonical = canonical_site(pattern)
         found = {name for name in sites if matches(name, canonical)}
         if not found:
-            close = nearest(canonical, sites)
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = nearest_hint(canonical, sites)
             raise ConfigError(f"site {pattern!r}: {architecture} has none of that name{hint}")
         wanted |= found
     return {name: place for name, place in sites.items() if not patterns or name in wanted}

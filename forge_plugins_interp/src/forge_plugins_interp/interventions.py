@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest, nearest_hint
 from forge_plugins_interp.observation import Change
 from forge_plugins_interp.sites import PlacedSite, Sites
 
@@ -56,8 +56,7 @@ class WholeIntervention(ABC):
         dims = placed.site.dims
         for dim in self.at:
             if dim not in dims:
-                close = nearest(dim, dims)
-                hint = f"; did you mean {close!r}?" if close else ""
+                hint = nearest_hint(dim, dims)
                 raise ConfigError(f"at.{dim}: site {placed.name} has the dimensions {', '.join(dims)}{hint}")
         found = []
         for dim, length in zip(dims, value.shape, strict=True):
@@ -247,8 +246,7 @@ def from_table(table: Mapping[str, Any]) -> WholeIntervention:
     keys = dict(table)
     kind = keys.pop("change", None)
     if kind not in KINDS:
-        close = nearest(str(kind), KINDS)
-        hint = f"; did you mean {close!r}?" if close else ""
+        hint = nearest_hint(str(kind), KINDS)
         raise ConfigError(f"change: must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
     fields = {field.name: field for field in attrs.fields(KINDS[kind])}
     for key in keys:

@@ -12,7 +12,7 @@ import attrs
 import click
 
 from forge_core.commands.json_output import json_option, print_json
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
@@ -209,7 +209,6 @@ def _table(path: Path) -> list[dict[str, str]]:
 
 def _column(store: Store, option: str, name: str) -> Any:
     if name not in store.columns:
-        close = nearest(name, store.columns)
-        hint = f"; did you mean {close!r}?" if close else ""
+        hint = nearest_hint(name, store.columns)
         raise ConfigError(f"{option} {name}: the index has {', '.join(store.columns)}{hint}")
     return store.columns[name]

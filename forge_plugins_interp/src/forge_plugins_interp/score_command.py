@@ -10,7 +10,7 @@ import attrs
 import click
 
 from forge_core.commands.json_output import json_option, print_json
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
@@ -266,8 +266,7 @@ def _column(store: Store, name: str, numbers: torch.Tensor, of_brain: np.ndarray
     import numpy as np
 
     if name not in store.columns:
-        close = nearest(name, store.columns)
-        hint = f"; did you mean {close!r}?" if close else ""
+        hint = nearest_hint(name, store.columns)
         raise ConfigError(f"--groups {name}: the index of {store.folder} has {', '.join(store.columns)}{hint}")
     found = np.full(n, "", dtype=object)
     found[of_brain] = store.columns[name][numbers.numpy()]

@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.tokenizer import Tokenizer
-from forge_core.errors import ConfigError, and_more, nearest
+from forge_core.errors import ConfigError, and_more, nearest_hint
 
 
 class Stimuli:
@@ -68,8 +68,7 @@ class Stimuli:
     def _refuse_lacking(self, key: str) -> None:
         for number, row in enumerate(self._rows):
             if row.get(key) in (None, ""):
-                close = nearest(key, row)
-                hint = f"; did you mean {close!r}?" if close else ""
+                hint = nearest_hint(key, row)
                 raise ConfigError(
                     f"--stimuli {self._path}: row {number + 1} has no {key!r}; it has {', '.join(row)}{hint}"
                 )

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from forge_core.checkpoint.fsync import flush, make_folder, write_durably
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.aliases import canonical_site
 from forge_plugins_interp.site_pattern import listed, matches
 
@@ -258,8 +258,7 @@ class Store:
 
     def _stored(self, site: str) -> StoredSite:
         if site not in self.manifest.sites:
-            close = nearest(site, self.manifest.sites)
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = nearest_hint(site, self.manifest.sites)
             raise ConfigError(f"{self.folder} has no site {site!r}{hint} It has {', '.join(self.sites)}")
         return self.manifest.sites[site]
 

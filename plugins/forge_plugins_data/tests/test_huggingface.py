@@ -200,7 +200,8 @@ def test_of_several_ranks_one_tokenises_and_when_it_is_killed_another_goes_on(tm
     first.send_signal(signal.SIGKILL)
     taken_over = second.stderr.readline()
     (tmp_path / "go on").touch()
-    out, err = second.communicate(timeout=120)
+    err, out = second.stderr.read(), second.stdout.read()  # communicate() would lose what readline() has read ahead
+    second.wait()
 
     assert "waiting for another process, which tokenises the data set 'corpus' into prepared/corpus-" in said
     assert "is tokenised into" in taken_over

@@ -254,7 +254,7 @@ def test_a_task_that_is_not_there_is_refused_with_the_nearest_names(trained, cap
         (["--tasks", "texts,texts"], "tasks: names 'texts' twice"),
         (["--tasks", "texts", "--include-path", "nowhere"], "include_path = 'nowhere': there is no such folder"),
         (["--tasks", "answers", "--include-path", "tasks", "--max-length", "12"], "has up to 12 tokens (max_gen_toks)"),
-        (["--tasks", "texts", "--task", "a"], "--task: no such option; did you mean --tasks?"),
+        (["--tasks", "texts", "--task", "a"], "--task: no such option; did you mean '--tasks'?"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(trained, capfd, options, sentence):

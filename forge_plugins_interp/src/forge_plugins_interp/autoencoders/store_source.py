@@ -13,7 +13,7 @@ import torch
 
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import Split
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.autoencoders.config import ActivationStoreConfig
 from forge_plugins_interp.store import Manifest, Store
 
@@ -31,8 +31,7 @@ def width_of(config: ActivationStoreConfig, key: str) -> int | None:
         return None
     sites, name = Manifest.read(Path(config.path)).sites, getattr(config, key)
     if name not in sites:
-        close = nearest(name, sites)
-        hint = f"; did you mean {close!r}?" if close else ""
+        hint = nearest_hint(name, sites)
         raise ConfigError(f"data.{key}: {config.path} has no site {name!r}{hint} It has {', '.join(sites)}")
     return math.prod(sites[name].sizes)
 

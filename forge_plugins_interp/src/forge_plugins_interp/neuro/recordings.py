@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.alignment import refuse_repeated
 
 
@@ -168,8 +168,7 @@ def _csv(path: Path) -> dict[str, Any]:
     if not rows:
         raise ConfigError(f"{path}: it has no rows")
     if "stimulus_id" not in rows[0]:
-        close = nearest("stimulus_id", rows[0])
-        hint = f"; did you mean {close!r}?" if close else ""
+        hint = nearest_hint("stimulus_id", rows[0])
         raise ConfigError(f"{path}: has no 'stimulus_id'; it has {', '.join(rows[0])}{hint}")
     names = [name for name in rows[0] if name not in ("stimulus_id", "repetition", "group")]
     values = np.array([[_number(path, line, name, row[name]) for name in names] for line, row in enumerate(rows, 2)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 
 Metric = Callable[[torch.Tensor], torch.Tensor]
 """From logits ``(B, S, V)`` to one number for each sample, ``(B,)``."""
@@ -27,8 +27,7 @@ def metric_named(name: str, clean: torch.Tensor, answers: Sequence[int]) -> Metr
         ConfigError: an unknown name, or too few answers.
     """
     if name not in NAMES:
-        close = nearest(name, NAMES)
-        hint = f"; did you mean {close!r}?" if close else ""
+        hint = nearest_hint(name, NAMES)
         raise ConfigError(f"--metric {name}: must be one of {', '.join(NAMES)}{hint}")
     if name == "logit_diff":
         if len(answers) != 2 or answers[0] == answers[1]:

@@ -13,7 +13,7 @@ from typing import Literal
 import attrs
 import torch
 
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_interp.interventions import Patch, Replace, WholeIntervention
 from forge_plugins_interp.patching.metric import Metric
 from forge_plugins_interp.placement import own_part, summed, whole
@@ -223,8 +223,7 @@ def _refuse_dims(placed: PlacedSite, by: Sequence[str]) -> None:
         raise ConfigError(f"site {placed.name}: has the dimensions {', '.join(dims)}, and no samples first")
     for dim in by:
         if dim not in dims[1:]:
-            close = nearest(dim, dims[1:])
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = nearest_hint(dim, dims[1:])
             raise ConfigError(f"--by {dim}: site {placed.name} has the dimensions {', '.join(dims[1:])}{hint}")
 
 

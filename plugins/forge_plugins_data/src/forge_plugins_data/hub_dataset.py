@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_data.dataset_config import DatasetConfig
 from forge_plugins_data.file_selection import refuse_missing
 from forge_plugins_data.hub_config import HubConfig
@@ -231,7 +231,7 @@ def _without_network(config: DatasetConfig, split: str, error: Exception) -> str
 
 def _no_split(config: DatasetConfig, split: str, there: Iterable[str]) -> ConfigError:
     names = [*there]
-    hint = f"; did you mean {near!r}?" if (near := nearest(split, names)) else ""
+    hint = nearest_hint(split, names)
     return ConfigError(f"split = {split!r}: {config.words} has no such split, it has {', '.join(names)}{hint}")
 
 
@@ -242,7 +242,7 @@ def require_column(columns: Iterable[str], config: HubConfig) -> None:
     """
     names = [*columns]
     if config.column not in names:
-        hint = f"; did you mean {near!r}?" if (near := nearest(config.column, names)) else ""
+        hint = nearest_hint(config.column, names)
         raise ConfigError(
             f"column = {config.column!r}: {config.words} has no such column, it has {', '.join(names)}{hint}"
         )

@@ -12,7 +12,7 @@ from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSourceConfig
-from forge_core.errors import nearest
+from forge_core.errors import nearest_hint
 
 
 @attrs.frozen(kw_only=True)
@@ -118,7 +118,7 @@ class MixtureConfig(DataSourceConfig):
                 continue
             for name, weight in weights.items():
                 if name not in names:
-                    hint = f"; did you mean {near!r}?" if (near := nearest(name, names)) else ""
+                    hint = nearest_hint(name, names)
                     yield "sources", f"phases[{index}].data.weights names {name!r}, and there is no such source{hint}"
                 elif isinstance(weight, (int, float)) and weight < 0:
                     yield "sources", f"phases[{index}].data.weights gives {name!r} the weight {weight}, below 0"

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import attrs
 
 from forge_core.config.builder import config_class
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_core.job import SECTIONS
 from forge_core.registry.catalog import Catalog
 
@@ -40,8 +40,7 @@ def with_evaluation_options(
             found.append(word)  # a setting, or the value of one
             continue
         if not having:
-            near = nearest(option, known)
-            raise ConfigError(f"{option}: no such option" + (f"; did you mean {near}?" if near else ""))
+            raise ConfigError(f"{option}: no such option{nearest_hint(option, known)}")
         if not equals:
             value = _value_behind(option, having[0][1], remaining)
         found += [f"evaluations.{number}.{key}={_as_toml(value, kind)}" for number, kind in having]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge_core.config.describe import has_password, without_passwords
-from forge_core.errors import nearest
+from forge_core.errors import nearest_hint
 
 
 def mirror_problem(url: str) -> str | None:
@@ -26,8 +26,7 @@ def mirror_problem(url: str) -> str | None:
         try:
             get_filesystem_class(name)
         except ValueError:
-            near = nearest(name, [*known_implementations])
-            more = f"; did you mean {near!r}?" if near else ""
+            more = nearest_hint(name, [*known_implementations])
             return f"{url!r}: fsspec knows no file system of the name {name!r}{more}"
         except ImportError as error:
             return f"{url!r} needs a package that is not installed: {error}"

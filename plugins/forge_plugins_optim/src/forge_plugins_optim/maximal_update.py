@@ -14,7 +14,7 @@ from forge_core.contracts.parametrization import (
     RateFactors,
     SizedParameter,
 )
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_plugins_optim.parametrization_config import CompletePConfig, MupConfig, StandardConfig
 
 _HIDDEN = ("matrix", "expert")
@@ -119,8 +119,7 @@ def _growth(parameter: SizedParameter, dim: int) -> float:
 def _refuse_unknown(parameter: SizedParameter) -> None:
     known = (*_HIDDEN, *_OUTER)
     if parameter.role not in known:
-        near = nearest(parameter.role, known)
         raise ConfigError(
             f"parametrization: {parameter.name} has the role {parameter.role!r}, for which there is no rule; known are "
-            f"{', '.join(known)}" + (f"; did you mean {near!r}?" if near else "")
+            f"{', '.join(known)}{nearest_hint(parameter.role, known)}"
         )

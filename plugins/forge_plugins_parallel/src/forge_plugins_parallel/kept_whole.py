@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.model import canonical_name
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 
 _KEY = "parallel.passes.fsdp.keep_whole"
 
@@ -29,8 +29,7 @@ def kept_whole(model: Any, patterns: Sequence[str], *, is_stage: bool) -> dict[s
     for pattern in patterns:
         meant = {name: parameter for name, parameter in named.items() if fnmatchcase(name, pattern)}
         if not meant and not (is_stage and _may_be_elsewhere(model, pattern)):
-            near = nearest(pattern, named)
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = nearest_hint(pattern, named)
             raise ConfigError(f"{_KEY}: {pattern!r} means no parameter of the model{hint}")
         for name, parameter in meant.items():
             if parameter.requires_grad:

@@ -12,7 +12,7 @@ import click
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.commands.table import aligned
 from forge_core.contracts.command import Invocation
-from forge_core.errors import ConfigError, nearest
+from forge_core.errors import ConfigError, nearest_hint
 from forge_core.registry.catalog import Catalog
 from forge_plugins_monitor.pages.library import SOURCES, Page, pages, sections
 from forge_plugins_monitor.pages.terminal import markdown, see_also
@@ -93,8 +93,7 @@ def _instead(wanted: str, names: list[str], catalog: Catalog) -> str:
     for kind in catalog.kinds:
         if catalog.providers(kind, wanted):
             return f"; it names a component: forge plugins show {kind} {wanted}"
-    near = nearest(wanted, names)
-    return f"; did you mean '{near}'?" if near else "; forge docs lists them"
+    return nearest_hint(wanted, names) or "; forge docs lists them"
 
 
 def _table(known: Mapping[str, Page], catalog: Catalog) -> str:
