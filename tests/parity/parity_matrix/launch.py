@@ -79,6 +79,7 @@ class Launcher:
             if error is None:
                 break
             unfinished = self._first_unfinished(left)
+            assert unfinished < len(left), f"all works are done, and then a rank failed: {error}"
             left = left[unfinished:]
             lost = left if time.monotonic() > deadline else left[:1]
             self.failures.update((work.name, error) for work in lost)
@@ -176,9 +177,11 @@ class Launcher:
                 process.wait()
 
     def _first_unfinished(self, works: Sequence[Work]) -> int:
-        """Ranks may be at different works: none is done before the last of its ranks has done it."""
+        """Its number, or how many there are. Ranks may be at different works: none is done before the last of its ranks
+        has done it."""
         done = [_lines(self._folder / f"done.{rank}") for rank in range(max(work.ranks for work in works))]
-        return next(i for i, work in enumerate(works) if any(str(i) not in done[rank] for rank in range(work.ranks)))
+        left = (i for i, work in enumerate(works) if any(str(i) not in done[rank] for rank in range(work.ranks)))
+        return next(left, len(works))
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"
