@@ -50,8 +50,9 @@ class Fusion(Protocol):
         Its forward is given ``(hidden, surroundings, cache)``. ``surroundings.facts`` has what it names in its
         ``needs``: the entries ``image_slots`` ``(B, S)`` and ``image_range`` ``(B, S, 3)`` of the batch
         (``forge_plugins_vlm.contracts.entries``); ``image_tokens`` ``(B, F, D)``, which travel between pipeline stages
-        for it; and ``image_tile`` ``(F,)`` int64, the tile of each. While text is generated, they are there in each
-        forward; ``LayerCache.beside`` keeps what a block makes of them.
+        for it; and ``image_tile`` ``(F,)`` int64, the tile of each, or ``(B, F)`` where rows have tiles of
+        several sizes. While text is generated, they are there in each forward; ``LayerCache.beside`` keeps what a
+        block makes of them.
 
         A block may have a method ``parameter_aliases() -> Mapping[str, Sequence[str]]``: patterns of the names of its
         parameters that are not the decoder's own, by the name of a group, such as ``image``. These are then groups of

@@ -15,6 +15,7 @@ from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import nearest
 from forge_plugins_data.hub_config import samples_per_step
+from forge_plugins_data.mixed_entries import mixed_entries
 
 
 @attrs.frozen(kw_only=True)
@@ -99,7 +100,7 @@ class MixtureConfig(DataSourceConfig):
 
     def entries(self) -> Mapping[str, Entry]:
         """Those of its sources."""
-        return {name: entry for one in self.sources for name, entry in one.source.config.entries().items()}
+        return mixed_entries(one.source.config.entries() for one in self.sources)
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         """Mixtures within it; what is held out of what is evaluated whole; an evaluation of nothing; phases."""

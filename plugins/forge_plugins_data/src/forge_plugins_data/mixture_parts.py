@@ -15,6 +15,7 @@ from forge_core.contracts.data_source import CheckedSource, Source, StreamedSour
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
+from forge_plugins_data.mixed_entries import mixed_entries, sides_of
 from forge_plugins_data.mixture_config import MixtureSource
 from forge_plugins_data.windows import TokenWindows
 
@@ -87,9 +88,7 @@ class MixtureParts:
                     "the same; prepare both with one tokenizer"
                 )
         found = {part.name: part.entry_names() for part in parts}
-        described = dict(
-            pair for part in parts if hasattr(part.source, "entries") for pair in part.source.entries().items()
-        )
+        described = mixed_entries(part.source.entries() for part in parts if hasattr(part.source, "entries"))
         has_weights = any("weights" in names_of_part for names_of_part in found.values())
         replaced = {"weights", *(name for name, entry in described.items() if entry.absent is not None)}
         for names_of_part in found.values():
@@ -141,7 +140,8 @@ class MixtureParts:
     def gathered(self, which: np.ndarray, read: Callable[[int, np.ndarray], dict[str, np.ndarray]]) -> dict[str, Any]:
         """One batch of the rows that ``read(part, rows)`` gives for each part in ``which`` ``(B,)``. Where parts differ
         in another dimension, such as the number of images, the smaller ones are filled up with zeros. All batches have
-        every entry with an ``absent``, also those without a sample of a source that has it."""
+        every entry with an ``absent``, also those without a sample of a source that has it. Pictures have one size in
+        all batches, where that is known."""
         batch: dict[str, np.ndarray] = {}
         parts = [
             (rows, read(part, rows)) for part in np.unique(which).tolist() for rows in [np.flatnonzero(which == part)]
@@ -149,6 +149,12 @@ class MixtureParts:
         for name in dict.fromkeys(name for _, found in parts for name in found):
             arrays = [(rows, found[name]) for rows, found in parts if name in found]
             shape = np.max([values.shape[1:] for _, values in arrays], axis=0, initial=0).astype(int)
+            if (own := f"{name}_sizes") in self.entries:
+                sides = sides_of(self.entries[name])
+                shape[np.array([*sides]) - 1] = [*sides.values()]
+                batch[own] = np.zeros((len(which), 2), np.int64)
+                for rows, values in arrays:
+                    batch[own][rows] = [values.shape[side] for side in sides]
             absent = 1 if name == "weights" else getattr(self.entries.get(name), "absent", None) or 0
             batch[name] = np.full((len(which), *shape), absent, arrays[0][1].dtype)
             for rows, values in arrays:
