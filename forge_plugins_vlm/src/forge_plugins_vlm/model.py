@@ -113,26 +113,37 @@ class VisionLanguageModel(Transformer):
             return self._flops_of_tile(*self._tile_of_nothing()) / self.max_seq_len
         if unit == "embed":
             return 0.0
-        block: Any = self.blocks[unit.removeprefix("blocks.")]
+        layer = unit.removeprefix("blocks.")
+        block: Any = self.blocks[layer]
         flops: float = 6.0 * block.active_parameters() + block.mixing_flops(self.max_seq_len)
-        return flops
+        return flops + self._usual_flops_of_images(int(layer))
 
     def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Same as ``TowerModel.flops_beside``: the encoder's for the tiles that a batch has, those that fill up rows
-        included, instead of one in ``max_seq_len`` tokens. Its backward is counted in phases in which it is trained.
+        """Same as ``TowerModel.flops_beside``: those of the encoder, the connector and the layers that look at images
+        for the tiles that a batch has, those that fill up rows included, instead of one in ``max_seq_len`` tokens. A
+        backward of encoder and connector is counted in phases in which they are trained. The stage that has them counts
+        those of all layers.
         """
         if self.vision is None:
             return 0.0
         rows, length = batch["tokens"].shape
         shape = batch["pixels"].shape if "pixels" in batch else (rows, 1, 3, *self._tile_of_nothing())
         sizes = self._sizes_of(shape[-2:], "pixels_sizes" in batch)
-        each = sum(self._flops_of_tile(*size, trains=self.vision.trains_encoder) for size in sizes)
-        return shape[0] * shape[1] * each - rows * length * self.flops_of("vision")
+        trains = self.vision.trains_encoder, self.vision.trains_connector
+        of_tile = sum(self._flops_of_tile(*size, trains=trains) for size in sizes)
+        image_tokens = self._image_tokens(shape[1], sizes)
+        counted = self.flops_of("vision")
+        of_layers = 0.0
+        for layer in range(self.config.n_layers):
+            of_layers += self._flops_of_images(layer, image_tokens, length)
+            counted += self._usual_flops_of_images(layer)
+        return rows * (shape[1] * of_tile + of_layers - length * counted)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Same as ``Model.flops_per_token``, with the encoder's for a tile in ``max_seq_len`` tokens, as ``forge plan``
-        knows no images; ``flops_beside`` has the others. Those of the connector are not counted."""
-        return super().flops_per_token(seq_len) + (0.0 if self.vision is None else self.flops_of("vision"))
+        """Same as ``Model.flops_per_token``, with those of images for a tile in ``max_seq_len`` tokens, as ``forge
+        plan`` knows no images; ``flops_beside`` has the others."""
+        flops = super().flops_per_token(seq_len) + (0.0 if self.vision is None else self.flops_of("vision"))
+        return flops + sum(self._usual_flops_of_images(int(layer)) for layer in self.blocks)
 
     def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Same as ``TravellingModel.travels``: image tokens, where blocks read them."""
@@ -141,8 +152,7 @@ class VisionLanguageModel(Transformer):
         batch = shapes["tokens"][0]
         _, tiles, _, height, width = shapes.get("pixels", (batch, 1, 3, *self._tile_of_nothing()))
         sizes = self._sizes_of((height, width), "pixels_sizes" in shapes)
-        length = tiles * max(math.prod(self._token_grid(*size)) for size in sizes) + self.config.newline
-        return {"image_tokens": ((batch, length, self.config.dim), None)}
+        return {"image_tokens": ((batch, self._image_tokens(tiles, sizes), self.config.dim), None)}
 
     def init_weights(self, rng: Initializer) -> None:
         super().init_weights(rng)
@@ -277,11 +287,32 @@ class VisionLanguageModel(Transformer):
         rows, columns = config.connector.config.grid(config.encoder.config.grid(height, width))
         return rows, columns
 
-    def _flops_of_tile(self, height: int, width: int, *, trains: bool | None = None) -> float:
-        """The encoder's: forward, and backward where it is trained, by default as the configuration has it."""
-        trains = not self.config.freeze_encoder if trains is None else trains
-        forward: float = self.config.encoder.config.flops(height, width)
-        return forward * (3 if trains else 1)
+    def _image_tokens(self, tiles: int, sizes: Sequence[tuple[int, int]]) -> int:
+        """F of rows of so many tiles."""
+        return tiles * max(math.prod(self._token_grid(*size)) for size in sizes) + self.config.newline
+
+    def _flops_of_tile(self, height: int, width: int, *, trains: tuple[bool, bool] | None = None) -> float:
+        """Those of encoder and connector: forward, and backward where they are trained.
+
+        Args:
+            trains: the encoder, and the connector; by default as the configuration has it.
+        """
+        config = self.config
+        encoder, connector = trains or (not config.freeze_encoder, True)
+        own: float = config.encoder.config.flops(height, width)
+        features = config.encoder.config.grid(height, width)
+        behind: float = config.connector.config.flops(features, config.encoder.config.dim, config.dim)
+        return own * (3 if encoder else 1) + behind * (3 if encoder or connector else 1)
+
+    def _flops_of_images(self, layer: int, image_tokens: int, positions: int) -> float:
+        """Those of a row in a layer, forward and backward, beyond what is counted for each position."""
+        flops: float = self.config.fusion.config.flops_of_images(layer, self.config, image_tokens, positions)
+        return 3 * flops
+
+    def _usual_flops_of_images(self, layer: int) -> float:
+        """The same for a token, with one tile in ``max_seq_len`` tokens."""
+        image_tokens = self._image_tokens(1, [self._tile_of_nothing()])
+        return self._flops_of_images(layer, image_tokens, self.max_seq_len) / self.max_seq_len
 
     def _tile_of_nothing(self) -> tuple[int, int]:
         """The size of the tile that stands for none: an encoder runs on all ranks, or FSDP would wait for it."""

@@ -89,6 +89,11 @@ class VisionTower(nn.Module):
         """Whether the encoder is trained, in the phase that the run is in."""
         return self._trains_encoder
 
+    @property
+    def trains_connector(self) -> bool:
+        """Whether the connector is trained, in the phase that the run is in."""
+        return self._trains_connector
+
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot."""
         self.encoder.init_weights(rng, f"{prefix}encoder.")

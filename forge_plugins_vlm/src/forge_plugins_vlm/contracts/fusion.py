@@ -33,6 +33,15 @@ class FusionConfig:
     """Axes that it does not run on, each with the reason. ``forge validate`` refuses them; a table in the docs has
     them."""
 
+    def flops_of_images(self, layer: int, model: VisionLanguageConfig, image_tokens: int, positions: int) -> float:
+        """FLOPs of the forward of one row in a layer, beyond what its block counts for each position.
+
+        Args:
+            image_tokens: F of the row, those that fill it up included.
+            positions: S.
+        """
+        return 0.0
+
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this fusion in this job: key within its own section, and a sentence."""
         for axis, reason in self.unsupported.items():
