@@ -22,6 +22,10 @@ TWO_SIZES = (
     f"[{{name='a', weight=1, source={IMAGES.format(size=32, grid=4)}}}, "
     f"{{name='b', weight=1, source={IMAGES.format(size=64, grid=8)}}}]"
 )
+PADDED = IMAGES.format(size=32, grid=4).replace("'square', size=32", "'naflex', size=32, patch=8, max_patches=16")
+ONE_PADDED = (
+    f"[{{name='a', weight=1, source={IMAGES.format(size=32, grid=4)}}}, {{name='b', weight=1, source={PADDED}}}]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,22 @@ def refused():
         (
             "joint_decoder",
             ["model.encoder.any_size=true", f"data={{name='mixture', sources={TWO_SIZES}}}"],
-            "data.sources[1].source.processor gives tiles of 64 × 64 pixels, and data.sources[0].source.processor",
+            "several sizes to one batch, and 32 × 32 is not here; set model.encoded_sizes = [[32, 32], [64, 64]]",
+        ),
+        (
+            "joint_decoder",
+            ["model.encoded_sizes=[[32, 32], [64, 64]]", f"data={{name='mixture', sources={TWO_SIZES}}}"],
+            "data.sources[1].source.processor gives tiles of 64 × 64 pixels: conv_vit takes tiles of 32 × 32 pixels",
+        ),
+        (
+            "joint_decoder",
+            ["model.encoded_sizes=[[48, 48]]"],
+            "no source gives tiles of 48 × 48 pixels to a batch that has others, too; remove it",
+        ),
+        (
+            "joint_decoder",
+            ["model.encoder.any_size=true", f"data={{name='mixture', sources={ONE_PADDED}}}"],
+            "data.sources[1].source.processor gives padded tiles, and data.sources[0].source.processor gives whole",
         ),
         (
             "joint_decoder",

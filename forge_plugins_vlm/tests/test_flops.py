@@ -1,4 +1,4 @@
-"""FLOPs of encoders, by the tiles that batches really have."""
+"""FLOPs of encoders, connectors and layers that look at images, by the tiles that batches really have."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def batch(pixels):
 
 def counted(module, model, given):
     """FLOPs of a module's forward, as torch counts them."""
+    model.requires_grad_(False)  # torch's tracker of modules follows gradients, where there are some
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH):  # the others' attention torch does not count on a CPU
         model(**given)
@@ -35,28 +36,90 @@ def counted(module, model, given):
     return sum(next(of for name, of in found.items() if name.endswith(module)).values())
 
 
+CONNECTORS = {
+    "linear": {"name": "linear"},
+    "mlp": {"name": "mlp", "n_layers": 3},
+    "fused_mlp": {"name": "fused_mlp"},
+    "average_pool": {"name": "average_pool"},
+    "attention_pool": {"name": "attention_pool", "n_heads": 2},
+    "attention_pool at edges": {"name": "attention_pool", "n_heads": 2, "window": 3},
+    "pixel_shuffle": {"name": "pixel_shuffle", "n_layers": 2},
+    "resampler": {"name": "resampler", "n_tokens": 5, "n_heads": 2, "depth": 3},
+}
+
+
+def flops_of_images(model, given):
+    """What a model says of a batch, beyond what it says of its tokens as text."""
+    said = model.flops_beside(given) / len(given["tokens"])
+    usual = model.flops_of("vision") + sum(map(model._usual_flops_of_images, range(model.config.n_layers)))
+    return len(given["tokens"]) * (said + given["tokens"].shape[1] * usual)
+
+
 @pytest.mark.parametrize("name", BATCHES)
-def test_an_encoders_flops_are_those_that_torch_counts_of_the_tiles_of_a_batch(make_model, name):
-    model, given = make_model(encoder={**ENCODER, "any_size": True}, freeze_encoder=True), batch(BATCHES[name])
-    n_tokens = given["tokens"].numel()
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_flops_are_those_that_torch_counts_of_the_tiles_of_a_batch(make_model, name, connector):
+    keys = {"encoder": {**ENCODER, "any_size": True}, "freeze_encoder": True, "connector": CONNECTORS[connector]}
+    if connector == "pixel_shuffle" and name == "tiles of another size":
+        pytest.skip("it takes no 3 × 4 features")
+    model, given = make_model(**keys), batch(BATCHES[name])
+    model.set_frozen({name for name, _ in model.named_parameters() if name.startswith("vision.")})
 
-    said = model.flops_beside(given) + n_tokens * model.flops_of("vision")
+    expected = counted("vision", model, {**given, "image_slots": torch.full_like(given["image_slots"], -1)})
 
-    assert said == pytest.approx(counted("vision.encoder", model, given), rel=1e-6)
+    assert flops_of_images(model, given) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_backward_is_counted_where_the_encoder_is_trained(make_model):
-    given = batch(BATCHES["several tiles"])
-    frozen, model = make_model(freeze_encoder=True), make_model()
-    n_tokens = given["tokens"].numel()
-    forward = frozen.flops_beside(given) + n_tokens * frozen.flops_of("vision")
-    counted_before = n_tokens * model.flops_of("vision")
+@pytest.mark.parametrize("place", ["insert", "replace"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_layers_that_look_at_images_count_keys_values_and_attention(make_model, name, place):
+    fusion = {"name": "cross_attention", "layers": [0, 1], "place": place}
+    keys = {"encoder": {**ENCODER, "any_size": True}, "freeze_encoder": True, "n_kv_heads": 1, "newline": True}
+    model, given = make_model(fusion=fusion, **keys), batch(BATCHES[name])
+    model.set_frozen({name for name, _ in model.named_parameters() if name.startswith("vision.")})
+    looking = ["blocks.0.looking.attention", "blocks.1.looking.attention"] if place == "insert" else [
+        "blocks.0.attention", "blocks.1.attention"]  # fmt: skip
 
-    assert model.flops_beside(given) + counted_before == pytest.approx(3 * forward)
-    model.set_frozen({name for name, _ in model.named_parameters() if name.startswith("vision.encoder.")})
-    assert model.flops_beside(given) + counted_before == pytest.approx(forward)
-    model.set_frozen(())
-    assert model.flops_beside(given) + counted_before == pytest.approx(3 * forward)
+    found = sum(counted(module, model, given) for module in looking)
+    of_text = sum(
+        2.0 * model.get_submodule(f"{module}.{one}").weight.numel() * 36 for module in looking for one in "qo"
+    )
+
+    expected = counted("vision", model, given) + 3 * (found - of_text)
+    assert flops_of_images(model, given) == pytest.approx(expected, rel=1e-6)
+
+
+def test_flops_of_several_sizes_are_those_that_torch_counts(make_model):
+    sizes = [(16, 16), (24, 32)]
+    model = make_model(encoder={**ENCODER, "any_size": True}, freeze_encoder=True, encoded_sizes=sizes)
+    given = batch(BATCHES["tiles of another size"]) | {"pixels_sizes": torch.tensor([(16, 16), (24, 32), (0, 0)])}
+    model.set_frozen({name for name, _ in model.named_parameters() if name.startswith("vision.")})
+
+    assert flops_of_images(model, given) == pytest.approx(counted("vision", model, given), rel=1e-6)
+
+
+def test_a_backward_is_counted_where_encoder_and_connector_are_trained(make_model):
+    given, model = batch(BATCHES["several tiles"]), make_model()
+    names = [name for name, _ in model.named_parameters()]
+    encoder, connector = (counted(f"vision.{part}", make_model(), given) for part in ("encoder", "connector"))
+
+    def said(*frozen):
+        model.set_frozen({name for name in names if name.startswith(frozen)})
+        return flops_of_images(model, given)
+
+    assert said("none") == pytest.approx(3 * (encoder + connector))
+    assert said("vision.encoder.") == pytest.approx(encoder + 3 * connector)
+    assert said("vision.") == pytest.approx(encoder + connector)
+    assert said("none") == pytest.approx(3 * (encoder + connector))
+
+
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
+def test_what_is_said_of_a_token_is_the_sum_of_all_parts(make_model, fusion):
+    model = make_model(fusion)
+    parts = ["embed", "vision", *(f"blocks.{layer}" for layer in model.blocks)]
+
+    whole = sum(map(model.flops_of, parts)) + 6.0 * model.head.weight.numel()
+
+    assert model.flops_per_token(model.max_seq_len) == pytest.approx(whole)
 
 
 def test_a_stage_without_the_encoder_counts_nothing(make_model):

@@ -259,10 +259,30 @@ interval = 3
 interval = 1
 """
 
+BESIDE_TEXT = """
+[data]
+name = "mixture"
+[[data.sources]]
+name = "text"
+weight = 0.5
+[data.sources.source]
+name = "text_files"
+path = "{folder}/texts"
+tokenizer = {{name = "tokenizer_file", path = "{tokenizer}"}}
+[[data.sources]]
+name = "images"
+weight = 0.5
+[data.sources.source]
+"""
 
-def test_a_run_goes_on_with_the_very_next_sample(tmp_path, rows, tokenizer_path):
+
+@pytest.mark.parametrize("data", ["[data]", BESIDE_TEXT], ids=["alone", "beside text"])
+def test_a_run_goes_on_with_the_very_next_sample(tmp_path, rows, tokenizer_path, data):
     saved(tmp_path, rows).save_to_disk(str(tmp_path / "corpus"))
-    (tmp_path / "job.toml").write_text(JOB.format(folder=tmp_path, tokenizer=tokenizer_path))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a red circle " * 200)
+    job = JOB.replace("[data]", data).format(folder=tmp_path, tokenizer=tokenizer_path)
+    (tmp_path / "job.toml").write_text(job)
     assert main(["run", str(tmp_path / "job.toml")]) == 0
     (before,) = (tmp_path / "runs" / "straight" / "checkpoints").glob("*3")
     assert main(["run", str(tmp_path / "job.toml"), "run.name=parted", f"checkpoint.resume={before}"]) == 0

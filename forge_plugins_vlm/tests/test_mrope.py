@@ -15,7 +15,7 @@ def axes_of(layout, grid=(2, 2)):
     given = entries("joint_decoder", layout)
     slots = given["image_slots"]
     positions = given.get("positions", torch.arange(slots.shape[1])[None])
-    return image_axes(slots, positions, grid, slots.new_zeros((1, 1)))[0][0]
+    return image_axes(slots, positions, torch.tensor([grid]), slots.new_zeros((1, 1)))[0][0]
 
 
 def test_text_has_its_position_and_an_image_its_rows_and_columns():

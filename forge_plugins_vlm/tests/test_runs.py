@@ -206,7 +206,8 @@ def test_mfu_counts_the_tiles_of_steps(folder, build, monkeypatch, accumulation)
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     said = json.loads((run / "environment.json").read_text())["flops_per_token"]
     encoder = build.resolve("vision_encoder", {"name": "conv_vit", "dim": 32, "n_layers": 1, "n_heads": 2})
-    tile = 3 * encoder.config.flops(32, 32)
+    connector = build.resolve("connector", {"name": "mlp"})
+    tile = 3 * (encoder.config.flops(32, 32) + connector.config.flops((4, 4), 32, 32))
     assert [line["step"] for line in logged] == [1, 2, 4]
     for line in logged:  # an image in 24 tokens, where flops_per_token has one in 48
         found = line["mfu"] * peak / line["tokens_per_second"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def pictures(n_tiles):
 @torch.no_grad()
 def both(kind, theirs, ours):
     """Logits of both models, for two images among text in a row, and one without any."""
-    n_tokens = ours._tokens_of_tile(32, 32)
+    n_tokens = math.prod(ours._token_grid(32, 32))
     pixels = pictures(2)
     if kind == "mllama":
         return both_by_cross_attention(theirs, ours)

@@ -4,10 +4,13 @@ import copy
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from inspect import getattr_static
 
 import numpy as np
 import pytest
 
+from forge_core.contracts.batch import DescribedSource, MixedSource
+from forge_core.contracts.data_source import CheckedSource, StreamedSource
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.data.streams import StreamsByPosition
@@ -263,6 +266,22 @@ def test_ranks_and_batches_that_streams_cannot_be_dealt_to_are_refused():
 def test_a_state_that_cannot_be_saved_is_refused_at_the_first_sample():
     with pytest.raises(PluginError, match="Letters gives a state that is not made of JSON values"):
         StreamsByPosition(Letters(1, state=lambda number: {"read": np.int64(number)})).read_at(np.array([0]))
+
+
+def test_what_else_a_source_has_is_found_by_protocols_and_no_source_is_wrapped_twice():
+    class Described(Letters):
+        names = ("a",)
+        entries = refuse_damaged = watch = counts = lambda self, *_: {}
+        states = "not those of positions"
+
+    streams = StreamsByPosition(Described(2))
+
+    for protocol in (DescribedSource, MixedSource, CheckedSource):
+        assert isinstance(streams, protocol)
+    for name in ("entries", "names", "counts", "refuse_damaged", "watch"):
+        getattr_static(streams, name)  # as isinstance looks from Python 3.12 on
+    assert not isinstance(streams, StreamedSource)
+    assert streams.states(0) == {0: None, 1: None}
 
 
 def test_streams_that_are_copied_give_what_comes_next_and_have_what_their_source_has():

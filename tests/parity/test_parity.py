@@ -32,6 +32,7 @@ BY_DAY = {  # each pass and schedule, and a layout or two of most trainings; wha
     *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2"),
     *("joint-cp2", "joint-pp2-zero-bubble-v-fsdp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),
     *("joint-frozen-then-thawed-fsdp2", "joint-among-text-pp2", "crossed-fsdp2", "crossed-tp2"),
+    *("joint-of-two-sizes-pp2", "joint-of-two-sizes-fsdp2", "crossed-of-two-sizes-pp2"),
     *("crossed-cp2", "mixture-of-transformers-tp2-whole-positions", "moma-ep2"),
 }
 BY_NIGHT = CELLS.keys() - BY_DAY

@@ -215,8 +215,8 @@ def test_a_run_that_goes_back_reads_over_what_it_leaves_out(letters, training_va
         ),
         (["data={name='letters', streams=3}"], "must be a multiple of the number of streams, 3, .* it is 4"),
         (
-            ["data={name='mixture', sources=[{name='a', weight=1, source={name='letters'}}]}"],
-            "source 'a': it is read as streams, which a mixture cannot take samples of",
+            ["data={name='mixture', sources=[{name='a', weight=1, source={name='letters', streams=3}}]}"],
+            r"data.sources: are read together as 3 streams \(a has 3\), a number that must divide .* 4",
         ),
         (
             ["eval={interval=2, data={name='letters'}}"],

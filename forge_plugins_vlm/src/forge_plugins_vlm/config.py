@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
-from attrs.validators import ge, optional
+from attrs.validators import deep_iterable, ge, gt, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
@@ -47,6 +48,10 @@ class VisionLanguageConfig(TransformerConfig):
     cut_encoder: bool = False
     """Cut the encoder's layers over ``parallel.tp``, as the decoder's are. Otherwise each of these ranks has the whole
     encoder and does all of its work, without talking to others."""
+    encoded_sizes: tuple[Grid, ...] = attrs.field(default=(), validator=deep_iterable(deep_iterable(gt(0))))
+    """Height and width in pixels of the tiles of a mixture whose sources give tiles of several sizes. The encoder takes
+    each size by itself: the tiles of all rows are cut to it, encoded, and kept in rows of that size. Shapes do not
+    depend on what a batch has, at the price of encoding once for each size."""
     newline: bool = False
     """Have a learned token that ends each row of an image, as the image processors ``anyres`` and ``tiles`` ask for."""
 
@@ -77,10 +82,14 @@ class VisionLanguageConfig(TransformerConfig):
                 yield "cut_encoder", f"{sentence}; set cut_encoder = false, or another parallel.tp"
         for key, sentence in self.fusion.config.check(job):
             yield ".".join(filter(None, ("fusion", key))), sentence
-        trained = [*image_sources(job.data.config, "data")]
-        for place, source in [*trained, *_measured_sources(job)]:
+        together = [[*sources] for sources in _sources_of_batches(job)]
+        for place, source in (one for sources in together for one in sources):
             yield from self._check_source(place, source)
-        yield from _refuse_several_sizes(trained)
+        yield from self._check_sizes(together)
+
+    def sizes_within(self, height: int, width: int) -> list[Grid]:
+        """Those of ``encoded_sizes`` that a tile of so many pixels has room for."""
+        return [size for size in self.encoded_sizes if size[0] <= height and size[1] <= width]
 
     def _check_source(self, place: str, source: Any) -> Iterator[tuple[str, str]]:
         """What does not fit in a source of images.
@@ -114,22 +123,41 @@ class VisionLanguageConfig(TransformerConfig):
             sentence = f"{self.encoder.name} cannot leave out the padding of tiles, which {place}.processor gives"
             yield "encoder", f"{sentence}; siglip2_naflex can"
 
+    def _check_sizes(self, together: Sequence[Sequence[tuple[str, Any]]]) -> Iterator[tuple[str, str]]:
+        """Sizes of tiles that are in batches with others, and padding that some of their tiles have.
 
-def _measured_sources(job: Job) -> Iterator[tuple[str, Any]]:
-    """The configs of sources of images that are not trained on, as ``image_sources`` has them."""
+        Args:
+            together: sources of images, by the batches that they are in.
+        """
+        needed: set[Grid] = set()
+        for sources in together:
+            sizes = {tuple(source.processor.config.tile_size): place for place, source in sources}
+            needed |= sizes.keys() if len(sizes) > 1 else set()
+            padded = {source.processor.config.pads: place for place, source in sources}
+            if len(padded) > 1:
+                sentence = (
+                    f"{padded[True]}.processor gives padded tiles, and {padded[False]}.processor gives whole ones"
+                )
+                yield "encoder", f"{sentence}; those of one batch are alike, so use one of the two for both"
+        said = ", ".join(f"[{height}, {width}]" for height, width in sorted(needed))
+        if missing := needed - {*self.encoded_sizes}:
+            height, width = min(missing)
+            sentence = f"sources give tiles of several sizes to one batch, and {height} × {width} is not here"
+            yield "encoded_sizes", f"{sentence}; set model.encoded_sizes = [{said}]"
+        for height, width in self.encoded_sizes:
+            if (height, width) not in needed:
+                sentence = f"no source gives tiles of {height} × {width} pixels to a batch that has others, too"
+                yield "encoded_sizes", f"{sentence}; {f'set it to [{said}]' if needed else 'remove it'}"
+
+
+def _sources_of_batches(job: Job) -> Iterator[Iterator[tuple[str, Any]]]:
+    """The configs of sources of images, as ``image_sources`` has them, together where batches may have several: those
+    that are trained on, and those that are measured."""
+    yield image_sources(job.data.config, "data")
     if job.eval.data is not None:
-        yield from image_sources(job.eval.data.config, "eval.data")
+        yield image_sources(job.eval.data.config, "eval.data")
     for number, use in enumerate(job.evaluations):
-        yield from image_sources(use.config, f"evaluations[{number}]")
-
-
-def _refuse_several_sizes(sources: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Tiles of a batch are one array; those of another size would be filled up, and their tokens be others."""
-    for place, source in sources[1:]:
-        first, (height, width) = sources[0], source.processor.config.tile_size
-        if (height, width) != (wanted := first[1].processor.config.tile_size):
-            sentence = f"{place}.processor gives tiles of {height} × {width} pixels, and {first[0]}.processor of"
-            yield "encoder", f"{sentence} {wanted[0]} × {wanted[1]}; those of one batch have one size"
+        yield image_sources(use.config, f"evaluations[{number}]")
 
 
 def image_sources(config: Any, place: str) -> Iterator[tuple[str, Any]]:

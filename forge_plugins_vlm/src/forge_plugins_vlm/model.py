@@ -5,6 +5,7 @@ Shapes: B = batch, S = sequence, D = width of the residual stream, N = tiles of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,7 +24,7 @@ from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.image_mask import image_mask
 from forge_plugins_vlm.mrope import image_axes
 from forge_plugins_vlm.placing import Placing
-from forge_plugins_vlm.vision import VisionTower
+from forge_plugins_vlm.vision import VisionTower, of_size
 
 
 class VisionLanguageModel(Transformer):
@@ -54,6 +55,7 @@ class VisionLanguageModel(Transformer):
         *,
         pixels: torch.Tensor | None = None,
         tile_sizes: torch.Tensor | None = None,
+        pixels_sizes: torch.Tensor | None = None,
         image_slots: torch.Tensor | None = None,
         image_range: torch.Tensor | None = None,
         image_tokens: torch.Tensor | None = None,
@@ -71,9 +73,10 @@ class VisionLanguageModel(Transformer):
         Returns:
             As ``Transformer.forward``; a stage without a head also gives the image tokens, where blocks read them.
         """
-        images = self._looked_at(tokens, pixels, tile_sizes, image_slots, image_range, image_tokens, cache)
+        shown = {"pixels": pixels, "tile_sizes": tile_sizes, "pixels_sizes": pixels_sizes}
+        images = self._looked_at(tokens, shown, image_slots, image_range, image_tokens, cache)
         if self._mrope_sections is not None:
-            images |= self._turned(images["image_slots"], inputs.get("positions"), pixels, cache)
+            images |= self._turned(images["image_slots"], inputs.get("positions"), self._grids(shown, tokens), cache)
         if self._is_bidirectional and not (cache is not None and cache.length):
             inputs["mask"] = image_mask(images, inputs.get("document"), inputs.get("positions"))
         output = super().forward(tokens, targets, loss, cache=cache, facts=images, **inputs)
@@ -110,25 +113,37 @@ class VisionLanguageModel(Transformer):
             return self._flops_of_tile(*self._tile_of_nothing()) / self.max_seq_len
         if unit == "embed":
             return 0.0
-        block: Any = self.blocks[unit.removeprefix("blocks.")]
+        layer = unit.removeprefix("blocks.")
+        block: Any = self.blocks[layer]
         flops: float = 6.0 * block.active_parameters() + block.mixing_flops(self.max_seq_len)
-        return flops
+        return flops + self._usual_flops_of_images(int(layer))
 
     def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Same as ``TowerModel.flops_beside``: the encoder's for the tiles that a batch has, those that fill up rows
-        included, instead of one in ``max_seq_len`` tokens. Its backward is counted in phases in which it is trained.
+        """Same as ``TowerModel.flops_beside``: those of the encoder, the connector and the layers that look at images
+        for the tiles that a batch has, those that fill up rows included, instead of one in ``max_seq_len`` tokens. A
+        backward of encoder and connector is counted in phases in which they are trained. The stage that has them counts
+        those of all layers.
         """
         if self.vision is None:
             return 0.0
         rows, length = batch["tokens"].shape
         shape = batch["pixels"].shape if "pixels" in batch else (rows, 1, 3, *self._tile_of_nothing())
-        of_tiles = shape[0] * shape[1] * self._flops_of_tile(*shape[-2:], trains=self.vision.trains_encoder)
-        return of_tiles - rows * length * self.flops_of("vision")
+        sizes = self._sizes_of(shape[-2:], "pixels_sizes" in batch)
+        trains = self.vision.trains_encoder, self.vision.trains_connector
+        of_tile = sum(self._flops_of_tile(*size, trains=trains) for size in sizes)
+        image_tokens = self._image_tokens(shape[1], sizes)
+        counted = self.flops_of("vision")
+        of_layers = 0.0
+        for layer in range(self.config.n_layers):
+            of_layers += self._flops_of_images(layer, image_tokens, length)
+            counted += self._usual_flops_of_images(layer)
+        return rows * (shape[1] * of_tile + of_layers - length * counted)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Same as ``Model.flops_per_token``, with the encoder's for a tile in ``max_seq_len`` tokens, as ``forge plan``
-        knows no images; ``flops_beside`` has the others. Those of the connector are not counted."""
-        return super().flops_per_token(seq_len) + (0.0 if self.vision is None else self.flops_of("vision"))
+        """Same as ``Model.flops_per_token``, with those of images for a tile in ``max_seq_len`` tokens, as ``forge
+        plan`` knows no images; ``flops_beside`` has the others."""
+        flops = super().flops_per_token(seq_len) + (0.0 if self.vision is None else self.flops_of("vision"))
+        return flops + sum(self._usual_flops_of_images(int(layer)) for layer in self.blocks)
 
     def travels(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Same as ``TravellingModel.travels``: image tokens, where blocks read them."""
@@ -136,8 +151,8 @@ class VisionLanguageModel(Transformer):
             return {}
         batch = shapes["tokens"][0]
         _, tiles, _, height, width = shapes.get("pixels", (batch, 1, 3, *self._tile_of_nothing()))
-        length = tiles * self._tokens_of_tile(height, width) + self.config.newline
-        return {"image_tokens": ((batch, length, self.config.dim), None)}
+        sizes = self._sizes_of((height, width), "pixels_sizes" in shapes)
+        return {"image_tokens": ((batch, self._image_tokens(tiles, sizes), self.config.dim), None)}
 
     def init_weights(self, rng: Initializer) -> None:
         super().init_weights(rng)
@@ -197,8 +212,7 @@ class VisionLanguageModel(Transformer):
     def _looked_at(
         self,
         tokens: torch.Tensor,
-        pixels: torch.Tensor | None,
-        tile_sizes: torch.Tensor | None,
+        shown: Mapping[str, torch.Tensor | None],
         slots: torch.Tensor | None,
         sees: torch.Tensor | None,
         image_tokens: torch.Tensor | None,
@@ -211,14 +225,14 @@ class VisionLanguageModel(Transformer):
             slots, sees = tokens.new_full((batch, length), -1, dtype=torch.int64), last.expand(-1, length, -1)
             of_blocks = {"image_tokens": kept, "image_tile": its_tile} if self._image_tokens_travel else {}
             return {"image_slots": slots, "image_range": sees, **of_blocks}
-        tile_size = self._tile_of_nothing() if pixels is None else pixels.shape[-2:]
         tile: torch.Tensor | None = None
         if cache is not None and cache.beside:
             _, image_tokens, tile = cache.beside[:3]
         elif self.vision is not None:
-            if pixels is None:
-                pixels = tokens.new_zeros((batch, 1, 3, *tile_size), dtype=torch.uint8)
-            image_tokens = self.vision(pixels, tile_sizes)
+            if shown["pixels"] is None:
+                blank = tokens.new_zeros((batch, 1, 3, *self._tile_of_nothing()), dtype=torch.uint8)
+                shown = {**shown, "pixels": blank}
+            image_tokens = self.vision(**shown)
         facts = {
             "image_slots": tokens.new_full((batch, length), -1, dtype=torch.int64) if slots is None else slots,
             "image_range": tokens.new_zeros((batch, length, 3), dtype=torch.int64) if sees is None else sees,
@@ -226,7 +240,9 @@ class VisionLanguageModel(Transformer):
         if image_tokens is None:  # a later stage of a model whose blocks do not read them
             return facts
         if tile is None:
-            tile = torch.arange(image_tokens.shape[1], device=tokens.device) // self._tokens_of_tile(*tile_size)
+            each = self._grids(shown, tokens).prod(dim=1, keepdim=True)
+            tile = torch.arange(image_tokens.shape[1], device=tokens.device) // each
+            tile = tile[0] if shown["pixels_sizes"] is None else tile
         if cache is not None:
             cache.beside = (facts["image_range"][:, -1:], image_tokens, tile, *cache.beside[3:])
         return {**facts, "image_tokens": image_tokens, "image_tile": tile}
@@ -235,7 +251,7 @@ class VisionLanguageModel(Transformer):
         self,
         slots: torch.Tensor,
         positions: torch.Tensor | None,
-        pixels: torch.Tensor | None,
+        grids: torch.Tensor,
         cache: KeyValueCache | None,
     ) -> dict[str, torch.Tensor]:
         """``image_axes`` ``(B, S, 3)``; and what a cache is to know of images before the tokens that follow."""
@@ -245,24 +261,58 @@ class VisionLanguageModel(Transformer):
             positions = torch.arange(start, start + slots.shape[1], device=slots.device)[None]
         if cache is not None and len(cache.beside) > 3:
             begun = cache.beside[3]
-        size = self._tile_of_nothing() if pixels is None else pixels.shape[-2:]
-        config = self.config
-        grid = config.connector.config.grid(config.encoder.config.grid(*size))
-        axes, begun = image_axes(slots, positions, grid, begun)
+        axes, begun = image_axes(slots, positions, grids, begun)
         if cache is not None:
             cache.beside = (*cache.beside[:3], begun)
         return {"image_axes": axes}
 
-    def _tokens_of_tile(self, height: int, width: int) -> int:
-        config = self.config
-        number: int = config.connector.config.num_tokens(config.encoder.config.grid(height, width))
-        return number
+    def _grids(self, shown: Mapping[str, torch.Tensor | None], tokens: torch.Tensor) -> torch.Tensor:
+        """Rows and columns of the tokens of a tile, ``(1, 2)`` int64; of each row ``(B, 2)``, if there are several
+        sizes."""
+        pixels, own = shown["pixels"], shown["pixels_sizes"]
+        sizes = self._sizes_of(self._tile_of_nothing() if pixels is None else pixels.shape[-2:], own is not None)
+        grids = [torch.tensor([self._token_grid(*size)], device=tokens.device) for size in sizes]
+        found = grids[0]
+        for size, grid in zip(sizes, grids, strict=True):
+            found = found if own is None else torch.where(of_size(own, size)[:, None], grid, found)
+        return found
 
-    def _flops_of_tile(self, height: int, width: int, *, trains: bool | None = None) -> float:
-        """The encoder's: forward, and backward where it is trained, by default as the configuration has it."""
-        trains = not self.config.freeze_encoder if trains is None else trains
-        forward: float = self.config.encoder.config.flops(height, width)
-        return forward * (3 if trains else 1)
+    def _sizes_of(self, tile_size: Sequence[int], several: bool) -> list[tuple[int, int]]:
+        """The sizes in which tiles of a batch are encoded."""
+        height, width = tile_size
+        return self.config.sizes_within(height, width) if several else [(height, width)]
+
+    def _token_grid(self, height: int, width: int) -> tuple[int, int]:
+        config = self.config
+        rows, columns = config.connector.config.grid(config.encoder.config.grid(height, width))
+        return rows, columns
+
+    def _image_tokens(self, tiles: int, sizes: Sequence[tuple[int, int]]) -> int:
+        """F of rows of so many tiles."""
+        return tiles * max(math.prod(self._token_grid(*size)) for size in sizes) + self.config.newline
+
+    def _flops_of_tile(self, height: int, width: int, *, trains: tuple[bool, bool] | None = None) -> float:
+        """Those of encoder and connector: forward, and backward where they are trained.
+
+        Args:
+            trains: the encoder, and the connector; by default as the configuration has it.
+        """
+        config = self.config
+        encoder, connector = trains or (not config.freeze_encoder, True)
+        own: float = config.encoder.config.flops(height, width)
+        features = config.encoder.config.grid(height, width)
+        behind: float = config.connector.config.flops(features, config.encoder.config.dim, config.dim)
+        return own * (3 if encoder else 1) + behind * (3 if encoder or connector else 1)
+
+    def _flops_of_images(self, layer: int, image_tokens: int, positions: int) -> float:
+        """Those of a row in a layer, forward and backward, beyond what is counted for each position."""
+        flops: float = self.config.fusion.config.flops_of_images(layer, self.config, image_tokens, positions)
+        return 3 * flops
+
+    def _usual_flops_of_images(self, layer: int) -> float:
+        """The same for a token, with one tile in ``max_seq_len`` tokens."""
+        image_tokens = self._image_tokens(1, [self._tile_of_nothing()])
+        return self._flops_of_images(layer, image_tokens, self.max_seq_len) / self.max_seq_len
 
     def _tile_of_nothing(self) -> tuple[int, int]:
         """The size of the tile that stands for none: an encoder runs on all ranks, or FSDP would wait for it."""

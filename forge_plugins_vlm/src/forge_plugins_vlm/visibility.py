@@ -18,8 +18,9 @@ def visible_tokens(bounds: torch.Tensor, tile: torch.Tensor, *, latest: bool) ->
 
     Args:
         bounds: ``image_range`` ``(B, S, 3)``.
-        tile: ``(F,)`` int64, of each token; the learned end of a row is beyond all tiles.
+        tile: ``(F,)`` or ``(B, F)`` int64, of each token; the learned end of a row is beyond all tiles.
         latest: the latest images alone.
     """
+    tile = tile if tile.dim() == 1 else tile[:, None]
     first, end = bounds[..., 1 if latest else 0, None], bounds[..., 2, None]
     return ((tile >= first) & (tile < end)) | (end <= bounds[..., 1, None])

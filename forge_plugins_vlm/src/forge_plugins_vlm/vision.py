@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.builder import Builder
@@ -18,6 +19,7 @@ from forge_core.contracts.model import Initializer, ParameterRole, canonical_nam
 from forge_core.errors import PluginError
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_vlm.config import VisionLanguageConfig
+from forge_plugins_vlm.contracts.vision_encoder import Grid
 
 
 class VisionTower(nn.Module):
@@ -33,34 +35,33 @@ class VisionTower(nn.Module):
         width = config.encoder.config.dim
         self.connector: Any = build(config.connector, in_dim=width, out_dim=config.dim)
         self.newline = nn.Parameter(torch.empty(config.dim)) if config.newline else None
+        self._config = config
         self._encoder_config, self._connector_config = config.encoder.config, config.connector.config
         self._names = config.encoder.qualified_name, config.connector.qualified_name
         self._trains_encoder, self._trains_connector = not config.freeze_encoder, True
         if config.freeze_encoder:
             self.encoder.requires_grad_(False)
 
-    def forward(self, pixels: torch.Tensor, tile_sizes: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, pixels: torch.Tensor, tile_sizes: torch.Tensor | None = None, pixels_sizes: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Encode and connect.
 
         Args:
             pixels: ``(B, N, 3, H, W)`` uint8.
             tile_sizes: ``(B, N, 2)`` int64, as in the batch.
+            pixels_sizes: ``(B, 2)`` int64, as in the batch: rows have tiles of several sizes.
 
         Returns:
-            ``(B, F, D)``.
+            ``(B, F, D)``. In rows of smaller tiles, zeros follow behind their tokens.
 
         Raises:
             PluginError: the encoder or the connector gives another number of features than its config says.
         """
-        sizes = {} if tile_sizes is None else {"sizes": tile_sizes.flatten(0, 1)}
-        grid = self._encoder_config.grid(*pixels.shape[-2:])
-        with nullcontext() if self._trains_encoder else torch.no_grad():
-            features = self.encoder(pixels.flatten(0, 1), **sizes)
-        self._refuse_number(0, features.shape[1], grid[0] * grid[1])
-        with nullcontext() if self._trains_encoder or self._trains_connector else torch.no_grad():
-            tokens: torch.Tensor = self.connector(features, grid)
-        self._refuse_number(1, tokens.shape[1], self._connector_config.num_tokens(grid))
-        tokens = tokens.view(*pixels.shape[:2], *tokens.shape[1:]).flatten(1, 2)
+        if pixels_sizes is None:
+            tokens = self._of_one_size(pixels, tile_sizes)
+        else:
+            tokens = self._of_several_sizes(pixels, tile_sizes, pixels_sizes)
         if self.newline is None:
             return tokens
         end = self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)
@@ -88,6 +89,11 @@ class VisionTower(nn.Module):
         """Whether the encoder is trained, in the phase that the run is in."""
         return self._trains_encoder
 
+    @property
+    def trains_connector(self) -> bool:
+        """Whether the connector is trained, in the phase that the run is in."""
+        return self._trains_connector
+
     def init_weights(self, rng: Initializer, prefix: str, std: float) -> None:
         """Fill every parameter and buffer; ``prefix`` is the qualified name of this module with a final dot."""
         self.encoder.init_weights(rng, f"{prefix}encoder.")
@@ -102,6 +108,33 @@ class VisionTower(nn.Module):
             roles |= {f"{part}.{name}": role for name, role in getattr(self, part).parameter_roles().items()}
         return roles
 
+    def _of_several_sizes(
+        self, pixels: torch.Tensor, tile_sizes: torch.Tensor | None, pixels_sizes: torch.Tensor
+    ) -> torch.Tensor:
+        """All rows are encoded in each size, so that all ranks do the same, and are what they are in their own one."""
+        sizes = self._config.sizes_within(*pixels.shape[-2:])
+        found = []
+        for height, width in sizes:
+            own = None if tile_sizes is None else torch.minimum(tile_sizes, tile_sizes.new_tensor((height, width)))
+            found.append(self._of_one_size(pixels[..., :height, :width], own))
+        tokens = found[0].new_zeros(len(pixels), max(one.shape[1] for one in found), found[0].shape[2])
+        for size, one in zip(sizes, found, strict=True):
+            filled = F.pad(one, (0, 0, 0, tokens.shape[1] - one.shape[1]))
+            tokens = torch.where(of_size(pixels_sizes, size)[:, None, None], filled, tokens)
+        return tokens
+
+    def _of_one_size(self, pixels: torch.Tensor, tile_sizes: torch.Tensor | None) -> torch.Tensor:
+        """``(B, N · M, D)``."""
+        sizes = {} if tile_sizes is None else {"sizes": tile_sizes.flatten(0, 1)}
+        grid = self._encoder_config.grid(*pixels.shape[-2:])
+        with nullcontext() if self._trains_encoder else torch.no_grad():
+            features = self.encoder(pixels.flatten(0, 1), **sizes)
+        self._refuse_number(0, features.shape[1], grid[0] * grid[1])
+        with nullcontext() if self._trains_encoder or self._trains_connector else torch.no_grad():
+            tokens: torch.Tensor = self.connector(features, grid)
+        self._refuse_number(1, tokens.shape[1], self._connector_config.num_tokens(grid))
+        return tokens.view(*pixels.shape[:2], *tokens.shape[1:]).flatten(1, 2)
+
     def _trains(self, part: str, frozen: Collection[str]) -> bool:
         named = getattr(self, part).named_parameters()
         return any(one.requires_grad and canonical_name(f"{part}.{name}") not in frozen for name, one in named)
@@ -113,3 +146,8 @@ class VisionTower(nn.Module):
                 f"the {kind} {self._names[part]} gives {found} {what} for a tile, and its config says {said}. "
                 f"This is a bug in {self._names[part].partition(':')[0]}."
             )
+
+
+def of_size(pixels_sizes: torch.Tensor, size: Grid) -> torch.Tensor:
+    """Which rows have tiles of a size: ``(B, 2)`` to ``(B,)`` bool."""
+    return (pixels_sizes[:, 0] == size[0]) & (pixels_sizes[:, 1] == size[1])

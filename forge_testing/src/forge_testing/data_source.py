@@ -215,7 +215,8 @@ class DataSourceConformance(ComponentCase):
         source = self.open()
         if not isinstance(source, MixedSource):
             pytest.skip("the source is not made of several")
-        for first, stop in ((0, 97), (_FAR, _FAR + 97)):
+        later = 300 if isinstance(source, StreamsByPosition) else _FAR  # everything before is read
+        for first, stop in ((0, 97), (later, later + 97)):
             found = np.bincount(_read(source, np.arange(first, stop))["source"], minlength=len(source.names))
             counted = np.array(source.counts(stop)) - np.array(source.counts(first))
             assert np.array_equal(found, counted), (

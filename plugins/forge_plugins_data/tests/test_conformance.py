@@ -160,6 +160,29 @@ class TestMixture(DataSourceConformance):
         self.config = {"sources": sources}
 
 
+class TestMixtureOfStreams(DataSourceConformance):
+    component = "forge-plugins-data:mixture"
+
+    @pytest.fixture(autouse=True)
+    def sources(self, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        folder = write_text(tmp_path / "text")
+        files = sorted(folder.iterdir())
+        datasets.Dataset.from_dict({"text": [file.read_text() for file in files[::2]]}).save_to_disk(
+            str(tmp_path / "corpus")
+        )
+        for file in files[::2]:
+            file.unlink()
+        streamed = {"name": "huggingface_streaming", "path": str(tmp_path / "corpus"), "shuffle_buffer": 4}
+        self.config = {
+            "sources": [
+                {"name": "few", "weight": 2, "source": {**streamed, "streams": 2}},
+                {"name": "more", "weight": 1, "loss_weight": 2, "source": {**streamed, "streams": 4}},
+                {"name": "text", "weight": 1, "source": {"name": "text_files", "path": str(folder), "validation": 0.3}},
+            ]
+        }
+
+
 class TestTextFilesHoldingNothingOut(DataSourceConformance):
     component = "forge-plugins-data:text_files"
     holds_out = False

@@ -136,7 +136,7 @@ def test_targets_have_the_loss_weight_of_their_source(open_mixture):
 
 def test_weights_within_a_source_are_multiplied_by_its_own(open_mixture, monkeypatch):
     mixture = open_mixture({"a": (1, 400), "b": (1, 400)}, loss_weights={"a": 2.0})
-    stream = mixture._common.parts[0].stream
+    stream = mixture._parts.parts[0]._stream
     monkeypatch.setattr(
         stream, "read", lambda numbers, read=stream.read: {**(b := read(numbers)), "weights": 0.5 + 0.0 * b["tokens"]}
     )

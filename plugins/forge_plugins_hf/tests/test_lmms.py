@@ -104,7 +104,7 @@ def folder(tmp_path_factory):
         lines.append(json.dumps({**row, "right": number % 2}) + "\n")
     (folder / "questions.jsonl").write_text("".join(lines))
     (folder / "pictures.py").write_text(
-        "from PIL import Image\n\n\ndef visual(doc):\n    return [Image.open(doc['picture'])]\n"
+        "from PIL import Image\n\n\ndef visual(doc):\n    return [Image.open(doc['picture']).convert('RGB')]\n"
     )
     write(folder, "captions", "generate_until", "answer", ANSWERS.format(most=8, temperature=0))
     write(folder, "choices", "multiple_choice", "right", CHOICES)
@@ -216,6 +216,98 @@ def test_what_is_not_done_is_refused(folder, capsys, task, kind, more, sentence)
 
     assert code == 2
     assert re.search(sentence, said.err)
+
+
+@pytest.fixture
+def asked(folder, capsys, monkeypatch):
+    """Returns the prompts that a task comes to, of which each row's images and question are given by code."""
+
+    def asked(visual, text="''", most=8, keys=()):
+        prompts = []
+        monkeypatch.setattr(
+            "forge_plugins_hf.lmms_model.say", lambda _, __, some, **___: prompts.extend(some) or [""] * len(some)
+        )
+        name = f"given-{abs(hash((visual, text, most)))}"
+        lines = ["from pathlib import Path", "from PIL import Image", "def visual(doc):", f"    return {visual}"]
+        (folder / f"{name}.py").write_text("\n".join([*lines, "def text(doc):", f"    return {text}", ""]))
+        write(folder, name, "generate_until", "answer", ANSWERS.format(most=most, temperature=0))
+        task = (folder / f"{name}.yaml").read_text().replace("pictures.visual", f"{name}.visual")
+        (folder / f"{name}.yaml").write_text(task.replace('doc_to_text: ""', f"doc_to_text: !function {name}.text"))
+        code, said = evaluated(folder, capsys, name, keys=keys)
+        return prompts, code, said.out + said.err
+
+    return asked
+
+
+def test_a_video_is_its_frames_as_in_training(folder, asked):
+    film = folder / "film"
+    film.mkdir()
+    pictures = [json.loads(line)["picture"] for line in (folder / "questions.jsonl").read_text().splitlines()[:2]]
+    for number, picture in enumerate(pictures):
+        (film / f"{number}.png").write_bytes(Path(picture).read_bytes())
+
+    of_film, code, said = asked(f"[{str(film)!r}]")
+    assert code == 0, said
+    of_frames, *_ = asked(f"[[Image.open(one).convert('RGB') for one in {pictures}], None]")
+
+    assert len(of_film) == len(of_frames) == N
+    assert of_film[0].tokens == of_frames[0].tokens
+    assert len(of_film[0].images) == 2
+    for one, other in zip(of_film[0].images, of_frames[0].images, strict=True):
+        assert (one.tiles == other.tiles).all()
+
+
+@pytest.mark.parametrize(
+    ("visual", "sentence"),
+    [
+        ("['/nowhere/film.mp4']", "question 0 of .* has the video '/nowhere/film.mp4', and there is no such file"),
+        ("[{'array': [0.0], 'sampling_rate': 1}]", "question 0 of .* has a dict where an image or the path of a video"),
+    ],
+)
+def test_what_is_neither_an_image_nor_a_video_is_refused_by_its_question(asked, visual, sentence):
+    prompts, code, said = asked(visual)
+
+    assert code == 2
+    assert not prompts
+    assert re.search(sentence, said)
+
+
+IMAGE = "[Image.open(doc['picture']).convert('RGB')]"
+LONG = "' '.join(['a red circle'] * (20 if int(doc['picture'][-5]) % 2 else 1))"
+"""For some rows more than the model takes."""
+
+
+def test_questions_that_are_too_long_are_refused_before_the_first_is_asked(asked):
+    prompts, code, said = asked(IMAGE, LONG)
+
+    assert code == 2
+    assert not prompts
+    assert re.search(
+        r"\d of 6 questions are too long; question \d+ of .* has \d+ tokens, and an answer 8; the model", said
+    )
+    assert 'Set too_long = "cut"' in said
+
+
+def test_questions_that_are_too_long_lose_the_beginnings_of_their_texts_if_asked_for(asked):
+    whole, *_ = asked(IMAGE, "'a red circle'")
+    prompts, code, said = asked(IMAGE, LONG, keys=["--too-long", "cut"])
+
+    assert code == 0, said
+    assert re.search(r"\d of 6 questions are too long, and lose the beginnings of their texts", said)
+    lengths = [len(one.tokens) for one in prompts]
+    assert max(lengths) == 48 - 8
+    longest = prompts[lengths.index(max(lengths))]
+    assert len(longest.images) == 1
+    assert longest.tokens[-3:] == whole[0].tokens[-3:]
+    assert min(lengths) == len(whole[0].tokens)
+
+
+def test_images_that_are_too_long_alone_are_refused(asked):
+    prompts, code, said = asked(f"{IMAGE} * 3", keys=["--too-long", "cut"])
+
+    assert code == 2
+    assert not prompts
+    assert "its 3 images alone are too long" in said
 
 
 def test_an_unknown_task_is_refused(folder, capsys):

@@ -88,6 +88,14 @@ _MORE_TEXT = (  # some microbatches of some ranks have no picture
     f'data={{name="mixture", sources=[{{name="pictures", weight=0.4, source={_PICTURES}}}, '
     '{name="long", weight=0.6, source={name="text_files", path="long", validation=0.1}}]}'
 )
+_SMALL_PICTURES = _PICTURES.replace("[2, 2]", "[1, 1]").replace("size=16", "size=8")
+_TWO_SIZES = [  # some microbatches of some ranks have one of them
+    (
+        f'data={{name="mixture", sources=[{{name="large", weight=0.5, source={_PICTURES}}}, '
+        f'{{name="small", weight=0.5, source={_SMALL_PICTURES}}}]}}'
+    ),
+    *("model.encoded_sizes=[[8, 8], [16, 16]]", "model.encoder.any_size=true"),
+]
 _MODALITY_EXPERTS = (
     '{name="moe", n_experts=2, hidden_dim=32, '
     'router={name="expert_choice", experts_per_token=1, score_function="sigmoid", predictor=true}}'
@@ -188,6 +196,8 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         "data.token_grid=[3, 3]",
     ],
     "joint among text": [*_LOOKING, _MORE_TEXT],
+    "joint of two sizes": [*_LOOKING, *_TWO_SIZES],
+    "crossed of two sizes": [*_LOOKING, *_TWO_SIZES, 'model.fusion={name="cross_attention", layers=[0, 2, 3]}'],
     "joint bf16": [*_LOOKING, "train.precision=bf16"],
     "joint frozen then thawed": [
         *_LOOKING,
@@ -655,6 +665,8 @@ CELLS: Mapping[str, Cell] = {
     **looking_cells("joint mrope", cp=False),
     **looking_cells("joint padded"),
     **looking_cells("joint among text"),
+    **looking_cells("joint of two sizes"),
+    **looking_cells("crossed of two sizes"),
     "joint-fsdp2-bf16": Cell(2, [HALF], "joint bf16", BF16),
     "joint-tp2-bf16": Cell(2, [TP2], "joint bf16", BF16),
     # other optimizers

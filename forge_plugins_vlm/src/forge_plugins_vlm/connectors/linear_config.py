@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge
 
+from forge_plugins_vlm.connectors.matrix_flops import matrix_flops
 from forge_plugins_vlm.contracts.connector import ConnectorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
@@ -22,6 +23,10 @@ class EachFeatureConfig(ConnectorConfig):
 class LinearConfig(EachFeatureConfig):
     """One matrix with a bias; a token for each feature (LLaVA, Liu et al. 2023, arXiv 2304.08485)."""
 
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``."""
+        return self.num_tokens(features) * matrix_flops(in_dim, out_dim)
+
 
 @attrs.frozen(kw_only=True)
 class MLPConnectorConfig(EachFeatureConfig):
@@ -33,8 +38,16 @@ class MLPConnectorConfig(EachFeatureConfig):
     bias: bool = True
     """Add a bias behind each matrix."""
 
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``."""
+        return self.num_tokens(features) * matrix_flops(in_dim, *[out_dim] * self.n_layers)
+
 
 @attrs.frozen(kw_only=True)
 class FusedMLPConfig(EachFeatureConfig):
     """Three matrices with GELU between them, by way of four times the encoder's width; a token for each feature. Made
     for features of several encoders at once (Prismatic, Karamcheti et al. 2024, arXiv 2402.07865)."""
+
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``."""
+        return self.num_tokens(features) * matrix_flops(in_dim, 4 * in_dim, out_dim, out_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge, gt
 
+from forge_plugins_vlm.connectors.matrix_flops import matrix_flops
 from forge_plugins_vlm.contracts.connector import ConnectorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
@@ -23,6 +24,10 @@ class PoolConfig(ConnectorConfig):
         rows, columns = features
         return -(-rows // self.window), -(-columns // self.window)
 
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``: of the projection."""
+        return self.num_tokens(features) * matrix_flops(in_dim, *[out_dim] * self.n_layers)
+
 
 @attrs.frozen(kw_only=True)
 class AveragePoolConfig(PoolConfig):
@@ -35,6 +40,12 @@ class AttentionPoolConfig(PoolConfig):
 
     n_heads: int = attrs.field(default=4, validator=gt(0))
     """Heads of attention; they divide the width of the encoder's features."""
+
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``: windows at the edge count as whole ones."""
+        media = self.window**2
+        attention = 2 * (1 + media) * matrix_flops(in_dim, in_dim) + 4.0 * in_dim * media
+        return self.num_tokens(features) * attention + super().flops(features, in_dim, out_dim)
 
 
 @attrs.frozen(kw_only=True)
@@ -58,3 +69,7 @@ class PixelShuffleConfig(ConnectorConfig):
                 f"{rows} × {columns} features"
             )
         return rows // self.scale, columns // self.scale
+
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``."""
+        return self.num_tokens(features) * matrix_flops(in_dim * self.scale**2, *[out_dim] * self.n_layers)

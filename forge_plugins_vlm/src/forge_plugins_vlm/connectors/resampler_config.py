@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge, gt
 
+from forge_plugins_vlm.connectors.matrix_flops import matrix_flops
 from forge_plugins_vlm.contracts.connector import ConnectorConfig
 from forge_plugins_vlm.contracts.vision_encoder import Grid
 
@@ -26,3 +27,10 @@ class ResamplerConfig(ConnectorConfig):
     def grid(self, features: Grid) -> Grid:
         """Same as ``ConnectorConfig.grid``: one row, as its tokens have no places."""
         return 1, self.n_tokens
+
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """Same as ``ConnectorConfig.flops``."""
+        media = features[0] * features[1] + self.n_tokens
+        attention = 2 * (self.n_tokens + media) * matrix_flops(in_dim, in_dim) + 4.0 * in_dim * self.n_tokens * media
+        mlp = self.n_tokens * matrix_flops(in_dim, self.mlp_ratio * in_dim, in_dim)
+        return self.depth * (attention + mlp) + self.n_tokens * matrix_flops(in_dim, out_dim)

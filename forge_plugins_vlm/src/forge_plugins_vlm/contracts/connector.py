@@ -36,6 +36,17 @@ class ConnectorConfig(ABC):
         rows, columns = self.grid(features)
         return rows * columns
 
+    def flops(self, features: Grid, in_dim: int, out_dim: int) -> float:
+        """FLOPs of the forward of one tile: 2 a weight that is multiplied, and those of attention. ``forge plan``, the
+        cut of a pipeline and MFU count with it.
+
+        Args:
+            features: rows and columns of them.
+            in_dim: their width.
+            out_dim: D.
+        """
+        return 0.0
+
 
 class Connector(Protocol):
     """An ``nn.Module``, built on meta as all of a model is."""

@@ -22,6 +22,8 @@ ENTRIES: Mapping[str, Entry] = {
 ``tile_sizes``    ``(B, N, 2)``        only where tiles are padded: height and width of the part that is the picture
 ``image_slots``   ``(B, S)``           which of the row's F image tokens stands at a position, ``tile · M + i``; −1: it
                                        is text; −2: the learned end of a row of tiles
+``pixels_sizes``  ``(B, 2)``           only in mixtures whose sources give tiles of several sizes: height and width of
+                                       the tiles of each row, which are filled up; 0: it has none
 ``image_range``   ``(B, S, 3)``        tiles that a position sees, which begin at or before it: the first of its
                                        document, the first of the latest images (those with no text between them), and
                                        the end; all three equal: it sees none

@@ -33,6 +33,15 @@ class FusionConfig:
     """Axes that it does not run on, each with the reason. ``forge validate`` refuses them; a table in the docs has
     them."""
 
+    def flops_of_images(self, layer: int, model: VisionLanguageConfig, image_tokens: int, positions: int) -> float:
+        """FLOPs of the forward of one row in a layer, beyond what its block counts for each position.
+
+        Args:
+            image_tokens: F of the row, those that fill it up included.
+            positions: S.
+        """
+        return 0.0
+
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this fusion in this job: key within its own section, and a sentence."""
         for axis, reason in self.unsupported.items():
@@ -50,8 +59,9 @@ class Fusion(Protocol):
         Its forward is given ``(hidden, surroundings, cache)``. ``surroundings.facts`` has what it names in its
         ``needs``: the entries ``image_slots`` ``(B, S)`` and ``image_range`` ``(B, S, 3)`` of the batch
         (``forge_plugins_vlm.contracts.entries``); ``image_tokens`` ``(B, F, D)``, which travel between pipeline stages
-        for it; and ``image_tile`` ``(F,)`` int64, the tile of each. While text is generated, they are there in each
-        forward; ``LayerCache.beside`` keeps what a block makes of them.
+        for it; and ``image_tile`` ``(F,)`` int64, the tile of each, or ``(B, F)`` where rows have tiles of
+        several sizes. While text is generated, they are there in each forward; ``LayerCache.beside`` keeps what a
+        block makes of them.
 
         A block may have a method ``parameter_aliases() -> Mapping[str, Sequence[str]]``: patterns of the names of its
         parameters that are not the decoder's own, by the name of a group, such as ``image``. These are then groups of

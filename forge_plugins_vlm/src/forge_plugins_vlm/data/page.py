@@ -84,6 +84,9 @@ def _section(number: int, row: Mapping[str, np.ndarray], tokenizer: Tokenizer, n
 
 def _figure(tile: int, row: Mapping[str, np.ndarray]) -> str:
     pixels = row["pixels"][tile].transpose(1, 2, 0)
+    if "pixels_sizes" in row:
+        height, width = row["pixels_sizes"].tolist()
+        pixels = pixels[:height, :width]
     if "tile_sizes" in row:
         height, width = row["tile_sizes"][tile].tolist()
         pixels = pixels[:height, :width]

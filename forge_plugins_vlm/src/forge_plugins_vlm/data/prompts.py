@@ -6,6 +6,7 @@ Shapes: B = prompts, S = tokens of the longest, N = the most tiles of any.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -21,6 +22,7 @@ from forge_plugins_vlm.data.document import TEXT, Document, forbidden_ids
 from forge_plugins_vlm.data.reading import ImageReader
 from forge_plugins_vlm.data.references import Reference, UnreadableError
 from forge_plugins_vlm.data.source import encoder_of, shape_of
+from forge_plugins_vlm.data.video import frames_of
 from forge_plugins_vlm.data.writing import Written
 
 
@@ -77,6 +79,19 @@ class PromptReader:
         Raises:
             ConfigError: placeholders and images differ in number; an image cannot be read; it is empty.
         """
+        document, tiles = self._read(self.document(text, images, where))
+        return Prompt(text, document, tiles)
+
+    def frames(self, video: Path, where: str) -> Sequence[Reference]:
+        """The frames of a video, a file or a folder of images, that a model sees of it, as the data's keys have it."""
+        return frames_of(video, {}, where, self._config)
+
+    def document(self, text: str, images: Sequence[Reference], where: str) -> Document:
+        """What a prompt is as tokens; images are not decoded. Arguments and errors are those of a call.
+
+        Raises:
+            ConfigError: as a call.
+        """
         if not text:
             raise ConfigError(f"{where} is empty; give it at least one character")
         written = self._in_a_turn(text) if self._config.chat_template else text
@@ -87,9 +102,7 @@ class PromptReader:
             except OSError as error:
                 raise ConfigError(f"{where}: {UnreadableError(image, error)}") from error
             placed.append((image, self._processor.layout(size, self._config.token_grid)))
-        document = self._encode(Written(written, ()), placed, where, is_prompt=True)
-        document, tiles = self._read(document)
-        return Prompt(text, document, tiles)
+        return self._encode(Written(written, ()), placed, where, is_prompt=True)
 
     def entries(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """The entries of a batch beside tokens: text is padded on the left, tiles with zeros behind.

@@ -18,7 +18,7 @@ class WithImages:
     """A source with its texts and other images.
 
     ``shuffled``: sample ``i`` has the tiles of sample ``i + n / 2`` of the first ``n``, again and again where they are
-    fewer. ``blank``: zeros.
+    fewer; cut or filled up, where a mixture's have another size. ``blank``: zeros.
     """
 
     tokenizer: Tokenizer | None

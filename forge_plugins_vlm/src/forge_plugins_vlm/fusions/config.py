@@ -13,6 +13,7 @@ from forge_plugins_vlm.contracts.fusion import FusionConfig
 
 if TYPE_CHECKING:
     from forge_core.config.sections import Job
+    from forge_plugins_vlm.config import VisionLanguageConfig
 
 
 def _are_sections(_: object, attribute: attrs.Attribute[Any], value: tuple[int, int, int] | None) -> None:
@@ -91,6 +92,13 @@ class CrossAttentionConfig(FusionConfig):
         if self.layers is not None:
             return self.layers
         return tuple(range(3, n_layers, 4)) or (n_layers - 1,)
+
+    def flops_of_images(self, layer: int, model: VisionLanguageConfig, image_tokens: int, positions: int) -> float:
+        """Same as ``FusionConfig.flops_of_images``: keys and values of image tokens, and attention to them."""
+        if layer not in self.layers_of(model.n_layers):
+            return 0.0
+        projections = 2 * 2.0 * model.dim * model.kv_heads * model.head_size
+        return image_tokens * (projections + 4.0 * positions * model.n_heads * model.head_size)
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this fusion in this job."""

@@ -116,12 +116,12 @@ class LookingBlock(nn.Module):
         return {"cross_attention": ["*"], "gates": ["attention_gate.*", "feed_forward_gate.*"]}
 
     def active_parameters(self) -> int:
-        """Weights of matrices that are multiplied for one token of text; those of images are not counted."""
+        """Weights of matrices that are multiplied for one token of text; those of images are in ``flops_of_images``."""
         own = sum(getattr(self.attention, name).weight.numel() for name in ("q", "o"))
         return int(own + self.feed_forward.active_parameters())
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Same as ``Block.mixing_flops``; how many image tokens there are is not known."""
+        """Same as ``Block.mixing_flops``: ``FusionConfig.flops_of_images`` counts by image tokens."""
         return 0.0
 
     def sites(self) -> dict[str, Site]:

@@ -78,13 +78,13 @@ def check_streams(config: DataSourceConfig, streams: int, job: Job) -> Iterable[
         return
     if job.eval.interval > 0 and job.eval.data is None:
         yield "streams", "hold nothing out, so that eval.interval has nothing to evaluate; name data under [eval.data]"
-    total = _samples_per_step(job)
+    total = samples_per_step(job)
     if total is not None and total % streams:
         sentence = f"must divide train.global_batch_size, {total}, as each has the same part of a step"
         yield "streams", f"{sentence}; it is {streams}"
 
 
-def _samples_per_step(job: Job) -> int | None:
+def samples_per_step(job: Job) -> int | None:
     """Over all ranks; ``None`` where it depends on how many there are."""
     train, ranks = job.train, job.parallel.dp_replicate * job.parallel.dp_shard
     if train.global_batch_size is not None or ranks < 0:

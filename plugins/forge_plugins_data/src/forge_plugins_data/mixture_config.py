@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar
 
@@ -13,6 +14,8 @@ from forge_core.config.sections import Job
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.errors import nearest_hint
+from forge_plugins_data.hub_config import samples_per_step
+from forge_plugins_data.mixed_entries import mixed_entries
 
 
 @attrs.frozen(kw_only=True)
@@ -33,7 +36,14 @@ class MixtureSource:
     @property
     def holds_out(self) -> bool:
         """Whether it has samples for evaluation, as far as its keys say."""
-        return bool(getattr(self.source.config, "validation", True))
+        return bool(getattr(self.source.config, "validation", not self.streams))
+
+    @property
+    def streams(self) -> int:
+        """As how many streams it is read, as far as its keys say; 0 if it is not."""
+        config = self.source.config
+        found = getattr(config, "streams", 0) if getattr(config, "has_own_order", False) else 0
+        return found if isinstance(found, int) else 0
 
 
 def _sources(_: object, __: object, value: tuple[MixtureSource, ...]) -> None:
@@ -62,7 +72,8 @@ class MixtureConfig(DataSourceConfig):
     ranks, and before any position each source has had its share, give or take two samples.
 
     A source that comes to its end begins another epoch, in another order. Evaluations have all that the sources hold
-    out.
+    out. With sources that are read as streams, the mixture is read as streams itself: as many as the greatest common
+    divisor of how many they have. So many data-parallel ranks there are at most.
     """
 
     has_own_order: ClassVar[bool] = True
@@ -89,12 +100,13 @@ class MixtureConfig(DataSourceConfig):
 
     def entries(self) -> Mapping[str, Entry]:
         """Those of its sources."""
-        return {name: entry for one in self.sources for name, entry in one.source.config.entries().items()}
+        return mixed_entries(one.source.config.entries() for one in self.sources)
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
         """Mixtures within it; what is held out of what is evaluated whole; an evaluation of nothing; phases."""
         if job.data.config is self:
             yield from self._check_phases(job)
+            yield from self._check_streams(job)
         own = job.eval.data.config if job.eval.data is not None else None
         for index, one in enumerate(self.sources):
             if isinstance(one.source.config, MixtureConfig):
@@ -102,11 +114,24 @@ class MixtureConfig(DataSourceConfig):
             if own is self and getattr(one.source.config, "validation", 0) and hasattr(one.source.config, "path"):
                 key = f"sources[{index}].source.validation"
                 yield key, "has no effect here: data named under [eval.data] are evaluated whole; remove it"
+            if own is self and one.streams:
+                yield f"sources[{index}].source", "is read as streams, which have no end, and cannot be evaluated"
         holds_out = any(one.holds_out for one in self.sources)
         if job.data.config is self and own is None and job.eval.interval > 0 and not holds_out:
             sentence = (
                 "hold nothing out and there is no [eval.data], so that eval.interval has nothing to evaluate; set "
                 "validation in one of them, name data under [eval.data], or set eval.interval = 0"
+            )
+            yield "sources", sentence
+
+    def _check_streams(self, job: Job) -> Iterable[tuple[str, str]]:
+        numbers = {one.name: one.streams for one in self.sources if one.streams}
+        total, streams = samples_per_step(job), math.gcd(*numbers.values())
+        if streams and total is not None and total % streams:
+            said = ", ".join(f"{name} has {number}" for name, number in numbers.items())
+            sentence = (
+                f"are read together as {streams} streams ({said}), a number that must divide train.global_batch_size, "
+                f"{total}, as each has the same part of a step"
             )
             yield "sources", sentence
 

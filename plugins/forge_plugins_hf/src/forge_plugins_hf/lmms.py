@@ -40,7 +40,7 @@ class Lmms(Evaluation):
         if context.looks_ahead():
             context.log("lmms_eval: the model looks ahead, so that it cannot be asked; nothing is measured")
             return {}
-        model = ImagesInLayout(context, reader_of(context.job, self._tokenizer), self._config.max_new_tokens)
+        model = ImagesInLayout(context, reader_of(context.job, self._tokenizer), self._config)
         model.task_dict = {name: task.dataset for name, task in _leaves(self._tasks)}
         model.accelerator = SimpleNamespace()  # else one of ``accelerate`` is made, which is for several processes
         with _one_process():
@@ -81,6 +81,8 @@ def _load(config: LmmsConfig) -> dict[str, Any]:
     for name, task in _leaves(tasks):
         if task.OUTPUT_TYPE not in _ASKED:
             raise ConfigError(f"lmms_eval: the task {name!r} is {task.OUTPUT_TYPE}; what is done: {', '.join(_ASKED)}")
+        if task.get_config("doc_to_visual") is None and task.get_config("doc_to_messages") is not None:
+            raise ConfigError(f"lmms_eval: the task {name!r} has doc_to_messages alone, which is not done here")
         refuse_settings(name, task.get_config("generation_kwargs") or {})
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)

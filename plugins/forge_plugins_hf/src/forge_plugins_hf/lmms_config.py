@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class LmmsConfig(EvaluationConfig):
-    """Tasks about images of lmms-eval, answered by a model that was trained on ``image_text``, in the layout of the
-    run. Its images stand before its question, as that data's keys have it."""
+    """Tasks about images and videos of lmms-eval, answered by a model that was trained on ``image_text``, in the layout
+    of the run. Images, and frames of videos, stand before the question, as that data's keys have it. Tasks of several
+    rounds are not done."""
 
     tasks: tuple[str, ...] = attrs.field(validator=are_tasks)
     """Names of tasks or groups."""
@@ -27,6 +28,9 @@ class LmmsConfig(EvaluationConfig):
     """How many questions of each task, from the first; 0 takes all."""
     max_new_tokens: int = attrs.field(default=64, validator=attrs.validators.ge(1))
     """The most tokens of an answer, where a task allows more."""
+    too_long: Literal["refuse", "cut"] = "refuse"
+    """What to do with questions that leave no room for their answers: ``refuse`` all before the first is asked, or
+    ``cut`` the beginnings of their texts, and tell how many there are. Images are never cut."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """The data must say how images are read."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lmms_eval.api.instance import GenerationResult  # type: ignore[import-not-found]
@@ -14,8 +15,9 @@ from PIL import Image
 from forge_core.contracts.evaluation import EvaluationContext
 from forge_core.errors import ConfigError
 from forge_plugins_hf.continuations import score_continuations
+from forge_plugins_hf.lmms_config import LmmsConfig
 from forge_plugins_vlm.data.prompts import Prompt, PromptReader
-from forge_plugins_vlm.data.references import DecodedPicture
+from forge_plugins_vlm.data.references import DecodedPicture, Reference
 from forge_plugins_vlm.sampling import entries_of_prompts, say
 
 _CHANGES_NOTHING = ("max_new_tokens", "until", "num_beams", "top_p", "top_k")
@@ -24,9 +26,10 @@ _CHANGES_NOTHING = ("max_new_tokens", "until", "num_beams", "top_p", "top_k")
 class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
     """Answers on all ranks together: each asks the same, and what it asks is dealt to the data-parallel ranks."""
 
-    def __init__(self, context: EvaluationContext, reader: PromptReader, max_new_tokens: int) -> None:
+    def __init__(self, context: EvaluationContext, reader: PromptReader, config: LmmsConfig) -> None:
         super().__init__()
-        self._context, self._reader, self._max_new_tokens = context, reader, max_new_tokens
+        self._context, self._reader = context, reader
+        self._max_new_tokens, self._cuts = config.max_new_tokens, config.too_long == "cut"
         job = context.job
         self._longest = getattr(job.model.config, "max_seq_len", None) or job.train.seq_len
         parallel = job.parallel
@@ -39,9 +42,10 @@ class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(number)
         answers = [""] * len(requests)
+        rooms = [self._room(request.args[1]) for request in requests]
+        self._look_at_lengths([(one.args[0], one.args[2:], room) for one, room in zip(requests, rooms, strict=True)])
         for numbers in alike.values():
-            settings = requests[numbers[0]].args[1]
-            room = min(int(settings.get("max_new_tokens") or self._max_new_tokens), self._max_new_tokens)
+            settings, room = requests[numbers[0]].args[1], rooms[numbers[0]]
             for start in range(0, len(numbers), self._at_once):
                 chunk = numbers[start : start + self._at_once]
                 prompts = [self._prompt(requests[one].args[0], requests[one].args[2:], room) for one in chunk]
@@ -54,19 +58,13 @@ class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
         """Of each continuation, nats a token, negated: lmms-eval takes the least for the best, as its own models give
         a loss; and whether it is the likeliest one. A bare pair it would make text of (0.7)."""
         self._context.log(f"lmms_eval: {len(requests):,} continuations")
+        asked = [self._continuation(request.args) for request in requests]
+        self._look_at_lengths([(text, rest, len(ids)) for text, rest, ids in asked])
         found: list[Any] = []
-        for start in range(0, len(requests), self._at_once):
-            pairs: list[tuple[list[int], list[int]]] = []
-            prompts = []
-            for request in requests[start : start + self._at_once]:
-                if len(request.args) < 6:
-                    raise ConfigError("lmms_eval: acc_mutual_info asks without an image, which is not done here")
-                context, target, visual, document, task, split = request.args
-                if callable(target):
-                    target = target(self.task_dict[task][split][document])
-                ids = [int(one) for one in self._reader.tokenizer.encode(str(target))]
-                prompts.append(self._prompt(context, (visual, document, task, split), len(ids)))
-                pairs.append((prompts[-1].tokens, ids))
+        for start in range(0, len(asked), self._at_once):
+            chunk = asked[start : start + self._at_once]
+            prompts = [self._prompt(text, rest, len(ids)) for text, rest, ids in chunk]
+            pairs = [(prompt.tokens, ids) for prompt, (_, _, ids) in zip(prompts, chunk, strict=True)]
             inputs = functools.partial(entries_of_prompts, self._reader, prompts)
             scores = score_continuations(self._context, pairs, max_length=self._longest, inputs=inputs)
             for one, (_, ids) in zip(scores, pairs, strict=True):
@@ -77,29 +75,102 @@ class ImagesInLayout(lmms):  # type: ignore[misc]  # it has no types
         """Not done."""
         raise ConfigError("lmms_eval: tasks of several rounds are not done here")
 
+    def _room(self, settings: Mapping[str, Any]) -> int:
+        """Tokens of an answer."""
+        return min(int(settings.get("max_new_tokens") or self._max_new_tokens), self._max_new_tokens)
+
+    def _continuation(self, args: Sequence[Any]) -> tuple[str, Sequence[Any], list[int]]:
+        """A question, what gives its images and so on, and the tokens of a continuation.
+
+        Raises:
+            ConfigError: it has none; or is asked without images.
+        """
+        if len(args) < 6:
+            raise ConfigError("lmms_eval: acc_mutual_info asks without an image, which is not done here")
+        text, target, *rest = args
+        _, document, task, split = rest
+        if callable(target):
+            target = target(self.task_dict[task][split][document])
+        if not (ids := [int(one) for one in self._reader.tokenizer.encode(str(target))]):
+            raise ConfigError(f"lmms_eval: question {document} of {task} has an empty continuation")
+        return text, rest, ids
+
+    def _look_at_lengths(self, asked: Sequence[tuple[str, Sequence[Any], int]]) -> None:
+        """Refuse questions that are too long before the first is asked, or tell how many are cut.
+
+        Args:
+            asked: text, what gives its images and so on, and tokens of the answer.
+
+        Raises:
+            ConfigError: some are, and such are refused; or images alone are.
+        """
+        said = [sentence for one in asked if (sentence := self._too_long(*one))]
+        if not said:
+            return
+        number = f"{len(said):,} of {len(asked):,} questions are too long"
+        if not self._cuts:
+            raise ConfigError(f'lmms_eval: {number}; {said[0]}. Set too_long = "cut", or another max_new_tokens')
+        self._context.log(f"lmms_eval: {number}, and lose the beginnings of their texts; {said[0]}")
+
+    def _too_long(self, text: str, rest: Sequence[Any], room: int) -> str:
+        """A sentence about a question that is; nothing about another."""
+        where, pictures = self._pictures(rest)
+        if (length := self._length(text, pictures, where)) + room <= self._longest:
+            return ""
+        sentence = f"{where} has {length} tokens, and an answer {room}; the model takes {self._longest}"
+        if self._cuts and self._length(" ", pictures, where) + room > self._longest:
+            raise ConfigError(f"lmms_eval: {sentence}; its {len(pictures)} images alone are too long")
+        return sentence
+
     def _prompt(self, text: str, rest: Sequence[Any], room: int) -> Prompt:
-        """A question with its images before it.
+        """A question with its images before it, cut to leave room for an answer."""
+        where, pictures = self._pictures(rest)
+        left_out, most = 0, len(text)
+        if self._length(text, pictures, where) + room > self._longest:
+            while left_out < most:  # the fewest characters without which it fits
+                middle = (left_out + most) // 2
+                fits = self._length(text[middle:] or " ", pictures, where) + room <= self._longest
+                left_out, most = (left_out, middle) if fits else (middle + 1, most)
+        return self._reader(self._reader.asked(text[left_out:], len(pictures)), pictures, f"lmms_eval: {where}")
+
+    def _length(self, text: str, pictures: Sequence[Reference], where: str) -> int:
+        asked = self._reader.asked(text, len(pictures))
+        return len(self._reader.document(asked, pictures, f"lmms_eval: {where}").tokens)
+
+    def _pictures(self, rest: Sequence[Any]) -> tuple[str, Sequence[Reference]]:
+        """What a question is called in messages, and its images; those of a video are its frames.
 
         Args:
             rest: what gives its images, its number, its task and its split.
-            room: tokens of the answer.
 
         Raises:
-            ConfigError: it has something else than images, or is too long.
+            ConfigError: it has something else.
         """
         visual, document, task, split = rest
-        where = f"lmms_eval: question {document} of {task}"
+        where = f"question {document} of {task}"
         visuals = visual(self.task_dict[task][split][document]) if callable(visual) else []
-        images = [one for one in visuals or () if one is not None]
-        if wrong := [one for one in images if not isinstance(one, Image.Image)]:
-            raise ConfigError(f"{where} has a {type(wrong[0]).__name__} where an image should be")
-        pictures = [DecodedPicture(one, f"image {number} of {where}") for number, one in enumerate(images, 1)]
-        prompt = self._reader(self._reader.asked(text, len(images)), pictures, where)
-        if len(prompt.tokens) + room > self._longest:
-            raise ConfigError(
-                f"{where} has {len(prompt.tokens)} tokens, and an answer {room}; the model takes {self._longest}"
-            )
-        return prompt
+        pictures: list[Reference] = []
+        for one in _flat(visuals or ()):
+            if isinstance(one, Image.Image):
+                pictures.append(DecodedPicture(one, f"image {len(pictures) + 1} of {where}"))
+            elif isinstance(one, str | Path):
+                if not Path(one).exists():
+                    raise ConfigError(f"lmms_eval: {where} has the video {str(one)!r}, and there is no such file")
+                pictures += self._reader.frames(Path(one), f"lmms_eval: {where}")
+            else:
+                raise ConfigError(
+                    f"lmms_eval: {where} has a {type(one).__name__} where an image or the path of a video should be"
+                )
+        return where, pictures
+
+
+def _flat(visuals: Sequence[Any]) -> Iterator[Any]:
+    """Images and videos, those of arrays within one by one."""
+    for one in visuals:
+        if isinstance(one, list | tuple):
+            yield from _flat(one)
+        elif one is not None:
+            yield one
 
 
 def refuse_settings(task: str, settings: Mapping[str, Any]) -> None:
