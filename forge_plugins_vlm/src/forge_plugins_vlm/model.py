@@ -271,7 +271,8 @@ class VisionLanguageModel(Transformer):
         sizes."""
         pixels, own = shown["pixels"], shown["pixels_sizes"]
         sizes = self._sizes_of(self._tile_of_nothing() if pixels is None else pixels.shape[-2:], own is not None)
-        grids = [torch.tensor([self._token_grid(*size)], device=tokens.device) for size in sizes]
+        # filled, not copied from the host, which would wait for the device
+        grids = [torch.cat([tokens.new_full((1, 1), n) for n in self._token_grid(*size)], dim=1) for size in sizes]
         found = grids[0]
         for size, grid in zip(sizes, grids, strict=True):
             found = found if own is None else torch.where(of_size(own, size)[:, None], grid, found)

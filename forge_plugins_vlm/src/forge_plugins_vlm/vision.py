@@ -115,7 +115,9 @@ class VisionTower(nn.Module):
         sizes = self._config.sizes_within(*pixels.shape[-2:])
         found = []
         for height, width in sizes:
-            own = None if tile_sizes is None else torch.minimum(tile_sizes, tile_sizes.new_tensor((height, width)))
+            own = None
+            if tile_sizes is not None:
+                own = torch.stack((tile_sizes[..., 0].clamp(max=height), tile_sizes[..., 1].clamp(max=width)), dim=-1)
             found.append(self._of_one_size(pixels[..., :height, :width], own))
         tokens = found[0].new_zeros(len(pixels), max(one.shape[1] for one in found), found[0].shape[2])
         for size, one in zip(sizes, found, strict=True):

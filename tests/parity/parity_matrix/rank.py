@@ -51,7 +51,7 @@ def main(job_toml: Path, plan: Path) -> None:
 
 _THREADS = 50
 """Fewer than a rank has when it keeps the groups of twenty works."""
-_OF_COMPILED = 15
+_OF_COMPILED = 20
 """Threads of the groups that compiled code holds, whatever is reset: there are a few dozen such works by night."""
 
 
