@@ -27,6 +27,7 @@ class Lion(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas})
+        self.splits = config.rounding == "split"
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         of_update, of_momentum = group["betas"]

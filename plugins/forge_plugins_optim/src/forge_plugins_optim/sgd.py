@@ -26,6 +26,7 @@ class SGD(ForeachOptimizer):
         """
         keys = {"momentum": config.momentum, "nesterov": config.nesterov, "decoupled": config.decoupled_weight_decay}
         super().__init__(parameter_groups(parameters, config), keys)
+        self.splits = config.rounding == "split"
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         slots = ("momentum",) if group["momentum"] else ()
