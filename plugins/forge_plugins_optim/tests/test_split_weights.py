@@ -219,8 +219,10 @@ def test_moments_in_bf16_are_rounded_by_chance_and_near_those_in_fp32():
 
     parameter = parameters["a"]
     assert {name: one.itemsize for name, one in optimizer.state[parameter].items()} == {
-        **{"step": 4, "tail": 2},
-        **{"exp_avg": 2, "exp_avg_sq": 2},
+        "step": 4,
+        "tail": 2,
+        "exp_avg": 2,
+        "exp_avg_sq": 2,
     }
     way, error = in_fp32["a"].detach() - started("a").float(), exact(optimizer, parameter) - in_fp32["a"].detach()
     assert 0 < float(error.norm()) < 0.01 * float(way.norm())
