@@ -108,6 +108,23 @@ def _nothing_in_bf16(rounding: str, job: Job) -> str:
     )
 
 
+@attrs.frozen(kw_only=True, slots=False)
+class CompileRules:
+    """The key of optimizers whose step treats each element by itself."""
+
+    compile: bool = False
+    """Whether a step is one kernel by torch.compile, which reads and writes each element once. It is compiled before
+    the first step, in some seconds, and needs a C++ compiler on a CPU, Triton on a GPU."""
+
+
+def _has_fp32_beside_bf16(config: AdamWConfig, _: attrs.Attribute[Any], value: bool) -> None:
+    if value and (config.keeps != "split" or config.moments == "bf16"):
+        raise ValueError(
+            'is for rounding = "split" with moments in fp32; to the nearest, torch has a kernel of its own, and what '
+            "is rounded by chance is not compiled"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class AdamWConfig(ParameterRules):
     """AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101)."""
@@ -126,6 +143,9 @@ class AdamWConfig(ParameterRules):
     down by chance. Without ``rounding = "split"`` they have that of their parameter."""
     stochastic_rounding: bool = attrs.field(default=False)
     """Another way to say ``rounding = "stochastic"``."""
+    compile: bool = attrs.field(default=False, validator=_has_fp32_beside_bf16)
+    """Whether a step is one kernel by torch.compile, beside split weights and moments in fp32. It is compiled before
+    the first step, in some seconds, and needs a C++ compiler on a CPU, Triton on a GPU."""
 
     @moments.validator
     def _are_beside_split_weights(self, _: attrs.Attribute[Any], value: str | None) -> None:
@@ -163,7 +183,7 @@ class AdamW8bitConfig(ParameterRules, SplitRules):
 
 
 @attrs.frozen(kw_only=True)
-class LionConfig(ParameterRules, SplitRules):
+class LionConfig(ParameterRules, SplitRules, CompileRules):
     """Lion (Chen et al., 2023, https://arxiv.org/abs/2302.06675). Its authors use a learning rate 3 to 10 times smaller
     than AdamW's, and a weight decay as many times larger."""
 
@@ -172,7 +192,7 @@ class LionConfig(ParameterRules, SplitRules):
 
 
 @attrs.frozen(kw_only=True)
-class ScheduleFreeAdamWConfig(ParameterRules, SplitRules):
+class ScheduleFreeAdamWConfig(ParameterRules, SplitRules, CompileRules):
     """Schedule-free AdamW (Defazio et al., 2024, https://arxiv.org/abs/2405.15682). It evaluates an average of its
     steps, which does what a schedule's decay does elsewhere: choose the scheduler ``constant`` with a warm-up. Its
     authors use a learning rate 1 to 10 times larger than AdamW's with a schedule."""
@@ -193,7 +213,7 @@ class ScheduleFreeAdamWConfig(ParameterRules, SplitRules):
 
 
 @attrs.frozen(kw_only=True)
-class SGDConfig(ParameterRules, SplitRules):
+class SGDConfig(ParameterRules, SplitRules, CompileRules):
     """Stochastic gradient descent with momentum, as torch's (Sutskever et al., 2013, section 2)."""
 
     momentum: float = attrs.field(default=0.9, validator=and_(ge(0), lt(1)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from forge_core.ops.local_tensor import local_tensor
+from forge_plugins_optim.compiled_step import CompiledStep, Number
 from forge_plugins_optim.split_weights import joined, split
 
 Tensors = list[torch.Tensor]
@@ -34,6 +35,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
     leaves_out = True
     left_out: torch.Tensor | None = None
     splits = False
+    compiled: CompiledStep | None = None
+    """Takes the place of foreach operations in ``update``."""
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         """Change parameters and state in place.
@@ -81,6 +84,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
             elif state[name].dtype != own:
                 state[name] = state[name].to(own)
         return [local_tensor(self.state[parameter][name]) for parameter in held]
+
+    def _dtype_of_state(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self.is_split(parameter) else parameter.dtype
 
     def exact(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part in fp32, with its tail: a copy, unless the parameter is in fp32."""
@@ -136,6 +142,26 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 yield [weights, [gradient.float() for gradient in own[1]], *own[2:]]
                 for upper, lower, values in zip(own[0], own_tails, weights, strict=True):
                     _keep_halves(upper, lower, values)
+
+    def compile(self, new_values: Callable[..., Sequence[torch.Tensor]], slots: Sequence[str], n_numbers: int) -> None:
+        """Make ``compiled``, as ``CompiledStep`` takes it, for states in ``slots``.
+
+        Raises:
+            ConfigError: there is no compiler.
+        """
+        self.compiled = CompiledStep(new_values, len(slots))
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        for one in {(parameter.device, parameter.dtype): parameter for parameter in every}.values():
+            dtypes = [self._dtype_of_state(one)] * len(slots)
+            self.compiled.try_out(one, dtypes, has_tail=self.is_split(one), n_numbers=n_numbers)
+
+    def step_compiled(self, held: Tensors, slots: Sequence[str], numbers: Sequence[Number]) -> None:
+        """Step by ``compiled``."""
+        assert self.compiled is not None, "compile has made it"
+        gradients = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
+        tails = self.slot(held, TAIL, torch.int16) if self.is_split(held[0]) else []
+        states = [self.slot(held, name) for name in slots]
+        self.compiled(self.left_out, [local_tensor(one) for one in held], gradients, tails, states, numbers)
 
     def decay(self, state: Tensors, factor: float) -> None:
         """Multiply a state by ``factor`` in place."""

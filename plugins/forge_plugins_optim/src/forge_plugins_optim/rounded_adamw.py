@@ -44,12 +44,17 @@ class RoundedAdamW(ForeachOptimizer):
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas, "eps": config.eps})
         self.splits = config.keeps == "split"
         self._moments = torch.float32 if self.splits and config.moments != "bf16" else torch.bfloat16
+        if config.compile:
+            self.compile(_new_values, MOMENTS, 8)
         self._seeds = {one.parameter: seed_of(one.name) for one in parameters}
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         for parameter in held:
             if "step" not in self.state[parameter]:
                 self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+        if self.compiled:
+            self._step_compiled(group, held)
+            return
         for bucket in self.buckets(held, with_copies=True):
             weights = [self.exact(parameter) for parameter in bucket]
             kept = [self.slot(bucket, name, self._dtype(bucket[0])) for name in MOMENTS]
@@ -59,11 +64,22 @@ class RoundedAdamW(ForeachOptimizer):
                 own = [(before[index], after[index]) for before, after in zip(kept, moments, strict=True)]
                 self._keep(parameter, weights[index], own)
 
+    def _step_compiled(self, group: dict[str, Any], held: Tensors) -> None:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        counts = [self.state[parameter]["step"] for parameter in held]
+        taken = torch.stack(counts) + 1
+        corrections = [[*(1 - beta**taken).unbind()] for beta in (beta1, beta2)]
+        torch._foreach_add_(counts, 1.0 if self.left_out is None else 1 - self.left_out)
+        kept = 1 - lr * group["weight_decay"]
+        numbers = [lr, kept, group["eps"], 1 - beta1, beta2, 1 - beta2, *corrections]
+        self.step_compiled(held, MOMENTS, numbers)
+
     def _step(self, group: dict[str, Any], bucket: Tensors, weights: Tensors, moments: list[Tensors]) -> None:
+        """The kernel takes elements as they lie in memory, so that gradients must lie as weights do."""
         (beta1, beta2), is_fused = group["betas"], weights[0].device.type in FUSED_DEVICES
         step_of_torch(
             weights,
-            [gradient.float() for gradient in self.parts(bucket)[1]],
+            [torch.empty_like(one).copy_(own) for one, own in zip(weights, self.parts(bucket)[1], strict=True)],
             *moments,
             [],
             [self.state[parameter]["step"] for parameter in bucket],
@@ -95,6 +111,16 @@ class RoundedAdamW(ForeachOptimizer):
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """That of its moments."""
         return self._moments if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+
+def _new_values(
+    weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, *numbers: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    lr, kept, eps, of_mean, decay, of_square, correction, of_squares = numbers
+    mean = mean + of_mean * (gradient - mean)
+    square = decay * square + of_square * gradient * gradient
+    root = (square / of_squares).sqrt() + eps
+    return kept * weight - lr / correction * mean / root, mean, square
 
 
 def _positions(parameter: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,8 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         keys = ("betas", "eps", "r", "weight_lr_power")
         super().__init__(parameter_groups(parameters, config), {key: getattr(config, key) for key in keys})
         self.splits = config.rounding == "split"
+        if config.compile:
+            self.compile(_new_values, ["z", "exp_avg_sq"], 8)
         self._names = {one.parameter: one.name for one in parameters}
 
     @torch.no_grad()
@@ -76,6 +78,11 @@ class ScheduleFreeAdamW(ForeachOptimizer):
             if "z" not in self.state[parameter]:
                 self._begin(parameter)
         factors = self._advance(group, held)
+        if self.compiled:
+            beta, of_parameters = group["betas"][1], (factors.correction, factors.share, factors.stride)
+            numbers = [group["lr"], group["weight_decay"], group["eps"], beta, 1 - beta, *of_parameters]
+            self.step_compiled(held, ["z", "exp_avg_sq"], numbers)
+            return
         for part, of_part in self._parts_of(held, factors):
             for parameters, gradients, fast, squares in self.pieces(part, "z", "exp_avg_sq"):
                 self.decay(squares, group["betas"][1])
@@ -122,3 +129,12 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         for bucket in self.buckets(held, with_copies=any(map(self.is_split, held))):
             yield bucket, factors.of(slice(start, start + len(bucket)))
             start += len(bucket)
+
+
+def _new_values(
+    weight: torch.Tensor, gradient: torch.Tensor, fast: torch.Tensor, squares: torch.Tensor, *numbers: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    lr, weight_decay, eps, decay, new, correction, share, stride = numbers
+    squares = decay * squares + new * gradient * gradient
+    direction = gradient / ((squares / correction).sqrt() + eps) + weight_decay * weight
+    return weight + share * (fast - weight) + stride * direction, fast - lr * direction, squares
