@@ -22,26 +22,26 @@ class CompiledStep:
     memory, or of one element, is updated by the same lines, not compiled. Where a step is left out, nothing changes.
     """
 
-    def __init__(self, new_values: Callable[..., Sequence[torch.Tensor]], n_states: int) -> None:
+    def __init__(self, new_values: Callable[..., Sequence[torch.Tensor]]) -> None:
         """
         Args:
             new_values: makes the new weight and the new states of a weight, its gradient, its states and the numbers.
-            n_states: how many of its arguments are states.
         """
 
         def step(
-            is_taken: torch.Tensor,
+            numbers: torch.Tensor,
             gradient: torch.Tensor,
             tail: torch.Tensor | None,
             parameter: torch.Tensor,
-            *others: torch.Tensor,
+            *states: torch.Tensor,
         ) -> None:
-            kept = [parameter, *others[:n_states]]
+            is_taken, *of_step = numbers.unbind()
+            kept = [parameter, *states]
             old = [one.float() for one in kept]
             if tail is not None:
                 old[0] = joined(parameter, tail)
-            new = new_values(old[0], gradient.float(), *old[1:], *others[n_states:])
-            new = [torch.where(is_taken, after, before) for after, before in zip(new, old, strict=True)]
+            new = new_values(old[0], gradient.float(), *old[1:], *of_step)
+            new = [torch.where(is_taken != 0, after, before) for after, before in zip(new, old, strict=True)]
             if tail is not None:
                 new[0], lower = split(new[0])
                 tail.copy_(lower)
@@ -68,19 +68,15 @@ class CompiledStep:
             tails: none, or one for each parameter.
             states: of each kind, those of all parameters.
         """
-        device = parameters[0].device
-        is_taken = torch.ones((), dtype=torch.bool, device=device) if left_out is None else left_out == 0
-        on_device = [torch.full((), one, device=device) if isinstance(one, (int, float)) else one for one in numbers]
+        rows = _rows([1.0 if left_out is None else 1 - left_out, *numbers], parameters)
         for index, parameter in enumerate(parameters):
             own = [parameter, *(state[index] for state in states)]
             beside = [gradients[index], tails[index] if tails else None]
-            is_flat = all(one is None or one.is_contiguous() for one in (*own, *beside)) and parameter.numel() > 1
-            given = [one if isinstance(one, torch.Tensor) else _itself(one[index], ()) for one in on_device]
-            if is_flat:
-                own = [_itself(one, (one.numel(),)) for one in own]
-                beside = [one if one is None else _itself(one, (one.numel(),)) for one in beside]
-            step = self._compiled if is_flat else self._plain
-            step(is_taken, *beside, *own, *given)
+            step = self._plain
+            if parameter.numel() > 1 and all(one is None or one.is_contiguous() for one in (*own, *beside)):
+                step = self._compiled
+                own, beside = ([one if one is None else _flat(one) for one in some] for some in (own, beside))
+            step(rows[index], *beside, *own)
 
     @torch.no_grad()
     def try_out(
@@ -104,8 +100,17 @@ class CompiledStep:
             ) from error
 
 
-def _itself(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The same memory, in another shape, as a tensor that is no view: of views, torch compiles for what they are of."""
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    strides = (1,) * len(shape)
-    return flat.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
+def _rows(numbers: Sequence[torch.Tensor | Number], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of each parameter."""
+    table = torch.empty(len(parameters), len(numbers), device=parameters[0].device)
+    for column, number in zip(table.unbind(1), numbers, strict=True):
+        if isinstance(number, (int, float)):
+            column.fill_(number)
+        else:
+            column.copy_(number if isinstance(number, torch.Tensor) else torch.stack([*number]))
+    return [row.data for row in table.unbind()]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that is no view: of views, torch compiles for what they are of, too."""
+    return tensor.view(-1).data

@@ -149,7 +149,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: there is no compiler.
         """
-        self.compiled = CompiledStep(new_values, len(slots))
+        self.compiled = CompiledStep(new_values)
         every = (parameter for group in self.param_groups for parameter in group["params"])
         for one in {(parameter.device, parameter.dtype): parameter for parameter in every}.values():
             dtypes = [self._dtype_of_state(one)] * len(slots)

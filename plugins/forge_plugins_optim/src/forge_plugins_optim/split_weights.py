@@ -12,8 +12,6 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     one: a cast leads 65,537 fp32 values to an even bf16 one, one more than 16 bits can tell apart. Everything else is
     rounded as by a cast: what is nearer to 2¹²⁸ than to the largest bf16 value becomes infinite, and its tail knows
     better. Of NaN only that it is one is kept.
-
-    Integers do it, which no device flushes to zero.
     """
     bits = torch.where(values == values, values, torch.nan).view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -22,4 +20,4 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def joined(weights: torch.Tensor, tails: torch.Tensor) -> torch.Tensor:
     """The fp32 values of bf16 weights and their int16 tails, of which zeros are those of a weight that is itself."""
-    return ((weights.view(torch.int16).int() << 16) + tails.int()).view(torch.float32)
+    return (weights.float().view(torch.int32) + tails.int()).view(torch.float32)
