@@ -1,6 +1,6 @@
 """The last collectives of a rank, written before it leaves."""
 
-import pickle
+import json
 import time
 
 import pytest
@@ -19,9 +19,8 @@ class OnTwoRanks:
         for _ in range(3):
             dist.all_reduce(torch.ones(5))
         with TemporaryDirectory() as folder:
-            path = Path(folder) / "collectives" / f"rank_{dist.get_rank()}"
-            FlightRecord(path, "cpu").write()
-            entries = pickle.loads(path.read_bytes())["entries"]
+            FlightRecord(Path(folder), dist.get_rank(), of_nccl=False).write(wait=60)
+            entries = json.loads((Path(folder) / f"rank_{dist.get_rank()}.json").read_text())["entries"]
         return [(one["profiling_name"], one["input_sizes"]) for one in entries[-3:]]
 
 
@@ -42,7 +41,7 @@ def dump(monkeypatch):
 def test_on_a_gpu_it_is_that_of_nccl_written_once(tmp_path, dump):
     records = iter([b"first", b"second"])
     dump(lambda: next(records))
-    record = FlightRecord(tmp_path / "collectives" / "rank_3", "cuda")
+    record = FlightRecord(tmp_path / "collectives", 3, of_nccl=True)
 
     record.write()
     record.write()
@@ -54,7 +53,7 @@ def test_a_device_that_does_not_answer_holds_nobody_up(tmp_path, dump):
     dump(lambda: time.sleep(5))
     start = time.monotonic()
 
-    FlightRecord(tmp_path / "rank_0", "cuda").write(wait=0.05)
+    FlightRecord(tmp_path, 0, of_nccl=True).write(wait=0.05)
 
     assert time.monotonic() - start < 4
     assert [*tmp_path.iterdir()] == []
@@ -64,6 +63,6 @@ def test_what_cannot_be_written_is_let_go(tmp_path, dump):
     dump(lambda: b"record")
     (tmp_path / "file").write_text("")
 
-    FlightRecord(tmp_path / "file" / "rank_0", "cuda").write()
+    FlightRecord(tmp_path / "file", 0, of_nccl=True).write()
 
     assert (tmp_path / "file").read_text() == ""

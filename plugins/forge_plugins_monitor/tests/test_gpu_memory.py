@@ -1,6 +1,7 @@
 """``gpu_memory`` with a stand-in for the statistics of CUDA's allocator."""
 
 from typing import ClassVar
+from unittest import mock
 
 import attrs
 import pytest
@@ -22,8 +23,12 @@ class TestGpuMemory(CallbackConformance):
 
     @pytest.fixture(autouse=True)
     def _cuda(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: STATS)
+
+    def make(self, **given):
+        """Other ranks are processes that no fixture reaches."""
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            return super().make(**given)
 
     def test_logged_steps_say_what_is_held_and_how_often_it_ran_short(self, tmp_path) -> None:
         callback, run = self.start(tmp_path)

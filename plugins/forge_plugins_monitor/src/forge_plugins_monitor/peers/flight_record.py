@@ -11,22 +11,20 @@ import torch.distributed
 
 
 class FlightRecord:
-    """Writes, once, for ``torchfrtrace``, which compares the files of ranks: the collectives of which order, shape or
-    state differ.
+    """Writes them once: those of NCCL as a pickle, which ``torchfrtrace`` reads, and those of gloo, which it does not
+    read, as JSON.
 
-    torch records the last 2,000 unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: those of NCCL on a GPU, and of gloo on
-    a CPU.
+    torch records the last 2,000 unless ``TORCH_FR_BUFFER_SIZE`` says otherwise.
 
     Args:
-        path: the file. Its name has to end with the rank.
-        device: the run's kind of device.
+        folder: gets ``rank_<n>``, or ``rank_<n>.json``.
+        of_nccl: whether ranks talk by NCCL.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
-        self._path = path
+    def __init__(self, folder: Path, rank: int, *, of_nccl: bool) -> None:
+        self._path = folder / (f"rank_{rank}" if of_nccl else f"rank_{rank}.json")
         bindings: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]  # torch has no other door to it
-        name = "_dump_nccl_trace" if device == "cuda" else "_dump_fr_trace"
-        self._dump = getattr(bindings, name, None)
+        self._dump = getattr(bindings, "_dump_nccl_trace" if of_nccl else "_dump_fr_trace_json", None)
         self._is_begun = False
 
     def write(self, wait: float = 2.0) -> None:

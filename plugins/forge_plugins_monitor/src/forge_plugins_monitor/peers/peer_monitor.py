@@ -76,8 +76,8 @@ class PeerMonitor(Supervisor):
             lambda: StepTimeout(run.first_step_timeout, Watchdog(self._who, stacks, launcher))
         )
         self._heartbeat = Heartbeat(self._own, self._timeout)
-        has_nccl = "nccl" in dist.get_backend_config()
-        self._record = FlightRecord(run_directory / "collectives" / f"rank_{self._rank}", "cuda" if has_nccl else "cpu")
+        of_nccl = "nccl" in dist.get_backend_config()
+        self._record = FlightRecord(run_directory / "collectives", self._rank, of_nccl=of_nccl)
         self.beat()
         self._timeout.guard(self._end, self._record.write)
 
