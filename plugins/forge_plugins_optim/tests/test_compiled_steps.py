@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
@@ -33,7 +34,7 @@ CASES = {
     "schedule_free_adamw split": (ScheduleFreeAdamW, ScheduleFreeAdamWConfig, {"lr": 1e-3, **SPLIT}, torch.bfloat16),
 }
 SHAPES = {"a": (40, 52), "b": (7, 9), "c": (5,), "d": (1,)}
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,29 @@ def test_it_does_what_the_operations_do_and_is_compiled_once(case):
         assert {slot: value.dtype for slot, value in compiled.state[ours[name]].items()} == {
             slot: value.dtype for slot, value in plain.state[theirs[name]].items()
         }
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["adamw split", "schedule_free_adamw", "lion", "sgd"])
+def test_the_host_waits_for_nothing(case):
+    optimizer, parameters = make(case, compile=True)
+    trained(optimizer, parameters, 0, 2)
+    optimizer.compiled._compiled = optimizer.compiled._plain  # torch compiles nothing under a mode
+    optimizer.left_out = torch.tensor(1.0)
+
+    with Reads() as reads:
+        optimizer.step()
+
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize("case", ["adamw split", "schedule_free_adamw"])

@@ -93,7 +93,7 @@ class CompiledStep:
         try:
             self(None, [own], [own.clone()], tails, states, [1.0] * n_numbers)
         except Exception as error:  # of torch, its backend, or a compiler that it has started
-            why = (str(error).splitlines() or [type(error).__name__])[0]
+            why = " ".join(str(error).splitlines()[:2]) or type(error).__name__  # the first names torch's part
             raise ConfigError(
                 f"optimizer.compile: torch.compile cannot make a kernel here ({why}). It takes a C++ compiler such as "
                 "g++ on a CPU, and Triton on a GPU; install it, or leave compile out"

@@ -69,7 +69,7 @@ class RoundedAdamW(ForeachOptimizer):
         counts = [self.state[parameter]["step"] for parameter in held]
         taken = torch.stack(counts) + 1
         corrections = [[*(1 - beta**taken).unbind()] for beta in (beta1, beta2)]
-        torch._foreach_add_(counts, 1.0 if self.left_out is None else 1 - self.left_out)
+        torch._foreach_add_(counts, 1.0 if self.left_out is None else [1 - self.left_out] * len(counts))
         kept = 1 - lr * group["weight_decay"]
         numbers = [lr, kept, group["eps"], 1 - beta1, beta2, 1 - beta2, *corrections]
         self.step_compiled(held, MOMENTS, numbers)
