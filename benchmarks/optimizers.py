@@ -1,10 +1,12 @@
 """A step of each optimizer against a straightforward implementation that goes from tensor to tensor.
 
-    OMP_NUM_THREADS=2 python benchmarks/optimizers.py [--layers 4] [--dim 256] [--rounds 15] [--steps 3]
+    OMP_NUM_THREADS=2 python benchmarks/optimizers.py [--layers 4] [--dim 256] [--rounds 15] [--steps 3] [--only sgd]
 
 The parameters are those of a decoder with gated feed-forward layers three times as wide as the model. In each round
-both implementations step in turn, so that ratios within one run mean something on a machine that others use; a time is
-the median over rounds. The last line is the Newton–Schulz iteration of one matrix alone.
+both implementations step in turn, and their processor time is counted, so that ratios within one run mean something on
+a machine that others use; a time is the median over rounds. Split weights are in bf16, what they are compared with in
+fp32. "bytes" are those of a parameter and its state in ours. The last line is the Newton–Schulz iteration of one matrix
+alone.
 """
 
 from __future__ import annotations
@@ -47,10 +49,13 @@ def main() -> None:
         f"{arguments.layers} layers of width {arguments.dim}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, {platform.machine()}"
     )
-    print(f"{'optimizer':<25}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}")
-    for name, pair in _pairs(arguments).items():
+    print(f"{'optimizer':<25}{'ours ms':>10}{'plain ms':>10}{'ratio':>8}{'bytes':>8}")
+    for name, make_pair in _pairs(arguments).items():
+        if arguments.only not in name:
+            continue
+        pair = make_pair()
         ours, plain = _alternating(pair, arguments.rounds, arguments.steps)
-        print(f"{name:<25}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}", flush=True)
+        print(f"{name:<25}{ours:>10.2f}{plain:>10.2f}{plain / ours:>8.1f}{_kept(pair[0]):>8}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -59,32 +64,45 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", default="", help="part of a name")
     return parser.parse_args()
 
 
 Pair = tuple[Callable[[], object], Callable[[], object]]
 
 
-def _pairs(arguments: argparse.Namespace) -> Mapping[str, Pair]:
+def _pairs(arguments: argparse.Namespace) -> Mapping[str, Callable[[], Pair]]:
     make = partial(_parameters, arguments.layers, arguments.dim)
+    in_bf16 = partial(make, torch.bfloat16)
+    lion, sgd, free = (partial(one, lr=1e-3) for one in (LionConfig, SGDConfig, ScheduleFreeAdamWConfig))
+    split = partial(AdamWConfig, lr=1e-3, rounding="split")
     matrix = torch.randn(3 * arguments.dim, arguments.dim)
     return {
-        "adamw": (_ours(adamw, AdamWConfig(lr=1e-3), make()), _plain_adamw(make())),
-        "lion": (_ours(Lion, LionConfig(lr=1e-3), make()), partial(_plain_lion, make(), {})),
-        "sgd": (_ours(SGD, SGDConfig(lr=1e-3), make()), partial(_plain_sgd, make(), {})),
-        "muon, fp32, not tall": (_muon("bf16", make()), partial(_plain_muon, _matrices(make()), {})),
-        "muon, torch.optim": (_muon("bf16", make()), torch.optim.Muon(_matrices(make()), 1e-3).step),
-        "schedule_free, the paper": (
-            _ours(ScheduleFreeAdamW, ScheduleFreeAdamWConfig(lr=1e-3), make()),
+        "adamw": lambda: (_ours(adamw, AdamWConfig(lr=1e-3), make()), _plain_adamw(make())),
+        "adamw, split": lambda: (_ours(adamw, split(), in_bf16()), _plain_adamw(make())),
+        "adamw, split, compiled": lambda: (_ours(adamw, split(compile=True), in_bf16()), _plain_adamw(make())),
+        "adamw, split, bf16": lambda: (_ours(adamw, split(moments="bf16"), in_bf16()), _plain_adamw(make())),
+        "lion": lambda: (_ours(Lion, lion(), make()), partial(_plain_lion, make(), {})),
+        "lion, compiled": lambda: (_ours(Lion, lion(compile=True), make()), partial(_plain_lion, make(), {})),
+        "sgd": lambda: (_ours(SGD, sgd(), make()), partial(_plain_sgd, make(), {})),
+        "sgd, compiled": lambda: (_ours(SGD, sgd(compile=True), make()), partial(_plain_sgd, make(), {})),
+        "muon, fp32, not tall": lambda: (_muon("bf16", make()), partial(_plain_muon, _matrices(make()), {})),
+        "muon, torch.optim": lambda: (_muon("bf16", make()), torch.optim.Muon(_matrices(make()), 1e-3).step),
+        "schedule_free, the paper": lambda: (
+            _ours(ScheduleFreeAdamW, free(), make()),
             partial(_plain_schedule_free, make(), {}),
         ),
-        "schedule_free, authors'": (
-            _ours(ScheduleFreeAdamW, ScheduleFreeAdamWConfig(lr=1e-3), make()),
+        "schedule_free, compiled": lambda: (
+            _ours(ScheduleFreeAdamW, free(compile=True), make()),
+            partial(_plain_schedule_free, make(), {}),
+        ),
+        "schedule_free, authors'": lambda: (
+            _ours(ScheduleFreeAdamW, free(), make()),
             _published_schedule_free(make()),
         ),
-        "adafactor": (_ours(Adafactor, AdafactorConfig(lr=1e-3), make()), _plain_adafactor(make())),
-        "adamw_8bit": (_ours(AdamW8bit, AdamW8bitConfig(lr=1e-3), make()), _plain_adamw(make())),
-        "newton_schulz": (
+        "adafactor": lambda: (_ours(Adafactor, AdafactorConfig(lr=1e-3), make()), _plain_adafactor(make())),
+        "adamw_8bit": lambda: (_ours(AdamW8bit, AdamW8bitConfig(lr=1e-3), make()), _plain_adamw(make())),
+        "newton_schulz": lambda: (
             lambda: orthogonalise(matrix.bfloat16().unsqueeze(0), 5),
             lambda: _plain_newton_schulz(matrix),
         ),
@@ -96,16 +114,27 @@ def _alternating(pair: Pair, rounds: int, steps: int) -> list[float]:
     times: list[list[float]] = [[] for _ in pair]
     for step in pair:
         step()
-    for _ in range(rounds):
-        for step, of_step in zip(pair, times, strict=True):
-            start = time.perf_counter()
+    for number in range(rounds):
+        in_order = [*zip(pair, times, strict=True)]
+        for step, of_step in in_order if number % 2 else reversed(in_order):
+            start = time.process_time()
             for _ in range(steps):
                 step()
-            of_step.append((time.perf_counter() - start) / steps * 1e3)
+            of_step.append((time.process_time() - start) / steps * 1e3)
     return [statistics.median(of_step) for of_step in times]
 
 
-def _parameters(layers: int, dim: int) -> list[NamedParameter]:
+def _kept(step: Callable[[], object]) -> str:
+    """Bytes of a parameter and its state, for each element."""
+    optimizer = getattr(step, "__self__", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    states = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+    return f"{sum(one.nbytes for one in (*parameters, *states)) / sum(one.numel() for one in parameters):.2f}"
+
+
+def _parameters(layers: int, dim: int, dtype: torch.dtype = torch.float32) -> list[NamedParameter]:
     shapes = {"embed.weight": ("embedding", (VOCABULARY, dim)), "norm.weight": ("norm", (dim,))}
     shapes["head.weight"] = ("head", (VOCABULARY, dim))
     for layer in range(layers):
@@ -115,7 +144,10 @@ def _parameters(layers: int, dim: int) -> list[NamedParameter]:
             shapes[f"blocks.{layer}.feed_forward.{name}.weight"] = ("matrix", shape)
         for name in ("attention_norm", "feed_forward_norm"):
             shapes[f"blocks.{layer}.{name}.weight"] = ("norm", (dim,))
-    made = [NamedParameter(name, nn.Parameter(torch.randn(shape)), role) for name, (role, shape) in shapes.items()]
+    made = [
+        NamedParameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)), role)
+        for name, (role, shape) in shapes.items()
+    ]
     for one in made:
         one.parameter.grad = torch.randn_like(one.parameter)
     return made

@@ -66,18 +66,12 @@ def _parity(setting: Setting, *, sparse: bool) -> Figures:
 
 
 def precisions(setting: Setting) -> Figures:
-    """Losses of ``bf16_pure``, with rounding to nearest and stochastic rounding, against ``bf16``; microbatches too."""
+    """Losses of ``bf16_pure``, with each rounding, against ``bf16``; microbatches too."""
     kept = train(setting, "bf16", BF16, "train.grad_accumulation=2")
     distances = {}
-    for name, rounding in (("nearest", "false"), ("stochastic", "true")):
-        run = train(
-            setting,
-            name,
-            "train.precision=bf16_pure",
-            "train.grad_accumulation=2",
-            f"optimizer.stochastic_rounding={rounding}",
-        )
-        distances[name] = run.distance(kept)
+    for rounding in ("nearest", "stochastic", "split"):
+        keys = ("train.precision=bf16_pure", "train.grad_accumulation=2", f"optimizer.rounding={rounding}")
+        distances[rounding] = train(setting, rounding, *keys).distance(kept)
     return _within(distances, 5e-2)
 
 

@@ -29,7 +29,7 @@ BY_DAY = {  # each pass and schedule, and a layout or two of most trainings; wha
     *("biases-and-dropout-hsdp2x2", "attention-dropout-cp2", "attention-dropout-pp2"),
     *("lora-ac-full", "lora-tp2-fsdp2", "lora-moe-ep2", "complete-p-pp2", "complete-p-moe-ep2"),
     *("muon-accumulation4", "muon-tp2-fsdp2", "muon-pp2", "factored-tp2", "factored-pp2"),
-    *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2"),
+    *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2", "split-tp2-fsdp2"),
     *("joint-cp2", "joint-pp2-zero-bubble-v-fsdp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),
     *("joint-frozen-then-thawed-fsdp2", "joint-among-text-pp2", "crossed-fsdp2", "crossed-tp2"),
     *("joint-of-two-sizes-pp2", "joint-of-two-sizes-fsdp2", "crossed-of-two-sizes-pp2"),

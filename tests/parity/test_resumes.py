@@ -34,11 +34,13 @@ OPTIMIZERS = {
     "adafactor": ["optimizer={name='adafactor', lr=3e-3, beta1=0.5, scale_parameter=true}"],
     "adamw_8bit": ["optimizer={name='adamw_8bit', lr=3e-3, min_elements=0}"],
     "rounded": ["train.precision=bf16_pure", "optimizer={name='adamw', lr=3e-3, stochastic_rounding=true}"],
+    "split": ["train.precision=bf16_pure", "optimizer={name='adamw', lr=3e-3, rounding='split'}"],
 }
 TOLERANCES = {  # of gradient norms; of losses a tenth, and not below that of all others
     "lion": 2e-4,  # what is rounded off decides on a sign now and then
     "adamw_8bit": 2e-4,  # and on a code
     "rounded": BF16,
+    "split": BF16,
 }
 DATA = {
     "plain": [],

@@ -227,6 +227,17 @@ def test_what_is_recomputed_can_depend_on_the_gpu_that_is_planned_for(plan, plan
     assert "a plan is told by --gpu" in said
 
 
+@pytest.mark.parametrize(
+    ("settings", "of_parameter"),
+    [((), 4), (("optimizer.rounding=split",), 10), (("optimizer.rounding=split", "optimizer.moments=bf16"), 6)],
+)
+def test_what_split_weights_take_is_the_optimizers(planned, settings, of_parameter):
+    stage = planned("--world-size", "1", "train.precision=bf16_pure", *settings)["stages"][0]
+
+    counts = 4 * 100  # of steps, one a parameter
+    assert 0 <= stage["largest"]["optimizer"] - of_parameter * stage["parameter_bytes"] / 2 < counts
+
+
 FLOAT8 = ("--world-size", "2", "train.precision=bf16", "parallel.passes.fp8.min_dim=16")
 
 

@@ -5,6 +5,8 @@ import pytest
 from forge_core.checkpoint.store import open_checkpoint
 
 PURE = ('train.precision="bf16_pure"', "optimizer={{name='adamw', lr=1e-2, stochastic_rounding={}}}")
+ROUNDING = ('train.precision="bf16_pure"', "optimizer={{name='adamw', lr=1e-2, rounding='{}'}}")
+SGD_ROUNDING = ('train.precision="bf16_pure"', "optimizer={{name='sgd', lr=1e-2, rounding='{}'}}")
 ADAFACTOR = ("optimizer={{name='adafactor', lr=1e-2, beta1={}}}",)
 EIGHT_BIT = ("optimizer={{name='adamw_8bit', lr=1e-2, min_elements={}}}",)
 SGD = ("optimizer={{name='sgd', lr=1e-2, momentum={}, nesterov=false}}",)
@@ -22,6 +24,10 @@ MATRIX = "blocks.0.attention.q.weight"
         (SGD, "0.0", "0.9", {"momentum"}),
         (PURE, "true", "false", {"step", "exp_avg", "exp_avg_sq"}),
         (PURE, "false", "true", {"step", "exp_avg", "exp_avg_sq"}),
+        (ROUNDING, "nearest", "split", {"step", "exp_avg", "exp_avg_sq", "tail"}),
+        (ROUNDING, "split", "nearest", {"step", "exp_avg", "exp_avg_sq"}),
+        (ROUNDING, "split", "stochastic", {"step", "exp_avg", "exp_avg_sq"}),
+        (SGD_ROUNDING, "split", "nearest", {"momentum"}),
     ],
 )
 def test_a_run_goes_on(shared_tiny, settings, before, after, slots):

@@ -295,6 +295,9 @@ def test_a_rank_that_is_killed_is_named_by_all_others(held_up):
     wait_until(lambda: not processes_of(tiny), 30)
     assert "lost another rank" in (tiny.path() / "log.txt").read_text()
     assert [path for path in tiny.path().glob("stacks/*") if path.stat().st_size] == []
+    for rank in (0, 2):
+        record = json.loads((tiny.path() / "collectives" / f"rank_{rank}.json").read_text())
+        assert record["entries"][-1]["profiling_name"].startswith("gloo:")
 
 
 @pytest.mark.parametrize("how", HELD_UP)

@@ -253,6 +253,7 @@ WITHOUT_WAITING = {
     **{name: [f"optimizer={{name='{name}', lr=1e-2}}"] for name in ("lion", "sgd", "adafactor", "schedule_free_adamw")},
     "adamw_8bit": ["optimizer={name='adamw_8bit', lr=1e-2, min_elements=0}"],
     "rounded": ["train.precision=bf16_pure", "optimizer.stochastic_rounding=true"],
+    "split": ["train.precision=bf16_pure", "optimizer.rounding=split"],
     "grouped": [
         f'optimizer={{name="grouped", groups=[{{roles=["matrix"], optimizer={MUON}}}, {{optimizer={ADAMW}}}]}}'
     ],

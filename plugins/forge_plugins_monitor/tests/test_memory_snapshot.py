@@ -83,9 +83,12 @@ def test_a_run_that_is_short_of_memory_writes_its_history_if_that_is_asked_for(t
     callback.run_start(run)
     assert allocator.is_recording
 
-    callback.run_failed(run, 7, out_of_memory())
+    error = out_of_memory()
+    callback.run_failed(run, 7, error)
 
     assert files(tmp_path) == ["out_of_memory_step_7_rank_0.pickle"]
+    (note,) = error.__notes__
+    assert "out_of_memory_step_7_rank_0.pickle, for pytorch.org/memory_viz" in note
     assert not allocator.is_recording
 
 

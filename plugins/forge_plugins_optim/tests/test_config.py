@@ -139,14 +139,32 @@ def test_muon_alone_is_found_at_validation() -> None:
     assert list(muon.check(nested)) == []
 
 
-def test_stochastic_rounding_of_nothing_is_found_at_validation() -> None:
-    config = AdamWConfig(lr=0.1, stochastic_rounding=True)
-    of = lambda precision: SimpleNamespace(train=SimpleNamespace(precision=precision))  # noqa: E731 - a job
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (AdamWConfig(lr=0.1, stochastic_rounding=True), "stochastic_rounding"),
+        (AdamWConfig(lr=0.1, rounding="stochastic"), "rounding"),
+        (AdamWConfig(lr=0.1, rounding="split"), "rounding"),
+        (LionConfig(lr=0.1, rounding="split"), "rounding"),
+        (MuonConfig(lr=0.1, rounding="split"), "rounding"),
+    ],
+)
+def test_rounding_of_nothing_is_found_at_validation(config, named) -> None:
+    of = lambda precision: SimpleNamespace(  # noqa: E731 - a job
+        train=SimpleNamespace(precision=precision), optimizer=SimpleNamespace(config=None)
+    )
     ((key, sentence),) = config.check(of("bf16"))
 
-    assert key == "stochastic_rounding"
+    assert key == named
     assert "with train.precision = 'bf16' that is nothing" in sentence
     assert list(config.check(of("bf16_pure"))) == list(AdamWConfig(lr=0.1).check(of("bf16"))) == []
+
+
+def test_rounding_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match='means rounding = "stochastic", and rounding is "split"'):
+        AdamWConfig(lr=0.1, rounding="split", stochastic_rounding=True)
+    with pytest.raises(ValueError, match='is for rounding = "split"'):
+        AdamWConfig(lr=0.1, rounding="stochastic", moments="bf16")
 
 
 def test_a_last_group_with_a_pattern_only_is_refused() -> None:

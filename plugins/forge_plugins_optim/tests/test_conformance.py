@@ -31,6 +31,11 @@ class TestAdamWWithStochasticRounding(OptimizerConformance):
     config: ClassVar = {"lr": 1e-2, "stochastic_rounding": True}
 
 
+class TestAdamWWithSplitWeights(OptimizerConformance):
+    component = "forge-plugins-optim:adamw"
+    config: ClassVar = {"lr": 1e-2, "rounding": "split"}
+
+
 class TestAdamW8bit(OptimizerConformance):
     component = "forge-plugins-optim:adamw_8bit"
     config: ClassVar = {"lr": 1e-2, "min_elements": 0}

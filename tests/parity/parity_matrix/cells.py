@@ -235,6 +235,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         _FACTORED,
     ],
     "eight bit": ["optimizer={name='adamw_8bit', lr=6e-3, min_elements=0}"],
+    "split": ["train.precision=bf16_pure", "optimizer={name='adamw', lr=3e-3, rounding='split'}"],
     "lion": ["optimizer={name='lion', lr=3e-4}"],
     "lion moe": [
         _MOE,
@@ -679,6 +680,11 @@ CELLS: Mapping[str, Cell] = {
     # what is rounded off decides on a code now and then
     "eight-bit-fsdp2": Cell(2, [HALF], "eight bit", 2e-4),
     "eight-bit-tp2-fsdp2": Cell(4, [TP2, HALF], "eight bit", 2e-4),
+    "split-fsdp2": Cell(2, [HALF], "split", BF16),
+    "split-hsdp2x2": Cell(4, [QUARTER, COPIES], "split", BF16),
+    "split-tp2": Cell(2, [TP2], "split", BF16),
+    "split-tp2-fsdp2": Cell(4, [TP2, HALF], "split", BF16),
+    "split-pp2": Cell(2, pp2("1F1B"), "split", BF16),
 }
 
 FAMILIES = ("one process", "fsdp2", "hsdp2x2", "tp2", "pp2-interleaved", "pp2-fsdp2", "cp2", "tp2-fsdp2")

@@ -79,7 +79,11 @@ def seen_by(run_dir: Path, rank: int) -> Seen:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, gathered on all ranks that share it."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    if tensor.dtype == torch.int16:  # no collective has it
+        return whole(tensor.int()).short()
+    return tensor.full_tensor().clone()
 
 
 def digest(tensor: torch.Tensor) -> str:

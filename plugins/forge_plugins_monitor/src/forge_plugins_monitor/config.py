@@ -56,6 +56,16 @@ class HealthConfig:
 
 
 @attrs.frozen(kw_only=True)
+class GpuMemoryConfig:
+    """Nothing to set."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """There must be CUDA."""
+        if job.run.device not in ("auto", "cuda"):
+            yield "", f'gpu_memory reports the memory of CUDA, and run.device = "{job.run.device}"; take it out'
+
+
+@attrs.frozen(kw_only=True)
 class LayerNormsConfig:
     """Norms of each layer, in the steps that are logged."""
 

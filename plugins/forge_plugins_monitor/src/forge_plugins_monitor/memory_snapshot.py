@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ class MemorySnapshot(Callback):
 
     The directory ``memory`` of the run gets ``steps_<a>_to_<b>_rank_<r>.pickle``, for pytorch.org/memory_viz: each
     allocation and free with the Python lines that made it. If one of ``ranks`` fails for want of memory while it
-    records, it writes ``out_of_memory_step_<n>_rank_<r>.pickle``.
+    records, it writes ``out_of_memory_step_<n>_rank_<r>.pickle``, and a line below the error says so.
 
     Raises:
         ConfigError: from the constructor, if this machine has no CUDA; in ``run_start``, for a rank that is not there.
@@ -61,8 +62,9 @@ class MemorySnapshot(Callback):
     def run_failed(self, run: RunContext, step: int, error: BaseException) -> None:
         if not self._is_recording:
             return
-        if any(isinstance(one, torch.OutOfMemoryError) for one in _with_causes(error)):
-            self._write(run, f"out_of_memory_step_{step}_rank_{run.rank}")
+        is_short = any(isinstance(one, torch.OutOfMemoryError) for one in _with_causes(error))
+        if is_short and (path := self._write(run, f"out_of_memory_step_{step}_rank_{run.rank}")):
+            error.add_note(f"memory_snapshot: what was allocated is in {path}, for pytorch.org/memory_viz")
         self._stop()
 
     def _start(self) -> None:
@@ -83,15 +85,17 @@ class MemorySnapshot(Callback):
             if not self._config.on_out_of_memory:
                 self._stop()
 
-    def _write(self, run: RunContext, name: str) -> None:
+    def _write(self, run: RunContext, name: str) -> Path | None:
+        """Returns where it is, unless it could not be written."""
         path = run.run_dir / "memory" / f"{name}.pickle"
         try:
             path.parent.mkdir(exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
         except OSError as error:
             run.log(f"memory_snapshot: cannot write to {path.parent}: {error.strerror}")
-            return
+            return None
         run.log(f"memory_snapshot: {path.relative_to(run.run_dir.parent)}, for pytorch.org/memory_viz")
+        return path
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:

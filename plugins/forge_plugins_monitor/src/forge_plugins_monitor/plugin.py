@@ -34,6 +34,12 @@ def forge_callbacks() -> Iterable[Component]:
         config="forge_plugins_monitor.config:CurveExtrapolationConfig",
     )
     yield Component(
+        name="gpu_memory",
+        summary="what CUDA's allocator holds, and how often it ran short, in the metrics",
+        factory="forge_plugins_monitor.gpu_memory:GpuMemory",
+        config="forge_plugins_monitor.config:GpuMemoryConfig",
+    )
+    yield Component(
         name="health",
         summary="looks at GPUs, memory and the network between ranks every so many steps",
         factory="forge_plugins_monitor.health:Health",

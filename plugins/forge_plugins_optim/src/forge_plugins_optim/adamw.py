@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.config import AdamWConfig
+from forge_plugins_optim.foreach import TAIL
 from forge_plugins_optim.parameter_groups import parameter_groups
-from forge_plugins_optim.rounded_adamw import RoundedAdamW
-
-_FUSED_DEVICES = ("cpu", "cuda", "mps")
+from forge_plugins_optim.rounded_adamw import FUSED_DEVICES, MOMENTS, RoundedAdamW
 
 
 def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
@@ -19,16 +19,25 @@ def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> to
 
     The fused kernel reads and writes each parameter and moment once. Where torch has none (other devices, dtypes that
     are not floating point), torch chooses the implementation. ``DTensor`` parameters are updated shard by shard. The
-    moments have their parameter's dtype, and ``step`` is a scalar on its device. With ``stochastic_rounding`` it is
-    ``RoundedAdamW``.
+    moments have their parameter's dtype, and ``step`` is a scalar on its device. With another ``rounding`` than to the
+    nearest it is ``RoundedAdamW``.
 
     Raises:
         ConfigError: a parameter group takes no parameter.
     """
-    if config.stochastic_rounding:
+    if config.keeps != "nearest":
         return RoundedAdamW(config, parameters=parameters)
-    fusible = all(p.parameter.device.type in _FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
+    fusible = all(p.parameter.device.type in FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
     groups = parameter_groups(parameters, config)
     optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)
     optimizer.update_size = "element"  # type: ignore[attr-defined]  # the contract of parametrizations
+    optimizer.register_step_pre_hook(_drop_tails)
     return optimizer
+
+
+def _drop_tails(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Of a run that was resumed and had split weights before: its moments are then those of fp32 parameters."""
+    for parameter, state in optimizer.state.items():
+        if TAIL in state:
+            del state[TAIL]
+            state.update({name: state[name].to(parameter.dtype) for name in MOMENTS})

@@ -45,6 +45,7 @@ class AdamW8bit(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas, "eps": config.eps})
+        self.splits = config.rounding == "split"
         self._maps: dict[tuple[str, torch.device], DynamicMap] = {}
         self._exact = frozenset(
             one.parameter
@@ -62,11 +63,10 @@ class AdamW8bit(ForeachOptimizer):
         is_taken = torch.ones((), device=held[0].device) if self.left_out is None else 1 - self.left_out
         for bucket in _buckets(held):
             moments = [self._moments(parameter) for parameter in bucket]
-            for own, parameter, part, gradient in zip(moments, bucket, *self.parts(bucket), strict=True):
-                whole = part.float()
+            for own, parameter, gradient in zip(moments, bucket, self.parts(bucket)[1], strict=True):
+                whole = self.exact(parameter)
                 adamw_step(whole, gradient.float(), own, self.state[parameter]["step"], group, is_taken)
-                if whole is not part:
-                    part.copy_(whole)
+                self.keep(parameter, whole)
             self._keep([(p, own) for p, own in zip(bucket, moments, strict=True) if self._is_coded(p)])
 
     def _moments(self, parameter: torch.Tensor) -> Tensors:

@@ -86,6 +86,45 @@ class ParameterRules(MatrixRules):
         return super().decayed_roles | ({"embedding"} if self.decay_embeddings else set())
 
 
+@attrs.frozen(kw_only=True, slots=False)  # beside another base, one of the two can have slots
+class SplitRules:
+    """The key of optimizers that can keep what rounding to bf16 cuts off."""
+
+    rounding: Literal["nearest", "split"] = "nearest"
+    """How values are rounded that are kept in bf16 (``train.precision = "bf16_pure"``). ``split``: the parameter is the
+    upper half of a weight in fp32, whose lower half the optimizer keeps, 2 bytes a parameter, with the rest of its
+    state in fp32, so that no update is lost."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Nothing is kept in bf16 in other precisions."""
+        if self.rounding != "nearest" and job.train.precision != "bf16_pure":
+            yield "rounding", _nothing_in_bf16(self.rounding, job)
+
+
+def _nothing_in_bf16(rounding: str, job: Job) -> str:
+    return (
+        f"{rounding!r} is about what is kept in bf16, and with train.precision = {job.train.precision!r} that is "
+        'nothing; leave it out, or set train.precision = "bf16_pure"'
+    )
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class CompileRules:
+    """The key of optimizers whose step treats each element by itself."""
+
+    compile: bool = False
+    """Whether a step is one kernel by torch.compile, which reads and writes each element once. It is compiled before
+    the first step, in some seconds, and needs a C++ compiler on a CPU, Triton on a GPU."""
+
+
+def _has_fp32_beside_bf16(config: AdamWConfig, _: attrs.Attribute[Any], value: bool) -> None:
+    if value and (config.keeps != "split" or config.moments == "bf16"):
+        raise ValueError(
+            'is for rounding = "split" with moments in fp32; to the nearest, torch has a kernel of its own, and what '
+            "is rounded by chance is not compiled"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class AdamWConfig(ParameterRules):
     """AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101)."""
@@ -94,23 +133,44 @@ class AdamWConfig(ParameterRules):
     """Decay of the running means of the gradient and of its square, a step."""
     eps: float = attrs.field(default=1e-8, validator=gt(0))
     """Added to the root of the second moment."""
-    stochastic_rounding: bool = False
-    """Whether parameters and moments that are kept in bf16 (``train.precision = "bf16_pure"``) are rounded up or down
-    by chance, so that updates too small for bf16 count on average. It computes in fp32, without torch's fused
-    kernel."""
+    rounding: Literal["nearest", "stochastic", "split"] = "nearest"
+    """How parameters and moments are rounded that are kept in bf16 (``train.precision = "bf16_pure"``).
+    ``stochastic``: up or down by chance, so that updates too small for bf16 count on average. ``split``: the parameter
+    is the upper half of a weight in fp32, whose lower half the optimizer keeps, 2 bytes a parameter, so that no update
+    is lost. Both compute in fp32."""
+    moments: Literal["fp32", "bf16"] | None = attrs.field(default=None)
+    """The dtype of moments beside split weights: fp32 by default, 8 bytes a parameter; ``bf16`` takes 4, rounded up or
+    down by chance. Without ``rounding = "split"`` they have that of their parameter."""
+    stochastic_rounding: bool = attrs.field(default=False)
+    """Another way to say ``rounding = "stochastic"``."""
+    compile: bool = attrs.field(default=False, validator=_has_fp32_beside_bf16)
+    """Whether a step is one kernel by torch.compile, beside split weights and moments in fp32. It is compiled before
+    the first step, in some seconds, and needs a C++ compiler on a CPU, Triton on a GPU."""
+
+    @moments.validator
+    def _are_beside_split_weights(self, _: attrs.Attribute[Any], value: str | None) -> None:
+        if value is not None and self.rounding != "split":
+            raise ValueError('is for rounding = "split"; otherwise moments have the dtype of their parameter')
+
+    @stochastic_rounding.validator
+    def _goes_with_rounding(self, _: attrs.Attribute[Any], value: bool) -> None:
+        if value and self.rounding == "split":
+            raise ValueError('means rounding = "stochastic", and rounding is "split"; leave one of the two out')
+
+    @property
+    def keeps(self) -> Literal["nearest", "stochastic", "split"]:
+        """What both keys say about rounding."""
+        return "stochastic" if self.stochastic_rounding else self.rounding
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Nothing is kept in bf16 in other precisions."""
-        if self.stochastic_rounding and job.train.precision != "bf16_pure":
-            sentence = (
-                f"rounds what is kept in bf16, and with train.precision = {job.train.precision!r} that is nothing; "
-                'leave it out, or set train.precision = "bf16_pure"'
-            )
-            yield "stochastic_rounding", sentence
+        if self.keeps != "nearest" and job.train.precision != "bf16_pure":
+            key = "stochastic_rounding" if self.stochastic_rounding else "rounding"
+            yield key, _nothing_in_bf16(self.keeps, job)
 
 
 @attrs.frozen(kw_only=True)
-class AdamW8bitConfig(ParameterRules):
+class AdamW8bitConfig(ParameterRules, SplitRules):
     """AdamW with its moments in 8 bits (Dettmers et al., 2022, https://arxiv.org/abs/2110.02861)."""
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
@@ -123,7 +183,7 @@ class AdamW8bitConfig(ParameterRules):
 
 
 @attrs.frozen(kw_only=True)
-class LionConfig(ParameterRules):
+class LionConfig(ParameterRules, SplitRules, CompileRules):
     """Lion (Chen et al., 2023, https://arxiv.org/abs/2302.06675). Its authors use a learning rate 3 to 10 times smaller
     than AdamW's, and a weight decay as many times larger."""
 
@@ -132,7 +192,7 @@ class LionConfig(ParameterRules):
 
 
 @attrs.frozen(kw_only=True)
-class ScheduleFreeAdamWConfig(ParameterRules):
+class ScheduleFreeAdamWConfig(ParameterRules, SplitRules, CompileRules):
     """Schedule-free AdamW (Defazio et al., 2024, https://arxiv.org/abs/2405.15682). It evaluates an average of its
     steps, which does what a schedule's decay does elsewhere: choose the scheduler ``constant`` with a warm-up. Its
     authors use a learning rate 1 to 10 times larger than AdamW's with a schedule."""
@@ -153,7 +213,7 @@ class ScheduleFreeAdamWConfig(ParameterRules):
 
 
 @attrs.frozen(kw_only=True)
-class SGDConfig(ParameterRules):
+class SGDConfig(ParameterRules, SplitRules, CompileRules):
     """Stochastic gradient descent with momentum, as torch's (Sutskever et al., 2013, section 2)."""
 
     momentum: float = attrs.field(default=0.9, validator=and_(ge(0), lt(1)))
@@ -171,7 +231,7 @@ class SGDConfig(ParameterRules):
 
 
 @attrs.frozen(kw_only=True)
-class MuonConfig(MatrixRules):
+class MuonConfig(MatrixRules, SplitRules):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), for matrices and experts alone."""
 
     momentum: float = attrs.field(default=0.95, validator=and_(ge(0), lt(1)))
@@ -189,6 +249,7 @@ class MuonConfig(MatrixRules):
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """It cannot be all of a job's optimizer: every model has embeddings."""
+        yield from super().check(job)
         if job.optimizer.config is self:
             yield "name", MUON_ALONE
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from forge_core.ops.local_tensor import local_tensor
+from forge_plugins_optim.compiled_step import CompiledStep, Number
+from forge_plugins_optim.split_weights import joined, split
 
 Tensors = list[torch.Tensor]
+TAIL = "tail"
+"""The slot of what rounding to bf16 has cut off from a parameter."""
 _IN_CACHE = 2**16
 """Elements. Four such tensors in fp32 take 1 MiB."""
+_BUCKET = 2**26
+"""Elements whose fp32 values exist at one time beside what is kept."""
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
@@ -19,10 +26,17 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     Where ``left_out`` is 1, gradients are zero, ``decay`` keeps a state as it is, and ``shrink`` and ``move`` leave
     parameters as they are: an update that is made of these changes nothing.
+
+    Where ``splits`` is set, a parameter in bf16 is the upper half of a weight that is exact in fp32, and the lower half
+    is state (``split_weights``): ``pieces`` gives such weights, and other states, in fp32. Both halves begin as a
+    parameter that has none, and go on as one in fp32 would.
     """
 
     leaves_out = True
     left_out: torch.Tensor | None = None
+    splits = False
+    compiled: CompiledStep | None = None
+    """Takes the place of foreach operations in ``update``."""
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         """Change parameters and state in place.
@@ -42,16 +56,51 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not self.splits:
+                for parameter in held:  # of a run that had tails before it was resumed
+                    self.state.get(parameter, {}).pop(TAIL, None)
             if held:
                 self.update(group, held)
         return loss
 
-    def slot(self, held: Tensors, name: str) -> Tensors:
-        """This rank's parts of a state of the parameters' shape, dtype and layout; zero before the first step."""
+    def is_split(self, parameter: torch.Tensor) -> bool:
+        """Return whether a tail belongs to it."""
+        return self.splits and parameter.dtype == torch.bfloat16
+
+    def slot(self, held: Tensors, name: str, dtype: torch.dtype | None = None) -> Tensors:
+        """This rank's parts of a state of the parameters' shape and layout; zero before the first step.
+
+        Args:
+            dtype: that of the parameters by default, fp32 beside a tail. A resumed run may have had another; then it is
+                cast.
+        """
         for parameter in held:
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
+            state, own = (
+                self.state[parameter],
+                dtype or (torch.float32 if self.is_split(parameter) else parameter.dtype),
+            )
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, dtype=own)
+            elif state[name].dtype != own:
+                state[name] = state[name].to(own)
         return [local_tensor(self.state[parameter][name]) for parameter in held]
+
+    def _dtype_of_state(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self.is_split(parameter) else parameter.dtype
+
+    def exact(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part in fp32, with its tail: a copy, unless the parameter is in fp32."""
+        local = local_tensor(parameter)
+        tail = self.state[parameter].get(TAIL) if self.is_split(parameter) and parameter in self.state else None
+        return local.float() if tail is None else joined(local, local_tensor(tail))
+
+    def keep(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Make ``values``, which ``exact`` gave, this rank's part of the parameter."""
+        local = local_tensor(parameter)
+        if self.is_split(parameter):
+            _keep_halves(local, self.slot([parameter], TAIL, torch.int16)[0], values)
+        elif values is not local:
+            local.copy_(values)
 
     def parts(self, held: Tensors) -> tuple[Tensors, Tensors]:
         """This rank's parts of parameters, and of their gradients, which are zero in a step that is left out."""
@@ -61,20 +110,58 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 gradient.masked_fill_(self.left_out.bool(), 0)
         return [local_tensor(parameter) for parameter in held], gradients
 
-    def pieces(self, held: Tensors, *slots: str) -> Iterator[list[Tensors]]:
-        """Parameters, their gradients, and states, for an update that treats each element by itself.
+    def buckets(self, held: Tensors, *, with_copies: bool) -> Iterator[Tensors]:
+        """Parameters that are updated together: on a CPU each alone, elsewhere all at once, or, where fp32 copies of
+        them are made, some."""
+        bucket: Tensors = []
+        limit = 0 if held[0].device.type == "cpu" else _BUCKET if with_copies else math.inf
+        for parameter in held:
+            n_elements = sum(local_tensor(one).numel() for one in [*bucket, parameter])
+            if bucket and (n_elements > limit or self.is_split(bucket[0]) is not self.is_split(parameter)):
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
 
-        On a CPU they come in pieces that stay in its cache from the first operation to the last; elsewhere all at once.
+    def pieces(self, held: Tensors, *slots: str) -> Iterator[list[Tensors]]:
+        """Parameters, their gradients, and states, for an update that treats each element by itself and in place.
+
+        On a CPU they come in pieces that stay in its cache from the first operation to the last. A parameter that is
+        split is put together for as long as the caller has its piece.
         """
-        lists = [*self.parts(held), *(self.slot(held, name) for name in slots)]
-        if lists[0][0].device.type != "cpu":
-            yield lists
-            return
-        for of_one in zip(*lists, strict=True):
-            is_flat = all(tensor.is_contiguous() for tensor in of_one)
-            cut = [tensor.view(-1).split(_IN_CACHE) if is_flat else (tensor,) for tensor in of_one]
-            for piece in zip(*cut, strict=True):
-                yield [[tensor] for tensor in piece]
+        for bucket in self.buckets(held, with_copies=any(map(self.is_split, held))):
+            parameters, gradients = self.parts(bucket)
+            lists = [parameters, gradients, *(self.slot(bucket, name) for name in slots)]
+            tails = self.slot(bucket, TAIL, torch.int16) if self.is_split(bucket[0]) else []
+            for parts in _cut([*lists, *([tails] if tails else [])]):
+                if not tails:
+                    yield parts
+                    continue
+                *own, own_tails = parts
+                weights = [joined(*halves) for halves in zip(own[0], own_tails, strict=True)]
+                yield [weights, [gradient.float() for gradient in own[1]], *own[2:]]
+                for upper, lower, values in zip(own[0], own_tails, weights, strict=True):
+                    _keep_halves(upper, lower, values)
+
+    def compile(self, new_values: Callable[..., Sequence[torch.Tensor]], slots: Sequence[str], n_numbers: int) -> None:
+        """Make ``compiled``, as ``CompiledStep`` takes it, for states in ``slots``.
+
+        Raises:
+            ConfigError: there is no compiler.
+        """
+        self.compiled = CompiledStep(new_values)
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        for one in {(parameter.device, parameter.dtype): parameter for parameter in every}.values():
+            dtypes = [self._dtype_of_state(one)] * len(slots)
+            self.compiled.try_out(one, dtypes, has_tail=self.is_split(one), n_numbers=n_numbers)
+
+    def step_compiled(self, held: Tensors, slots: Sequence[str], numbers: Sequence[Number]) -> None:
+        """Step by ``compiled``."""
+        assert self.compiled is not None, "compile has made it"
+        gradients = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
+        tails = self.slot(held, TAIL, torch.int16) if self.is_split(held[0]) else []
+        states = [self.slot(held, name) for name in slots]
+        self.compiled(self.left_out, [local_tensor(one) for one in held], gradients, tails, states, numbers)
 
     def decay(self, state: Tensors, factor: float) -> None:
         """Multiply a state by ``factor`` in place."""
@@ -98,3 +185,21 @@ class ForeachOptimizer(torch.optim.Optimizer):
             return factor
         given = torch.full((), factor, device=like.device)
         return given if self.left_out is None else torch.where(self.left_out.bool(), 1.0, given)
+
+
+def _cut(lists: list[Tensors]) -> Iterator[list[Tensors]]:
+    """Pieces of tensors, all lists alike; on a CPU small ones of one tensor at a time."""
+    if lists[0][0].device.type != "cpu":
+        yield lists
+        return
+    for of_one in zip(*lists, strict=True):
+        is_flat = all(tensor.is_contiguous() for tensor in of_one)
+        cut = [tensor.view(-1).split(_IN_CACHE) if is_flat else (tensor,) for tensor in of_one]
+        for piece in zip(*cut, strict=True):
+            yield [[tensor] for tensor in piece]
+
+
+def _keep_halves(upper: torch.Tensor, lower: torch.Tensor, values: torch.Tensor) -> None:
+    weights, tails = split(values)
+    upper.copy_(weights)
+    lower.copy_(tails)

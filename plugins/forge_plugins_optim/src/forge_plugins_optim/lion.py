@@ -27,9 +27,17 @@ class Lion(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas})
+        self.splits = config.rounding == "split"
+        if config.compile:
+            self.compile(_new_values, ["momentum"], 5)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         of_update, of_momentum = group["betas"]
+        if self.compiled:
+            kept = 1 - group["lr"] * group["weight_decay"]
+            numbers = [group["lr"], kept, 1 - of_update, of_momentum, 1 - of_momentum]
+            self.step_compiled(held, ["momentum"], numbers)
+            return
         for parameters, gradients, momenta in self.pieces(held, "momentum"):
             self.shrink(parameters, group["lr"] * group["weight_decay"])
             updates = torch._foreach_lerp(momenta, gradients, 1 - of_update)
@@ -37,3 +45,11 @@ class Lion(ForeachOptimizer):
             self.move(parameters, updates, group["lr"])
             self.decay(momenta, of_momentum)
             torch._foreach_add_(momenta, gradients, alpha=1 - of_momentum)
+
+
+def _new_values(
+    weight: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, *numbers: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    lr, kept, of_gradient, decay, new = numbers
+    update = (momentum + of_gradient * (gradient - momentum)).sign()
+    return kept * weight - lr * update, decay * momentum + new * gradient

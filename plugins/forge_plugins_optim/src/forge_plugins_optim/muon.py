@@ -37,12 +37,16 @@ class Muon(ForeachOptimizer):
         """
         _refuse_others(parameters)
         super().__init__(parameter_groups(parameters, config), {})
+        self.splits = config.rounding == "split"
         self.update_size: UpdateSize = "spectral" if config.scale == "spectral" else "orthogonal"
         self._config = config
         self._orthogonalise = partial(orthogonalise, iterations=config.iterations)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
-        (parameters, gradients), momenta = self.parts(held), self.slot(held, "momentum")
+        momenta = self.slot(held, "momentum")
+        gradients = [
+            gradient.to(momentum.dtype) for gradient, momentum in zip(self.parts(held)[1], momenta, strict=True)
+        ]
         config, dtype = self._config, _DTYPES[self._config.dtype]
         self.decay(momenta, config.momentum)
         torch._foreach_add_(momenta, gradients, alpha=1 - config.momentum)
@@ -50,8 +54,11 @@ class Muon(ForeachOptimizer):
         spread = [_laid_out_as(one, average.to(dtype)) for one, average in zip(held, averages, strict=True)]
         steps = [local_tensor(step).float() for step in map_whole(spread, self._orthogonalise)]
         torch._foreach_mul_(steps, [_scale(config.scale, one.shape) for one in held])
+        parameters = [self.exact(one) if self.is_split(one) else local_tensor(one) for one in held]
         self.shrink(parameters, group["lr"] * group["weight_decay"])
         self.move(parameters, steps, group["lr"])
+        for one, parameter in zip(held, parameters, strict=True):
+            self.keep(one, parameter)
 
 
 def _scale(rule: str, shape: torch.Size) -> float:

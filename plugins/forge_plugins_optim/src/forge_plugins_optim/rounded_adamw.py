@@ -6,26 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw as step_of_torch
 
 from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.ops.local_tensor import local_tensor
-from forge_plugins_optim.adamw_step import adamw_step
 from forge_plugins_optim.config import AdamWConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
 from forge_plugins_optim.state_layout import offset_in
 from forge_plugins_optim.stochastic_rounding import noise, rounded, seed_of
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 """As torch's AdamW calls them: a resumed run may go on with either."""
+FUSED_DEVICES = ("cpu", "cuda", "mps")
+"""Where torch has AdamW in one kernel."""
 
 
 class RoundedAdamW(ForeachOptimizer):
-    """AdamW that computes in fp32, and rounds bf16 parameters and moments up or down by chance.
+    """AdamW that computes in fp32, by torch's kernel, what it keeps in bf16.
 
-    To the nearest, an update of less than 2⁻⁹ of a parameter would be lost in every step. Chance follows from the
-    parameter's name, the count of its steps and the place of the element in the whole parameter: a resumed run goes on
-    bit for bit, and copies on other ranks stay copies. fp32 parameters have fp32 moments, and nothing is rounded.
+    With ``rounding = "split"`` a parameter's tail is kept, so that nothing is rounded: after any number of steps it is
+    what torch's AdamW makes of fp32 parameters, bit for bit, given the same gradients and ``moments = "fp32"``.
+    Otherwise it is rounded up or down by chance, as moments in bf16 are: to the nearest, an update of less than 2⁻⁹ of
+    a value would be lost in every step. Chance follows from the parameter's name, the count of its steps and the place
+    of the element in the whole parameter: a resumed run goes on bit for bit, and copies on other ranks stay copies.
+
+    fp32 parameters have fp32 moments, and nothing is rounded.
     """
 
     update_size: UpdateSize = "element"
@@ -36,22 +42,85 @@ class RoundedAdamW(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas, "eps": config.eps})
+        self.splits = config.keeps == "split"
+        self._moments = torch.float32 if self.splits and config.moments != "bf16" else torch.bfloat16
+        if config.compile:
+            self.compile(_new_values, MOMENTS, 8)
         self._seeds = {one.parameter: seed_of(one.name) for one in parameters}
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
-        is_taken = torch.ones((), device=held[0].device) if self.left_out is None else 1 - self.left_out
-        for parameter, part, gradient in zip(held, *self.parts(held), strict=True):
-            state = self.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state.update({slot: torch.zeros_like(parameter) for slot in _MOMENTS})
-            kept = [part, *(local_tensor(state[slot]) for slot in _MOMENTS)]
-            values = [one.float() for one in kept]
-            adamw_step(values[0], gradient.float(), values[1:], state["step"], group, is_taken)
-            if part.dtype == torch.bfloat16:
-                bits = noise(_positions(parameter), self._seeds[parameter], state["step"])
-                for index, (one, value) in enumerate(zip(kept, values, strict=True)):
-                    one.copy_(rounded(value, bits >> (16 * index)))
+        for parameter in held:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+        if self.compiled:
+            self._step_compiled(group, held)
+            return
+        for bucket in self.buckets(held, with_copies=True):
+            weights = [self.exact(parameter) for parameter in bucket]
+            kept = [self.slot(bucket, name, self._dtype(bucket[0])) for name in MOMENTS]
+            moments = [[one.float() for one in own] for own in kept]
+            self._step(group, bucket, weights, moments)
+            for index, parameter in enumerate(bucket):
+                own = [(before[index], after[index]) for before, after in zip(kept, moments, strict=True)]
+                self._keep(parameter, weights[index], own)
+
+    def _step_compiled(self, group: dict[str, Any], held: Tensors) -> None:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        counts = [self.state[parameter]["step"] for parameter in held]
+        taken = torch.stack(counts) + 1
+        corrections = [[*(1 - beta**taken).unbind()] for beta in (beta1, beta2)]
+        torch._foreach_add_(counts, 1.0 if self.left_out is None else [1 - self.left_out] * len(counts))
+        kept = 1 - lr * group["weight_decay"]
+        numbers = [lr, kept, group["eps"], 1 - beta1, beta2, 1 - beta2, *corrections]
+        self.step_compiled(held, MOMENTS, numbers)
+
+    def _step(self, group: dict[str, Any], bucket: Tensors, weights: Tensors, moments: list[Tensors]) -> None:
+        """The kernel takes elements as they lie in memory, so that gradients must lie as weights do."""
+        (beta1, beta2), is_fused = group["betas"], weights[0].device.type in FUSED_DEVICES
+        step_of_torch(
+            weights,
+            [torch.empty_like(one).copy_(own) for one, own in zip(weights, self.parts(bucket)[1], strict=True)],
+            *moments,
+            [],
+            [self.state[parameter]["step"] for parameter in bucket],
+            fused=is_fused,
+            found_inf=self.left_out if is_fused else None,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _keep(
+        self, parameter: torch.Tensor, weight: torch.Tensor, moments: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Round what is in bf16."""
+        to_round = [(kept, new) for kept, new in moments if kept is not new]
+        if self.is_split(parameter) or parameter.dtype != torch.bfloat16:
+            self.keep(parameter, weight)
+        else:
+            to_round.insert(0, (local_tensor(parameter), weight))
+        if to_round:
+            bits = noise(_positions(parameter), self._seeds[parameter], self.state[parameter]["step"])
+            for index, (kept, new) in enumerate(to_round):
+                kept.copy_(rounded(new, bits >> (16 * index)))
+
+    def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """That of its moments."""
+        return self._moments if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+
+def _new_values(
+    weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, *numbers: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    lr, kept, eps, of_mean, decay, of_square, correction, of_squares = numbers
+    mean = mean + of_mean * (gradient - mean)
+    square = decay * square + of_square * gradient * gradient
+    root = (square / of_squares).sqrt() + eps
+    return kept * weight - lr / correction * mean / root, mean, square
 
 
 def _positions(parameter: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,9 @@ class _Factors:
     stride: Tensors
     """The factor on the direction by which the parameter moves beside the average."""
 
-    def of(self, index: int) -> _Factors:
-        """Those of one parameter."""
-        return _Factors([self.correction[index]], [self.share[index]], [self.stride[index]])
+    def of(self, some: slice) -> _Factors:
+        """Those of some parameters."""
+        return _Factors(self.correction[some], self.share[some], self.stride[some])
 
 
 class ScheduleFreeAdamW(ForeachOptimizer):
@@ -56,6 +56,9 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         """
         keys = ("betas", "eps", "r", "weight_lr_power")
         super().__init__(parameter_groups(parameters, config), {key: getattr(config, key) for key in keys})
+        self.splits = config.rounding == "split"
+        if config.compile:
+            self.compile(_new_values, ["z", "exp_avg_sq"], 8)
         self._names = {one.parameter: one.name for one in parameters}
 
     @torch.no_grad()
@@ -64,10 +67,10 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         weights = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                average = weights[self._names[parameter]] = torch.zeros_like(parameter)
-                local_tensor(average).copy_(local_tensor(parameter))
+                average = weights[self._names[parameter]] = torch.zeros_like(parameter, dtype=torch.float32)
+                local_tensor(average).copy_(self.exact(parameter))
                 if state := self.state.get(parameter):
-                    local_tensor(average).lerp_(local_tensor(state["z"]), 1 - 1 / group["betas"][0])
+                    local_tensor(average).lerp_(local_tensor(state["z"]).float(), 1 - 1 / group["betas"][0])
         return weights
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
@@ -75,6 +78,11 @@ class ScheduleFreeAdamW(ForeachOptimizer):
             if "z" not in self.state[parameter]:
                 self._begin(parameter)
         factors = self._advance(group, held)
+        if self.compiled:
+            beta, of_parameters = group["betas"][1], (factors.correction, factors.share, factors.stride)
+            numbers = [group["lr"], group["weight_decay"], group["eps"], beta, 1 - beta, *of_parameters]
+            self.step_compiled(held, ["z", "exp_avg_sq"], numbers)
+            return
         for part, of_part in self._parts_of(held, factors):
             for parameters, gradients, fast, squares in self.pieces(part, "z", "exp_avg_sq"):
                 self.decay(squares, group["betas"][1])
@@ -91,8 +99,7 @@ class ScheduleFreeAdamW(ForeachOptimizer):
                 torch._foreach_add_(parameters, gradients)
 
     def _begin(self, parameter: torch.Tensor) -> None:
-        self.state[parameter]["z"] = torch.zeros_like(parameter)
-        local_tensor(self.state[parameter]["z"]).copy_(local_tensor(parameter))
+        self.slot([parameter], "z")[0].copy_(self.exact(parameter))
         wide = torch.float32 if parameter.device.type == "mps" else torch.float64  # fp32 stops counting at 2²⁴
         for name in _COUNTS:
             self.state[parameter][name] = torch.zeros((), dtype=wide, device=parameter.device)
@@ -117,9 +124,17 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         return _Factors(*([*one.float().unbind()] for one in (correction, share, stride)))
 
     def _parts_of(self, held: Tensors, factors: _Factors) -> Iterator[tuple[Tensors, _Factors]]:
-        """On a CPU each parameter alone, as ``pieces`` has them; elsewhere all at once."""
-        if held[0].device.type != "cpu":
-            yield held, factors
-            return
-        for index, parameter in enumerate(held):
-            yield [parameter], factors.of(index)
+        """As ``pieces`` has them."""
+        start = 0
+        for bucket in self.buckets(held, with_copies=any(map(self.is_split, held))):
+            yield bucket, factors.of(slice(start, start + len(bucket)))
+            start += len(bucket)
+
+
+def _new_values(
+    weight: torch.Tensor, gradient: torch.Tensor, fast: torch.Tensor, squares: torch.Tensor, *numbers: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    lr, weight_decay, eps, decay, new, correction, share, stride = numbers
+    squares = decay * squares + new * gradient * gradient
+    direction = gradient / ((squares / correction).sqrt() + eps) + weight_decay * weight
+    return weight + share * (fast - weight) + stride * direction, fast - lr * direction, squares

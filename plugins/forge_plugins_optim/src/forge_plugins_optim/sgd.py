@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,19 @@ class SGD(ForeachOptimizer):
         """
         keys = {"momentum": config.momentum, "nesterov": config.nesterov, "decoupled": config.decoupled_weight_decay}
         super().__init__(parameter_groups(parameters, config), keys)
+        self.splits = config.rounding == "split"
+        if config.compile:
+            self.compile(_new_values(config), ["momentum"] if config.momentum else [], 4)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         slots = ("momentum",) if group["momentum"] else ()
         for parameter in held if not slots else ():  # of a run that had momentum before it was resumed
             self.state.get(parameter, {}).pop("momentum", None)
+        if self.compiled:
+            lr, decay = group["lr"], group["weight_decay"]
+            added, kept = (0.0, 1 - lr * decay) if group["decoupled"] else (decay, 1.0)
+            self.step_compiled(held, slots, [lr, kept, added, group["momentum"]])
+            return
         for parameters, gradients, *state in self.pieces(held, *slots):
             self._update_piece(group, parameters, gradients, *state)
 
@@ -50,3 +58,17 @@ class SGD(ForeachOptimizer):
     def _kept(self, parameters: Tensors) -> Tensors | tuple[torch.Tensor, ...]:
         """The parameters; zeros in a step that is left out."""
         return parameters if self.left_out is None else torch._foreach_mul(parameters, 1 - self.left_out)
+
+
+def _new_values(config: SGDConfig) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def new_values(weight: torch.Tensor, gradient: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *momenta, lr, kept, added, momentum = others
+        step = gradient if config.decoupled_weight_decay else gradient + added * weight
+        if not momenta:
+            return (kept * weight - lr * step,)
+        (running,) = momenta
+        running = momentum * running + step
+        step = step + momentum * running if config.nesterov else running
+        return kept * weight - lr * step, running
+
+    return new_values

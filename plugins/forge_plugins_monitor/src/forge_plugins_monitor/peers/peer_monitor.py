@@ -20,6 +20,7 @@ from forge_core.distributed.torchrun import agent_without_restarts
 from forge_core.errors import LostPeerError, SaveError
 from forge_plugins_monitor.config import PeersConfig
 from forge_plugins_monitor.peers.diagnosis import Finding
+from forge_plugins_monitor.peers.flight_record import FlightRecord
 from forge_plugins_monitor.peers.heartbeat import Condition, Heartbeat
 from forge_plugins_monitor.peers.node_watch import BEAT
 from forge_plugins_monitor.peers.position import position_of_error
@@ -75,8 +76,10 @@ class PeerMonitor(Supervisor):
             lambda: StepTimeout(run.first_step_timeout, Watchdog(self._who, stacks, launcher))
         )
         self._heartbeat = Heartbeat(self._own, self._timeout)
+        of_nccl = "nccl" in dist.get_backend_config()
+        self._record = FlightRecord(run_directory / "collectives", self._rank, of_nccl=of_nccl)
         self.beat()
-        self._timeout.guard(self._end)
+        self._timeout.guard(self._end, self._record.write)
 
     def run_start(self, run: RunContext) -> None:
         self.beat()
@@ -104,6 +107,7 @@ class PeerMonitor(Supervisor):
             self._leaving_since = time.monotonic()  # the guard looks at it once there is a sentence
             self._sentence, self._own.has_concluded = sentence, True
             self._timeout.allow(self._own.step, _LEAVING)
+            self._record.write()
             raise LostPeerError(self._sentence) from error
         except BaseException as error:
             self._fail(error)

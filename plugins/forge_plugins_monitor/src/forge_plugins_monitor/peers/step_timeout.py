@@ -66,13 +66,15 @@ class StepTimeout:
     def is_overdue(self) -> bool:
         return time.monotonic() - self.beaten > self.seconds
 
-    def guard(self, end: Callable[[], End]) -> None:
+    def guard(self, end: Callable[[], End], last_words: Callable[[], None] = lambda: None) -> None:
         """Start the thread.
 
         Args:
             end: of this rank, as it stands; asked four times a second.
+            last_words: called when it has said that it will leave.
         """
-        self._thread = threading.Thread(target=self._guard, args=(end,), name="forge-peers-guard", daemon=True)
+        arguments = (end, last_words)
+        self._thread = threading.Thread(target=self._guard, args=arguments, name="forge-peers-guard", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -81,12 +83,13 @@ class StepTimeout:
             self._thread.join(timeout=3)
         self._watchdog.close()
 
-    def _guard(self, end_now: Callable[[], End]) -> None:
+    def _guard(self, end_now: Callable[[], End], last_words: Callable[[], None]) -> None:
         has_said = False
         while not self._ended.wait(0.25):
             end, now = end_now(), time.monotonic()
             if now - end.since > end.say_after and not has_said:
                 has_said = True
                 print(printable(f"error: {end.sentence}"), file=sys.stderr, flush=True)
+                last_words()
             if now - end.since > end.leave_after:
                 os._exit(ExitCode.LOST_PEER)

@@ -1,0 +1,268 @@
+"""``rounding = "split"``: bf16 parameters whose lower halves are state are trained as fp32 ones are, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from forge_core.contracts.optimizer import NamedParameter
+from forge_plugins_optim.adamw import adamw
+from forge_plugins_optim.adamw_8bit import AdamW8bit
+from forge_plugins_optim.config import (
+    AdamW8bitConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeAdamWConfig,
+    SGDConfig,
+)
+from forge_plugins_optim.lion import Lion
+from forge_plugins_optim.muon import Muon
+from forge_plugins_optim.schedule_free import ScheduleFreeAdamW
+from forge_plugins_optim.sgd import SGD
+from forge_plugins_optim.split_weights import joined, split
+from forge_testing.several_ranks import on_ranks
+
+OPTIMIZERS = {
+    "adamw": (adamw, AdamWConfig, {"lr": 1e-3}),
+    "adamw_8bit": (AdamW8bit, AdamW8bitConfig, {"lr": 1e-3, "min_elements": 100}),
+    "lion": (Lion, LionConfig, {"lr": 1e-4}),
+    "sgd": (SGD, SGDConfig, {"lr": 1e-2, "nesterov": True, "decoupled_weight_decay": False}),
+    "schedule_free_adamw": (ScheduleFreeAdamW, ScheduleFreeAdamWConfig, {"lr": 1e-3}),
+    "muon": (Muon, MuonConfig, {"lr": 1e-3, "dtype": "fp32"}),
+}
+SHAPES = {"a": (257, 263), "b": (8, 6)}
+"""The first is cut into two pieces, neither of them of a multiple of what a CPU does at once."""
+
+
+def every_kind_of_number() -> torch.Tensor:
+    """Each upper half, with tails around nothing, halfway and everything, and some of any."""
+    upper = torch.arange(2**16, dtype=torch.int64).view(-1, 1) << 16
+    tails = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    some = torch.randint(2**16, (7,), generator=torch.Generator().manual_seed(0))
+    return (upper + torch.cat([tails, some])).flatten().to(torch.int32).view(torch.float32)
+
+
+def test_both_halves_make_every_bit_of_a_number_again():
+    values = every_kind_of_number()
+    values = values[~values.isnan()]
+
+    assert torch.equal(joined(*split(values)).view(torch.int32), values.view(torch.int32))
+
+
+def test_the_upper_half_is_what_a_cast_gives_but_for_halves_of_ties():
+    values = every_kind_of_number()
+    values = values[~values.isnan()]
+    upper, cast = split(values)[0], values.bfloat16()
+
+    is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    differ = upper.view(torch.int16) != cast.view(torch.int16)
+    assert torch.equal(upper[~is_tie], cast[~is_tie])
+    assert 0 < int(differ.sum()) <= int(is_tie.sum()) / 2
+    distance, of_cast = ((one.double() - values.double()).abs() for one in (upper, cast))
+    assert torch.equal(distance[upper.isfinite()], of_cast[upper.isfinite()])
+
+
+def test_the_largest_numbers_are_infinite_above_and_themselves_together():
+    values = torch.tensor([3.4028235e38, -3.4028235e38, torch.inf, -torch.inf, 3.38e38])
+    upper, tails = split(values)
+
+    assert upper.tolist() == [torch.inf, -torch.inf, torch.inf, -torch.inf, pytest.approx(3.38e38, rel=4e-3)]
+    assert torch.equal(joined(upper, tails), values)
+
+
+def test_nan_stays_nan_in_both():
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    upper, tails = split(bits.view(torch.float32))
+
+    assert upper.isnan().all()
+    assert joined(upper, tails).isnan().all()
+
+
+def test_a_weight_without_a_tail_is_itself():
+    weights = torch.linspace(-3, 3, 50).bfloat16()
+
+    assert torch.equal(joined(weights, torch.zeros(50, dtype=torch.int16)), weights.float())
+
+
+def started(name: str) -> torch.Tensor:
+    """What bf16 can express, as a run in it begins."""
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name))).bfloat16()
+
+
+def gradient(name: str, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + ord(name))
+    return torch.randn(SHAPES[name], generator=generator).bfloat16()
+
+
+def make(kind: str, dtype=torch.bfloat16, lay_out=torch.clone, **keys):
+    """An optimizer, and its parameters."""
+    factory, config, given = OPTIMIZERS[kind]
+    parameters = {name: nn.Parameter(lay_out(started(name).to(dtype))) for name in SHAPES}
+    named = [NamedParameter(name, one, "matrix") for name, one in parameters.items()]
+    return factory(config(**{**given, **keys}), parameters=named), parameters
+
+
+def trained(optimizer, parameters, first: int, last: int, lay_out=torch.clone, left_out=()) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(first, last):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - step / 20)
+        if left_out:
+            optimizer.left_out = torch.tensor(float(step in left_out))
+        for name, parameter in parameters.items():
+            value = gradient(name, step).to(parameter.dtype)
+            parameter.grad = lay_out(value * torch.nan if step in left_out else value)
+        optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def exact(optimizer, parameter) -> torch.Tensor:
+    upper, lower = parameter.detach(), optimizer.state[parameter]["tail"]
+    if isinstance(parameter, DTensor):  # no collective has int16
+        upper, lower = upper.full_tensor(), lower.int().full_tensor().short()
+    return joined(upper, lower)
+
+
+@pytest.mark.parametrize("left_out", [(), (0, 3)], ids=["", "steps left out"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_is_trained_as_a_parameter_in_fp32_bit_for_bit(kind, left_out):
+    torch.set_num_threads(1)
+    optimizer, parameters = make(kind, rounding="split")
+    judge, in_fp32 = make(kind, torch.float32)
+    if isinstance(judge, torch.optim.AdamW):
+        taken = [step for step in range(12) if step not in left_out]
+        for step in taken:
+            trained(judge, in_fp32, step, step + 1)
+    else:
+        trained(judge, in_fp32, 0, 12, left_out=left_out)
+
+    trained(optimizer, parameters, 0, 12, left_out=left_out)
+
+    for name, parameter in parameters.items():
+        assert torch.equal(exact(optimizer, parameter), in_fp32[name]), name
+        assert torch.equal(parameter, split(in_fp32[name].detach())[0])
+        assert not torch.equal(parameter.float(), in_fp32[name])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_resume_goes_on_bit_for_bit(kind):
+    optimizer, straight = make(kind, rounding="split")
+    trained(optimizer, straight, 0, 4)
+    fresh, resumed = make(kind, rounding="split")
+    read(optimizer, straight, fresh, resumed)
+
+    trained(optimizer, straight, 4, 8)
+    trained(fresh, resumed, 4, 8)
+
+    for name in SHAPES:
+        assert torch.equal(exact(fresh, resumed[name]), exact(optimizer, straight[name]))
+
+
+def read(optimizer, before, fresh, after) -> None:
+    with torch.no_grad():
+        for name, parameter in before.items():
+            after[name].copy_(parameter)
+            fresh.state[after[name]] = {
+                slot: value.clone() if torch.is_tensor(value) else value
+                for slot, value in optimizer.state[parameter].items()
+            }
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_run_that_was_rounded_to_the_nearest_goes_on_split_and_back(kind):
+    rounded, before = make(kind)
+    trained(rounded, before, 0, 3)
+    optimizer, parameters = make(kind, rounding="split")
+    read(rounded, before, optimizer, parameters)
+    trained(optimizer, parameters, 3, 6)
+    tails = [optimizer.state[parameter]["tail"] for parameter in parameters.values()]
+    again, after = make(kind)
+    read(optimizer, parameters, again, after)
+    trained(again, after, 6, 8)
+
+    assert all(int(tail.count_nonzero()) > 0.9 * tail.numel() for tail in tails)
+    for name in SHAPES:
+        assert "tail" not in again.state[after[name]]
+        assert {*again.state[after[name]]} == {*rounded.state[before[name]]}
+        for slot, value in rounded.state[before[name]].items():
+            assert again.state[after[name]][slot].dtype == value.dtype, slot
+        assert not torch.equal(after[name], parameters[name])
+
+
+def test_a_run_that_was_rounded_by_chance_goes_on_split_and_back():
+    rounded, before = make("adamw", rounding="stochastic")
+    trained(rounded, before, 0, 3)
+    optimizer, parameters = make("adamw", rounding="split")
+    read(rounded, before, optimizer, parameters)
+    trained(optimizer, parameters, 3, 6)
+    again, after = make("adamw", stochastic_rounding=True)
+    read(optimizer, parameters, again, after)
+    trained(again, after, 6, 8)
+
+    assert optimizer.state[parameters["a"]]["exp_avg"].dtype == torch.float32
+    assert {name: one.dtype for name, one in again.state[after["a"]].items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+
+
+def test_moments_in_bf16_are_rounded_by_chance_and_near_those_in_fp32():
+    optimizer, parameters = make("adamw", rounding="split", moments="bf16")
+    judge, in_fp32 = make("adamw", torch.float32)
+
+    trained(optimizer, parameters, 0, 12)
+    trained(judge, in_fp32, 0, 12)
+
+    parameter = parameters["a"]
+    assert {name: one.itemsize for name, one in optimizer.state[parameter].items()} == {
+        "step": 4,
+        "tail": 2,
+        "exp_avg": 2,
+        "exp_avg_sq": 2,
+    }
+    way, error = in_fp32["a"].detach() - started("a").float(), exact(optimizer, parameter) - in_fp32["a"].detach()
+    assert 0 < float(error.norm()) < 0.01 * float(way.norm())
+    of_moments = optimizer.state[parameter]["exp_avg_sq"].float() / judge.state[in_fp32["a"]]["exp_avg_sq"] - 1
+    assert abs(float(of_moments.mean())) < 1e-4
+    assert float(of_moments.abs().max()) > 1e-3
+
+
+def test_updates_too_small_for_bf16_count():
+    optimizer, parameters = make("adamw", rounding="split", lr=1e-5, weight_decay=0.0)
+    for _ in range(50):
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    for name, parameter in parameters.items():
+        way = started(name).double() - exact(optimizer, parameter).double()
+        assert float(way.mean()) == pytest.approx(50e-5, rel=0.01)
+
+
+class OnTwoRanks:
+    def cut(self) -> dict[str, bool]:
+        torch.set_num_threads(1)
+        mesh, same = init_device_mesh("cpu", (2,)), {}
+        for kind in OPTIMIZERS:
+            optimizer, parameters = make(kind, rounding="split")
+            trained(optimizer, parameters, 0, 5)
+
+            def lay_out(value):
+                return distribute_tensor(value, mesh, [Shard(0)])
+
+            sharded, parts = make(kind, lay_out=lay_out, rounding="split")
+            trained(sharded, parts, 0, 5, lay_out)
+            for name in SHAPES:
+                assert sharded.state[parts[name]]["tail"].placements == parts[name].placements
+                error = (exact(sharded, parts[name]) - exact(optimizer, parameters[name])).abs().max()
+                same[f"{kind} {name}"] = float(error) <= 1e-6
+        return same
+
+
+def test_parts_on_two_ranks_are_trained_as_the_whole():
+    for same in on_ranks(OnTwoRanks, "cut", 2):
+        assert all(same.values()), same
