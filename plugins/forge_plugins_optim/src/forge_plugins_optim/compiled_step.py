@@ -57,7 +57,7 @@ class CompiledStep:
         left_out: torch.Tensor | None,
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-        tails: Sequence[torch.Tensor],
+        tails: Sequence[torch.Tensor | None],
         states: Sequence[Sequence[torch.Tensor]],
         numbers: Sequence[Number],
     ) -> None:
@@ -65,13 +65,13 @@ class CompiledStep:
 
         Args:
             parameters: this rank's parts, as all others.
-            tails: none, or one for each parameter.
+            tails: of parameters that are split, as all lists one for each parameter.
             states: of each kind, those of all parameters.
         """
         rows = _rows([1.0 if left_out is None else 1 - left_out, *numbers], parameters)
         for index, parameter in enumerate(parameters):
             own = [parameter, *(state[index] for state in states)]
-            beside = [gradients[index], tails[index] if tails else None]
+            beside = [gradients[index], tails[index]]
             step = self._plain
             if parameter.numel() > 1 and all(one is None or one.is_contiguous() for one in (*own, *beside)):
                 step = self._compiled
@@ -89,7 +89,7 @@ class CompiledStep:
         """
         own = torch.zeros(_TRIED_ON, dtype=parameter.dtype, device=parameter.device)
         states = [[torch.zeros_like(own, dtype=dtype)] for dtype in state_dtypes]
-        tails = [torch.zeros_like(own, dtype=torch.int16)] if has_tail else []
+        tails = [torch.zeros_like(own, dtype=torch.int16) if has_tail else None]
         try:
             self(None, [own], [own.clone()], tails, states, [1.0] * n_numbers)
         except Exception as error:  # of torch, its backend, or a compiler that it has started

@@ -75,10 +75,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 cast.
         """
         for parameter in held:
-            state, own = (
-                self.state[parameter],
-                dtype or (torch.float32 if self.is_split(parameter) else parameter.dtype),
-            )
+            state, own = self.state[parameter], dtype or self._dtype_of_state(parameter)
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=own)
             elif state[name].dtype != own:
@@ -113,13 +110,13 @@ class ForeachOptimizer(torch.optim.Optimizer):
     def buckets(self, held: Tensors, *, with_copies: bool) -> Iterator[Tensors]:
         """Parameters that are updated together: on a CPU each alone, elsewhere all at once, or, where fp32 copies of
         them are made, some."""
-        bucket: Tensors = []
+        bucket, n_elements = Tensors(), 0
         limit = 0 if held[0].device.type == "cpu" else _BUCKET if with_copies else math.inf
         for parameter in held:
-            n_elements = sum(local_tensor(one).numel() for one in [*bucket, parameter])
+            n_elements += local_tensor(parameter).numel()
             if bucket and (n_elements > limit or self.is_split(bucket[0]) is not self.is_split(parameter)):
                 yield bucket
-                bucket = []
+                bucket, n_elements = [], local_tensor(parameter).numel()
             bucket.append(parameter)
         yield bucket
 
@@ -159,7 +156,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         """Step by ``compiled``."""
         assert self.compiled is not None, "compile has made it"
         gradients = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
-        tails = self.slot(held, TAIL, torch.int16) if self.is_split(held[0]) else []
+        tails = [self.slot([one], TAIL, torch.int16)[0] if self.is_split(one) else None for one in held]
         states = [self.slot(held, name) for name in slots]
         self.compiled(self.left_out, [local_tensor(one) for one in held], gradients, tails, states, numbers)
 
