@@ -4,7 +4,8 @@
 
 What it is reckoned with is printed with its source. A step has 2^24 tokens, at the MFU of the figures on H100.
 Checkpoints are of fp32 parameters and AdamW's two states, 12 bytes a parameter, shared out to 1,024 GPUs, and each
-further 1,024 hold, and read, a copy.
+further 1,024 hold, and read, a copy. With checkpoints in memory (the mirror host_memory), the run goes on from these
+after a failure that a spare node or the same nodes follow, and from the disk after one that has made wrong numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from forge_plugins_plan.ettr import Ettr, simulate
 from forge_plugins_plan.ettr_report import SPARES, duration
 from forge_plugins_plan.figures import Figures, sources
 from forge_plugins_plan.lives import LOSSES
-from forge_plugins_plan.long_job import LongJob, best_interval, seconds_between_failures
+from forge_plugins_plan.long_job import LongJob, best_interval, best_memory_interval, seconds_between_failures
 
 MODELS = {"8B": (8.03e9, 8.03e9), "70B": (70.55e9, 70.55e9), "671B": (671e9, 37e9)}
 """Parameters, and those that a token meets (Llama 3, DeepSeek-V3)."""
@@ -69,6 +70,25 @@ def main() -> None:
             cells = [lived(*change(best_job(model, gpus, figures), figures)).ratio for change in CHANGES.values()]
             print_row(f"{gpus:,}", model, *(f"{ratio:.2%}" for ratio in cells))
 
+    print("\nCheckpoints in memory (host_memory), and on the disk every hour; losses in %\n")
+    print_row("GPUs", "model", "on the disk alone", "in memory every", "ETTR", *losses, "costs most", "aim")
+    print_row(*["---"] * (7 + len(losses)))
+    for gpus in options.gpus:
+        for model in MODELS:
+            job = best_job(model, gpus, figures)
+            kept, _ = in_memory(job, figures)
+            found = lived(kept, figures)
+            print_row(
+                f"{gpus:,}",
+                model,
+                f"{lived(job, figures).ratio:.2%}",
+                duration(kept.memory_interval),
+                f"{found.ratio:.2%}",
+                *(f"{100 * found.lost[loss]:.2f}" for loss in losses),
+                found.costs_most,
+                aim(gpus, found),
+            )
+
     print("\nReckoned with\n")
     print_row("figure", "value", "source")
     print_row(*["---"] * 3)
@@ -93,6 +113,11 @@ def best_job(model: str, gpus: int, figures: Figures) -> LongJob:
         interval=1.0,
     )
     return attrs.evolve(job, interval=best_interval(job, figures))
+
+
+def in_memory(job: LongJob, figures: Figures) -> tuple[LongJob, Figures]:
+    """With checkpoints in the memory of the nodes as well, at the interval that loses least."""
+    return attrs.evolve(job, interval=3600.0, memory_interval=best_memory_interval(job, figures)), figures
 
 
 CHANGES = {

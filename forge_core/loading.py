@@ -156,11 +156,7 @@ class OpenModel:
 
 @contextmanager
 def opened(
-    checkpoint: Checkpoint,
-    job: Job,
-    catalog: Catalog,
-    log: Callable[[str], None],
-    weights: Weights | None = None,
+    checkpoint: Checkpoint, job: Job, catalog: Catalog, log: Callable[[str], None], weights: Weights | None = None
 ) -> Iterator[OpenModel]:
     """Join the ranks that the environment describes, open the data that ``job`` evaluates, and read the model.
 
@@ -193,11 +189,7 @@ def _refuse_other_than(name: str, checkpoint: Checkpoint) -> None:
 
 
 def _build(
-    checkpoint: Checkpoint,
-    context: PassContext,
-    catalog: Catalog,
-    log: Callable[[str], None],
-    weights: Weights | None,
+    checkpoint: Checkpoint, context: PassContext, catalog: Catalog, log: Callable[[str], None], weights: Weights | None
 ) -> tuple[OpenModel, dict[str, torch.Tensor]]:
     """The model with its first values, and its tensors by their keys in the checkpoint, to be read into."""
     job, state, build = context.job, checkpoint.state(), ComponentBuilder(catalog)

@@ -31,6 +31,7 @@ LONG = {
     "checkpoint": ["--width", "128", "--rounds", "2"],
     "checkpoint_reads": ["--width", "64", "--rounds", "1"],
     "convert": ["--mib", "4", "--rounds", "1"],
+    "host_memory": ["--width", "64", "--rounds", "2"],
     "look_into_demo": ["--steps", "24", "--sae-steps", "24"],
     "lost_peers": ["--repeats", "1"],
     "lr_transfer": ["--widths", "32", "64", "--steps", "2"],

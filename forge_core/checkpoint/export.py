@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.file_system import NamingFileSystem
-from forge_core.checkpoint.fsync import flush, write_durably
-from forge_core.checkpoint.manifest import Manifest, describe_file, describe_files, lack_of_room, write_manifest
+from forge_core.checkpoint.fsync import flush, flush_tree
+from forge_core.checkpoint.manifest import describe_file, lack_of_room, write_manifest
+from forge_core.checkpoint.saver import Snapshot
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.checkpoint.upgrading import module_versions
 from forge_core.errors import ConfigError, ForgeError, SaveError
@@ -67,16 +66,11 @@ def write_checkpoint(
         if lack := lack_of_room(folder.parent, n_bytes):
             raise SaveError(lack)
         described = _write_tensors(unfinished, shapes, make)
-        write_more(unfinished)
-        write_durably(unfinished / "state.json", json.dumps(dict(state), indent=1))
-        others = [path for path in unfinished.rglob("*") if path not in described]
-        for path in others:
-            flush(path)
         tensors = {file.name: entry for file, entry in described.items()}
-        more = describe_files(unfinished, [path for path in others if path.is_file()])
-        files = dict(sorted({**tensors, **more}.items()))
-        written = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-        manifest = Manifest(step=step, tokens=tokens, mesh={}, versions=versions, files=files, written=written)
+        write_more(unfinished)
+        facts = Snapshot(step=step, tokens=tokens, state=state, versions=versions)
+        manifest = facts.describe(unfinished, tensors)
+        flush_tree(unfinished, tensors)
         write_manifest(unfinished, manifest)
         flush(unfinished)
         unfinished.rename(folder)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
@@ -16,14 +16,16 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.errors import ForgeError, LeaseLostError, MirrorError
 
+if TYPE_CHECKING:
+    from forge_core.checkpoint.saver import Snapshot
+    from forge_core.checkpoint.store import Checkpoint
+
 T = TypeVar("T")
 
 
-class NoMirror:
+class NoMirror(CheckpointMirror):
     """A run whose checkpoints are in one place. All ranks call the same methods at the same steps, but for
     ``may_remove``."""
-
-    place = ""
 
     def steps(self, here: Sequence[int]) -> list[int]:
         """List the steps of the checkpoints at the mirror.
@@ -36,16 +38,8 @@ class NoMirror:
         """
         return []
 
-    def last_job(self) -> str | None:
-        """Return the ``job.toml`` of the run's last start, as far as the mirror knows."""
-        return None
-
-    def fetch(self, step: int, folder: Path) -> str | None:
-        """Same as ``CheckpointMirror.fetch``."""
-        raise AssertionError("a run without a mirror lists no steps there")
-
-    def begin(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
-        """Take the mirror over.
+    def take_over(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
+        """Begin to write to the mirror.
 
         Args:
             start: its ``copied`` and ``failed`` are set here.
@@ -55,31 +49,15 @@ class NoMirror:
             MirrorError: it cannot be written to, and the run is not to start without it.
         """
 
-    def saved(self, path: Path) -> None:
-        """Copy another checkpoint."""
-
-    def look(self) -> None:
-        """Tell what has been copied meanwhile."""
-
-    def may_remove(self, steps: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
-        """Same as ``CheckpointMirror.may_remove``."""
-        return [*steps]
-
-    def rolled_back(self, to: int) -> None:
-        """Put the checkpoints of later steps aside."""
-
     def refuse_if_failed(self) -> None:
         """Raise the error of a copy that has failed, if the run is not to go on without it."""
 
-    def finish(self) -> None:
+    def finish_run(self) -> None:
         """Wait for what is being copied, at the end of the run, and try once more what could not be.
 
         Raises:
             ForgeError: as ``refuse_if_failed``.
         """
-
-    def close(self) -> None:
-        """Let go of it, also after a failure: nothing is waited for."""
 
 
 class RunMirror(NoMirror):
@@ -119,11 +97,15 @@ class RunMirror(NoMirror):
         except MirrorError:
             return None  # `steps` says so, and decides
 
+    def open(self, step: int) -> Checkpoint | None:
+        with self._named("open"):
+            return self._mirror.open(step)
+
     def fetch(self, step: int, folder: Path) -> str | None:
         with self._named("fetch"):
             return self._mirror.fetch(step, folder)
 
-    def begin(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
+    def take_over(self, start: MirrorStart, copied: Callable[[float], None]) -> None:
         self._write_event, self._copied = start.write_event, copied
         start = attrs.evolve(start, copied=self._note_copy, failed=self._note_failure)
         try:
@@ -139,6 +121,14 @@ class RunMirror(NoMirror):
     def saved(self, path: Path) -> None:
         with self._noted("saved"):
             self._mirror.saved(path)
+
+    def after_step(self, step: int, take: Callable[[], Snapshot | None]) -> None:
+        with self._noted("after_step"):
+            self._mirror.after_step(step, take)
+
+    def wait_until_copied(self) -> None:
+        with self._noted("wait_until_copied"):
+            self._mirror.wait_until_copied()
 
     def look(self) -> None:
         with self._noted("look"):
@@ -163,7 +153,7 @@ class RunMirror(NoMirror):
 
         run_on_all_ranks(refuse)
 
-    def finish(self) -> None:
+    def finish_run(self) -> None:
         deadline = time.monotonic() + self._section.timeout
         self._finish_by(deadline)
         tries_again = False

@@ -36,14 +36,14 @@ class Snapshot:
 
     step: int
     tokens: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     """By key; ``DTensor``s are written by the ranks that hold their parts."""
     state: Mapping[str, Any]
     """JSON values: everything that is not a tensor."""
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int] = attrs.field(factory=dict)
     versions: Mapping[str, str]
-    metrics: Mapping[str, float]
-    write_more: Callable[[Path], Mapping[str, Any]]
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    write_more: Callable[[Path], Mapping[str, Any]] = lambda folder: {}
     """Called on rank 0 with the folder, for files to go with it; returns more of ``state``."""
     frozen: frozenset[str] = frozenset()
     """Keys of tensors, of all ranks, that are the same in each checkpoint of the run, and that it is to have once."""
@@ -52,6 +52,26 @@ class Snapshot:
         """The same without these tensors."""
         tensors = {key: tensor for key, tensor in self.tensors.items() if key not in self.frozen}
         return attrs.evolve(self, tensors=tensors, frozen=frozenset())
+
+    def describe(self, folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Manifest:
+        """Write what goes beside the tensors into ``folder``, on rank 0, and describe all of the checkpoint.
+
+        Args:
+            files: entries of the manifest for the files of tensors.
+        """
+        more = self.write_more(folder)
+        write_durably(folder / "state.json", json.dumps({**self.state, **more}, indent=1))
+        every = [file for file in folder.rglob("*") if file.is_file()]
+        others = [file for file in every if file.relative_to(folder).as_posix() not in files]
+        return Manifest(
+            step=self.step,
+            tokens=self.tokens,
+            mesh=dict(self.mesh),
+            versions=dict(self.versions),
+            files=dict(sorted({**files, **describe_files(folder, others)}.items())),
+            written=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+            metrics=dict(self.metrics),
+        )
 
 
 @attrs.frozen
@@ -74,6 +94,45 @@ class _Outcome:
     saved: Saved
     is_group_lost: bool
     """The other ranks could not be heard."""
+
+
+class Staging:
+    """Copies of this rank's tensors in the host's memory, whose place is kept for the next time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=on_gpu,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+        # torch 2.11 closes this after every staging, and has closed it for good; later ones do not
+        copies: Any = self._stager._state_dict_stager
+        self._release, copies.close = copies.close, lambda: None
+        self._staging: Any = None
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
+        """Begin to copy. What it returns waits for the copies, in any thread; they stay as they are until the next."""
+        if self._device.type == "cuda":  # torch copies on a stream of its own, which waits for nothing
+            torch.cuda.current_stream(self._device).synchronize()
+        staged = self._stager.stage(dict(tensors))
+        self._staging = staged if hasattr(staged, "result") else None
+        return staged.result if hasattr(staged, "result") else lambda: staged
+
+    def wait(self) -> None:
+        """Call it before anything that is being copied changes: else the copies would hold two steps' values."""
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+
+    def close(self) -> None:
+        """Let go of the copies."""
+        self._stager.close()
+        self._release()
 
 
 class Saver:
@@ -103,24 +162,11 @@ class Saver:
         self._background = background
         self._may_commit = may_commit
         self._timeout = timeout
-        self._device = device
         self._group = self._new_group()
         attempt = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(attempt, src=0, group=self._group)
         self._attempt = attempt[0]
-        on_gpu = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=on_gpu,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
-        # torch 2.11 closes this after every staging, and has closed it for good; later ones do not
-        copies: Any = self._stager._state_dict_stager
-        self._release, copies.close = copies.close, lambda: None
-        self._staging: Any = None
+        self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._is_committed = False
         self._outcome: _Outcome | None = None
@@ -139,11 +185,7 @@ class Saver:
         if not self._background:
             self._write(snapshot, lambda: snapshot.tensors, started)
             return
-        if self._device.type == "cuda":  # torch copies on a stream of its own, which waits for nothing
-            torch.cuda.current_stream(self._device).synchronize()
-        staged = self._stager.stage(dict(snapshot.tensors))
-        self._staging = staged if hasattr(staged, "result") else None
-        tensors = staged.result if hasattr(staged, "result") else lambda: staged
+        tensors = self._staging.copy(snapshot.tensors)
         blocked = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, tensors, started, blocked), name="forge-checkpoint"
@@ -151,10 +193,8 @@ class Saver:
         self._thread.start()
 
     def wait_until_copied(self) -> None:
-        """Call it before anything that is being saved changes: else the file would hold two steps' values."""
-        if self._staging is not None:
-            self._staging.result()
-            self._staging = None
+        """Same as ``Staging.wait``."""
+        self._staging.wait()
 
     def finish(self) -> Saved | None:
         """Wait for the save that is under way, on all ranks. Returns how it ended, once; ``None`` if there was none."""
@@ -165,8 +205,7 @@ class Saver:
         """After the last ``finish``; or when the run has failed, and the other ranks may be gone: waits for what this
         rank is writing, and returns how that ended as far as this rank knows."""
         outcome = self._join()
-        self._stager.close()
-        self._release()
+        self._staging.close()
         return None if outcome is None else outcome.saved
 
     def _are_shared(self, snapshot: Snapshot) -> bool:
@@ -279,19 +318,7 @@ class Saver:
         """On rank 0: the rest of the files, the manifest, and the name. Everything is flushed before it is
         relied on, so that a power cut finds a whole checkpoint or none."""
         files |= self._frozen.describe(folder)
-        more = snapshot.write_more(folder)
-        write_durably(folder / "state.json", json.dumps({**snapshot.state, **more}, indent=1))
-        every = [file for file in folder.rglob("*") if file.is_file()]
-        others = [file for file in every if file.relative_to(folder).as_posix() not in files]
-        manifest = Manifest(
-            step=snapshot.step,
-            tokens=snapshot.tokens,
-            mesh=dict(snapshot.mesh),
-            versions=dict(snapshot.versions),
-            files=dict(sorted({**files, **describe_files(folder, others)}.items())),
-            written=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
-            metrics=dict(snapshot.metrics),
-        )
+        manifest = snapshot.describe(folder, files)
         flush_tree(folder, files)  # which their ranks have flushed
         write_manifest(folder, manifest)
         flush(folder)

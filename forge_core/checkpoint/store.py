@@ -179,7 +179,7 @@ class CheckpointStore:
         found = self._opened(step, here, far, report)
         if not isinstance(found, Checkpoint):
             raise ConfigError(f"checkpoint {self.folder(step)} cannot be used: {found}")
-        return attrs.evolve(found, path=self.folder(step).resolve())
+        return attrs.evolve(found, path=found.path.resolve())
 
     def _opened(
         self, step: int, here: Sequence[int], far: Sequence[int], report: Callable[[str], None]
@@ -187,6 +187,8 @@ class CheckpointStore:
         """Open a checkpoint, having fetched it if it is not here and whole; or return what is wrong with it."""
         folder = self.folder(step)
         problem = ""
+        if step in far and (opened := self._mirror.open(step)) is not None:
+            return opened
         if step in here:
             found = _usable(folder, self._problem_of)
             if isinstance(found, Checkpoint):

@@ -37,13 +37,7 @@ COMMAND = "FORGE_COMMAND"
 )
 @click.pass_obj
 def run(
-    obj: Any,
-    config: Path,
-    overrides: tuple[str, ...],
-    nproc: str,
-    dry_run: bool,
-    resume: str | None,
-    max_restarts: int,
+    obj: Any, config: Path, overrides: tuple[str, ...], nproc: str, dry_run: bool, resume: str | None, max_restarts: int
 ) -> None:
     """Train the job in CONFIG, or go on with it: a run that was interrupted continues from its last checkpoint.
 

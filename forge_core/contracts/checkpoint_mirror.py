@@ -10,6 +10,8 @@ import attrs
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.manifest import DamagedError, Manifest
+    from forge_core.checkpoint.saver import Snapshot
+    from forge_core.checkpoint.store import Checkpoint
     from forge_core.config.sections import CheckpointSection
 
 T = TypeVar("T")
@@ -56,6 +58,8 @@ class MirrorStart:
     step: int
     """The step of the checkpoint from which the run goes on; -1 if it starts afresh. Later checkpoints at the mirror
     belong to work that is given up."""
+    n_bytes: int = 0
+    """An estimate: what each rank adds to a checkpoint, on average. 0 where nothing will be trained."""
     may_start_without: bool
     """The run starts although the mirror cannot be written to. Otherwise ``begin`` raises."""
     refuse_if_lost: Callable[[], None]
@@ -103,6 +107,15 @@ class CheckpointMirror:
         """
         return None
 
+    def open(self, step: int) -> Checkpoint | None:
+        """Open a checkpoint that ``available`` has listed last, where it lies. It is whole, and each rank can read it.
+        ``None``: it has to be fetched.
+
+        Raises:
+            MirrorError: it cannot be reached.
+        """
+        return None
+
     def fetch(self, step: int, folder: Path) -> str | None:
         """Copy a checkpoint that ``available`` has listed last to ``folder``, which is not there yet, and flush it.
         Return its damage, or ``None``. The same on all ranks.
@@ -136,6 +149,17 @@ class CheckpointMirror:
     def saved(self, path: Path) -> None:
         """Copy the checkpoint in ``path``, which has just been committed, and what could not be copied before. Training
         waits for this method: what takes long belongs into a thread."""
+
+    def after_step(self, step: int, take: Callable[[], Snapshot | None]) -> None:
+        """A mirror may keep checkpoints that the run does not save. Training waits for this method.
+
+        Args:
+            take: takes all that goes into a checkpoint of ``step``, on all ranks together; ``None`` if the step is none
+                to go on from. Its tensors are the ones that are trained, which the next step changes.
+        """
+
+    def wait_until_copied(self) -> None:
+        """Wait until tensors that were taken after the last step may change."""
 
     def look(self) -> None:
         """Hand what a thread has done to ``start.copied`` and ``start.failed``. Called after every step."""

@@ -20,10 +20,7 @@ from forge_core.registry.component import PHASES, PassComponent
 
 
 def add_required(
-    job: Job,
-    catalog: Catalog,
-    world_size: int | None,
-    resolve: Callable[[str, str | Mapping[str, Any]], ComponentRef],
+    job: Job, catalog: Catalog, world_size: int | None, resolve: Callable[[str, str | Mapping[str, Any]], ComponentRef]
 ) -> tuple[Job, list[Problem]]:
     """The job with a pass for everything that its degrees and its precision ask for and that no named pass serves, and
     with the passes that its passes need.
@@ -254,11 +251,7 @@ def _switched_off(passes: Mapping[str, ComponentRef | None], catalog: Catalog) -
 
 
 def _why_unserved(
-    why: str,
-    capability: str,
-    candidates: Collection[CatalogEntry],
-    switched_off: Mapping[str, str],
-    catalog: Catalog,
+    why: str, capability: str, candidates: Collection[CatalogEntry], switched_off: Mapping[str, str], catalog: Catalog
 ) -> str:
     purpose = "computes in it" if capability == "precision" else f"serves the axis '{capability}'"
     wanted = [one for one in candidates if one.qualified_name not in switched_off]

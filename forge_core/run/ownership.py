@@ -34,11 +34,14 @@ class Ownership:
 
 
 @contextmanager
-def ownership(prepared: RunSetup, environment: Mapping[str, Any], deadline: TimeLimit) -> Iterator[Ownership]:
+def ownership(
+    prepared: RunSetup, environment: Mapping[str, Any], deadline: TimeLimit, n_bytes: int
+) -> Iterator[Ownership]:
     """Take the run's directory over and open it, on all ranks.
 
     Args:
         environment: as ``describe_environment`` gives it, on rank 0.
+        n_bytes: what this rank has of tensors that are saved.
 
     Raises:
         ConfigError: somebody else trains there, it cannot be written to, or has changed meanwhile.
@@ -50,7 +53,7 @@ def ownership(prepared: RunSetup, environment: Mapping[str, Any], deadline: Time
         run_on_all_ranks(lambda: _open_directory(prepared, environment))
         try:
             held = Ownership(attempt, lease)
-            _begin_mirror(prepared, held, deadline)
+            _begin_mirror(prepared, held, deadline, n_bytes // prepared.mesh.degrees["dp_replicate"])
             yield held
         finally:
             prepared.directory.close()
@@ -66,9 +69,9 @@ def complete(begun: Begun) -> None:
         if lease is not None:
             begun.store.remove_unfinished()
         attempt = run_on_rank0(lambda: lease.attempt if lease else "")
-        _begin_mirror(begun, Ownership(attempt, lease), None)
+        _begin_mirror(begun, Ownership(attempt, lease), None, 0)
         try:
-            begun.mirror.finish()
+            begun.mirror.finish_run()
         finally:
             begun.mirror.close()
 
@@ -113,18 +116,19 @@ def _open_directory(prepared: RunSetup, environment: Mapping[str, Any]) -> None:
     prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
 
 
-def _begin_mirror(begun: Begun, held: Ownership, deadline: TimeLimit | None) -> None:
+def _begin_mirror(begun: Begun, held: Ownership, deadline: TimeLimit | None, n_bytes: int) -> None:
     """After the run's own directory: the mirror's ``job.toml`` says that both are done.
 
     Raises:
         MirrorError: as ``ownership``.
     """
     section, start, say = begun.job.checkpoint, begun.start, begun.console.line
-    begun.mirror.begin(
+    begun.mirror.take_over(
         MirrorStart(
             attempt=held.attempt,
             job_toml=dump_job(begun.job),
             step=start.step if start.checkpoint else -1,
+            n_bytes=n_bytes,
             may_start_without=section.on_failure != "stop" and bool(start.checkpoint) and start.keeps_until is None,
             refuse_if_lost=held.refuse_if_lost,
             write_event=begun.directory.write_event,

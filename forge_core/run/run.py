@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import forge_core
 from forge_core.checkpoint.compatibility import plugins_changed, used_plugins
@@ -29,6 +30,7 @@ from forge_core.distributed.mesh import choose_device, join_process_group
 from forge_core.distributed.supervision import build_supervisor
 from forge_core.errors import ConfigError, ExitCode, ForgeError, exit_code_of
 from forge_core.job import job_table
+from forge_core.ops.local_tensor import local_tensor
 from forge_core.registry.catalog import Catalog
 from forge_core.run.directory import RunDirectory, describe_environment
 from forge_core.run.fatal import fatal_errors_kept
@@ -96,7 +98,7 @@ def run_job(
         loaded = _restore(setup, built)
         time_limit.learn(setup.directory.events(), setup.console.line)
         with (
-            ownership(setup, _environment(setup, built.model, command), time_limit) as held,
+            ownership(setup, _environment(setup, built.model, command), time_limit, _bytes_of(built)) as held,
             fatal_errors_kept(setup.directory.path, setup.mesh.rank),
         ):
             announce(setup, built.model, held.attempt)
@@ -174,6 +176,13 @@ def _environment(setup: RunSetup, model: BuiltModel, command: str | None) -> dic
         return {}
     facts = describe_environment(_versions(setup), setup.mesh.degrees, str(setup.device), command)
     return facts | {"n_parameters": model.n_parameters, "flops_per_token": model.flops_per_token}
+
+
+def _bytes_of(built: Built) -> int:
+    """Bytes that this rank has of what is saved. An optimizer without state is taken to have two tensors of each."""
+    own = [local_tensor(tensor).nbytes for tensor in built.model.tensors().values()]
+    leaves = [one for one in tree_leaves([*built.optimizer.state.values()]) if isinstance(one, torch.Tensor)]
+    return sum(own) + (sum(local_tensor(one).nbytes for one in leaves) or 2 * sum(own))
 
 
 class _Training:
@@ -365,10 +374,6 @@ class _Training:
         setup, checkpoint = self._setup, self._setup.job.checkpoint
         own = {"forge-core": forge_core.__version__, "torch": torch.__version__}
 
-        def may_commit() -> None:
-            setup.directory.sync()  # a run that is said to be saved has its history up to there
-            self._held.refuse_if_lost()
-
         contents = Contents(
             run=self._run,
             model=built.model,
@@ -392,7 +397,7 @@ class _Training:
                 setup.device,
                 background=checkpoint.background,
                 timeout=checkpoint.timeout,
-                may_commit=may_commit,
+                may_commit=self._held.refuse_if_lost,
                 known=setup.checkpoint.path if setup.checkpoint else None,
             ),
             store=setup.store,

@@ -17,10 +17,7 @@ from forge_core.errors import PluginError
 
 
 def initialise(
-    model: nn.Module,
-    seed: int,
-    device: torch.device | None = None,
-    scales: Mapping[str, float] = MappingProxyType({}),
+    model: nn.Module, seed: int, device: torch.device | None = None, scales: Mapping[str, float] = MappingProxyType({})
 ) -> None:
     """Fill every parameter and buffer of a materialised model by ``model.init_weights``.
 

@@ -46,12 +46,7 @@ class SizedParameters:
     """
 
     def __init__(
-        self,
-        job: Job,
-        build: ComponentBuilder,
-        roles: Mapping[str, ParameterRole],
-        model: nn.Module,
-        vocab_size: int,
+        self, job: Job, build: ComponentBuilder, roles: Mapping[str, ParameterRole], model: nn.Module, vocab_size: int
     ) -> None:
         assert job.parametrization is not None, "without one there is nothing to apply"
         self._parametrization: Parametrization = build(job.parametrization)

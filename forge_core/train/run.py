@@ -24,6 +24,9 @@ class Directory(Protocol):
     def write_event(self, event: str, **facts: Any) -> None:
         """Add a line to ``events.jsonl``."""
 
+    def sync(self) -> None:
+        """Make all written so far survive a power cut."""
+
     def forget_after(self, step: int) -> None:
         """Take the lines of later steps back."""
 

@@ -93,6 +93,7 @@ class Contents:
         job_toml, tokenizer = dump_job(job), source.tokenizer
 
         def write_more(folder: Path) -> Mapping[str, Any]:
+            self.run.directory.sync()  # a run that is said to be saved has its history up to there
             (folder / "job.toml").write_text(job_toml)
             if tokenizer is None:
                 return {}
@@ -185,24 +186,34 @@ class Saving:
         if self._begun_at is not None and step >= self._begun_at + 2 and not votes.is_writing:  # told two steps late
             self.finish()
         is_last = votes.stop or step == self.run.job.train.steps
+        if not is_last:
+            self.mirror.after_step(step, partial(self._take_if_good, step, evaluated))
         is_regular = self.replicas.share.index == 0 and is_due(step, self.run.job.checkpoint)
         if votes.save or is_last or is_regular or self._is_put_off:
             self._save(step, evaluated, is_last=is_last)
 
     def _save(self, step: int, evaluated: Mapping[str, float], *, is_last: bool) -> None:
-        """Unless the run has to go back; and if another one will follow, not before a step has been a good one: the
-        newest checkpoint is then one from before what may be wrong."""
-        guard = self.contents.guard
-        self.metrics.sync()
-        self._is_put_off = not is_last and guard.in_a_row > 0
-        if self._is_put_off or guard.has_failed:
+        may_save = self._may_save(step, is_last=is_last)
+        self._is_put_off = not is_last and self.contents.guard.in_a_row > 0
+        if not may_save:
             return
-        if not guard.parameters_are_finite([*self.contents.model.parameters.values()], step):
-            return
-        self.optimizer_check.check()
         self._begin(step, evaluated, must_succeed=is_last)
         self._last = time.monotonic()
         self.metrics.restart()
+
+    def _may_save(self, step: int, *, is_last: bool) -> bool:
+        """Return whether the run need not go back; and if another save will follow, whether the step has been a good
+        one: the newest checkpoint is then one from before what may be wrong."""
+        guard, parameters = self.contents.guard, [*self.contents.model.parameters.values()]
+        self.metrics.sync()
+        must_wait = guard.has_failed or (not is_last and guard.in_a_row > 0)
+        if must_wait or not guard.parameters_are_finite(parameters, step):
+            return False
+        self.optimizer_check.check()
+        return True
+
+    def _take_if_good(self, step: int, evaluated: Mapping[str, float]) -> Snapshot | None:
+        return self.contents.snapshot(step, evaluated) if self._may_save(step, is_last=False) else None
 
     def _begin(self, step: int, evaluated: Mapping[str, float], *, must_succeed: bool) -> None:
         self.finish()
@@ -221,6 +232,7 @@ class Saving:
     def wait_until_copied(self) -> None:
         """Before anything that is being saved changes."""
         self.saver.wait_until_copied()
+        self.mirror.wait_until_copied()
 
     def finish(self, *, must_succeed: bool = False) -> None:
         """Wait for the save that is under way, if there is one.
@@ -234,9 +246,10 @@ class Saving:
         self._finish(must_succeed)
         if must_succeed:
             with self._waiting():
-                self.mirror.finish()
+                self.mirror.finish_run()
 
     def _finish(self, must_succeed: bool) -> None:
+        self.mirror.wait_until_copied()
         with self._waiting():
             saved = self.saver.finish()
         self._begun_at = None

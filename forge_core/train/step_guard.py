@@ -136,11 +136,7 @@ class StepGuard:
         return self._row.steps if self._row else 0
 
     def check(
-        self,
-        step: int,
-        loss: torch.Tensor,
-        gradients: Gradients,
-        batches: Iterable[Mapping[str, torch.Tensor]],
+        self, step: int, loss: torch.Tensor, gradients: Gradients, batches: Iterable[Mapping[str, torch.Tensor]]
     ) -> torch.Tensor:
         """Return whether to leave out the update of this step. The host does not wait. ``count`` makes it count.
 

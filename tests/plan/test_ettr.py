@@ -9,11 +9,19 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.errors import ConfigError
+from forge_plugins_plan import lives
 from forge_plugins_plan.ettr import simulate
 from forge_plugins_plan.failures import CAUSES, UNEXPECTED
 from forge_plugins_plan.figures import Figures, figures_with
 from forge_plugins_plan.lives import LOSSES
-from forge_plugins_plan.long_job import DAY, LongJob, best_interval, costs_of, seconds_between_failures
+from forge_plugins_plan.long_job import (
+    DAY,
+    LongJob,
+    best_interval,
+    best_memory_interval,
+    costs_of,
+    seconds_between_failures,
+)
 
 JOB = LongJob(
     gpus=8192, checkpoint_bytes=4e12, copies=8.0, step_seconds=5.0, interval=1200.0, background=False, step_timeout=60.0
@@ -359,3 +367,55 @@ def test_what_cannot_be_told_is_said(plan, arguments, sentence):
 
     assert code == 2
     assert sentence in said
+
+
+def only(monkeypatch, *shows):
+    """Causes of these kinds alone, as often as all of them."""
+    causes = [cause for cause in CAUSES if cause.shows in shows]
+    monkeypatch.setattr(lives, "CAUSES", causes)
+    monkeypatch.setattr(lives, "UNEXPECTED", sum(cause.count for cause in causes))
+    return causes
+
+
+@pytest.mark.parametrize("interval", [60.0, 600.0])
+def test_with_checkpoints_in_memory_alone_it_is_that_of_the_closed_form(monkeypatch, interval):
+    """As ``expected``, with what memory takes in place of the disk."""
+    (detection,) = {FIGURES.death_seconds for cause in only(monkeypatch, "ends")}
+    job = attrs.evolve(JOB, interval=math.inf, memory_interval=interval, background=True)
+    figures = attrs.evolve(FIGURES, failures_per_1000_gpus_day=3.0, memory_write_gb=1e9, host_copy_gb=0.5)
+    costs, mtbf = costs_of(job, figures), seconds_between_failures(job, figures)
+    assert costs.memory_blocked == pytest.approx(job.checkpoint_bytes / job.gpus / 0.5e9)
+    assert costs.memory_read == pytest.approx(
+        job.checkpoint_bytes / job.gpus * (8 / (figures.memory_read_gb * 1e9) + 7 / (figures.memory_send_gb * 1e9))
+    )
+
+    found = simulate(job, figures, days=400, lives=20)
+
+    restart = costs.start + costs.memory_read
+    cycle = interval + costs.memory_blocked
+    ratio = interval / (math.exp(restart / mtbf) * (mtbf + detection) * math.expm1(cycle / mtbf))
+    assert found.ratio == pytest.approx(ratio, abs=max(4 * found.deviation, 1e-4))
+    assert sum(found.lost.values()) + found.ratio == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("shows", "spares", "helps"), [("ends", 1e6, True), ("ends", 0.0, False), ("is wrong", 1e6, False)]
+)
+def test_memory_helps_where_the_job_goes_on_from_it(monkeypatch, shows, spares, helps):
+    """Not where it may hold wrong numbers, nor where the job goes back into the queue for another node."""
+    causes = only(monkeypatch, shows)
+    if not spares:
+        monkeypatch.setattr(lives, "CAUSES", [attrs.evolve(cause, takes_node=True) for cause in causes])
+    figures = attrs.evolve(FIGURES, spares=spares, host_copy_gb=1e9)
+    without = simulate(JOB, figures, days=90, lives=10)
+    with_memory = simulate(attrs.evolve(JOB, memory_interval=30.0), figures, days=90, lives=10)
+
+    assert (with_memory.lost["lost steps"] < 0.5 * without.lost["lost steps"]) == helps
+    assert (with_memory.lost["restart"] < without.lost["restart"]) == helps
+
+
+def test_the_best_interval_in_memory_is_shorter_as_each_tensor_is_copied_once():
+    figures = Figures()
+    assert best_memory_interval(JOB, figures) == pytest.approx(
+        best_interval(attrs.evolve(JOB, background=True), figures) / math.sqrt(8)
+    )

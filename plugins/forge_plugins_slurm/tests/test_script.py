@@ -57,6 +57,7 @@ def test_scripts_are_valid_shell_without_open_quotes(tmp_path, name):
         (4, "4", [], False, 4, "not finite", False),
         (138, "", [], False, 138, "before the run could listen", True),
         (137, "", ["step_00000010"], False, 137, "after a new checkpoint", True),
+        (137, "", ["memory"], False, 137, "after a new checkpoint", True),
         (137, "5", [], False, 5, "crash 1 of at most 3", True),
     ],
 )
@@ -72,7 +73,9 @@ def test_what_the_script_makes_of_an_exit_code(
     state = shlex.quote(str(run))
     srun = [f'printf "%s\\n" "$@" >{state}/command']
     srun += [f"printf {outcome} >{state}/slurm/outcome"] if outcome else []
-    srun += [f"mkdir {state}/checkpoints/{one}" for one in checkpoints]
+    srun += [f"mkdir {state}/checkpoints/{one}" for one in checkpoints if one != "memory"]
+    if "memory" in checkpoints:
+        srun.append(f"""echo '{{"folder": "forge-step_9-a", "newest": "step_00000010"}}' >{state}/memory.json""")
     srun += [f"touch {state}/slurm/requeue"] if asked else []
     stubs = {
         "srun": "\n".join([*srun, f"exit {code}"]),

@@ -1,4 +1,4 @@
-"""The configuration of the mirror on file systems of fsspec."""
+"""The configuration of this package's mirrors."""
 
 from __future__ import annotations
 
@@ -28,3 +28,31 @@ class FsspecMirrorConfig:
     def within(self, name: str) -> FsspecMirrorConfig:
         """The same place, one folder further down."""
         return attrs.evolve(self, url=url_of_run(self.url, name))
+
+
+@attrs.frozen(kw_only=True)
+class HostMemoryConfig:
+    """Keeps checkpoints in the memory of each node, every few steps, with a copy on the next node. They survive the
+    processes, and all of them the loss of a node. A run that ends well lets go of them."""
+
+    every: int = attrs.field(default=10, validator=attrs.validators.ge(1))
+    """Steps between checkpoints in memory, beside those of ``checkpoint.interval``."""
+    folder: str = attrs.field(default="/dev/shm", validator=attrs.validators.min_len(1))
+    """A folder in the memory of each node, with room for two checkpoints of its ranks and of those of the node before.
+    ``$NAME`` is taken from the environment of each rank."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Refuse a number of steps with which nothing would be kept."""
+        interval = job.checkpoint.interval
+        if interval and self.every >= interval:
+            yield (
+                "every",
+                f"{self.every} must be less than checkpoint.interval = {interval}, at which a run saves anyway",
+            )
+        elif self.every >= job.train.steps:
+            yield (
+                "every",
+                f"{self.every} must be less than train.steps = {job.train.steps}, at which a run saves anyway",
+            )
+        if job.checkpoint.mirror_keep_last is not None:
+            yield "every", "one checkpoint is kept in memory: checkpoint.mirror_keep_last has no effect; remove it"

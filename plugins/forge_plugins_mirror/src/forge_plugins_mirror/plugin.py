@@ -9,10 +9,16 @@ FORGE_API = "1.0"
 
 @hookimpl
 def forge_checkpoint_mirrors() -> Iterable[Component]:
-    """The mirror on any file system of fsspec."""
+    """The mirror on any file system of fsspec, and that in the memory of the nodes."""
     yield Component(
         name="fsspec",
         summary="checkpoints copied in the background to a path, or a URL that fsspec knows",
         factory="forge_plugins_mirror.fsspec_mirror:FsspecMirror",
         config="forge_plugins_mirror.config:FsspecMirrorConfig",
+    )
+    yield Component(
+        name="host_memory",
+        summary="checkpoints every few steps in the memory of each node, with a copy on the next node",
+        factory="forge_plugins_mirror.host_memory.mirror:HostMemory",
+        config="forge_plugins_mirror.config:HostMemoryConfig",
     )

@@ -49,6 +49,7 @@ def report_of(job: Job, plan: Plan, figures: Figures, step_seconds: float) -> Et
     """Simulate the planned job. Its ranks are those of each replica."""
     replicas = int(figures.replicas)
     checkpoint = job.checkpoint
+    in_memory = steps_in_memory(job)
     intervals = [checkpoint.interval * step_seconds] if checkpoint.interval else []
     intervals += [max(step_seconds, checkpoint.minutes * 60)] if checkpoint.minutes else []
     long_job = LongJob(
@@ -59,7 +60,8 @@ def report_of(job: Job, plan: Plan, figures: Figures, step_seconds: float) -> Et
         interval=min(intervals, default=math.inf),
         background=checkpoint.background,
         step_timeout=job.run.step_timeout,
-        has_mirror=checkpoint.mirror is not None,
+        has_mirror=checkpoint.mirror is not None and not in_memory,
+        memory_interval=in_memory * step_seconds or math.inf,
     )
     found = simulate(long_job, figures, days=DAYS, lives=LIVES)
     better = sorted(_helps(job, long_job, figures), key=lambda one: -one.ratio)
@@ -71,6 +73,13 @@ def report_of(job: Job, plan: Plan, figures: Figures, step_seconds: float) -> Et
         best_interval=best_interval(long_job, figures),
         helps=tuple(one for one in better if one.ratio > found.ratio + found.deviation),
     )
+
+
+def steps_in_memory(job: Job) -> int:
+    """Steps between checkpoints in the memory of the nodes; 0 where there are none."""
+    mirror = job.checkpoint.mirror
+    is_memory = mirror is not None and mirror.qualified_name == "forge-plugins-mirror:host_memory"
+    return int(mirror.config.every) if mirror is not None and is_memory else 0
 
 
 def checkpoint_bytes(job: Job, plan: Plan) -> float:
@@ -94,6 +103,11 @@ def as_text(report: EttrReport) -> Iterator[str]:
     saved = "none but the last" if math.isinf(job.interval) else f"one every {duration(job.interval)}"
     best = "none" if math.isinf(report.best_interval) else f"one every {duration(report.best_interval)}"
     yield f"  checkpoints of {job.checkpoint_bytes / 1e9:,.1f} GB, {saved}; best is {best}"
+    if not math.isinf(job.memory_interval):
+        yield (
+            f"  in memory, one every {duration(job.memory_interval)}, for which training waits "
+            f"{costs.memory_blocked:.3f} s; a start from there takes {duration(costs.start + costs.memory_read)}"
+        )
     there = costs.blocked + costs.written
     yield f"  for each, training waits {costs.blocked:.3f} s; it is there {there:.3g} s after it was begun"
     yield f"  steps of {job.step_seconds:.3g} s; a start takes {duration(costs.start + costs.read)}"

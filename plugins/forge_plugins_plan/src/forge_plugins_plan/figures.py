@@ -16,6 +16,7 @@ GIVEN = "given by --assume"
 _LLAMA = "published: Llama 3 (arXiv 2407.21783)"
 _BYTEROBUST = "published: ByteRobust (arXiv 2509.16293)"
 _RESULTS = "measured: benchmarks/RESULTS.md"
+_MEMORY = f"{_RESULTS}, Checkpoints in memory, on two cores"
 
 
 def _figure(default: float, unit: str, source: str) -> Any:
@@ -64,6 +65,12 @@ class Figures:
     """The same of the mirror."""
     host_copy_gb: float = _figure(3.75, "GB/s", f"{_RESULTS}, Checkpoints: 157 MB of a rank in 0.042 s")
     """How fast a rank copies what it saves into the host's memory, while training waits."""
+    memory_write_gb: float = _figure(0.067, "GB/s", f"{_MEMORY}: 157 MB of a rank in 2.35 s")
+    """How fast a rank's part comes into the memory of its node and of the next one, beside training."""
+    memory_read_gb: float = _figure(0.35, "GB/s", f"{_MEMORY}: the same in 0.45 s")
+    """How fast a rank compares what its node has with the manifest, and reads it."""
+    memory_send_gb: float = _figure(0.33, "GB/s", f"{_MEMORY}: 0.47 s more where a node was wiped")
+    """How fast a rank gets what another node has."""
     slower_while_written: float = _figure(0.0, "", f"{_RESULTS}, One H200: no longer than others")
     """The part of training that is lost while a checkpoint is written in the background."""
     replicas: float = _figure(1.0, "", "1 unless given")
@@ -101,7 +108,14 @@ def sources(figures: Figures) -> Iterator[tuple[str, float, str, str]]:
         yield field.name, value, field.metadata["unit"], source
 
 
-_ABOVE_ZERO = ("storage_gb_per_gpu", "mirror_gb_per_gpu", "host_copy_gb")
+_ABOVE_ZERO = (
+    "storage_gb_per_gpu",
+    "mirror_gb_per_gpu",
+    "host_copy_gb",
+    "memory_write_gb",
+    "memory_read_gb",
+    "memory_send_gb",
+)
 _WHOLE = {"spares": 0, "replicas": 1}
 """With the least that each can be."""
 _PARTS = ("slower_while_written",)

@@ -64,7 +64,11 @@ class Life:
         # a save that comes before the last one is written waits for it
         waits = max(0.0, self.costs.written - job.interval)
         self._of_save = self.costs.of_save + waits
-        self._cycle = job.interval + self._of_save
+        self._slower = 1 + self.costs.memory_blocked / job.memory_interval
+        """Time that training takes with its checkpoints in memory, over time without; they are spread evenly."""
+        self._not_on_disk = 0.0
+        """Seconds of steps that stay, which a checkpoint in memory alone has."""
+        self._cycle = job.interval * self._slower + self._of_save
         self._lag = self.costs.blocked + waits + self.costs.written
         rates = _rates(job, figures)
         self._kinds, self._weights = list(rates), list(rates.values())
@@ -100,9 +104,16 @@ class Life:
     def _saves_within(self, up: float) -> float:
         """Seconds that saves take of ``up`` seconds of training and saving from a start."""
         if math.isinf(self._cycle):
-            return 0.0
-        cycles, rest = divmod(up, self._cycle)
-        return cycles * self._of_save + max(0.0, rest - self.job.interval)
+            return up * (1 - 1 / self._slower)
+        cycles, rest = divmod(up + self._phase * self._slower, self._cycle)
+        trained = min(rest, self.job.interval * self._slower) / self._slower
+        return up - cycles * self.job.interval - trained + self._phase
+
+    @property
+    def _phase(self) -> float:
+        """Seconds of training from the last step that is saved on the disk, whether or not that was, to where the run
+        has started: steps are numbered, so that one which goes on from memory does not begin to count anew."""
+        return self._not_on_disk % self.job.interval
 
     def _train_until(self, up: float, kind: _Kind) -> None:
         """Train and save for ``up`` seconds, of which stays what the last checkpoint has."""
@@ -111,12 +122,21 @@ class Life:
         done = up - saves
         if kind.shows == "is planned":
             self.kept += done
+            self._not_on_disk = 0.0
             self.lost["saves"] += self.costs.blocked + self.costs.written
         elif kind.shows == "loses the disk" and not self.job.has_mirror:
             self.lost["lost steps"] += self.kept + done
-            self.kept = 0.0
+            self.kept = self._not_on_disk = 0.0
         else:
             saved = self._saved_within(up, self._lag + (self.costs.copied if kind.shows == "loses the disk" else 0.0))
+            if saved:
+                self._not_on_disk = 0.0
+            if self._leaves_memory(kind):
+                in_memory = max(saved, self._in_memory_within(done))
+                self._not_on_disk += in_memory - saved
+                saved = in_memory
+            else:
+                self._lose_memory()
             self.kept += saved
             self.lost["lost steps"] += done - saved
 
@@ -124,12 +144,35 @@ class Life:
         """Seconds of training that checkpoints have which are there ``lag`` seconds after they were begun."""
         if math.isinf(self._cycle):
             return 0.0
-        return max(0.0, (up + self._of_save - lag) // self._cycle * self.job.interval)
+        cycles = (up + self._phase * self._slower + self._of_save - lag) // self._cycle
+        return max(0.0, cycles * self.job.interval - self._phase)
+
+    def _in_memory_within(self, done: float) -> float:
+        """The same of those in memory, of ``done`` seconds of training."""
+        if math.isinf(self.job.memory_interval):
+            return 0.0
+        return max(0.0, (done - self.costs.memory_written) // self.job.memory_interval * self.job.memory_interval)
+
+    def _lose_memory(self) -> None:
+        """Go back to what the disk has."""
+        self.kept -= self._not_on_disk
+        self.lost["lost steps"] += self._not_on_disk
+        self._not_on_disk = 0.0
+
+    def _leaves_memory(self, kind: _Kind) -> bool:
+        """Whether the run goes on from what is in memory: not where that may be wrong, and only within the job, which
+        goes on if a spare node replaces one that is lost. Two nodes side by side are taken not to be lost at a time."""
+        is_there = kind.shows in ("ends", "hangs") and not math.isinf(self.job.memory_interval)
+        return is_there and (not kind.takes_node or self._has_spare())
 
     def _start_after(self, kind: _Kind) -> None:
         """Until it trains again; it may be interrupted while it starts."""
-        start = self.costs.start + self.costs.read
+        in_memory = True
         while True:
+            in_memory = in_memory and self._leaves_memory(kind)
+            if not in_memory:
+                self._lose_memory()
+            start = self.costs.start + (self.costs.memory_read if in_memory else self.costs.read)
             self.lost["detection"] += self._detection(kind)
             self.lost["waiting for nodes"] += self._wait_for_node(kind)
             if kind.shows == "loses the disk" and self.job.has_mirror:
@@ -142,7 +185,7 @@ class Life:
             kind = self._draw()
             if kind.shows == "loses the disk" and not self.job.has_mirror:
                 self.lost["lost steps"] += self.kept
-                self.kept = 0.0
+                self.kept = self._not_on_disk = 0.0
 
     def _detection(self, kind: _Kind) -> float:
         return {
@@ -156,12 +199,15 @@ class Life:
     def _wait_for_node(self, kind: _Kind) -> float:
         if not kind.takes_node:
             return 0.0
-        while self._used_spares and self._used_spares[0] <= self.time:
-            heapq.heappop(self._used_spares)
-        if len(self._used_spares) < self.figures.spares:
+        if self._has_spare():
             heapq.heappush(self._used_spares, self.time + self.costs.spare_away)
             return 0.0
         return self.costs.wait
+
+    def _has_spare(self) -> bool:
+        while self._used_spares and self._used_spares[0] <= self.time:
+            heapq.heappop(self._used_spares)
+        return len(self._used_spares) < self.figures.spares
 
 
 class LifeOfReplicas(Life):

@@ -28,6 +28,8 @@ class LongJob:
     background: bool = True
     step_timeout: float = 600.0
     has_mirror: bool = False
+    memory_interval: float = math.inf
+    """Seconds of training from checkpoint to checkpoint in the memory of the nodes; infinite where there are none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +54,12 @@ class Costs:
     """For a node that no spare replaces, beyond the start."""
     given: float
     """A replica is given the state of another, through the host's memory."""
+    memory_blocked: float
+    """Training waits for a checkpoint in memory: a rank copies what no other one writes."""
+    memory_written: float
+    """From then until it is there, and a copy on the next node."""
+    memory_read: float
+    """Such a checkpoint, by all ranks; what other nodes have is sent."""
     spare_away: float
     """Until a spare node that was used is replaced."""
 
@@ -67,6 +75,7 @@ def costs_of(job: LongJob, figures: Figures) -> Costs:
     storage = job.gpus * figures.storage_gb_per_gpu * _GB
     mirror = job.gpus * figures.mirror_gb_per_gpu * _GB
     copied_to_host = job.checkpoint_bytes * job.copies / job.gpus / (figures.host_copy_gb * _GB)
+    of_rank = job.checkpoint_bytes / job.gpus
     to_disk = job.checkpoint_bytes / storage
     start = figures.start_seconds + figures.groups_seconds_per_1000_gpus * of_replica / 1000
     doublings = max(0.0, math.log2(of_replica / 2048))
@@ -81,6 +90,10 @@ def costs_of(job: LongJob, figures: Figures) -> Costs:
         read=job.checkpoint_bytes * job.copies / storage,
         wait=requeue - start,
         given=copied_to_host,
+        memory_blocked=copied_to_host / job.copies,
+        memory_written=of_rank / (figures.memory_write_gb * _GB),
+        memory_read=of_rank * job.copies / (figures.memory_read_gb * _GB)
+        + of_rank * (job.copies - 1) / (figures.memory_send_gb * _GB),
         spare_away=requeue * figures.replenish_of_requeue,
     )
 
@@ -105,3 +118,12 @@ def best_interval(job: LongJob, figures: Figures) -> float:
     costs = costs_of(job, figures)
     young = math.sqrt(2 * costs.of_save * seconds_between_failures(job, figures)) if costs.of_save else 0.0
     return max(young, job.step_seconds, costs.written)
+
+
+def best_memory_interval(job: LongJob, figures: Figures) -> float:
+    """The same between checkpoints in the memory of the nodes."""
+    costs = costs_of(job, figures)
+    young = (
+        math.sqrt(2 * costs.memory_blocked * seconds_between_failures(job, figures)) if costs.memory_blocked else 0.0
+    )
+    return max(young, job.step_seconds, costs.memory_blocked + costs.memory_written)

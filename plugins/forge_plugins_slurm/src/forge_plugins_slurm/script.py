@@ -62,7 +62,10 @@ job=${job:-$SLURM_JOB_ID}
 asked=$run/@ASKED@             # the run leaves it if it wants to go on
 outcome=$run/slurm/outcome           # the exit code of rank 0; launchers have codes of their own
 failures=$run/slurm/failures         # crashes in a row without a new checkpoint
-newest_checkpoint() { ls "$run/checkpoints" 2>/dev/null | grep '^step_' | sort | tail -n 1; }
+newest_checkpoint() { # on the disk, or in the memory of the nodes
+    { ls "$run/checkpoints"; sed -nE 's/.*"newest": "(step_[0-9]+)".*/\1/p' "$run/memory.json"; } 2>/dev/null |
+        grep '^step_' | sort | tail -n 1
+}
 say() { echo "== $(date '+%F %T') job $job: $*"; }
 requeue() {
     say "$1; back into the queue"

@@ -26,7 +26,7 @@ _WORDS = {
     "step_again": "step done again",
     "taken_over": "taken over",
 }
-_IN_NUMBERS = ("saved", "mirrored", "exported")
+_IN_NUMBERS = ("saved", "mirrored", "kept_in_memory", "exported")
 """Events that are regular and many: the list says how many there are."""
 
 

@@ -65,7 +65,7 @@ def effective_time(run: Path, progress: RunProgress) -> EffectiveTime | None:
         waited_seconds=sum(
             seconds
             for event in events
-            if event["event"] == "saved" and type(seconds := event.get("seconds_blocked")) is float
+            if event["event"] in ("saved", "kept_in_memory") and type(seconds := event.get("seconds_blocked")) is float
         ),
         starts=sum(event["event"] in _STARTS for event in events),
     )

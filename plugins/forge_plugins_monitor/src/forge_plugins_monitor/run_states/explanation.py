@@ -22,7 +22,7 @@ from forge_plugins_monitor.run_states.progress import (
 
 ENDS = {"completed": 0, "preempted": 3, "stopped": 3, "failed": None}
 """Events of which one is the last of a start that is not killed, and the exit code; of a failure, it has its own."""
-REGULAR = ("started", "resumed", "saved", "mirrored", "exported", "phase", "replicas")
+REGULAR = ("started", "resumed", "saved", "mirrored", "kept_in_memory", "exported", "phase", "replicas")
 """Events of every run, which explain nothing."""
 TROUBLE = {
     "skipped": "updates left out",

@@ -1,0 +1,44 @@
+"""One rank of ``test_host_memory``: ``forge run``, killed as by ``kill -9`` once a checkpoint is in memory.
+
+``KILLED_AT`` is a step, and the step of the checkpoint in memory that is waited for: ``17:15``; -1 for none. With
+``free:0``, so many bytes are free.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+from forge_core.cli import main
+from forge_core.train.trainer import Trainer
+from forge_plugins_mirror.host_memory.mirror import HostMemory
+
+after_step, train_step = HostMemory.after_step, Trainer._train_step
+killed_at, _, awaited = os.environ["KILLED_AT"].partition(":")
+
+
+def step(self, microbatches):
+    if str(self.step) == killed_at:
+        file = self.run.context.run_dir / "memory.json"
+        name = f"step_{int(awaited):08d}" if int(awaited) >= 0 else json.loads(file.read_text())["newest"]
+        deadline = time.monotonic() + 60
+        while json.loads(file.read_text())["newest"] != name and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(self, microbatches)
+
+
+def after(self, step, take):
+    """None is left out because the one before takes longer than so many of these steps."""
+    self._keeper.wait()
+    after_step(self, step, take)
+
+
+HostMemory.after_step = after  # type: ignore[method-assign]
+Trainer._train_step = step  # type: ignore[method-assign]
+if killed_at == "free":
+    shutil.disk_usage = lambda path: SimpleNamespace(free=int(awaited))  # type: ignore[assignment]
+sys.exit(main(sys.argv[1:]))
