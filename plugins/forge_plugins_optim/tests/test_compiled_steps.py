@@ -145,10 +145,12 @@ def test_parts_on_two_ranks_are_stepped_by_it():
         assert max(errors) < 1e-6
 
 
-def test_without_a_compiler_it_is_refused_before_the_first_step(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+def test_without_a_compiler_it_is_refused_before_the_first_step():
     torch._dynamo.reset()
+    without = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}  # pytest would not undo the second
 
-    with pytest.raises(ConfigError, match=r"optimizer.compile: torch.compile cannot make a kernel here \(.+\)"):
+    with (
+        torch._inductor.config.patch(without),
+        pytest.raises(ConfigError, match=r"optimizer.compile: torch.compile cannot make a kernel here \(.+\)"),
+    ):
         make("lion", compile=True)
