@@ -62,7 +62,7 @@ def read(mixture, n):
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.25, 0.75), (0.125, 0.875), (0.01, 0.99), (0.7, 0.3)])
 @pytest.mark.parametrize("n_streams", [1, 2, 8])
 def test_each_source_has_its_share_before_any_step_and_so_has_each_stream(shares, n_streams):
-    n = 16_000
+    n = 6000
     mixture = mixed([Counting(0, n_streams), Indexed()], shares)
 
     batch = read(mixture, n)
