@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
 from forge_plugins_optim.adamw import adamw
+from forge_plugins_optim.compiled_step import _rows
 from forge_plugins_optim.config import AdamWConfig, LionConfig, ScheduleFreeAdamWConfig, SGDConfig
 from forge_plugins_optim.lion import Lion
+from forge_plugins_optim.rounded_adamw import _correction
 from forge_plugins_optim.schedule_free import ScheduleFreeAdamW
 from forge_plugins_optim.sgd import SGD
 from forge_testing.several_ranks import on_ranks
@@ -106,6 +108,22 @@ def test_the_host_waits_for_nothing(case):
         optimizer.step()
 
     assert reads.count == 0
+
+
+def test_numbers_of_each_parameter_lie_where_no_kernel_copies_them_first():
+    rows = _rows([1.0, torch.tensor(2.0), [torch.tensor(3.0), torch.tensor(4.0)]] * 3, [torch.zeros(7)] * 2)
+
+    assert [row.tolist() for row in rows] == [[1.0, 2.0, 3.0] * 3, [1.0, 2.0, 4.0] * 3]
+    assert [row.data_ptr() % 16 for row in rows] == [0, 0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.99999])
+def test_what_moments_are_divided_by_is_exact_to_the_bits_of_fp32(beta):
+    steps = torch.tensor([1.0, 2.0, 10.0, 1e3, 1e6])
+
+    expected = 1 - beta ** steps.double()
+
+    torch.testing.assert_close(_correction(beta, steps).double(), expected, rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("case", ["adamw split", "schedule_free_adamw"])

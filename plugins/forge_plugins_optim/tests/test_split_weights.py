@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.optimizer import NamedParameter
+from forge_plugins_optim import foreach
 from forge_plugins_optim.adamw import adamw
 from forge_plugins_optim.adamw_8bit import AdamW8bit
 from forge_plugins_optim.config import (
@@ -145,6 +146,35 @@ def test_it_is_trained_as_a_parameter_in_fp32_bit_for_bit(kind, left_out):
         assert torch.equal(exact(optimizer, parameter), in_fp32[name]), name
         assert torch.equal(parameter, split(in_fp32[name].detach())[0])
         assert not torch.equal(parameter.float(), in_fp32[name])
+
+
+@pytest.mark.parametrize("elements", [2**26, 100])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_that_are_stepped_together_as_on_a_gpu_are_as_each_alone(kind, elements, monkeypatch):
+    alone, expected = make(kind, rounding="split")
+    trained(alone, expected, 0, 5, left_out=(0, 3))
+    monkeypatch.setattr(foreach, "_fits_a_cache", lambda _: False)
+    monkeypatch.setattr(foreach, "_BUCKET", elements)
+    together, parameters = make(kind, rounding="split")
+    trained(together, parameters, 0, 5, left_out=(0, 3))
+
+    for name in SHAPES:
+        error = exact(together, parameters[name]) - exact(alone, expected[name])
+        assert float(error.abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "split"])
+def test_moments_have_the_dtype_that_their_own_parameter_asks_for(rounding, monkeypatch):
+    monkeypatch.setattr(foreach, "_fits_a_cache", lambda _: False)
+    made = [nn.Parameter(torch.ones(4, 4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    named = [NamedParameter(str(number), one, "matrix") for number, one in enumerate(made)]
+    optimizer = adamw(AdamWConfig(lr=1e-3, rounding=rounding), parameters=named)
+    for one in made:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+
+    of_bf16 = torch.bfloat16 if rounding == "stochastic" else torch.float32
+    assert [optimizer.state[one]["exp_avg_sq"].dtype for one in made] == [of_bf16, torch.float32, of_bf16]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

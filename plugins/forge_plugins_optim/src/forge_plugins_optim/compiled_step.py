@@ -13,6 +13,8 @@ Number = float | Sequence[torch.Tensor]
 """Of a step: one for all parameters, or an fp32 scalar on the device for each."""
 _TRIED_ON = 4096
 """Elements."""
+_ALIGNED = 4
+"""Numbers in fp32 between addresses that torch's compiler takes for aligned, 16 bytes."""
 
 
 class CompiledStep:
@@ -101,8 +103,9 @@ class CompiledStep:
 
 
 def _rows(numbers: Sequence[torch.Tensor | Number], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of each parameter."""
-    table = torch.empty(len(parameters), len(numbers), device=parameters[0].device)
+    """Those of each parameter. Each row begins where a GPU's kernel takes it as it is: others it would copy first."""
+    width = -(-len(numbers) // _ALIGNED) * _ALIGNED
+    table = torch.empty(len(parameters), width, device=parameters[0].device)[:, : len(numbers)]
     for column, number in zip(table.unbind(1), numbers, strict=True):
         if isinstance(number, (int, float)):
             column.fill_(number)

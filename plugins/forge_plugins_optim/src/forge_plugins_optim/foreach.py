@@ -111,7 +111,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         """Parameters that are updated together: on a CPU each alone, elsewhere all at once, or, where fp32 copies of
         them are made, some."""
         bucket, n_elements = Tensors(), 0
-        limit = 0 if held[0].device.type == "cpu" else _BUCKET if with_copies else math.inf
+        limit = 0 if _fits_a_cache(held[0]) else _BUCKET if with_copies else math.inf
         for parameter in held:
             n_elements += local_tensor(parameter).numel()
             if bucket and (n_elements > limit or self.is_split(bucket[0]) is not self.is_split(parameter)):
@@ -184,9 +184,14 @@ class ForeachOptimizer(torch.optim.Optimizer):
         return given if self.left_out is None else torch.where(self.left_out.bool(), 1.0, given)
 
 
+def _fits_a_cache(tensor: torch.Tensor) -> bool:
+    """Whether small pieces, one after another, are faster than all at once: a CPU's cache has them."""
+    return tensor.device.type == "cpu"
+
+
 def _cut(lists: list[Tensors]) -> Iterator[list[Tensors]]:
     """Pieces of tensors, all lists alike; on a CPU small ones of one tensor at a time."""
-    if lists[0][0].device.type != "cpu":
+    if not _fits_a_cache(lists[0][0]):
         yield lists
         return
     for of_one in zip(*lists, strict=True):

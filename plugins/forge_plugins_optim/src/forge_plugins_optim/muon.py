@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -43,22 +43,34 @@ class Muon(ForeachOptimizer):
         self._orthogonalise = partial(orthogonalise, iterations=config.iterations)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
-        momenta = self.slot(held, "momentum")
+        averages = [average for bucket in self._buckets(held) for average in self._averages(bucket)]
+        spread = [_laid_out_as(one, average) for one, average in zip(held, averages, strict=True)]
+        steps = iter(map_whole(spread, self._orthogonalise))
+        for bucket in self._buckets(held):
+            self._step(group, bucket, [local_tensor(next(steps)).float() for _ in bucket])
+
+    def _averages(self, held: Tensors) -> Tensors:
+        """What is to be orthogonalised, this rank's parts in ``dtype``."""
+        config, momenta = self._config, self.slot(held, "momentum")
         gradients = [
             gradient.to(momentum.dtype) for gradient, momentum in zip(self.parts(held)[1], momenta, strict=True)
         ]
-        config, dtype = self._config, _DTYPES[self._config.dtype]
         self.decay(momenta, config.momentum)
         torch._foreach_add_(momenta, gradients, alpha=1 - config.momentum)
         averages = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta
-        spread = [_laid_out_as(one, average.to(dtype)) for one, average in zip(held, averages, strict=True)]
-        steps = [local_tensor(step).float() for step in map_whole(spread, self._orthogonalise)]
-        torch._foreach_mul_(steps, [_scale(config.scale, one.shape) for one in held])
+        return [average.to(_DTYPES[config.dtype]) for average in averages]
+
+    def _step(self, group: dict[str, Any], held: Tensors, steps: Tensors) -> None:
+        torch._foreach_mul_(steps, [_scale(self._config.scale, one.shape) for one in held])
         parameters = [self.exact(one) if self.is_split(one) else local_tensor(one) for one in held]
         self.shrink(parameters, group["lr"] * group["weight_decay"])
         self.move(parameters, steps, group["lr"])
         for one, parameter in zip(held, parameters, strict=True):
             self.keep(one, parameter)
+
+    def _buckets(self, held: Tensors) -> Iterator[Tensors]:
+        """Of split weights there are fp32 copies, and of their gradients."""
+        return self.buckets(held, with_copies=any(map(self.is_split, held)))
 
 
 def _scale(rule: str, shape: torch.Size) -> float:

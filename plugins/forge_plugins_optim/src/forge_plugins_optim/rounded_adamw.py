@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class RoundedAdamW(ForeachOptimizer):
             return
         for bucket in self.buckets(held, with_copies=True):
             weights = [self.exact(parameter) for parameter in bucket]
-            kept = [self.slot(bucket, name, self._dtype(bucket[0])) for name in MOMENTS]
+            kept = [[self.slot([one], name, self._dtype(one))[0] for one in bucket] for name in MOMENTS]
             moments = [[one.float() for one in own] for own in kept]
             self._step(group, bucket, weights, moments)
             for index, parameter in enumerate(bucket):
@@ -68,7 +69,7 @@ class RoundedAdamW(ForeachOptimizer):
         (beta1, beta2), lr = group["betas"], group["lr"]
         counts = [self.state[parameter]["step"] for parameter in held]
         taken = torch.stack(counts) + 1
-        corrections = [[*(1 - beta**taken).unbind()] for beta in (beta1, beta2)]
+        corrections = [[*_correction(beta, taken).unbind()] for beta in (beta1, beta2)]
         torch._foreach_add_(counts, 1.0 if self.left_out is None else [1 - self.left_out] * len(counts))
         kept = 1 - lr * group["weight_decay"]
         numbers = [lr, kept, group["eps"], 1 - beta1, beta2, 1 - beta2, *corrections]
@@ -111,6 +112,11 @@ class RoundedAdamW(ForeachOptimizer):
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """That of its moments."""
         return self._moments if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+
+def _correction(beta: float, steps: torch.Tensor) -> torch.Tensor:
+    """``1 − betaᵏ`` after k steps, to the last bits of fp32 where beta is almost 1, too."""
+    return -torch.expm1(steps * log(beta)) if beta else torch.ones_like(steps)
 
 
 def _new_values(
