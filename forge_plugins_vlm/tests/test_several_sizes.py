@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from small_vlm import FUSIONS
 
 from forge_core.contracts.batch import Entry
 from forge_core.data.stream import SampleStream
+from forge_core.errors import ConfigError
 from forge_plugins_data.mixed_entries import mixed_entries
+from forge_plugins_data.mixture_parts import MixtureParts, Part
 from forge_plugins_vlm.data.page import page_of
 from forge_plugins_vlm.vision import VisionTower
 
@@ -139,7 +143,41 @@ def test_entries_that_sources_state_alike_are_as_they_were_and_others_have_the_l
     mixed = mixed_entries([one, other])
     assert mixed["pixels"].sizes == (None, 5, 3, 32, 40)
     assert mixed["pixels_sizes"] == Entry(dims=("sample", "side"), sizes=(None, 2), absent=0)
-    assert [*mixed_entries([one, pixels(None, None, 3, None, None)])] == ["pixels"]
+    unknown = pixels(None, None, 3, None, None)
+    assert [*mixed_entries([one, unknown])] == ["pixels"]
+    assert all("pixels_sizes" in mixed_entries(parts) for parts in permutations([one, unknown, other]))
+
+
+def test_pictures_of_several_sizes_of_which_one_is_not_known_are_refused():
+    class Pictures:
+        vocab_size, tokenizer = 31, None
+
+        def __init__(self, *sizes):
+            self.fingerprint, self._sizes = str(sizes), sizes
+
+        def __len__(self):
+            return 4
+
+        def entries(self):
+            dims = ("sample", "tile", "channel", "height", "width")
+            return {"pixels": Entry(dims=dims, sizes=(None, 1, 3, *self._sizes), dtype="uint8", absent=0)}
+
+        def read(self, indices):
+            tokens = np.zeros((len(indices), 4), np.int64)
+            height, width = (size or 8 for size in self._sizes)
+            return {
+                "tokens": tokens,
+                "targets": tokens,
+                "pixels": np.zeros((len(indices), 1, 3, height, width), np.uint8),
+            }
+
+    def mixed(*sizes):
+        parts = [Part(SimpleNamespace(name=str(n), loss_weight=1.0), Pictures(*one), 0) for n, one in enumerate(sizes)]
+        return MixtureParts.of(parts, tuple(part.name for part in parts))
+
+    assert "pixels_sizes" in mixed((8, 8), (16, 16)).entries
+    with pytest.raises(ConfigError, match="sources give pixels of several sizes, and one does not say which"):
+        mixed((8, 8), (None, None), (16, 16))
 
 
 @pytest.fixture

@@ -43,6 +43,28 @@ class Indexed:
         return {"tokens": indices[:, None].copy(), "targets": indices[:, None].copy()}
 
 
+class Rows:
+    """Rows of numbers, and no tokens."""
+
+    vocab_size, tokenizer, fingerprint, counted_in = 1, None, "rows", "rows"
+
+    def __len__(self):
+        return 8
+
+    def read(self, indices):
+        return {"rows": np.ones((len(indices), 3, 2), np.float32)}
+
+
+class StreamOfRows:
+    """The same as streams."""
+
+    vocab_size, tokenizer, fingerprint, counted_in, n_streams = 1, None, "stream of rows", "rows", 2
+
+    def open(self, stream, state):
+        for number in range(state["read"] if state else 0, 8):
+            yield {"rows": np.zeros((3, 2), np.float32)}, {"read": number + 1}
+
+
 def parts_of(sources):
     parts = [
         Part(SimpleNamespace(name=name, loss_weight=1.0), source, seed=3)
@@ -136,6 +158,13 @@ def test_a_phase_changes_what_follows_and_nothing_before_it():
     assert phased.counts(80) == InterleavingInPhases([(0, (0.2, 0.8)), *phases]).counts(80) == [44, 36]
     assert plain.fingerprint == phased.fingerprint
     assert plain.fingerprint != mixed([Counting(0, 8), Indexed()], (0.2, 0.8)).fingerprint
+
+
+def test_sources_without_tokens_are_mixed_and_counted():
+    batch = read(mixed([StreamOfRows(), Rows()], (0.5, 0.5)), 8)
+
+    assert batch["tokens"].shape == batch["targets"].shape == (8, 3)
+    np.testing.assert_array_equal(batch["rows"][:, 0, 0], batch["source"])
 
 
 def test_a_rank_opens_the_streams_of_its_own_positions_alone():

@@ -9,6 +9,7 @@ import attrs
 from forge_core.contracts.batch import Entry
 
 _SIDES = ("height", "width")
+_SIZES = Entry(dims=("sample", "side"), sizes=(None, 2), absent=0)
 
 
 def mixed_entries(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
@@ -18,14 +19,20 @@ def mixed_entries(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
     ``pixels_sizes`` ``(B, 2)`` besides: both of each sample, without what fills it up; 0, if it has no pictures.
     """
     mixed: dict[str, Entry] = {}
+    known: dict[str, dict[int, int]] = {}
     for name, entry in (pair for entries in parts for pair in entries.items()):
         before = mixed.get(name, entry)
-        if (one := sides_of(before)) and (other := sides_of(entry)) and one != other:
-            mixed[f"{name}_sizes"] = Entry(dims=("sample", "side"), sizes=(None, 2), absent=0)
+        if (sides := sides_of(entry)) and known.setdefault(name, sides) != sides:
+            mixed[f"{name}_sizes"] = _SIZES
         sizes = zip(before.sizes, entry.sizes, strict=True) if before.sizes and entry.sizes else ()
         largest = tuple(None if None in pair else max(pair) for pair in sizes)
         mixed[name] = attrs.evolve(entry, sizes=largest)
     return mixed
+
+
+def has_several_sizes(entries: Mapping[str, Entry], name: str) -> bool:
+    """Whether ``mixed_entries`` has found that sources give pictures ``name`` of several sizes."""
+    return entries.get(f"{name}_sizes") == _SIZES
 
 
 def sides_of(entry: Entry) -> dict[int, int]:

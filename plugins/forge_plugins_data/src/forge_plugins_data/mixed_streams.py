@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.permutation import permute
 from forge_core.errors import ConfigError
 from forge_plugins_data.interleaving import InterleavingInPhases
@@ -99,7 +98,6 @@ class _Turns:
 
     def __init__(self, part: Part, streams: Sequence[int], state: Mapping[str, Any] | None) -> None:
         self._part, self._streams = part, streams
-        self._counted_in = counted_entry(part.source)
         self._turn: int = state["turn"] if state else 0
         self._states = [*state["states"]] if state else [None] * len(streams)
         self._open: dict[int, Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]] = {}
@@ -113,7 +111,7 @@ class _Turns:
         turn = self._turn
         sample, self._states[turn] = self._next(turn)
         self._turn = (turn + 1) % len(self._streams)
-        return with_counts({name: values[None] for name, values in sample.items()}, self._counted_in)
+        return self._part.as_batch(sample)
 
     def state(self) -> dict[str, Any]:
         """Where it is, a mapping of its own."""

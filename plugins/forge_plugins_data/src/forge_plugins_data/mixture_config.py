@@ -127,13 +127,14 @@ class MixtureConfig(DataSourceConfig):
     def _check_streams(self, job: Job) -> Iterable[tuple[str, str]]:
         numbers = {one.name: one.streams for one in self.sources if one.streams}
         total, streams = samples_per_step(job), math.gcd(*numbers.values())
+        said = ", ".join(f"{name} has {number}" for name, number in numbers.items())
+        together = f"are read together as {streams} stream{'s' * (streams > 1)} ({said})"
         if streams and total is not None and total % streams:
-            said = ", ".join(f"{name} has {number}" for name, number in numbers.items())
-            sentence = (
-                f"are read together as {streams} streams ({said}), a number that must divide train.global_batch_size, "
-                f"{total}, as each has the same part of a step"
-            )
-            yield "sources", sentence
+            sentence = f"a number that must divide train.global_batch_size, {total}: each has the same part of a step"
+            yield "sources", f"{together}, {sentence}"
+        if 0 < streams < (ranks := job.parallel.dp_replicate * job.parallel.dp_shard):
+            sentence = f"and there are {ranks} data-parallel ranks, each of which reads at least one"
+            yield "sources", f"{together}, {sentence}; give all of them one number, {ranks} or more, or use fewer ranks"
 
     def _check_phases(self, job: Job) -> Iterable[tuple[str, str]]:
         names = [one.name for one in self.sources]

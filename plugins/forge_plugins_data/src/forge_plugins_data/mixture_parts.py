@@ -13,9 +13,10 @@ import numpy as np
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.data_source import CheckedSource, Source, StreamedSource
 from forge_core.contracts.tokenizer import Tokenizer
+from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.stream import SampleStream
 from forge_core.errors import ConfigError
-from forge_plugins_data.mixed_entries import mixed_entries, sides_of
+from forge_plugins_data.mixed_entries import has_several_sizes, mixed_entries, sides_of
 from forge_plugins_data.mixture_config import MixtureSource
 from forge_plugins_data.windows import TokenWindows
 
@@ -27,6 +28,7 @@ class Part:
         self.name = described.name
         self.loss_weight = described.loss_weight
         self.source = source
+        self._counted_in = counted_entry(source)
         self.streams = source if isinstance(source, StreamedSource) else None
         self.n_streams = 0 if self.streams is None else self.streams.n_streams
         self._stream = None if isinstance(source, StreamedSource) else SampleStream(source, seed=seed, shuffle=True)
@@ -40,7 +42,7 @@ class Part:
         return self._indexed.indices(numbers)
 
     def entry_names(self) -> set[str]:
-        """The entries of its first sample.
+        """The entries of its first sample, with those that the engine counts by.
 
         Raises:
             ConfigError: a stream has no sample.
@@ -48,8 +50,12 @@ class Part:
         if self.streams is None:
             return set(self.read(np.zeros(1, np.int64)))
         for sample, _ in self.streams.open(0, None):
-            return set(sample)
+            return set(self.as_batch(sample))
         raise ConfigError(self.without_samples(0))
+
+    def as_batch(self, sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A sample of a stream as a batch of one, with the entries that the engine counts by."""
+        return with_counts({name: values[None] for name, values in sample.items()}, self._counted_in)
 
     def without_samples(self, stream: int) -> str:
         """A sentence about a stream that has none."""
@@ -89,6 +95,12 @@ class MixtureParts:
                 )
         found = {part.name: part.entry_names() for part in parts}
         described = mixed_entries(part.source.entries() for part in parts if hasattr(part.source, "entries"))
+        for name, entry in described.items():
+            if has_several_sizes(described, name) and not sides_of(entry):
+                raise ConfigError(
+                    f"sources give {name} of several sizes, and one does not say which its own are (entries), so that "
+                    "they cannot be told apart; leave it out, or give all of them one size"
+                )
         has_weights = any("weights" in names_of_part for names_of_part in found.values())
         replaced = {"weights", *(name for name, entry in described.items() if entry.absent is not None)}
         for names_of_part in found.values():
@@ -149,12 +161,12 @@ class MixtureParts:
         for name in dict.fromkeys(name for _, found in parts for name in found):
             arrays = [(rows, found[name]) for rows, found in parts if name in found]
             shape = np.max([values.shape[1:] for _, values in arrays], axis=0, initial=0).astype(int)
-            if (own := f"{name}_sizes") in self.entries:
+            if has_several_sizes(self.entries, name):
                 sides = sides_of(self.entries[name])
                 shape[np.array([*sides]) - 1] = [*sides.values()]
-                batch[own] = np.zeros((len(which), 2), np.int64)
+                sizes_B2 = batch[f"{name}_sizes"] = np.zeros((len(which), 2), np.int64)
                 for rows, values in arrays:
-                    batch[own][rows] = [values.shape[side] for side in sides]
+                    sizes_B2[rows] = [values.shape[side] for side in sides]
             absent = 1 if name == "weights" else getattr(self.entries.get(name), "absent", None) or 0
             batch[name] = np.full((len(which), *shape), absent, arrays[0][1].dtype)
             for rows, values in arrays:
