@@ -84,6 +84,15 @@ def refused():
         ),
         (
             "joint_decoder",
+            [
+                "model.encoder.any_size=true",
+                "model.encoded_sizes=[[32, 32], [64, 64], [32, 32]]",
+                f"data={{name='mixture', sources={TWO_SIZES}}}",
+            ],
+            "names [32, 32] twice, and it would be encoded twice; name it once",
+        ),
+        (
+            "joint_decoder",
             ["model.encoded_sizes=[[48, 48]]"],
             "no source gives tiles of 48 × 48 pixels to a batch that has others, too; remove it",
         ),

@@ -122,6 +122,15 @@ def test_what_is_said_of_a_token_is_the_sum_of_all_parts(make_model, fusion):
     assert model.flops_per_token(model.max_seq_len) == pytest.approx(whole)
 
 
+def test_what_no_batch_changes_is_reckoned_once(make_model, monkeypatch):
+    """Of an encoder from a folder, each layer would ask for it with each microbatch."""
+    model, given = make_model("cross_attention"), batch(BATCHES["several tiles"])
+    first = model.flops_beside(given)
+    monkeypatch.delattr(type(model), "_usual_flops_of_images")
+
+    assert model.flops_beside(given) == first
+
+
 def test_a_stage_without_the_encoder_counts_nothing(make_model):
     model = make_model()
     model.vision = None

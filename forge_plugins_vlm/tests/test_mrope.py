@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from small_vlm import entries, images
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_plugins_vlm.mrope import image_axes
 
@@ -46,6 +47,22 @@ def test_the_positions_are_those_of_qwen2_vl():
     expected, _ = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
 
     assert torch.equal(axes_of("ttItIttI"), expected[:, 0].T)
+
+
+def test_each_pair_of_features_has_its_axis_without_a_copy_from_the_host(make_model):
+    model, axes, made = make_model(fusion=FUSION), torch.arange(30).view(2, 5, 3), []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Operations():
+        found = model.rotary_positions(torch.zeros(2, 5), {"image_axes": axes}, 4)
+
+    assert torch.equal(found, axes[..., [0, 0, 1, 2]])
+    assert "arange" in made
+    assert not {"lift_fresh", "lift_fresh_copy", "repeat_interleave"} & {*made}
 
 
 @torch.no_grad()

@@ -144,7 +144,9 @@ class VisionLanguageConfig(TransformerConfig):
             height, width = min(missing)
             sentence = f"sources give tiles of several sizes to one batch, and {height} × {width} is not here"
             yield "encoded_sizes", f"{sentence}; set model.encoded_sizes = [{said}]"
-        for height, width in self.encoded_sizes:
+        for height, width in dict.fromkeys(self.encoded_sizes):
+            if self.encoded_sizes.count((height, width)) > 1:
+                yield "encoded_sizes", f"names [{height}, {width}] twice, and it would be encoded twice; name it once"
             if (height, width) not in needed:
                 sentence = f"no source gives tiles of {height} × {width} pixels to a batch that has others, too"
                 yield "encoded_sizes", f"{sentence}; {f'set it to [{said}]' if needed else 'remove it'}"

@@ -5,9 +5,11 @@ Shapes: B = batch, S = sequence, D = width of the residual stream, N = tiles of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,8 +90,9 @@ class VisionLanguageModel(Transformer):
         """Same as ``Transformer.rotary_positions``: in time, row and column, where the fusion is asked for them."""
         if self._mrope_sections is None:
             return positions
-        sections = torch.tensor(self._mrope_sections, device=positions.device)
-        axis = torch.arange(3, device=positions.device).repeat_interleave(sections, output_size=pairs)
+        rows, columns = accumulate(self._mrope_sections[:2])  # where they begin
+        place = torch.arange(pairs, device=positions.device)  # no copy from the host, which would wait for the device
+        axis = (place >= rows).long() + (place >= columns).long()
         return facts["image_axes"][..., axis]
 
     def enter(self, hidden: torch.Tensor, facts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -132,12 +135,8 @@ class VisionLanguageModel(Transformer):
         trains = self.vision.trains_encoder, self.vision.trains_connector
         of_tile = sum(self._flops_of_tile(*size, trains=trains) for size in sizes)
         image_tokens = self._image_tokens(shape[1], sizes)
-        counted = self.flops_of("vision")
-        of_layers = 0.0
-        for layer in range(self.config.n_layers):
-            of_layers += self._flops_of_images(layer, image_tokens, length)
-            counted += self._usual_flops_of_images(layer)
-        return rows * (shape[1] * of_tile + of_layers - length * counted)
+        of_layers = sum(self._flops_of_images(layer, image_tokens, length) for layer in range(self.config.n_layers))
+        return rows * (shape[1] * of_tile + of_layers - length * self._usual_flops)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Same as ``Model.flops_per_token``, with those of images for a tile in ``max_seq_len`` tokens, as ``forge
@@ -309,6 +308,12 @@ class VisionLanguageModel(Transformer):
         """Those of a row in a layer, forward and backward, beyond what is counted for each position."""
         flops: float = self.config.fusion.config.flops_of_images(layer, self.config, image_tokens, positions)
         return 3 * flops
+
+    @functools.cached_property  # each microbatch asks for it
+    def _usual_flops(self) -> float:
+        """What ``flops_per_token`` of the whole model has for images."""
+        of_layers = (self._usual_flops_of_images(layer) for layer in range(self.config.n_layers))
+        return self.flops_of("vision") + sum(of_layers)
 
     def _usual_flops_of_images(self, layer: int) -> float:
         """The same for a token, with one tile in ``max_seq_len`` tokens."""
