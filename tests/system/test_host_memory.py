@@ -407,3 +407,9 @@ def test_one_that_cannot_be_written_is_told_and_the_one_before_stays(here, monke
     assert ("mirror_failed", 6) in events(here, "mirror_failed")
     assert here.kept() == ([] if code == 0 else ["step_00000009"])
     assert ("the last checkpoint in memory stays in" in said.out) == (code != 0)
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_rank_waiting(run_ranks, tmp_path):
+    said = run_ranks(Path(__file__).with_name("exchange_rank.py"), 2, tmp_path)
+
+    assert [text.split() for text in said] == [["sent"], ["IsADirectoryError", "True"]]
