@@ -122,9 +122,15 @@ class RunMirror(NoMirror):
         with self._noted("saved"):
             self._mirror.saved(path)
 
-    def after_step(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        with self._noted("after_step"):
-            self._mirror.after_step(step, take)
+    def wants(self, step: int) -> bool:
+        answers = [False]
+        with self._noted("wants"):
+            answers.append(self._mirror.wants(step))
+        return answers[-1]
+
+    def keep(self, snapshot: Snapshot) -> None:
+        with self._noted("keep"):
+            self._mirror.keep(snapshot)
 
     def wait_until_copied(self) -> None:
         with self._noted("wait_until_copied"):

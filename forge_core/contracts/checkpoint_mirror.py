@@ -150,13 +150,14 @@ class CheckpointMirror:
         """Copy the checkpoint in ``path``, which has just been committed, and what could not be copied before. Training
         waits for this method: what takes long belongs into a thread."""
 
-    def after_step(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        """A mirror may keep checkpoints that the run does not save. Training waits for this method.
+    def wants(self, step: int) -> bool:
+        """Return whether to keep a checkpoint of ``step``, beside those that the run saves. The same on all ranks.
+        Called after every step but the last."""
+        return False
 
-        Args:
-            take: takes all that goes into a checkpoint of ``step``, on all ranks together; ``None`` if the step is none
-                to go on from. Its tensors are the ones that are trained, which the next step changes.
-        """
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep all that goes into a checkpoint of the step that ``wants`` was asked for, if one can go on from it.
+        Its tensors are the ones that are trained, which the next step changes. Training waits for this method."""
 
     def wait_until_copied(self) -> None:
         """Wait until tensors that were taken after the last step may change."""

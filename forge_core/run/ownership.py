@@ -34,9 +34,7 @@ class Ownership:
 
 
 @contextmanager
-def ownership(
-    prepared: RunSetup, environment: Mapping[str, Any], deadline: TimeLimit, n_bytes: int
-) -> Iterator[Ownership]:
+def ownership(setup: RunSetup, environment: Mapping[str, Any], limit: TimeLimit, n_bytes: int) -> Iterator[Ownership]:
     """Take the run's directory over and open it, on all ranks.
 
     Args:
@@ -47,23 +45,22 @@ def ownership(
         ConfigError: somebody else trains there, it cannot be written to, or has changed meanwhile.
         MirrorError: the mirror cannot be written to, and the run is not to start without it.
     """
-    with _held(prepared) as lease:
+    with _held(setup) as lease:
         attempt = run_on_rank0(lambda: lease.attempt if lease else "")
-        run_on_all_ranks(lambda: refuse_unless_shared(prepared.directory.path, attempt))
-        run_on_all_ranks(lambda: _open_directory(prepared, environment))
+        run_on_all_ranks(lambda: refuse_unless_shared(setup.directory.path, attempt))
+        run_on_all_ranks(lambda: _open_directory(setup, environment))
         try:
             held = Ownership(attempt, lease)
-            _begin_mirror(prepared, held, deadline, n_bytes // prepared.mesh.degrees["dp_replicate"])
+            _begin_mirror(setup, held, limit, n_bytes // setup.mesh.degrees["dp_replicate"])
             yield held
         finally:
-            prepared.directory.close()
+            setup.directory.close()
 
 
 def complete(begun: Begun) -> None:
     """Do what a run that has all its steps could not do any more: copy to the mirror, and clear up, if it was killed
     while it ended."""
-    has_mirror = begun.job.checkpoint.mirror is not None
-    if not has_mirror and not run_on_rank0(lambda: _is_left_untidy(begun)):
+    if begun.job.checkpoint.mirror is None and not run_on_rank0(lambda: _is_left_untidy(begun)):
         return
     with _held(begun) as lease:
         if lease is not None:
@@ -116,7 +113,7 @@ def _open_directory(prepared: RunSetup, environment: Mapping[str, Any]) -> None:
     prepared.directory.open(prepared.job, environment, start.step)  # from here on, its job.toml says it is done
 
 
-def _begin_mirror(begun: Begun, held: Ownership, deadline: TimeLimit | None, n_bytes: int) -> None:
+def _begin_mirror(begun: Begun, held: Ownership, limit: TimeLimit | None, n_bytes: int) -> None:
     """After the run's own directory: the mirror's ``job.toml`` says that both are done.
 
     Raises:
@@ -133,5 +130,5 @@ def _begin_mirror(begun: Begun, held: Ownership, deadline: TimeLimit | None, n_b
             refuse_if_lost=held.refuse_if_lost,
             write_event=begun.directory.write_event,
         ),
-        lambda seconds: deadline.must_hold(seconds, say) if deadline else None,
+        lambda seconds: limit.must_hold(seconds, say) if limit else None,
     )

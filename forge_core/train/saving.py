@@ -186,20 +186,18 @@ class Saving:
         if self._begun_at is not None and step >= self._begun_at + 2 and not votes.is_writing:  # told two steps late
             self.finish()
         is_last = votes.stop or step == self.run.job.train.steps
-        if not is_last:
-            self.mirror.after_step(step, partial(self._take_if_good, step, evaluated))
+        if not is_last and self.mirror.wants(step) and self._may_save(step, is_last=False):
+            self.mirror.keep(self.contents.snapshot(step, evaluated))
         is_regular = self.replicas.share.index == 0 and is_due(step, self.run.job.checkpoint)
         if votes.save or is_last or is_regular or self._is_put_off:
             self._save(step, evaluated, is_last=is_last)
 
     def _save(self, step: int, evaluated: Mapping[str, float], *, is_last: bool) -> None:
-        may_save = self._may_save(step, is_last=is_last)
+        if self._may_save(step, is_last=is_last):
+            self._begin(step, evaluated, must_succeed=is_last)
+            self._last = time.monotonic()
+            self.metrics.restart()
         self._is_put_off = not is_last and self.contents.guard.in_a_row > 0
-        if not may_save:
-            return
-        self._begin(step, evaluated, must_succeed=is_last)
-        self._last = time.monotonic()
-        self.metrics.restart()
 
     def _may_save(self, step: int, *, is_last: bool) -> bool:
         """Return whether the run need not go back; and if another save will follow, whether the step has been a good
@@ -211,9 +209,6 @@ class Saving:
             return False
         self.optimizer_check.check()
         return True
-
-    def _take_if_good(self, step: int, evaluated: Mapping[str, float]) -> Snapshot | None:
-        return self.contents.snapshot(step, evaluated) if self._may_save(step, is_last=False) else None
 
     def _begin(self, step: int, evaluated: Mapping[str, float], *, must_succeed: bool) -> None:
         self.finish()

@@ -16,7 +16,7 @@ from forge_core.cli import main
 from forge_core.train.trainer import Trainer
 from forge_plugins_mirror.host_memory.mirror import HostMemory
 
-after_step, train_step = HostMemory.after_step, Trainer._train_step
+wants, train_step = HostMemory.wants, Trainer._train_step
 killed_at, _, awaited = os.environ["KILLED_AT"].partition(":")
 
 
@@ -31,13 +31,13 @@ def step(self, microbatches):
     return train_step(self, microbatches)
 
 
-def after(self, step, take):
+def waits(self, step):
     """None is left out because the one before takes longer than so many of these steps."""
     self._keeper.wait()
-    after_step(self, step, take)
+    return wants(self, step)
 
 
-HostMemory.after_step = after  # type: ignore[method-assign]
+HostMemory.wants = waits  # type: ignore[method-assign]
 Trainer._train_step = step  # type: ignore[method-assign]
 if killed_at == "free":
     shutil.disk_usage = lambda path: SimpleNamespace(free=int(awaited))  # type: ignore[assignment]

@@ -15,9 +15,11 @@ import torch
 import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
+from forge_core.errors import MirrorError, PluginError
+from forge_core.train.first_steps import FirstSave
 from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
-from forge_plugins_mirror.host_memory import keeper
+from forge_plugins_mirror.host_memory import keeper, mirror
 from forge_plugins_mirror.host_memory.keeper import Keeper
 from forge_plugins_mirror.host_memory.mirror import HostMemory
 
@@ -253,6 +255,18 @@ def test_steps_that_were_given_up_are_not_taken(left, tmp_path, resume):
     assert [line["step"] for line in left.lines()] == [*range(1, 11)]
 
 
+@pytest.mark.nightly
+def test_after_a_start_without_memory_what_is_left_there_is_not_taken(left):
+    """The steps may have been given up by then."""
+    without = ("parallel.dp_shard=4", "checkpoint.interval=5")
+    assert left.start(*without, killed_at="6:-1") == [-9] * 4, left.said
+
+    assert left.start(*RESUME) == [0] * 4, left.said
+
+    assert left.began() == [0, 5, 5]
+    assert [*left.memory.glob("node*/forge-*")] == []
+
+
 def test_what_another_run_has_left_in_the_same_place_is_not_taken(left):
     shutil.rmtree(left.path)
 
@@ -288,6 +302,7 @@ def test_a_memory_that_is_too_small_is_refused_before_the_first_step(shared_tiny
 
     assert "has 0 B, and two checkpoints of the 2 ranks there and of their copies of the node before" in run.said
     assert not (run.path / "metrics.jsonl").read_text()
+    assert [*run.memory.glob("node*/forge-*")] == []
 
 
 @pytest.mark.parametrize(
@@ -335,13 +350,13 @@ def test_replicas_of_shards_find_parts_that_others_have_written(shared_tiny):
 @pytest.fixture
 def here(shared_tiny, tmp_path, monkeypatch):
     """Runs the tiny job in this process, under a name of its own, with a memory of its own."""
-    after_step = HostMemory.after_step
+    wants = HostMemory.wants
 
-    def after(self, step, take):
+    def waits(self, step):
         self._keeper.wait()
-        after_step(self, step, take)
+        return wants(self, step)
 
-    monkeypatch.setattr(HostMemory, "after_step", after)
+    monkeypatch.setattr(HostMemory, "wants", waits)
     monkeypatch.setenv("NODE_MEMORY", str(tmp_path))
 
     def start(*overrides):
@@ -357,7 +372,16 @@ def events(run, *names):
     return [(line["event"], line["step"]) for line in lines if line["event"] in names]
 
 
-def test_a_run_that_goes_back_forgets_the_steps_that_it_gives_up(here, monkeypatch):
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_run_that_goes_back_forgets_the_steps_that_it_gives_up(here, monkeypatch, is_written):
+    write, goes_back = mirror._write, iter([False, True])
+
+    def write_or_not(history, start):
+        if next(goes_back) and not is_written:
+            raise MirrorError("the shared disk is away")
+        write(history, start)
+
+    monkeypatch.setattr(mirror, "_write", write_or_not)
     train_step, once, seen = Trainer._train_step, iter([True]), []
 
     def step(self, microbatches):
@@ -375,6 +399,7 @@ def test_a_run_that_goes_back_forgets_the_steps_that_it_gives_up(here, monkeypat
     (again,) = [i for i, (number, _) in enumerate(seen) if number == 5][1:]
     assert seen[again] == (5, [])  # that of step 6 is gone
     assert [step for _, step in events(here, "kept_in_memory")] == [3, 6, 6, 9]
+    assert len(events(here, "mirror_failed")) == (not is_written)
 
 
 def test_a_checkpoint_is_left_out_while_the_one_before_is_written(here, monkeypatch, capsys):
@@ -385,6 +410,20 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_written(here, monkeypa
 
     assert "checkpoint.mirror.every = 3 is little" in capsys.readouterr().out
     assert events(here, "kept_in_memory") == [("kept_in_memory", 3), ("kept_in_memory", 9)]
+
+
+def test_what_the_run_may_not_save_ends_it_before_it_is_in_memory(here, monkeypatch, capsys):
+    """It is no failure of the mirror, after which training could go on."""
+
+    def check(self):
+        raise PluginError("it keeps state that a resumed run could not be given")
+
+    monkeypatch.setattr(FirstSave, "check", check)
+
+    assert here("checkpoint.on_failure=continue") != 0
+
+    assert "it keeps state that a resumed run could not be given" in capsys.readouterr().err
+    assert events(here, "failed", "mirror_failed", "kept_in_memory") == [("failed", 3)]
 
 
 @pytest.mark.parametrize(("reaction", "code"), [("continue", 0), ("stop", 1)])
@@ -407,3 +446,9 @@ def test_one_that_cannot_be_written_is_told_and_the_one_before_stays(here, monke
     assert ("mirror_failed", 6) in events(here, "mirror_failed")
     assert here.kept() == ([] if code == 0 else ["step_00000009"])
     assert ("the last checkpoint in memory stays in" in said.out) == (code != 0)
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_rank_waiting(run_ranks, tmp_path):
+    said = run_ranks(Path(__file__).with_name("exchange_rank.py"), 2, tmp_path)
+
+    assert [text.split() for text in said] == [["sent"], ["IsADirectoryError", "True"]]

@@ -13,7 +13,9 @@ from forge_plugins_mirror.host_memory.node import NodeFolder, Nodes
 
 
 def test_steps_count_up_to_where_a_later_stretch_goes_on(tmp_path):
-    history = History.new(tmp_path).going_on_from(-1).going_on_from(20).going_on_from(10).going_on_from(30)
+    history = History.new(tmp_path)
+    for step in (-1, 20, 10, 30):
+        history = history.going_on_from(step, "a")
 
     first, second, third, last = (name for name, _ in history.stretches)
     assert history.last_steps() == {first: 10, second: 10, third: 30, last: math.inf}
@@ -24,7 +26,7 @@ def test_a_history_is_read_as_it_was_written_and_by_its_own_run_alone(tmp_path):
     run, branch = tmp_path / "run", tmp_path / "branch"
     for folder in (run, branch):
         folder.mkdir()
-    history = History.new(run).going_on_from(-1)
+    history = History.new(run).going_on_from(-1, "a")
     assert History.read(run) is None
 
     history.write()
@@ -39,22 +41,61 @@ def test_a_history_is_read_as_it_was_written_and_by_its_own_run_alone(tmp_path):
     [
         {"folder": "../other"},
         {"folder": ".."},
+        {"folder": "somebody's"},
         {"stretches": [["../x", 1]]},
+        {"stretches": [["x", math.inf]]},
         {"stretches": [["x"]]},
         {"stretches": None},
         {"directory": "/elsewhere"},
     ],
 )
 def test_a_history_that_leads_elsewhere_is_none(tmp_path, broken):
-    History.new(tmp_path).going_on_from(-1).write()
+    History.new(tmp_path).going_on_from(-1, "a").write()
     known = json.loads((tmp_path / FILE_NAME).read_text())
     (tmp_path / FILE_NAME).write_text(json.dumps({**known, **broken}))
 
     assert History.read(tmp_path) is None
 
 
+def test_a_start_without_memory_ends_what_may_be_gone_on_from(tmp_path):
+    history = History.new(tmp_path).going_on_from(-1, "first").going_on_from(20, "second")
+    assert not history.has_last_start()
+
+    def writes(*events):
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+
+    writes({"event": "started", "attempt": "first"}, {"event": "rolled_back", "attempt": 1})
+    assert history.has_last_start()  # the second one was killed before it trained
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "resumed", "attem\n')
+    writes({"event": "resumed", "attempt": "second"}, {"event": "saved", "step": 30})
+    assert history.has_last_start()
+
+    writes({"event": "resumed", "attempt": "third"})
+
+    assert not history.has_last_start()
+
+
+def test_a_start_leaves_one_checkpoint_so_that_there_is_room_for_another(tmp_path):
+    folder = NodeFolder(str(tmp_path), "forge-x")
+    for place in ("a-0/step_00000010", "a-0/.step_00000030.memory.partial", "b-1/step_00000020", "c-2/step_00000020"):
+        (folder.path / place).mkdir(parents=True)
+        (folder.path / place / "file").touch()
+    (folder.path / "b-1" / "step_00000010").mkdir()
+    (folder.path / "b-1" / ".step_00000030.memory.partial").mkdir()
+
+    folder.keep_only(["a-0", "b-1"], 20)
+
+    assert sorted(path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*")) == [
+        "b-1",
+        "b-1/step_00000020",
+        "b-1/step_00000020/file",
+    ]
+
+
 def test_a_history_behind_a_link_is_none(tmp_path):
-    History.new(tmp_path).going_on_from(-1).write()
+    History.new(tmp_path).going_on_from(-1, "a").write()
     (tmp_path / FILE_NAME).rename(tmp_path / "other.json")
     (tmp_path / FILE_NAME).symlink_to(tmp_path / "other.json")
 

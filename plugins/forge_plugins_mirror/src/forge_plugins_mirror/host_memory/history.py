@@ -6,6 +6,7 @@ import json
 import math
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -30,7 +31,7 @@ class History:
     folder: str
     """Name of the folder that the run has in each node's memory. No other run has it."""
     stretches: tuple[tuple[str, int], ...] = ()
-    """Name of each, and the step from which it goes on; -1 afresh."""
+    """Name of each, which begins with that of its start, and the step from which it goes on; -1 afresh."""
     newest: str = ""
     """Name of the newest checkpoint in memory, for scripts that ask whether the run gets further."""
 
@@ -47,19 +48,29 @@ class History:
             known = json.loads(read_regular_file(run_directory / FILE_NAME, _MAX_BYTES, follow_link=False))
             stretches = tuple((str(name), int(step)) for name, step in known["stretches"])
             found = cls(str(known["directory"]), str(known["folder"]), stretches, str(known["newest"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        names = (found.folder, *(name for name, _ in stretches))
-        are_names = all(re.fullmatch(r"[\w.-]+", name) and not name.startswith(".") for name in names)
+        are_names = re.fullmatch(r"forge-[\w.-]+", found.folder) and all(
+            re.fullmatch(r"\w[\w.-]*", name) for name, _ in stretches
+        )
         return found if are_names and found.directory == str(run_directory.resolve()) else None
 
     def write(self) -> None:
         """Into the run's directory, flushed."""
         write_durably(Path(self.directory) / FILE_NAME, json.dumps(attrs.asdict(self)) + "\n")
 
-    def going_on_from(self, step: int) -> History:
-        """With another stretch."""
-        return attrs.evolve(self, stretches=(*self.stretches, (uuid.uuid4().hex[:12], step)))
+    def going_on_from(self, step: int, attempt: str) -> History:
+        """With another stretch, of the start with this name."""
+        return attrs.evolve(self, stretches=(*self.stretches, (f"{attempt}-{len(self.stretches)}", step)))
+
+    def has_last_start(self) -> bool:
+        """Return whether the last start that has trained here was one of these. Otherwise it was one without memory,
+        which may have given up steps that are there."""
+        last = ""
+        with suppress(OSError), (Path(self.directory) / "events.jsonl").open(errors="replace") as lines:
+            for line in lines:
+                last = _attempt_of(line) or last
+        return bool(last) and any(name.rpartition("-")[0] == last for name, _ in self.stretches)
 
     @property
     def stretch(self) -> str:
@@ -74,3 +85,12 @@ class History:
             found[name] = last
             last = min(last, start)
         return found
+
+
+def _attempt_of(line: str) -> str:
+    """The name of the start that a line of ``events.jsonl`` tells of; nothing if it tells something else."""
+    try:
+        event = json.loads(line) if '"attempt"' in line else None
+    except (ValueError, RecursionError):  # cut short by a crash
+        return ""
+    return str(event["attempt"]) if isinstance(event, dict) and event.get("event") in ("started", "resumed") else ""

@@ -67,12 +67,7 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        folder: NodeFolder,
-        nodes: Nodes,
-        history: History,
-        timeout: float,
-        may_commit: Callable[[], None],
+        self, folder: NodeFolder, nodes: Nodes, history: History, timeout: float, may_commit: Callable[[], None]
     ) -> None:
         self._folder, self._nodes, self.history = folder, nodes, history
         self._timeout, self._may_commit = timeout, may_commit
@@ -103,6 +98,13 @@ class Keeper:
             target=self._write, args=(snapshot, tensors, started, blocked), name="forge-host-memory", daemon=True
         )
         self._thread.start()
+
+    def keep_only(self, step: int) -> None:
+        """Remove all but the checkpoint of ``step``, from which the run goes on: there is room for one more. No rank
+        may be busy."""
+        if self._nodes.leads:
+            counting = [name for name, last in self.history.last_steps().items() if step <= last]
+            self._folder.keep_only(counting, step)
 
     def wait_until_copied(self) -> None:
         """Before the tensors change."""
@@ -219,8 +221,9 @@ class Keeper:
 
     def _forget_earlier(self, step: int) -> None:
         if self._nodes.leads:
-            self._folder.keep_only(self.history.stretch, step, but=step)
+            self._folder.keep_only([self.history.stretch], step)
         if self._nodes.rank == 0:
+            self._may_commit()  # removing may have taken long; and the file may be another attempt's by now
             self.history = attrs.evolve(self.history, newest=f"step_{step:08d}")
             self.history.write()
 
@@ -229,7 +232,7 @@ class Keeper:
             try:
                 return work()
             except OSError as error:
-                words = f"{error.filename or self._folder.path}: {error.strerror}"
+                words = f"{error.filename or self._folder.path}: {error.strerror or error}"
                 raise MirrorError(f"rank {self._nodes.rank} cannot write to {words}") from error
 
         return run_on_all_ranks(explained, self._group)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ class HostMemory(CheckpointMirror):
     def available(self) -> Mapping[int, Manifest | DamagedError]:
         self._found = None
         if dist.is_initialized():  # no command has the memory of all nodes
-            history = run_on_rank0(lambda: History.read(self._run_directory))
-            if history is not None:
+            history, goes_on = run_on_rank0(self._known)
+            if history is not None and goes_on:
                 folder = NodeFolder(self._config.folder, history.folder)
                 self._found = Search(folder, find_nodes(folder), history, self._context.say).newest()
         return {} if self._found is None else {self._found.step: self._found.manifest}
@@ -53,26 +54,25 @@ class HostMemory(CheckpointMirror):
         return self._found
 
     def begin(self, start: MirrorStart) -> None:
-        before = run_on_rank0(lambda: History.read(self._run_directory))
-        is_afresh = start.step < 0 or before is None
-        history = run_on_rank0(
-            lambda: (before if before and not is_afresh else History.new(self._run_directory)).going_on_from(start.step)
-        )
+        before, may_go_on = run_on_rank0(self._known)
+        goes_on = may_go_on and start.step >= 0
+        known = before if before is not None and goes_on else run_on_rank0(lambda: History.new(self._run_directory))
+        history = known.going_on_from(start.step, start.attempt)
         folder = NodeFolder(self._config.folder, history.folder)
         nodes = find_nodes(folder)
-        if before is not None and is_afresh and nodes.leads:
+        if before is not None and before.folder != history.folder and nodes.leads:
             NodeFolder(self._config.folder, before.folder).remove()
         self._refuse_too_little(folder, nodes, start.n_bytes)
-        run_on_rank0(lambda: _write(history))
-        self._start, self._folder = start, folder
-        self._keeper = Keeper(folder, nodes, history, self._context.section.timeout, start.refuse_if_lost)
-        self._forget_after(start.step)
+        run_on_rank0(lambda: _write(history, start))
+        keeper = Keeper(folder, nodes, history, self._context.section.timeout, start.refuse_if_lost)
+        self._start, self._folder, self._keeper = start, folder, keeper
+        run_on_all_ranks(lambda: keeper.keep_only(start.step))
         self._context.say(self._words(folder, nodes))
 
-    def after_step(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        if step % self._config.every:
-            return
-        keeper = self._begun
+    def wants(self, step: int) -> bool:
+        keeper = self._keeper
+        if keeper is None or step % self._config.every:
+            return False
         is_busy, have_lost_others = any_rank(keeper.is_busy, keeper.has_lost_others)
         if is_busy:
             if not self._has_left_one_out:
@@ -81,12 +81,14 @@ class HostMemory(CheckpointMirror):
                     f"written into memory at step {step}, whose own is left out; training goes on"
                 )
             self._has_left_one_out = True
-            return
+            return False
         if have_lost_others:
             keeper.meet_again()
-        snapshot = take()
-        if snapshot is not None:
-            keeper.keep(snapshot)
+        return True
+
+    def keep(self, snapshot: Snapshot) -> None:
+        assert self._keeper is not None, "it has wanted this one"
+        self._keeper.keep(snapshot)
 
     def wait_until_copied(self) -> None:
         if self._keeper is not None:
@@ -105,20 +107,23 @@ class HostMemory(CheckpointMirror):
                 self._start.write_event("kept_in_memory", step=kept.step, **times, bytes=kept.n_bytes)
 
     def rolled_back(self, to: int) -> None:
-        keeper = self._begun
+        keeper, start = self._keeper, self._start
+        if keeper is None or start is None:
+            return
         keeper.wait()
-        history = run_on_rank0(lambda: keeper.history.going_on_from(to))
-        run_on_rank0(lambda: _write(history))
-        keeper.history = history
-        self._forget_after(to)
+        keeper.history = keeper.history.going_on_from(to, start.attempt)
+        run_on_all_ranks(lambda: keeper.keep_only(to))  # they are gone also if the file cannot be written
+        run_on_rank0(lambda: _write(keeper.history, start))
 
     def finish(self, seconds: float) -> None:
         """The run has saved its last step, or it is done: nothing in memory is needed any more."""
-        if self._folder is None:
+        keeper, start = self._keeper, self._start
+        if self._folder is None or keeper is None or start is None:
             return
-        self._begun.wait(seconds)
-        if any_rank(self._begun.is_busy)[0]:
+        keeper.wait(seconds)
+        if any_rank(keeper.is_busy)[0]:
             return
+        run_on_rank0(start.refuse_if_lost)
         folder, self._folder = self._folder, None
         run_on_all_ranks(folder.remove)
         run_on_rank0(lambda: (self._run_directory / FILE_NAME).unlink(missing_ok=True))
@@ -128,22 +133,16 @@ class HostMemory(CheckpointMirror):
             return
         self._keeper.wait(_CLOSING)
         self._keeper.close()
-        if self._folder is not None:
+        if self._folder is not None and any(store.steps() for _, store in self._folder.stores()):
             self._context.say(
                 f"the last checkpoint in memory stays in {self._folder.path} on each node, for the next start of this "
                 f"run; without one, remove it there: rm -r {self._folder.path}"
             )
 
-    @property
-    def _begun(self) -> Keeper:
-        assert self._keeper is not None, "begin has been called"
-        return self._keeper
-
-    def _forget_after(self, step: int) -> None:
-        """Remove checkpoints of steps that were given up."""
-        folder, history = self._folder, self._begun.history
-        assert folder is not None, "begin has been called"
-        run_on_all_ranks(lambda: folder.keep_only(history.stretch, step))
+    def _known(self) -> tuple[History | None, bool]:
+        """On rank 0: what is known of the run, and whether it may be gone on from."""
+        history = History.read(self._run_directory)
+        return history, history is not None and history.has_last_start()
 
     def _refuse_too_little(self, folder: NodeFolder, nodes: Nodes, n_bytes: int) -> None:
         """
@@ -159,6 +158,8 @@ class HostMemory(CheckpointMirror):
         def refuse() -> None:
             room = shutil.disk_usage(folder.path).free + folder.n_bytes()
             if needed > room:
+                with suppress(OSError):  # it stays if there are checkpoints of this run
+                    folder.path.rmdir()
                 copies = " and of their copies of the node before" if len(held) > 1 else ""
                 raise ConfigError(
                     f"checkpoint.mirror.folder: on {socket.gethostname()}, {folder.path.parent} has {as_size(room)}, "
@@ -176,7 +177,8 @@ class HostMemory(CheckpointMirror):
         return f"{where} on {n_nodes} nodes, with a copy on the next node"
 
 
-def _write(history: History) -> None:
+def _write(history: History, start: MirrorStart) -> None:
+    start.refuse_if_lost()
     try:
         history.write()
     except OSError as error:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +99,13 @@ class NodeFolder:
             names = sorted(one.name for one in self.path.iterdir() if one.is_dir() and not one.is_symlink())
             yield from ((name, self.store(name)) for name in names)
 
-    def keep_only(self, stretch: str, last: float, but: int | None = None) -> None:
-        """Remove what is not a checkpoint of this stretch, or one of an earlier stretch up to step ``last``.
-
-        Args:
-            but: if given, the only checkpoint that stays.
-        """
+    def keep_only(self, stretches: Collection[str], step: int) -> None:
+        """Remove all but the checkpoint of ``step`` in any of these stretches; what a crash has left half written, too.
+        Called on one rank of a node, with nothing being written."""
         for name, store in self.stores():
-            if but is None:
-                store.remove([step for step in store.steps() if name != stretch and step > last])
-            elif name == stretch:
-                store.remove([step for step in store.steps() if step != but])
+            if name in stretches and step in (steps := store.steps()):
+                store.remove([other for other in steps if other != step])
+                store.remove_unfinished()
             else:
                 shutil.rmtree(store.path)
 
@@ -142,11 +138,16 @@ def find_nodes(folder: NodeFolder) -> Nodes:
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, (seen, socket.gethostname()))
     own.unlink()
-    for node in (nodes := sorted({node for node, _ in told})):
-        hosts = sorted({told[one][1] for one in node})
-        if len(hosts) > 1:
-            raise ConfigError(
-                f"checkpoint.mirror.folder: {hosts[0]} and {hosts[1]} see the same {folder.path.parent}; name a folder "
-                "in the memory of each node, as /dev/shm"
-            )
+    nodes = sorted({node for node, _ in told})
+
+    def refuse_shared() -> None:
+        for node in nodes:
+            hosts = sorted({told[one][1] for one in node})
+            if len(hosts) > 1:
+                raise ConfigError(
+                    f"checkpoint.mirror.folder: {hosts[0]} and {hosts[1]} see the same {folder.path.parent}; name a "
+                    "folder in the memory of each node, as /dev/shm"
+                )
+
+    run_on_rank0(refuse_shared)  # or each rank would say it
     return Nodes(tuple(nodes), rank)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -48,6 +49,9 @@ def exchange(transfers: Sequence[Transfer], folder: Path, group: dist.ProcessGro
         sent = beside.submit(_send, [one for one in transfers if one.source == rank], folder, group)
         received = {one.name: _receive(one, folder, group) for one in transfers if one.target == rank}
         sent.result()
+    for entry in received.values():
+        if isinstance(entry, OSError):
+            raise entry
     return received
 
 
@@ -63,34 +67,37 @@ def _send(transfers: Sequence[Transfer], folder: Path, group: dist.ProcessGroup 
                 problem = error
             for size in _pieces(one.n_bytes):
                 piece = bytearray(size)
-                if file is not None:
-                    file.readinto(piece)
+                try:
+                    if file is not None:
+                        file.readinto(piece)
+                except OSError as error:
+                    problem = error
                 dist.send(torch.frombuffer(piece, dtype=torch.uint8), group_dst=one.target, group=group)
     if problem is not None:
         raise problem
 
 
-def _receive(one: Transfer, folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Under another name until it is there. What cannot be written is received all the same."""
-    unfinished = folder / f".{one.name}.received"
-    problem: OSError | None = None
-    with ExitStack() as files:
-        try:
-            file = files.enter_context(HashedFile(unfinished))
-        except OSError as error:
-            problem = error
-        for size in _pieces(one.n_bytes):
-            piece = torch.empty(size, dtype=torch.uint8)
-            dist.recv(piece, group_src=one.source, group=group)
-            try:
-                if problem is None:
-                    file.write(piece.numpy())
-            except OSError as error:
-                problem = error
-    if problem is not None:
-        raise problem
-    unfinished.replace(folder / one.name)
+def _receive(one: Transfer, folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any] | OSError:
+    """Under another name until it is there. What cannot be written is received all the same, and so are the files
+    after it: other ranks wait until they have sent them."""
+    unfinished, pieces = folder / f".{one.name}.received", _received(one, group)
+    try:
+        with HashedFile(unfinished) as file:
+            for piece in pieces:
+                file.write(piece)
+        unfinished.replace(folder / one.name)
+    except OSError as error:
+        for _ in pieces:
+            pass
+        return error
     return {"bytes": file.n_bytes, "xxh3_128": file.digest.hexdigest()}
+
+
+def _received(one: Transfer, group: dist.ProcessGroup | None) -> Iterator[np.ndarray]:
+    for size in _pieces(one.n_bytes):
+        piece = torch.empty(size, dtype=torch.uint8)
+        dist.recv(piece, group_src=one.source, group=group)
+        yield piece.numpy()
 
 
 def _pieces(n_bytes: int) -> Iterator[int]:
