@@ -9,7 +9,8 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.errors import ConfigError
-from forge_plugins_plan import lives
+from forge_plugins_plan import lives, step_report
+from forge_plugins_plan.clock import StuckError
 from forge_plugins_plan.ettr import simulate
 from forge_plugins_plan.failures import CAUSES, UNEXPECTED
 from forge_plugins_plan.figures import Figures, figures_with
@@ -341,6 +342,18 @@ def test_a_job_that_nothing_interrupts_needs_no_checkpoints(plan):
     assert "best is none\n" in out
     code, out, _ = plan("--world-size", "8", "--ettr", "--step-seconds", "2", *never, "--json")
     assert json.loads(out)["ettr"]["best_interval"] is None
+
+
+def test_a_step_whose_time_cannot_be_planned_has_to_be_given(plan, monkeypatch):
+    def stuck(*_, **__):
+        raise StuckError("the stages of the pipeline wait for each other")
+
+    monkeypatch.setattr(step_report, "step_time", stuck)
+
+    code, _, said = plan("--world-size", "8", "--ettr", "--gpu", "h100")
+    assert code == 2
+    assert "--ettr needs the time of a step, which cannot be planned: give --step-seconds S" in said
+    assert plan("--world-size", "8", "--ettr", "--gpu", "h100", "--step-seconds", "2")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,23 @@ class TinyJob:
             assert run_job(job, catalog_of(job, discover)) is ExitCode.COMPLETED
         name = next((o.partition("=")[2] for o in overrides if o.startswith("run.name=")), "tiny")
         return self.metrics(name)
+
+    def kill_after(self, n_lines: int, name: str, *overrides: str, pause: float = 0.0) -> None:
+        """Start the run ``name``, and kill it ``pause`` seconds after its metrics have so many lines."""
+        started = fork_server.Popen(
+            self.command(*overrides, f"run.name={name}"),
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        file, deadline = self.path(name) / "metrics.jsonl", time.monotonic() + 200
+        while not file.exists() or len(file.read_text().splitlines()) < n_lines:
+            assert started.poll() is None, started.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(pause)
+        started.kill()
+        started.communicate()
 
     def metrics(self, name: str = "tiny") -> list[dict]:
         lines = (self.path(name) / "metrics.jsonl").read_text().splitlines()

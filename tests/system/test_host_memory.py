@@ -179,6 +179,17 @@ def test_with_parts_on_no_node_it_says_so_and_goes_on_from_the_disk(left, straig
     assert_same(left, straight)
 
 
+def test_where_a_node_cannot_be_given_what_it_lacks_it_goes_on_from_the_disk(left, straight):
+    (left.kept(1) / "job.toml").unlink()
+    (left.kept(1) / "job.toml" / "in the way").mkdir(parents=True)
+
+    assert left.start(*RESUME) == [0] * 4, left.said
+
+    assert "the checkpoint of step 6 in memory cannot be used: cannot write to" in left.said
+    assert left.began() == [0, 5]
+    assert_same(left, straight)
+
+
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -3,13 +3,10 @@
 import json
 import random
 import re
-import subprocess
-import time
 
 import numpy as np
 import pytest
 
-import fork_server
 from forge_core.cli import main
 
 datasets = pytest.importorskip("datasets")
@@ -98,25 +95,11 @@ def test_a_run_that_is_killed_has_the_samples_of_one_that_is_not(shared_tiny, se
     settings = [*settings, *TWO, f"train.steps={steps}"]
     straight = shared_tiny.completed(*settings, f"run.name=unkilled-{kills}")
     name = f"killed-{kills}"
-    settings += [f"run.name={name}", "data.workers=3", "data.prefetch=7"]
+    settings += ["data.workers=3", "data.prefetch=7"]
     for seed in range(kills):
-        chosen = random.Random(seed)
-        process = fork_server.Popen(
-            shared_tiny.command(*settings),
-            env=shared_tiny.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        file, wanted, deadline = shared_tiny.path(name) / "metrics.jsonl", 4 + 2 * seed, time.monotonic() + 200
-        while not file.exists() or len(file.read_text().splitlines()) < wanted:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        time.sleep(chosen.random() * 0.02)
-        process.kill()
-        process.communicate()
+        shared_tiny.kill_after(4 + 2 * seed, name, *settings, pause=random.Random(seed).random() * 0.02)
 
-    done = shared_tiny.completed(*settings)
+    done = shared_tiny.completed(*settings, f"run.name={name}")
 
     assert training_values(done) == training_values(straight)
     events = (shared_tiny.path(name) / "events.jsonl").read_text()

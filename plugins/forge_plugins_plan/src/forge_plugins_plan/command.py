@@ -115,7 +115,8 @@ def plan(
     if figures is not None and failed is None:
         from forge_plugins_plan.ettr_report import report_of
 
-        assert seconds is not None, "a machine has times"
+        if seconds is None:
+            raise ConfigError("--ettr needs the time of a step, which cannot be planned: give --step-seconds S")
         told = report_of(job, planned, figures, seconds)
     found = None
     if searches and planned.time is not None and machine is not None:

@@ -91,7 +91,10 @@ class Search:
         if not complete:
             return f"no node has all of {', '.join(sorted(beside)[:3])}{and_more(len(beside), 3)}"
         texts = self._from_node(complete[0], lambda: {name: (path / name).read_bytes() for name in sorted(beside)})
-        run_on_all_ranks(lambda: self._complete(path, manifest, texts, holders))
+        try:
+            run_on_all_ranks(lambda: self._complete(path, manifest, texts, holders))
+        except ConfigError as error:  # on all ranks: the memory is full, for instance, and the disk may have another
+            return str(error)
         if unfit := run_on_rank0(lambda: resume_problem(path)):
             return unfit
         places = run_on_all_ranks(lambda: _description(path))
