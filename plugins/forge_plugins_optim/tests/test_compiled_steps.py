@@ -87,6 +87,20 @@ def test_it_does_what_the_operations_do_and_is_compiled_once(case):
         }
 
 
+def test_of_a_group_only_what_is_in_bf16_is_split():
+    made = {}
+    for compile in (True, False):  # noqa: A001 - as the key
+        parameters = {"h": nn.Parameter(torch.ones(64, dtype=torch.bfloat16)), "w": nn.Parameter(torch.ones(64))}
+        named = [NamedParameter(name, one, "matrix") for name, one in parameters.items()]
+        optimizer = Lion(LionConfig(lr=1e-4, **SPLIT, compile=compile), parameters=named)
+        trained(optimizer, parameters, 0, 4)
+        made[compile] = {name: optimizer.exact(one).clone() for name, one in parameters.items()}
+        assert [name for name, one in parameters.items() if "tail" in optimizer.state[one]] == ["h"]
+
+    for name, one in made[True].items():
+        torch.testing.assert_close(one, made[False][name], rtol=0, atol=1e-6)
+
+
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for the device."""
 
