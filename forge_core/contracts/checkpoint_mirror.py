@@ -151,7 +151,7 @@ class CheckpointMirror:
         waits for this method: what takes long belongs into a thread."""
 
     def wants(self, step: int) -> bool:
-        """Return whether to keep a checkpoint of ``step``, beside those that the run saves. The same on all ranks.
+        """Return whether to keep a checkpoint of ``step`` beside the checkpoints on disk. The same on all ranks.
         Called after every step but the last."""
         return False
 
