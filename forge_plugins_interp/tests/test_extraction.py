@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_plugins_interp.reduction import Reduction, token_counts
+from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.store import Manifest, Store, shard_file
 
 SITES = "blocks.*.resid_post,blocks.*.z,logits,blocks.1.attention.o"
@@ -264,3 +266,21 @@ def test_a_last_document_without_targets_is_padding():
     assert token_counts(batch, 3, 4).tolist() == [2, 4, 4]
     positions = torch.tensor([[0, 1, 2, -1]] * 3)
     assert token_counts({**batch, "positions": positions}, 3, 4).tolist() == [3, 3, 3]
+
+
+def test_rows_wait_for_a_slow_disk_in_bounded_memory(tmp_path, monkeypatch):
+    written, disk = [], threading.Semaphore(0)
+    monkeypatch.setattr(ShardWriter, "_write", lambda self, part: (disk.acquire(), written.append(part.shard)))
+    rows = {"a": torch.empty(40, 2**20, dtype=torch.uint8)}
+    parts = [ShardPart(shard=shard, rows=rows, lengths=None, is_last=True) for shard in range(3)]
+
+    with ShardWriter(tmp_path) as writer:
+        putting = threading.Thread(target=lambda: [writer.put(part) for part in parts])
+        putting.start()
+        putting.join(0.2)
+        assert putting.is_alive(), "the second does not fit beside the first, which is not written"
+        for _ in parts:
+            disk.release()
+        putting.join()
+
+    assert written == [0, 1, 2]

@@ -55,13 +55,15 @@ class Reduction:
             ConfigError: a position lies beyond a sample.
         """
         if "position" in site.dims:
-            value = value.movedim(site.dims.index("position"), 1)
-            value = self._positions(value, lengths.to(value.device))
+            value = self._positions(value.movedim(site.dims.index("position"), 1), lengths)
         if self.features:
             value = value.float() @ _directions(value.shape[-1], self.features, seed).to(value.device)
         return value if self.dtype is None else value.to(self.dtype)
 
     def _positions(self, value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.over == "none" and not self.positions:
+            return _tokens(value, lengths)
+        lengths = lengths.to(value.device)
         if self.positions:
             wanted = torch.tensor(self.positions, device=value.device)
             index = torch.where(wanted < 0, lengths[:, None] + wanted, wanted)
@@ -70,14 +72,21 @@ class Reduction:
                     f"--positions {','.join(map(str, self.positions))}: a sample has {int(lengths.min())} tokens"
                 )
             return value[torch.arange(len(value), device=value.device)[:, None], index]
-        is_token = torch.arange(value.shape[1], device=value.device) < lengths[:, None]
-        if self.over == "none":
-            return value[is_token]
         if self.over == "last":
             return value[torch.arange(len(value), device=value.device), lengths - 1]
+        is_token = torch.arange(value.shape[1], device=value.device) < lengths[:, None]
         weights = is_token.view(*is_token.shape, *[1] * (value.ndim - 2))
         mean = value.float().where(weights, 0.0).sum(1) / lengths.view(-1, *[1] * (value.ndim - 2))
         return mean.to(value.dtype)
+
+
+def _tokens(value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """A copy of ``value``, ``(B, T, …)``, without padding: ``(n, …)``. The device is not waited for."""
+    flat = value.flatten(0, 1)
+    if bool((lengths == value.shape[1]).all()):
+        return flat.clone() if flat.data_ptr() == value.data_ptr() else flat
+    is_token = torch.arange(value.shape[1]) < lengths[:, None]
+    return flat[is_token.flatten().nonzero().squeeze(1).to(value.device, non_blocking=True)]
 
 
 def token_counts(batch: Mapping[str, torch.Tensor], n_samples: int, n_positions: int) -> torch.Tensor:

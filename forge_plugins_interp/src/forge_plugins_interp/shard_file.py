@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from forge_plugins_interp.store import shard_file
 
 _HEADER_BYTES = 1024
 """Kept free at the beginning: eight bytes with the length of the header, the header, and spaces, which belong to it."""
+_SYNCED_BYTES = 16 * 2**20
+"""So much is brought to the disk at a time, while forwards run. At the end little is left to wait for."""
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,7 +45,7 @@ class ShardFile:
         self._temporary = self._path.with_suffix(".new")
         self._file = self._temporary.open("wb")
         self._file.write(bytes(_HEADER_BYTES))
-        self._dtype, self._sizes, self._n_rows = rows.dtype, tuple(rows.shape[1:]), 0
+        self._dtype, self._sizes, self._n_rows, self._n_unsynced = rows.dtype, tuple(rows.shape[1:]), 0, 0
         self.append(rows)
 
     def append(self, rows: torch.Tensor) -> None:
@@ -85,3 +88,8 @@ class ShardFile:
     def _write(self, tensor: torch.Tensor) -> None:
         array: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
         self._file.write(memoryview(array))
+        self._n_unsynced += array.size
+        if self._n_unsynced >= _SYNCED_BYTES:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._n_unsynced = 0

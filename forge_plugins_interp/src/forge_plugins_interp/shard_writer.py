@@ -27,14 +27,23 @@ class ShardPart:
     is_last: bool
     """No rows of this shard come after it."""
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows.values())
+
+
+_WAITING_BYTES = 64 * 2**20
+"""So much may wait for the disk, or else one part."""
+
 
 class ShardWriter:
-    """Writes shards of a store in a thread, while the next rows are computed. It holds few parts at a time, and takes
+    """Writes shards of a store in a thread, while the next rows are computed. It holds few rows at a time, and takes
     no more memory for large stores."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._queue: Queue[ShardPart | None] = Queue(maxsize=2)
+        self._queue: Queue[ShardPart | None] = Queue()
+        self._n_waiting, self._has_room = 0, threading.Condition()
         self._error: BaseException | None = None
         self._files: dict[str, ShardFile] = {}
         self._lengths: list[torch.Tensor] = []
@@ -52,6 +61,9 @@ class ShardWriter:
 
     def put(self, part: ShardPart) -> None:
         """Hand over the next part; waits while earlier ones are not written."""
+        with self._has_room:
+            self._has_room.wait_for(lambda: not self._n_waiting or self._n_waiting + part.n_bytes <= _WAITING_BYTES)
+            self._n_waiting += part.n_bytes
         self._queue.put(part)
 
     def refuse_failed(self) -> None:
@@ -64,12 +76,14 @@ class ShardWriter:
 
     def _run(self) -> None:
         while (part := self._queue.get()) is not None:
-            if self._error is not None:
-                continue
             try:
-                self._write(part)
+                if self._error is None:
+                    self._write(part)
             except BaseException as error:  # noqa: BLE001  # told by the thread that computes
                 self._error = error
+            with self._has_room:
+                self._n_waiting -= part.n_bytes
+                self._has_room.notify()
         for file in self._files.values():
             file.discard()
 
