@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 _FIXED = ("CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
 """Beginnings of the names of variables that are read while a process starts, or while it imports torch."""
@@ -278,7 +278,8 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _import_everything() -> None:
-
+    import forge_core.commands.run
+    import forge_core.run.run  # noqa: F401
     from forge_core.registry.discovery import discover
 
     for plugin in discover().plugins:
@@ -424,6 +425,33 @@ def _run(command: Sequence[str], path: Sequence[str]) -> None:
         exec(compile(what, "<string>", "exec"), main.__dict__)
 
 
+def _exit_code(command: Sequence[str], path: Sequence[str]) -> int:
+    """Run the command. Returns the code with which the interpreter would exit, having said why."""
+    try:
+        _run(command, path)
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:  # noqa: BLE001 - shown as the interpreter shows it
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """As the interpreter ends, but without taking apart what was imported: that writes to each page that is shared with
+    the server, and so copies 200 MB."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _main() -> None:
     del sys.path[0]
     path = [*sys.path]
@@ -437,7 +465,7 @@ def _main() -> None:
     gc.enable()
     _forget()
     try:
-        _run(order["command"], path)
+        _end(_exit_code(order["command"], path))
     except KeyboardInterrupt:
         # Python forgets that it was interrupted where a library evaluates text as it ends, as transformers' do
         traceback.print_exc()
