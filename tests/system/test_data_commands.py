@@ -1,6 +1,8 @@
 """``forge data inspect CONFIG`` and ``forge data seen RUN``: the samples that a run reads."""
 
 import json
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_plugins_data.inspection import in_one_line, opened, spans
+from forge_plugins_data.run_events import steps_without_update
 
 
 @pytest.fixture
@@ -74,9 +77,57 @@ def test_a_stretch_that_a_rollback_has_left_out_is_not_shown(tiny):
         third = data.step(3)[1]["tokens"]
     with opened(job, discover(), [(4, 8)]) as data:
         facts, second = data.step(2)
+        left_out = [data.step(step)[0].left_out for step in (1, 2, 3)]
 
     assert facts.numbers == [8, 9, 10, 11]
+    assert left_out == [[], [(4, 7)], []]
     np.testing.assert_array_equal(second["tokens"], third)
+
+
+MIXTURE = """data={{name="mixture", sources=[
+    {{name="text", weight=0.5, source={{name="text_files", path="{folder}/text", validation=0.3}}}},
+    {{name="made_up", weight=0.5, source={{name="synthetic", vocab_size=64}}}},
+]}}"""
+
+
+def test_of_a_mixture_it_says_which_samples_of_which_source_and_what_was_not_learned(tiny, capsys):
+    tiny.completed(MIXTURE.format(folder=tiny.folder), "train.steps=3", "scheduler.warmup_steps=0")
+    with (tiny.path() / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "skipped", "step": 2}) + "\n")
+    job = load_job(tiny.config, ["train.global_batch_size=4"], catalog=discover(), world_size=1)
+    with opened(job, discover()) as data:
+        text = data.source
+    capsys.readouterr()
+
+    assert main(["data", "seen", str(tiny.path()), "--steps", "1..3", "--json", "--show", "4"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    made_up = []
+    for line in lines:
+        assert Counter(line["sample_sources"]) == Counter(line["sources"])
+        for number, source, shown in zip(line["samples"], line["sample_sources"], line["texts"], strict=True):
+            if source == "text":
+                assert shown == text.tokenizer.decode(text.read(np.array([number]))["tokens"][0].tolist())
+            else:
+                made_up.append(number)
+    assert made_up == [*range(6)]
+    assert [line["update_left_out"] for line in lines] == [False, True, False]
+
+    assert main(["data", "seen", str(tiny.path()), "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"step 2: samples 4 to 7: (\d+, \d+ of (text|made_up)(, |; )){2}128 targets", said)
+    assert "  its update was left out: nothing was learned from these samples" in said
+
+
+def test_steps_that_were_done_again_have_the_update_of_the_last_time(tmp_path):
+    events = [("started", 0), ("skipped", 2), ("skipped", 5), ("skipped", 6), ("rolled_back", 6), ("resumed", 3)]
+    lines = [json.dumps({"event": name, "step": step, "to_step": 4}) for name, step in events]
+    found = []
+    for n_lines in range(len(lines) + 1):
+        (tmp_path / "events.jsonl").write_text("\n".join([*lines[:n_lines], '{"event": "skip']))
+        found.append(steps_without_update(tmp_path / "events.jsonl"))
+
+    assert found == [set(), set(), {2}, {2, 5}, {2, 5, 6}, {2}, {2}]
+    assert steps_without_update(tmp_path / "nothing.jsonl") is None
 
 
 def test_people_are_shown_sizes_and_text(tiny, capsys):

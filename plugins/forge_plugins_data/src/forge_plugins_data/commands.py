@@ -21,6 +21,7 @@ from forge_plugins_data.documents import DEFAULT_PATTERNS
 from forge_plugins_data.job_facts import InspectedJob, StepFacts
 from forge_plugins_data.prepare import UNIT_SIZE, prepare
 from forge_plugins_data.progress import Progress
+from forge_plugins_data.run_events import steps_without_update
 from forge_plugins_data.token_format import INDEX, Shard, map_shard, read_header
 from forge_plugins_data.tokenising import cores
 from forge_plugins_data.verification import damage_of
@@ -196,6 +197,16 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
             click.echo(f"    learned: {in_one_line(part)}")
 
 
+def _which(found: StepFacts) -> str:
+    """The samples by what they are of: ``3, 17 of library, 5 of tests``."""
+    streams = None if found.streams is None else [f"stream {stream}" for stream in found.streams]
+    of_each = streams or found.sample_sources or ["the source"] * len(found.samples)
+    samples: dict[str, list[str]] = {}
+    for sample, origin in zip(found.samples, of_each, strict=True):
+        samples.setdefault(origin, []).append(str(sample))
+    return ", ".join(f"{', '.join(numbers)} of {origin}" for origin, numbers in samples.items())
+
+
 def _made_of(found: StepFacts) -> str:
     said = [f"{found.targets:,} targets"]
     if found.documents is not None:
@@ -213,7 +224,9 @@ def _made_of(found: StepFacts) -> str:
 def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_json: bool) -> None:
     """Show which samples RUN has trained on in some of its steps, from its newest checkpoint and its data.
 
-    Numbers are places in the run's stream, as its log has them; what a rollback has left out is listed behind.
+    Numbers are places in the run's stream, as its log has them; behind them stand those in the source, or in each
+    source of a mixture. It says of which steps the update was left out; what a rollback has left out is listed at the
+    end.
     """
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.job import catalog_of, load_job
@@ -231,17 +244,20 @@ def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_js
             "which ones a step has had cannot be told"
         )
     left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
+    without_update = steps_without_update(checkpoint.path.absolute().parents[1] / "events.jsonl")
     with opened(job, catalog_of(job, invocation.catalog), left_out) as data:
         if data.source.fingerprint != (made_of := state["data_fingerprint"]):
             raise ConfigError(f"data: they are not those of the run any more (fingerprint {made_of})")
         for step in range(first, last + 1):
             found, batch = data.step(step)
+            found = attrs.evolve(found, update_left_out=None if without_update is None else step in without_update)
             texts = data.texts(batch, show)
             if as_json:
                 print_json(attrs.evolve(found, texts=texts if show else None), indent=None)
                 continue
-            ids = f": {', '.join(map(str, found.samples))} of the source" if found.samples is not None else ""
-            click.echo(f"step {step}: samples {spans(found.numbers)}{ids}{_made_of(found)}")
+            click.echo(f"step {step}: samples {spans(found.numbers)}: {_which(found)}{_made_of(found)}")
+            if found.update_left_out:
+                click.echo("  its update was left out: nothing was learned from these samples")
             for text in texts:
                 click.echo(f"  {in_one_line(text)}")
     for start, stop in () if as_json else left_out:

@@ -15,10 +15,21 @@ class StepFacts:
     """Counts from 1."""
     numbers: Sequence[int]
     """Where its samples are in the whole stream."""
-    samples: Sequence[int] | None = None
-    """Their numbers in the source; null if it has an order of its own."""
+    samples: Sequence[int]
+    """Their numbers in the source; in each one's own of a mixture, or in its stream. Of a source that says itself what
+    stands where, the same as ``numbers``."""
+    streams: Sequence[int] | None = None
+    """The stream that each is of, from 0, of data that are read as streams."""
+    sample_sources: Sequence[str] | None = None
+    """The source of a mixture that each is of, by name."""
     sources: Mapping[str, int] | None = None
     """How many samples each source of a mixture has given."""
+    left_out: Sequence[Sequence[int]] = ()
+    """Stretches of the whole stream that the run goes without after a rollback, each by its first and last number:
+    those behind the step before, up to the last sample of this step."""
+    update_left_out: bool | None = None
+    """Whether the run has left its update out, by its ``events.jsonl``. Null without this file, and of a job that has
+    not run."""
     targets: int
     """Tokens that are learned."""
     documents: int | None = None
