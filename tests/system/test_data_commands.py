@@ -118,6 +118,33 @@ def test_of_a_mixture_it_says_which_samples_of_which_source_and_what_was_not_lea
     assert "  its update was left out: nothing was learned from these samples" in said
 
 
+def test_each_source_of_a_mixture_is_counted(tiny, capsys):
+    ids = tiny.folder / "ids"
+    assert main(["data", "prepare", str(tiny.folder / "text"), "-o", str(ids), "--workers", "1"]) == 0
+    files = f'{{name="ids", weight=1, source={{name="token_files", path="{ids}"}}}}, ]'
+    mixture = MIXTURE.format(folder=tiny.folder).replace("]", files)
+    phase = "phases=[{at=6, data={weights={text=0.0, made_up=0.0}}}]"
+    capsys.readouterr()
+
+    arguments = ["data", "inspect", str(tiny.config), mixture, phase]
+    assert main([*arguments, "--json", "--show", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    text, made_up, ids = found["parts"]
+    assert (text["documents"], made_up["documents"], ids["documents"], found["documents"]) == (10, None, 12, None)
+    assert made_up == {"name": "made_up", "samples": None, "tokens": None, "documents": None, "read": 5, "epochs": None}
+    assert (text["read"], ids["read"]) == (5, 30)
+    assert ids["tokens"] == ids["samples"] * 32
+    assert ids["epochs"] == pytest.approx(30 / ids["samples"])
+
+    assert main([*arguments, "--show", "0"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"\n  text: {text['samples']:,} samples, {text['tokens']:,} tokens, of 10 documents; 5 samples are read, "
+        in said
+    )
+    assert "\n  made_up: in an order of its own; 5 samples are read\n" in said
+
+
 def test_steps_that_were_done_again_have_the_update_of_the_last_time(tmp_path):
     events = [("started", 0), ("skipped", 2), ("skipped", 5), ("skipped", 6), ("rolled_back", 6), ("resumed", 3)]
     lines = [json.dumps({"event": name, "step": step, "to_step": 4}) for name, step in events]
@@ -133,7 +160,7 @@ def test_steps_that_were_done_again_have_the_update_of_the_last_time(tmp_path):
 def test_people_are_shown_sizes_and_text(tiny, capsys):
     assert main(["data", "inspect", str(tiny.config), "train.batch_size=2", "--world-size", "3", "--step", "2"]) == 0
     said = capsys.readouterr().out
-    assert "6 samples a step" in said
+    assert "tokens, 14,304 in all, of 10 documents; 6 samples a step" in said
     assert "step 2: samples 6 to 11 of the stream; 192 targets" in said
     assert said.count("\n  ") == 3
 

@@ -178,14 +178,19 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
     entries = {name: list(array.shape) for name, array in batch.items()}
     if as_json:
         shown = attrs.evolve(found, texts=texts, learned=learned or None)
-        print_json(InspectedJob(**attrs.asdict(facts), entries=entries, batch=shown))
+        print_json(InspectedJob(**attrs.asdict(facts, recurse=False), entries=entries, batch=shown))
         return
     if facts.samples is not None:
         sizes = f"{facts.samples:,} samples of {facts.seq_len:,} tokens, {facts.tokens:,} in all"
+        sizes += _documents(facts.documents)
         epochs = f", {facts.epochs:.2f} epochs in all"
     else:
         sizes, epochs = f"samples of {facts.seq_len:,} tokens in an order of its own", ""
     click.echo(f"{facts.source}: {sizes}; {facts.samples_per_step:,} samples a step{epochs}")
+    for part in facts.parts or ():
+        epochs = "" if part.epochs is None else f", {part.epochs:.2f} epochs"
+        own = "in an order of its own" if part.samples is None else f"{part.samples:,} samples, {part.tokens:,} tokens"
+        click.echo(f"  {part.name}: {own}{_documents(part.documents)}; {part.read:,} samples are read{epochs}")
     if facts.lines is not None:
         click.echo(f"{facts.lines:,} lines, of which {facts.cut:,} are cut and {facts.skipped:,} skipped")
     click.echo(f"vocabulary {facts.vocab_size:,}, tokenizer {facts.tokenizer or 'unknown'}")
@@ -195,6 +200,10 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
         click.echo(f"  {in_one_line(text)}")
         for part in parts:
             click.echo(f"    learned: {in_one_line(part)}")
+
+
+def _documents(number: int | None) -> str:
+    return "" if number is None else f", of {number:,} document{'s' * (number != 1)}"
 
 
 def _which(found: StepFacts) -> str:

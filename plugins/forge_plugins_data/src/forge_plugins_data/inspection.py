@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import printable
 from forge_core.config.sections import Job
-from forge_core.contracts.batch import NamesSources
+from forge_core.contracts.batch import MixedSource, NamesSources
 from forge_core.contracts.data_source import PositionedSource, Source
 from forge_core.contracts.loss import IGNORED
 from forge_core.data.stream import SampleStream
@@ -24,8 +24,10 @@ from forge_core.job import load_job, resolve_degrees
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, open_source
 from forge_plugins_data.answers import PackedAnswers
-from forge_plugins_data.job_facts import DataFacts, StepFacts
+from forge_plugins_data.job_facts import DataFacts, PartFacts, StepFacts
 from forge_plugins_data.mixture import Mixture
+from forge_plugins_data.mixture_parts import Part
+from forge_plugins_data.token_samples import TokenSamples
 
 _SHOWN = 72
 """Characters of a sample's text in a line."""
@@ -56,6 +58,10 @@ class JobData:
             samples_per_step=self.samples_per_step,
             fingerprint=self.source.fingerprint,
         )
+        if isinstance(self.source, TokenSamples):
+            found = attrs.evolve(found, documents=self.source.documents)
+        if isinstance(self.source, MixedSource):
+            found = attrs.evolve(found, parts=[*self._parts(self.source)])
         if not isinstance(self.source, PositionedSource):
             n = len(self.source)
             epochs = self.job.train.steps * self.samples_per_step / n
@@ -63,6 +69,20 @@ class JobData:
         if isinstance(self.source, PackedAnswers):
             found = attrs.evolve(found, **self.source.lines)
         return found
+
+    def _parts(self, source: MixedSource) -> Iterator[PartFacts]:
+        """The sources of a mixture, in their order."""
+        parts: Sequence[Part] = getattr(source, "parts", ())  # a mixture of a plugin does not say them
+        read = source.counts(self.job.train.steps * self.samples_per_step)
+        for part, n_read in zip(parts, read, strict=False):
+            yield PartFacts(
+                name=part.name,
+                samples=part.samples,
+                tokens=None if part.samples is None else part.samples * self.job.train.seq_len,
+                documents=part.source.documents if isinstance(part.source, TokenSamples) else None,
+                read=n_read,
+                epochs=None if part.samples is None else n_read / part.samples,
+            )
 
     def step(self, number: int) -> tuple[StepFacts, dict[str, np.ndarray]]:
         """The batch of a step from 1, of all ranks: where its samples are in the whole stream, which ones of the source

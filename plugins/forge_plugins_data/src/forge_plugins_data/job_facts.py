@@ -41,6 +41,22 @@ class StepFacts:
 
 
 @attrs.frozen(kw_only=True)
+class PartFacts:
+    """Sizes of one source of a mixture."""
+
+    name: str
+    samples: int | None
+    """In the source; null, as the next one, if it has an order of its own, or is read as streams."""
+    tokens: int | None
+    documents: int | None
+    """As in ``DataFacts``."""
+    read: int
+    """How many samples the whole run reads of it, by the weights of all phases."""
+    epochs: float | None
+    """How often that is all of them."""
+
+
+@attrs.frozen(kw_only=True)
 class DataFacts:
     """Sizes of a job's training data."""
 
@@ -59,6 +75,10 @@ class DataFacts:
     tokens: int | None = None
     epochs: float | None = None
     """In the whole run."""
+    documents: int | None = None
+    """In the data, where the source knows. Those of windows of token files are counted with what is held out."""
+    parts: Sequence[PartFacts] | None = None
+    """The sources of a mixture."""
     lines: int | None = None
     """Of files with conversations or answers."""
     cut: int | None = None

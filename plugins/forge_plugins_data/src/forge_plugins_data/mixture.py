@@ -101,10 +101,6 @@ class Mixture(WatchedParts):
         """Same as ``MixedSource.counts``."""
         return self._interleavings.counts(position)
 
-    def lengths(self) -> list[int | None]:
-        """Samples in an epoch of each source; ``None`` where it has none."""
-        return [None if isinstance(part.source, PositionedSource) else len(part.source) for part in self._parts.parts]
-
 
 class MixtureSet(WatchedParts):
     """All samples of all parts, in an order that is pseudo-random and always the same: the first of them are of each

@@ -34,6 +34,11 @@ class Part:
         self._stream = None if isinstance(source, StreamedSource) else SampleStream(source, seed=seed, shuffle=True)
         self._has_own_order = isinstance(source, PositionedSource)  # asked once, as protocols take their time to answer
 
+    @property
+    def samples(self) -> int | None:
+        """How many samples an epoch has; ``None`` of a source that has no epochs, or is read as streams."""
+        return None if isinstance(self.source, PositionedSource | StreamedSource) else len(self.source)
+
     def read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Of an indexed source, the samples ``numbers`` ``(B,)`` of its stream."""
         return self._indexed.read(numbers)
@@ -190,6 +195,7 @@ class WatchedParts:
     def __init__(self, parts: MixtureParts) -> None:
         self._parts = parts
         self.names, self.vocab_size, self.tokenizer = parts.names, parts.vocab_size, parts.tokenizer
+        self.parts = parts.parts
 
     def entries(self) -> Mapping[str, Entry]:
         """Same as ``DescribedSource.entries``."""
