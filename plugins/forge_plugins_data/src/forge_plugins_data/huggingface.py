@@ -24,8 +24,9 @@ from forge_plugins_data.prepare import UNIT_SIZE
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, SETTINGS, VERSION, map_shard, read_header, write_atomically
+from forge_plugins_data.token_samples import TokenSamples
 from forge_plugins_data.tokenising import Work, alone_in, cores, tokenise, writing_in
-from forge_plugins_data.windows import TokenWindows, require_held_out
+from forge_plugins_data.windows import require_held_out
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,7 +39,7 @@ _SAY_AGAIN_AFTER = 60.0
 
 def open_huggingface(
     config: HuggingFaceConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object
-) -> TokenWindows:
+) -> TokenSamples:
     """Tokenise what is not tokenised yet, or wait for the process that does, and open the files.
 
     Raises:
@@ -58,6 +59,7 @@ def open_huggingface(
         tokenizer=config.tokenizer,
         validation=config.validation,
         document_mask=config.document_mask,
+        packing=config.packing,
     )
     return open_token_files(files, seq_len=seq_len, split=split, build=build)
 
