@@ -242,6 +242,20 @@ PICTURES = {
                 name="pictures", summary="for a test", factory="acme_pictures.pictures:Pictures",
                 config="acme_pictures.config:PicturesConfig",
             )
+
+        @hookimpl
+        def forge_models():
+            yield Component(
+                name="viewer", summary="for a test", factory="acme_pictures.viewer:Viewer",
+                config="forge_plugins_dense.config:TransformerConfig",
+            )
+    """,
+    "acme_pictures/viewer.py": """
+        from forge_plugins_dense.transformer import Transformer
+
+        class Viewer(Transformer):
+            def forward(self, tokens, targets=None, loss=None, *, image):
+                return super().forward(tokens, targets, loss)
     """,
     "acme_pictures/config.py": """
         import attrs
@@ -250,7 +264,7 @@ PICTURES = {
 
         @attrs.frozen(kw_only=True)
         class PicturesConfig(DataSourceConfig):
-            "No keys."
+            entry: str = "image"
     """,
     "acme_pictures/pictures.py": """
         import numpy as np
@@ -259,14 +273,14 @@ PICTURES = {
             vocab_size, tokenizer, fingerprint = 32, None, "pictures"
 
             def __init__(self, config, /, *, seq_len, split, **_):
-                self.seq_len = seq_len
+                self.seq_len, self.entry = seq_len, config.entry
 
             def __len__(self):
                 return 100
 
             def read(self, indices):
                 tokens = np.ones((len(indices), self.seq_len), dtype=np.int64)
-                return {"tokens": tokens, "targets": tokens, "image": np.zeros((len(indices), 3, 8, 8))}
+                return {"tokens": tokens, "targets": tokens, self.entry: np.zeros((len(indices), 3, 8, 8))}
     """,
 }
 
@@ -277,6 +291,26 @@ def test_data_that_the_model_does_not_take_are_refused(refused, tiny, make_distr
     said = refused(tiny, 'data={name="pictures"}')
 
     assert "data: batches have the entry 'image', which the model forge-plugins-dense:transformer does not take" in said
+
+
+def test_data_without_an_entry_that_the_model_needs_are_refused(refused, tiny, make_distribution):
+    make_distribution("acme-pictures", files=PICTURES)
+
+    said = refused(tiny, "model={name='viewer', dim=32, n_layers=2, n_heads=4, max_seq_len=64}")
+
+    assert "data: the model acme-pictures:viewer needs the entry 'image' in batches, which have tokens, targets" in said
+
+
+def test_an_entry_without_a_description_is_refused_where_sequences_are_cut(tiny, make_distribution, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(make_distribution("acme-pictures", files=PICTURES)))
+    before = sorted(tiny.folder.rglob("*"))
+
+    done = tiny.run("--nproc", "2", "parallel.cp=2", "data={name='pictures', entry='noise'}")
+
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("parallel.cp: the data do not describe the entry 'noise' of their batches") == 1
+    assert "Traceback" not in done.stderr
+    assert sorted(tiny.folder.rglob("*")) == before
 
 
 def test_everything_that_is_wrong_is_said_at_once_with_file_and_line(refused, tiny):

@@ -1,6 +1,8 @@
 """``forge data inspect CONFIG`` and ``forge data seen RUN``: the samples that a run reads."""
 
 import json
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_plugins_data.inspection import in_one_line, opened, spans
+from forge_plugins_data.run_events import steps_without_update
 
 
 @pytest.fixture
@@ -74,15 +77,90 @@ def test_a_stretch_that_a_rollback_has_left_out_is_not_shown(tiny):
         third = data.step(3)[1]["tokens"]
     with opened(job, discover(), [(4, 8)]) as data:
         facts, second = data.step(2)
+        left_out = [data.step(step)[0].left_out for step in (1, 2, 3)]
 
     assert facts.numbers == [8, 9, 10, 11]
+    assert left_out == [[], [(4, 7)], []]
     np.testing.assert_array_equal(second["tokens"], third)
+
+
+MIXTURE = """data={{name="mixture", sources=[
+    {{name="text", weight=0.5, source={{name="text_files", path="{folder}/text", validation=0.3}}}},
+    {{name="made_up", weight=0.5, source={{name="synthetic", vocab_size=64}}}},
+]}}"""
+
+
+def test_of_a_mixture_it_says_which_samples_of_which_source_and_what_was_not_learned(tiny, capsys):
+    tiny.completed(MIXTURE.format(folder=tiny.folder), "train.steps=3", "scheduler.warmup_steps=0")
+    with (tiny.path() / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "skipped", "step": 2}) + "\n")
+    job = load_job(tiny.config, ["train.global_batch_size=4"], catalog=discover(), world_size=1)
+    with opened(job, discover()) as data:
+        text = data.source
+    capsys.readouterr()
+
+    assert main(["data", "seen", str(tiny.path()), "--steps", "1..3", "--json", "--show", "4"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    made_up = []
+    for line in lines:
+        assert Counter(line["sample_sources"]) == Counter(line["sources"])
+        for number, source, shown in zip(line["samples"], line["sample_sources"], line["texts"], strict=True):
+            if source == "text":
+                assert shown == text.tokenizer.decode(text.read(np.array([number]))["tokens"][0].tolist())
+            else:
+                made_up.append(number)
+    assert made_up == [*range(6)]
+    assert [line["update_left_out"] for line in lines] == [False, True, False]
+
+    assert main(["data", "seen", str(tiny.path()), "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"step 2: samples 4 to 7: (\d+, \d+ of (text|made_up)(, |; )){2}128 targets", said)
+    assert "  its update was left out: nothing was learned from these samples" in said
+
+
+def test_each_source_of_a_mixture_is_counted(tiny, capsys):
+    ids = tiny.folder / "ids"
+    assert main(["data", "prepare", str(tiny.folder / "text"), "-o", str(ids), "--workers", "1"]) == 0
+    files = f'{{name="ids", weight=1, source={{name="token_files", path="{ids}"}}}}, ]'
+    mixture = MIXTURE.format(folder=tiny.folder).replace("]", files)
+    phase = "phases=[{at=6, data={weights={text=0.0, made_up=0.0}}}]"
+    capsys.readouterr()
+
+    arguments = ["data", "inspect", str(tiny.config), mixture, phase]
+    assert main([*arguments, "--json", "--show", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    text, made_up, ids = found["parts"]
+    assert (text["documents"], made_up["documents"], ids["documents"], found["documents"]) == (10, None, 12, None)
+    assert made_up == {"name": "made_up", "samples": None, "tokens": None, "documents": None, "read": 5, "epochs": None}
+    assert (text["read"], ids["read"]) == (5, 30)
+    assert ids["tokens"] == ids["samples"] * 32
+    assert ids["epochs"] == pytest.approx(30 / ids["samples"])
+
+    assert main([*arguments, "--show", "0"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"\n  text: {text['samples']:,} samples, {text['tokens']:,} tokens, of 10 documents; 5 samples are read, "
+        in said
+    )
+    assert "\n  made_up: in an order of its own; 5 samples are read\n" in said
+
+
+def test_steps_that_were_done_again_have_the_update_of_the_last_time(tmp_path):
+    events = [("started", 0), ("skipped", 2), ("skipped", 5), ("skipped", 6), ("rolled_back", 6), ("resumed", 3)]
+    lines = [json.dumps({"event": name, "step": step, "to_step": 4}) for name, step in events]
+    found = []
+    for n_lines in range(len(lines) + 1):
+        (tmp_path / "events.jsonl").write_text("\n".join([*lines[:n_lines], '{"event": "skip']))
+        found.append(steps_without_update(tmp_path / "events.jsonl"))
+
+    assert found == [set(), set(), {2}, {2, 5}, {2, 5, 6}, {2}, {2}]
+    assert steps_without_update(tmp_path / "nothing.jsonl") is None
 
 
 def test_people_are_shown_sizes_and_text(tiny, capsys):
     assert main(["data", "inspect", str(tiny.config), "train.batch_size=2", "--world-size", "3", "--step", "2"]) == 0
     said = capsys.readouterr().out
-    assert "6 samples a step" in said
+    assert "tokens, 14,304 in all, of 10 documents; 6 samples a step" in said
     assert "step 2: samples 6 to 11 of the stream; 192 targets" in said
     assert said.count("\n  ") == 3
 

@@ -1,6 +1,7 @@
 """``forge eval``: what a trained model is measured to be is what its run has measured, on any ranks."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_data.token_format import read_header
 from forge_plugins_inference.generation import generate
 
 EVALUATED = ("eval.interval=10", "eval.batches=3", 'evaluations=[{name="accuracy"}]')
@@ -88,6 +90,31 @@ def test_phases_of_the_run_do_not_bind_other_data(evaluate, shared_tiny, capsys)
     capsys.readouterr()
 
     assert evaluate("mixed", "--evaluation", "perplexity", f"data={text}")["eval/perplexity/loss"] > 0
+
+
+def test_a_path_alone_is_text_for_the_tokenizer_of_a_mixture(shared_tiny, capsys):
+    text, ids = shared_tiny.folder / "text" / "0.txt", shared_tiny.folder / "ids"
+    assert main(["data", "prepare", str(text), "-o", str(ids), "--train-bpe", "300", "--workers", "1"]) == 0
+    mixture = f'data={{name="mixture", sources=[{{name="a", weight=1, source={{name="token_files", path="{ids}"}}}}]}}'
+    shared_tiny.completed("run.name=mixed_ids", "train.steps=1", "scheduler.warmup_steps=0", mixture)
+    windows = (read_header(ids / "index.json").tokens - 1) // 32
+    shutil.rmtree(ids)  # the tokenizer is in the checkpoint
+    capsys.readouterr()
+
+    words = ["--evaluation", "perplexity", "--json", "--data.path", str(text)]
+    assert main(["eval", str(shared_tiny.path("mixed_ids")), *words, "data.packing=windows"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval/perplexity/tokens"] == windows * 32
+
+
+def test_a_path_alone_is_refused_by_a_run_without_a_tokenizer(shared_tiny, capsys):
+    made_up = 'data={name="synthetic", vocab_size=64}'
+    shared_tiny.completed("run.name=made_up", "train.steps=1", "scheduler.warmup_steps=0", made_up)
+    capsys.readouterr()
+
+    assert main(["eval", str(shared_tiny.path("made_up")), "--evaluation", "perplexity", "data.path=text"]) == 2
+    said = capsys.readouterr().err
+    assert "data.path=text: the run's data (synthetic) have no key path, and " in said
+    assert "has no tokenizer to read text by; name the source as well, as in data.name=token_files data.path=…" in said
 
 
 def test_plugins_that_the_run_disables_stay_disabled(shared_tiny, runs, capsys):

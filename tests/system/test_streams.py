@@ -251,6 +251,7 @@ def test_inspecting_refuses_streams_as_a_run_does_and_keeps_no_more_than_a_step(
         found, _ = data.step(200)
         cursors = data.stream.streams._cursors
     assert found.numbers == [796, 797, 798, 799]
+    assert (found.samples, found.streams) == ([199] * 4, [0, 1, 2, 3])
     assert [(sorted(cursor.states), len(cursor._samples)) for cursor in cursors] == [([0, 199, 200], 1)] * 4
 
 

@@ -74,6 +74,19 @@ def test_a_saved_data_set_is_tokenised_once_document_by_document(tmp_path, open_
     assert capsys.readouterr().err.count("is tokenised into") == 1
 
 
+def test_documents_are_packed_whole_from_the_same_token_files(tmp_path, open_hub, capsys):
+    windows = open_hub(saved(tmp_path / "corpus"), seq_len=100)
+    packed = open_hub(tmp_path / "corpus", seq_len=100, packing="best_fit", document_mask=True)
+
+    batch = packed.read(np.arange(len(packed)))
+    rows = zip(batch["tokens"], batch["document"], strict=True)
+    pieces = [row[(document == n) & (row != END)] for row, document in rows for n in range(9)]
+    assert sorted(bytes(piece.tolist()).decode() for piece in pieces if len(piece)) == sorted(TEXTS)
+    assert packed.documents == windows.documents == len(TEXTS)
+    assert packed.fingerprint != windows.fingerprint
+    assert capsys.readouterr().err.count("is tokenised into") == 1
+
+
 def test_any_number_of_processes_writes_the_same_files(tmp_path, open_hub):
     open_hub(saved(tmp_path / "corpus"), cache="one")
     open_hub(tmp_path / "corpus", cache="two", processes=2)

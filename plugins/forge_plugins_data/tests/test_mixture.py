@@ -150,7 +150,7 @@ def test_weights_within_a_source_are_multiplied_by_its_own(open_mixture, monkeyp
 def test_each_source_goes_through_its_own_epochs_each_in_another_order(open_mixture, tmp_path):
     (tmp_path / "letters.txt").write_text("0123456789abcdefghijklmnopqrstuvwxyz")
     source = open_mixture({"a": (1, 40), "b": (1, 4000)}, keys={"a": {"path": str(tmp_path / "letters.txt")}})
-    n = source.lengths()[0]
+    n = source.parts[0].samples
 
     batch = source.read_at(np.arange(6 * n))
     of_a = batch["tokens"][batch["source"] == 0][: 3 * n].reshape(3, n, SEQ_LEN)

@@ -1,9 +1,11 @@
 """``forge data prepare``: any input, the same output, whatever happens in between."""
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import io
+import itertools
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+from forge_core.cli import main
 from forge_core.errors import ConfigError, ForgeError
 from forge_plugins_data.bytes_tokenizer import BytesTokenizer
 from forge_plugins_data.commands import data
@@ -377,6 +380,29 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match="--output: cannot make the folder /proc/tokens: No such file or directory"):
         run(tmp_path / "x.jsonl", Path("/proc/tokens"))
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("open", 0), ("fsync", 0), ("fsync", 1)], ids=["lock", "settings", "trained tokenizer"]
+)
+def test_a_disk_that_is_full_at_the_beginning_is_told_and_the_same_command_goes_on(
+    tmp_path, monkeypatch, capsys, call, number
+):
+    write_jsonl(tmp_path / "x.jsonl", texts(30))
+    command = ["data", "prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "out"), "--train-bpe", "300"]
+    really, calls = getattr(os, call), itertools.count()
+
+    def fails_once(*given, **keys):
+        if next(calls) == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return really(*given, **keys)
+
+    monkeypatch.setattr(os, call, fails_once)
+    assert main([*command, "--workers", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"--output: cannot tokenise into the folder {tmp_path / 'out'}: No space left on device; make it a" in said
+    assert not (tmp_path / "out" / INDEX).exists()
+    assert main([*command, "--workers", "1"]) == 0
 
 
 def test_an_error_in_another_process_arrives_as_the_same_sentence(tmp_path):

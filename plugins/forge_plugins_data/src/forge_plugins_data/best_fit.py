@@ -66,7 +66,8 @@ class PackedDocuments(TokenSamples):
     def __init__(self, documents: Sequence[Documents], facts: TokenFacts, *, end_of_document: int) -> None:
         """Args: ``documents`` are in order; ``end_of_document`` fills up samples."""
         decided = ["best_fit", end_of_document, *map(_checksum, documents)]
-        super().__init__(attrs.evolve(facts, identity=[*facts.identity, *decided]))
+        number = sum(len(one.stops) for one in documents)
+        super().__init__(attrs.evolve(facts, identity=[*facts.identity, *decided], documents=number))
         self._arrays = documents
         self._end_of_document = end_of_document
         pieces = [_cut(one, index, facts.seq_len) for index, one in enumerate(documents)]

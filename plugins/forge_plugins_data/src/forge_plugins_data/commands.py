@@ -21,6 +21,7 @@ from forge_plugins_data.documents import DEFAULT_PATTERNS
 from forge_plugins_data.job_facts import InspectedJob, StepFacts
 from forge_plugins_data.prepare import UNIT_SIZE, prepare
 from forge_plugins_data.progress import Progress
+from forge_plugins_data.run_events import steps_without_update
 from forge_plugins_data.token_format import INDEX, Shard, map_shard, read_header
 from forge_plugins_data.tokenising import cores
 from forge_plugins_data.verification import damage_of
@@ -177,14 +178,19 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
     entries = {name: list(array.shape) for name, array in batch.items()}
     if as_json:
         shown = attrs.evolve(found, texts=texts, learned=learned or None)
-        print_json(InspectedJob(**attrs.asdict(facts), entries=entries, batch=shown))
+        print_json(InspectedJob(**attrs.asdict(facts, recurse=False), entries=entries, batch=shown))
         return
     if facts.samples is not None:
         sizes = f"{facts.samples:,} samples of {facts.seq_len:,} tokens, {facts.tokens:,} in all"
+        sizes += _documents(facts.documents)
         epochs = f", {facts.epochs:.2f} epochs in all"
     else:
         sizes, epochs = f"samples of {facts.seq_len:,} tokens in an order of its own", ""
     click.echo(f"{facts.source}: {sizes}; {facts.samples_per_step:,} samples a step{epochs}")
+    for part in facts.parts or ():
+        epochs = "" if part.epochs is None else f", {part.epochs:.2f} epochs"
+        own = "in an order of its own" if part.samples is None else f"{part.samples:,} samples, {part.tokens:,} tokens"
+        click.echo(f"  {part.name}: {own}{_documents(part.documents)}; {part.read:,} samples are read{epochs}")
     if facts.lines is not None:
         click.echo(f"{facts.lines:,} lines, of which {facts.cut:,} are cut and {facts.skipped:,} skipped")
     click.echo(f"vocabulary {facts.vocab_size:,}, tokenizer {facts.tokenizer or 'unknown'}")
@@ -194,6 +200,20 @@ def _show_job(invocation: Invocation, job: Job, step: int, show: int, as_json: b
         click.echo(f"  {in_one_line(text)}")
         for part in parts:
             click.echo(f"    learned: {in_one_line(part)}")
+
+
+def _documents(number: int | None) -> str:
+    return "" if number is None else f", of {number:,} document{'s' * (number != 1)}"
+
+
+def _which(found: StepFacts) -> str:
+    """The samples by what they are of: ``3, 17 of library, 5 of tests``."""
+    streams = None if found.streams is None else [f"stream {stream}" for stream in found.streams]
+    of_each = streams or found.sample_sources or ["the source"] * len(found.samples)
+    samples: dict[str, list[str]] = {}
+    for sample, origin in zip(found.samples, of_each, strict=True):
+        samples.setdefault(origin, []).append(str(sample))
+    return ", ".join(f"{', '.join(numbers)} of {origin}" for origin, numbers in samples.items())
 
 
 def _made_of(found: StepFacts) -> str:
@@ -213,7 +233,9 @@ def _made_of(found: StepFacts) -> str:
 def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_json: bool) -> None:
     """Show which samples RUN has trained on in some of its steps, from its newest checkpoint and its data.
 
-    Numbers are places in the run's stream, as its log has them; what a rollback has left out is listed behind.
+    Numbers are places in the run's stream, as its log has them; behind them stand those in the source, or in each
+    source of a mixture. It says of which steps the update was left out; what a rollback has left out is listed at the
+    end.
     """
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.job import catalog_of, load_job
@@ -231,17 +253,20 @@ def seen_command(invocation: Invocation, run: Path, steps: str, show: int, as_js
             "which ones a step has had cannot be told"
         )
     left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
+    without_update = steps_without_update(checkpoint.path.absolute().parents[1] / "events.jsonl")
     with opened(job, catalog_of(job, invocation.catalog), left_out) as data:
         if data.source.fingerprint != (made_of := state["data_fingerprint"]):
             raise ConfigError(f"data: they are not those of the run any more (fingerprint {made_of})")
         for step in range(first, last + 1):
             found, batch = data.step(step)
+            found = attrs.evolve(found, update_left_out=None if without_update is None else step in without_update)
             texts = data.texts(batch, show)
             if as_json:
                 print_json(attrs.evolve(found, texts=texts if show else None), indent=None)
                 continue
-            ids = f": {', '.join(map(str, found.samples))} of the source" if found.samples is not None else ""
-            click.echo(f"step {step}: samples {spans(found.numbers)}{ids}{_made_of(found)}")
+            click.echo(f"step {step}: samples {spans(found.numbers)}: {_which(found)}{_made_of(found)}")
+            if found.update_left_out:
+                click.echo("  its update was left out: nothing was learned from these samples")
             for text in texts:
                 click.echo(f"  {in_one_line(text)}")
     for start, stop in () if as_json else left_out:

@@ -11,7 +11,7 @@ from attrs.validators import ge, le, lt, min_len, optional
 from forge_core.api import ComponentRef, Slot
 from forge_core.config.sections import Job
 from forge_core.contracts.data_source import DataSourceConfig
-from forge_plugins_data.config import check_held_out
+from forge_plugins_data.config import Packing, check_held_out
 from forge_plugins_data.dataset_config import DatasetConfig, not_empty
 
 
@@ -32,11 +32,14 @@ class HuggingFaceConfig(HubConfig):
     """A data set of the Hugging Face ``datasets`` library, tokenised into token files when it is opened first.
 
     One process of a node does so, with others to help it; the ranks of the node wait. What was finished stays after an
-    interruption. ``validation`` holds out the last windows of every file. Needs the extra ``huggingface``.
+    interruption. ``validation`` holds out the last windows of every file, or with ``best_fit`` documents at equal
+    distances. Needs the extra ``huggingface``.
     """
 
     validation: float = attrs.field(default=0.0, validator=[ge(0.0), lt(1.0)])
     """The part that is held out for evaluation, 0 to 1."""
+    packing: Packing = "windows"
+    """How documents become samples, ``windows`` or ``best_fit``, as in ``token_files``, from the same files."""
     cache: str = attrs.field(default="prepared", validator=not_empty)
     """The folder for token files; each data set, with its tokenizer, has a folder of its own in it, by a fingerprint.
     Where nodes share it, they tokenise once. Relative to the working directory; ``~`` is the home directory."""

@@ -24,8 +24,9 @@ from forge_plugins_data.prepare import UNIT_SIZE
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_files import open_token_files
 from forge_plugins_data.token_format import INDEX, SETTINGS, VERSION, map_shard, read_header, write_atomically
-from forge_plugins_data.tokenising import Work, alone_in, cores, tokenise
-from forge_plugins_data.windows import TokenWindows, require_held_out
+from forge_plugins_data.token_samples import TokenSamples
+from forge_plugins_data.tokenising import Work, alone_in, cores, tokenise, writing_in
+from forge_plugins_data.windows import require_held_out
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,7 +39,7 @@ _SAY_AGAIN_AFTER = 60.0
 
 def open_huggingface(
     config: HuggingFaceConfig, /, *, seq_len: int, split: Split, build: Builder, **_: object
-) -> TokenWindows:
+) -> TokenSamples:
     """Tokenise what is not tokenised yet, or wait for the process that does, and open the files.
 
     Raises:
@@ -58,6 +59,7 @@ def open_huggingface(
         tokenizer=config.tokenizer,
         validation=config.validation,
         document_mask=config.document_mask,
+        packing=config.packing,
     )
     return open_token_files(files, seq_len=seq_len, split=split, build=build)
 
@@ -141,28 +143,18 @@ def _is_whole(folder: Path) -> bool:
 def _prepare(
     folder: Path, rows: _Rows, settings: dict[str, Any], tokenizer: Tokenizer, config: HuggingFaceConfig
 ) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cache = {config.cache!r}: cannot make the folder {folder}: {error.strerror}") from error
     progress, said = Progress(), -_SAY_AGAIN_AFTER
     while True:
-        try:
-            with alone_in(folder) as alone:
-                if alone and not _is_whole(folder):
-                    progress.say(f"data: {config.words} is tokenised into {folder}, once for all ranks of this node")
-                    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
-                    parts = rows.parts(UNIT_SIZE)
-                    header = tokenise(Work.begun(folder, tokenizer, rows), parts, config.processes or cores(), progress)
-                    if header.tokens == 0:
-                        raise ConfigError(f"{config.words} has no text: all {len(rows.dataset)} rows are empty")
-                if alone:
-                    return
-        except OSError as error:
-            raise ConfigError(
-                f"cache = {config.cache!r}: cannot tokenise into the folder {folder}: {error.strerror or error}; make "
-                "it a folder that can be written, and on a disk with room"
-            ) from error
+        with writing_in(folder, f"cache = {config.cache!r}"), alone_in(folder) as alone:
+            if alone and not _is_whole(folder):
+                progress.say(f"data: {config.words} is tokenised into {folder}, once for all ranks of this node")
+                write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+                parts = rows.parts(UNIT_SIZE)
+                header = tokenise(Work.begun(folder, tokenizer, rows), parts, config.processes or cores(), progress)
+                if header.tokens == 0:
+                    raise ConfigError(f"{config.words} has no text: all {len(rows.dataset)} rows are empty")
+            if alone:
+                return
         if time.monotonic() - said >= _SAY_AGAIN_AFTER:
             said = time.monotonic()
             progress.say(f"data: waiting for another process, which tokenises {config.words} into {folder}")

@@ -41,7 +41,7 @@ class InMemory:
         Raises:
             ConfigError: a document is not UTF-8, or there is too little text for one sample.
         """
-        tokens = self._tokenise(documents)
+        tokens, n_documents = self._tokenise(documents)
         n_windows = count_windows(len(tokens), self.seq_len)
         if n_windows == 0:
             part = "the text" if self.split == "all" else f"the {self.split} part of the text"
@@ -53,20 +53,24 @@ class InMemory:
             tokenizer=self.tokenizer,
             separator=end if self.document_mask else None,
             identity=[self.source, self.tokenizer.fingerprint, hashlib.sha256(tokens.data).hexdigest()],
+            documents=n_documents,
         )
         if self.packing == "best_fit":
             return PackedDocuments([find_documents(tokens, end)], facts, end_of_document=end)
         return TokenWindows([Span(tokens, 0, n_windows)], facts)
 
-    def _tokenise(self, documents: Iterable[Document]) -> np.ndarray:
+    def _tokenise(self, documents: Iterable[Document]) -> tuple[np.ndarray, int]:
+        """All tokens ``(N,)``, and how many documents they are of."""
         dtype = smallest_dtype(self.tokenizer.vocab_size)
         end = np.array([self.tokenizer.end_of_document], dtype=dtype)
         parts: list[np.ndarray] = []
+        number = 0
         for document in documents:
             ids = encode_document(self.tokenizer, document.content, self.encoding_errors, document.where)
             if ids is not None and len(ids):
                 parts += [ids.astype(dtype), end]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+                number += 1
+        return np.concatenate([np.empty(0, dtype=dtype), *parts]), number
 
 
 def unit_hash(name: str) -> float:

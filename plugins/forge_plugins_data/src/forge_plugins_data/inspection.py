@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import printable
 from forge_core.config.sections import Job
-from forge_core.contracts.batch import NamesSources
+from forge_core.contracts.batch import MixedSource, NamesSources
 from forge_core.contracts.data_source import PositionedSource, Source
 from forge_core.contracts.loss import IGNORED
 from forge_core.data.stream import SampleStream
@@ -24,7 +24,10 @@ from forge_core.job import load_job, resolve_degrees
 from forge_core.registry.catalog import Catalog
 from forge_core.train.sources import data_seed, open_source
 from forge_plugins_data.answers import PackedAnswers
-from forge_plugins_data.job_facts import DataFacts, StepFacts
+from forge_plugins_data.job_facts import DataFacts, PartFacts, StepFacts
+from forge_plugins_data.mixture import Mixture
+from forge_plugins_data.mixture_parts import Part
+from forge_plugins_data.token_samples import TokenSamples
 
 _SHOWN = 72
 """Characters of a sample's text in a line."""
@@ -55,6 +58,10 @@ class JobData:
             samples_per_step=self.samples_per_step,
             fingerprint=self.source.fingerprint,
         )
+        if isinstance(self.source, TokenSamples):
+            found = attrs.evolve(found, documents=self.source.documents)
+        if isinstance(self.source, MixedSource):
+            found = attrs.evolve(found, parts=[*self._parts(self.source)])
         if not isinstance(self.source, PositionedSource):
             n = len(self.source)
             epochs = self.job.train.steps * self.samples_per_step / n
@@ -62,6 +69,20 @@ class JobData:
         if isinstance(self.source, PackedAnswers):
             found = attrs.evolve(found, **self.source.lines)
         return found
+
+    def _parts(self, source: MixedSource) -> Iterator[PartFacts]:
+        """The sources of a mixture, in their order."""
+        parts: Sequence[Part] = getattr(source, "parts", ())  # a mixture of a plugin does not say them
+        read = source.counts(self.job.train.steps * self.samples_per_step)
+        for part, n_read in zip(parts, read, strict=False):
+            yield PartFacts(
+                name=part.name,
+                samples=part.samples,
+                tokens=None if part.samples is None else part.samples * self.job.train.seq_len,
+                documents=part.source.documents if isinstance(part.source, TokenSamples) else None,
+                read=n_read,
+                epochs=None if part.samples is None else n_read / part.samples,
+            )
 
     def step(self, number: int) -> tuple[StepFacts, dict[str, np.ndarray]]:
         """The batch of a step from 1, of all ranks: where its samples are in the whole stream, which ones of the source
@@ -71,16 +92,42 @@ class JobData:
             self.stream.streams.forget_before(self.stream.samples_read(int(positions[0])))
         batch = self.stream.read(positions)
         valid = batch["targets"] != IGNORED  # what fills up a sample has none
-        found = StepFacts(step=number, numbers=self.stream.numbers(positions).tolist(), targets=int(valid.sum()))
-        if not isinstance(self.source, PositionedSource):
-            found = attrs.evolve(found, samples=self.stream.indices(positions).tolist())
+        samples, streams = self._samples(positions)
+        found = StepFacts(
+            step=number,
+            numbers=self.stream.numbers(positions).tolist(),
+            samples=samples.tolist(),
+            streams=None if streams is None else streams.tolist(),
+            left_out=self._left_out(positions),
+            targets=int(valid.sum()),
+        )
         if isinstance(self.source, NamesSources):
-            counts = np.bincount(batch["source"], minlength=len(self.source.names)).tolist()
-            found = attrs.evolve(found, sources=dict(zip(self.source.names, counts, strict=True)))
+            names = self.source.names
+            counts = np.bincount(batch["source"], minlength=len(names)).tolist()
+            of_each = [names[number] for number in batch["source"].tolist()]
+            found = attrs.evolve(found, sources=dict(zip(names, counts, strict=True)), sample_sources=of_each)
         if "document" in batch:
             documents = int((np.where(valid, batch["document"], -1).max(axis=1) + 1).sum())
             found = attrs.evolve(found, documents=documents)
         return found, batch
+
+    def _samples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Which samples stand at ``positions`` ``(B,)``, and of which streams: both int64 ``(B,)``."""
+        numbers = self.stream.numbers(positions)
+        if self.stream.streams is not None:
+            samples, streams = np.divmod(numbers, self.stream.streams.n_streams)
+            return samples, streams
+        if isinstance(self.source, Mixture):
+            return self.source.samples_at(numbers)[1], None
+        if isinstance(self.source, PositionedSource):
+            return numbers, None
+        return self.stream.indices(positions), None
+
+    def _left_out(self, positions: np.ndarray) -> list[tuple[int, int]]:
+        """The stretches that are left out behind the last position before ``positions``, by first and last number."""
+        before = self.stream.numbers(positions[:1] - 1)[0] if positions[0] else -1
+        last = self.stream.numbers(positions[-1:])[0]
+        return [(start, stop - 1) for start, stop in self.stream.left_out if before < start < last]
 
     def learned(self, batch: dict[str, np.ndarray], number: int) -> list[list[str]]:
         """Of the first samples of a batch whose documents are learned in part, the parts that are, decoded. None if

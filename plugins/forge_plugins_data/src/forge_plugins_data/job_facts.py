@@ -15,10 +15,21 @@ class StepFacts:
     """Counts from 1."""
     numbers: Sequence[int]
     """Where its samples are in the whole stream."""
-    samples: Sequence[int] | None = None
-    """Their numbers in the source; null if it has an order of its own."""
+    samples: Sequence[int]
+    """Their numbers in the source; in each one's own of a mixture, or in its stream. Of a source that says itself what
+    stands where, the same as ``numbers``."""
+    streams: Sequence[int] | None = None
+    """The stream that each is of, from 0, of data that are read as streams."""
+    sample_sources: Sequence[str] | None = None
+    """The source of a mixture that each is of, by name."""
     sources: Mapping[str, int] | None = None
     """How many samples each source of a mixture has given."""
+    left_out: Sequence[Sequence[int]] = ()
+    """Stretches of the whole stream that the run goes without after a rollback, each by its first and last number:
+    those behind the step before, up to the last sample of this step."""
+    update_left_out: bool | None = None
+    """Whether the run has left its update out, by its ``events.jsonl``. Null without this file, and of a job that has
+    not run."""
     targets: int
     """Tokens that are learned."""
     documents: int | None = None
@@ -27,6 +38,22 @@ class StepFacts:
     """The first samples as text, if they are shown."""
     learned: Sequence[Sequence[str]] | None = None
     """Of each of these the parts that are learned, if that is not all of it."""
+
+
+@attrs.frozen(kw_only=True)
+class PartFacts:
+    """Sizes of one source of a mixture."""
+
+    name: str
+    samples: int | None
+    """In the source; null, as the next one, if it has an order of its own, or is read as streams."""
+    tokens: int | None
+    documents: int | None
+    """As in ``DataFacts``."""
+    read: int
+    """How many samples the whole run reads of it, by the weights of all phases."""
+    epochs: float | None
+    """How often that is all of them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +75,10 @@ class DataFacts:
     tokens: int | None = None
     epochs: float | None = None
     """In the whole run."""
+    documents: int | None = None
+    """In the data, where the source knows. Those of windows of token files are counted with what is held out."""
+    parts: Sequence[PartFacts] | None = None
+    """The sources of a mixture."""
     lines: int | None = None
     """Of files with conversations or answers."""
     cut: int | None = None

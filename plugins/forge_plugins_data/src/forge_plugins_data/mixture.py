@@ -73,7 +73,7 @@ class Mixture(WatchedParts):
         self.fingerprint = parts.fingerprint(self.shares)
         self._interleavings = InterleavingInPhases([(0, shares), *phases])
         self._block = functools.lru_cache(maxsize=8)(
-            lambda number: self._samples(np.arange(number * _BLOCK, (number + 1) * _BLOCK))
+            lambda number: self.samples_at(np.arange(number * _BLOCK, (number + 1) * _BLOCK))
         )
 
     def read_at(self, positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -82,13 +82,13 @@ class Mixture(WatchedParts):
             first = int(positions[0]) // _BLOCK if len(positions) else 0
             offsets = positions - first * _BLOCK
             is_within = offsets.min(initial=0) >= 0 and offsets.max(initial=0) < _BLOCK
-            which, indices = self._block(first) if is_within else self._samples(positions)
+            which, indices = self._block(first) if is_within else self.samples_at(positions)
             chosen = offsets if is_within else slice(None)
             return self._parts.read_windows(which[chosen], indices[chosen])
         which, numbers = self._interleavings.at(positions)
         return self._parts.gathered(which, lambda part, rows: self._parts.parts[part].read(numbers[rows]))
 
-    def _samples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def samples_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part at each of ``positions`` ``(N,)``, and which of its samples: both int64 ``(N,)``."""
         which, numbers = self._interleavings.at(positions)
         indices = np.empty_like(numbers)
@@ -100,10 +100,6 @@ class Mixture(WatchedParts):
     def counts(self, position: int) -> list[int]:
         """Same as ``MixedSource.counts``."""
         return self._interleavings.counts(position)
-
-    def lengths(self) -> list[int | None]:
-        """Samples in an epoch of each source; ``None`` where it has none."""
-        return [None if isinstance(part.source, PositionedSource) else len(part.source) for part in self._parts.parts]
 
 
 class MixtureSet(WatchedParts):

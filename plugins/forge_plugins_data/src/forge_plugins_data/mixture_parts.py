@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from forge_core.contracts.batch import Entry
-from forge_core.contracts.data_source import CheckedSource, Source, StreamedSource
+from forge_core.contracts.data_source import CheckedSource, PositionedSource, Source, StreamedSource
 from forge_core.contracts.tokenizer import Tokenizer
 from forge_core.data.counts import counted_entry, with_counts
 from forge_core.data.stream import SampleStream
@@ -32,14 +32,21 @@ class Part:
         self.streams = source if isinstance(source, StreamedSource) else None
         self.n_streams = 0 if self.streams is None else self.streams.n_streams
         self._stream = None if isinstance(source, StreamedSource) else SampleStream(source, seed=seed, shuffle=True)
+        self._has_own_order = isinstance(source, PositionedSource)  # asked once, as protocols take their time to answer
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples an epoch has; ``None`` of a source that has no epochs, or is read as streams."""
+        return None if isinstance(self.source, PositionedSource | StreamedSource) else len(self.source)
 
     def read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Of an indexed source, the samples ``numbers`` ``(B,)`` of its stream."""
         return self._indexed.read(numbers)
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """Of an indexed source, which samples those are: int64 ``(B,)``."""
-        return self._indexed.indices(numbers)
+        """Of an indexed source, which samples those are: int64 ``(B,)``. One with an order of its own has no others
+        than ``numbers``."""
+        return numbers if self._has_own_order else self._indexed.indices(numbers)
 
     def entry_names(self) -> set[str]:
         """The entries of its first sample, with those that the engine counts by.
@@ -188,6 +195,7 @@ class WatchedParts:
     def __init__(self, parts: MixtureParts) -> None:
         self._parts = parts
         self.names, self.vocab_size, self.tokenizer = parts.names, parts.vocab_size, parts.tokenizer
+        self.parts = parts.parts
 
     def entries(self) -> Mapping[str, Entry]:
         """Same as ``DescribedSource.entries``."""

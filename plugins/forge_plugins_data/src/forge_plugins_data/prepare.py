@@ -20,7 +20,7 @@ from forge_plugins_data.documents import DEFAULT_PATTERNS, Unit, plan_units, rea
 from forge_plugins_data.file_selection import SelectedFile, count_left_out, select_files
 from forge_plugins_data.progress import Progress
 from forge_plugins_data.token_format import SETTINGS, TokenHeader, write_atomically
-from forge_plugins_data.tokenising import Work, alone_in, tokenise
+from forge_plugins_data.tokenising import LOCK, Work, alone_in, tokenise, writing_in
 from forge_plugins_data.tokenizer_config import TokenizerFileConfig
 from forge_plugins_data.tokenizer_file import FILE_NAME, TokenizerFile
 
@@ -60,7 +60,8 @@ def prepare(
         The content of ``index.json``.
 
     Raises:
-        ConfigError: input missing, empty or damaged, ``output`` holds something else, or its disk is full.
+        ConfigError: input missing, empty or damaged; ``output`` holds something else, or cannot be written; its disk is
+            full.
         ForgeError: a process was killed; what is finished stays.
     """
     files = select_files(list(inputs), list(patterns))
@@ -72,11 +73,7 @@ def prepare(
         raise ConfigError(f"the input is empty: {len(files)} file{'s' * (len(files) != 1)}, no bytes")
     settings = _settings(files, tokenizer, text_field, encoding_errors, binary, unit_size)
     _require_same_settings(output, settings)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output: cannot make the folder {output}: {error.strerror}") from error
-    with alone_in(output) as alone:
+    with writing_in(output, "--output"), alone_in(output) as alone:
         if not alone:
             raise ConfigError(f"another 'forge data prepare' is working in {output}")
         if not (output / SETTINGS).is_file():
@@ -129,7 +126,8 @@ def _require_same_settings(output: Path, settings: dict[str, Any]) -> None:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is a file; the output is a folder")
     if not file.is_file():
-        if output.is_dir() and any(output.iterdir()):
+        begun = {LOCK, f"{SETTINGS}.partial"}  # of a call that came no further, such as on a full disk
+        if output.is_dir() and any(found.name not in begun for found in output.iterdir()):
             raise ConfigError(f"the folder {output} has other things in it; name a new or an empty one")
         return
     before = json.loads(file.read_text(encoding="utf-8"))

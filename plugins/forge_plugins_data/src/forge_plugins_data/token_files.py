@@ -58,6 +58,7 @@ def open_token_files(
         separator=end if config.document_mask else None,
         identity=["token_files", [file.identity for file in files]],
         verification=_verification(files, config),
+        documents=_number_of_documents(files),
     )
     if config.packing == "best_fit":
         assert end is not None, "it was refused"
@@ -245,6 +246,13 @@ def _verification(files: list[_TokenFile], config: TokenFilesConfig) -> Verifica
     if config.verify == "before" and not checksums:
         raise ConfigError('verify = "before" has no effect: no file has a checksum in the JSON beside it; remove it')
     return Verification(checksums, before=config.verify == "before") if config.verify != "never" else None
+
+
+def _number_of_documents(files: list[_TokenFile]) -> int | None:
+    """What the JSON beside the files says; ``None`` if one of them has none that does."""
+    numbers = [None if file.shard is None else file.shard.documents for file in files]
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
 
 
 def _check_ids(file: _TokenFile, vocab_size: int) -> None:

@@ -31,6 +31,8 @@ class TokenFacts:
     """JSON values that decide the samples, beside ``seq_len`` and ``separator``."""
     verification: Verification | None = None
     """Told which files are read."""
+    documents: int | None = None
+    """How many there are, if that is known."""
 
 
 class TokenSamples(ABC):
@@ -40,6 +42,7 @@ class TokenSamples(ABC):
         self.vocab_size = facts.vocab_size
         self.tokenizer = facts.tokenizer
         self.seq_len = facts.seq_len
+        self.documents = facts.documents
         self._separator = facts.separator
         self._verification = facts.verification
         content = json.dumps([*facts.identity, facts.seq_len, facts.separator], sort_keys=True)

@@ -209,10 +209,37 @@ def _make_in_worker(index: int, part: Part) -> Shard:
 
 
 @contextmanager
+def writing_in(folder: Path, key: str) -> Iterator[None]:
+    """Make a folder if it is not there; within the context, say in a sentence why it cannot be written to.
+
+    Args:
+        key: names the folder in problems: the option or the key that says it.
+
+    Raises:
+        ConfigError: it cannot be made or written to, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot make the folder {folder}: {error.strerror}") from error
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot tokenise into the folder {folder}: {error.strerror or error}; make it a folder that can be "
+            "written, and on a disk with room"
+        ) from error
+
+
+LOCK = "lock"
+"""The file of a folder whose lock says that somebody writes there."""
+
+
+@contextmanager
 def alone_in(folder: Path) -> Iterator[bool]:
     """Two processes would write the same partial files: give whether this one is alone, until the context ends or the
     process does. On a file system of several nodes, for all of them, if it has locks (``flock``)."""
-    with os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as handle:
+    with os.fdopen(os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from forge_core.checkpoint.store import Checkpoint
+from forge_core.config.overrides import settings_in
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
 from forge_core.job import settings_of
@@ -28,7 +29,8 @@ def evaluation_job(
 
     Args:
         names: evaluations in place of the job's own; none keeps these. One that the job has keeps its keys.
-        overrides: settings of the command line. Those of ``data`` are about what ``names`` evaluate.
+        overrides: settings of the command line. Those of ``data`` are about what ``names`` evaluate. A ``data.path``
+            of a run whose source has no such key, such as a mixture, is text for the run's tokenizer.
         catalog: the installed plugins without these distributions.
         world_size: ranks.
 
@@ -46,6 +48,8 @@ def evaluation_job(
         given.table["evaluations"] = [_own_or_new(given.table.get("evaluations", ()), name) for name in asked]
     job = given.load(others)
     if data:
+        if not hasattr(job.data.config, "path") and _are_only_a_path(data):
+            given.table["data"] = _text_data(checkpoint, job, data[0])
         job = _with_data(job, given.load([*others, *data]), data[0])
     if not job.evaluations and not job.eval.interval:
         raise ConfigError(f"{checkpoint.path}: its job evaluates nothing; say with --evaluation what to measure")
@@ -60,6 +64,30 @@ def _own_or_new(own: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any
     """
     found = [table for table in own if table.get("name") == name]
     return found[0] if len(found) == 1 else {"name": name}
+
+
+def _are_only_a_path(settings: Sequence[str]) -> bool:
+    """Return whether settings of ``data`` say where the data are, and not which source reads them."""
+    keys = {words[0].removeprefix("--").partition("=")[0] for words in settings_in(settings, ("data",))}
+    return "data.path" in keys and keys.isdisjoint({"data", "data.name"})
+
+
+def _text_data(checkpoint: Checkpoint, job: Job, setting: str) -> Mapping[str, Any]:
+    """The table of a source that reads text by the run's tokenizer, which is in the checkpoint.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    tokenizer = checkpoint.state().get("tokenizer")
+    if tokenizer is None:
+        raise ConfigError(
+            f"{setting}: the run's data ({job.data.name}) have no key path, and {checkpoint.path} has no tokenizer to "
+            "read text by; name the source as well, as in data.name=token_files data.path=…"
+        )
+    folder = checkpoint.path.absolute() / "tokenizer"
+    found = {key: value for key, value in tokenizer.items() if value is not None}
+    files = {key: str(folder / value) for key, value in found.items() if (folder / str(value)).is_file()}
+    return {"name": "forge-plugins-data:text_files", "tokenizer": {**found, **files}}
 
 
 def _with_data(job: Job, other: Job, setting: str) -> Job:
