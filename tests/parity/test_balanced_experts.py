@@ -1,4 +1,6 @@
-"""On a text that sends most tokens to few experts, balancing evens the load out in a training of two processes."""
+"""On a text that sends most tokens to few experts, balancing evens the load out in a training of two processes.
+
+By day, forge_plugins_moe/tests/test_router_balancing.py has one process."""
 
 import random
 
@@ -6,9 +8,9 @@ import pytest
 
 from parity_matrix.cells import AC, FSDP
 from parity_matrix.launch import Launcher, Work
-from parity_matrix.selection import by_day_or_night, selected_cells
+from parity_matrix.selection import selected_cells
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROUTERS = {  # steps, and the router
     "unbalanced": (80, 'name="softmax_topk", balance=0.0'),
@@ -16,10 +18,6 @@ ROUTERS = {  # steps, and the router
     "bias-ac": (200, 'name="sigmoid_topk", bias_rate=0.003'),
     "loss": (200, 'name="softmax_topk", balance=0.1'),
 }
-
-
-BY_NIGHT = {"unbalanced", "loss"}
-"""The gradient of a loss is compared with formulas by day; what biases do shows in a training alone."""
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +60,11 @@ def _violation(launcher, name):
     return max(sum(line[layer] for line in last) / len(last) for layer in layers)
 
 
-@pytest.mark.parametrize("cell", by_day_or_night(["unbalanced", "unbalanced-sigmoid"], BY_NIGHT))
+@pytest.mark.parametrize("cell", ["unbalanced", "unbalanced-sigmoid"])
 def test_without_balancing_it_stays_uneven(launcher, cell):
     assert _violation(launcher, cell) > 0.5
 
 
-@pytest.mark.parametrize("cell", by_day_or_night(["bias-ac", "loss"], BY_NIGHT))
+@pytest.mark.parametrize("cell", ["bias-ac", "loss"])
 def test_with_balancing_it_evens_out(launcher, cell):
     assert _violation(launcher, cell) < 0.2

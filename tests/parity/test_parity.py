@@ -8,32 +8,28 @@ from parity_matrix.selection import by_day_or_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-BY_DAY = {  # each pass and schedule, and a layout or two of most trainings; what puts them together is by night
+BY_DAY = {  # each pass and schedule, and a layout of most trainings; what puts them together is by night
     *("microbatches2", "accumulation4", "chunked", "fsdp1", "ac-full", "ac-selective", "ac-auto", "bf16"),
     *("fsdp2", "fsdp2-keep-gathered-ac-full", "fsdp2-compiled-ac-selective", "copies2", "hsdp2x2"),
     *("fsdp2-sums-shards", "cp2-copies2-sums-shards"),
-    *("tp2", "tp2-chunked", "tp2-whole-positions", "tp2-ac-selective", "tp2-fsdp2"),
+    *("tp2", "tp2-whole-positions", "tp2-ac-selective", "tp2-fsdp2", "tp2-tied", "tp2-latent"),
     *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),
-    *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring", "cp2-fsdp2"),
+    *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring"),
     *("fp8-tensorwise", "fsdp2-fp8-gathered-ac-full", "moe-ep2-fp8-ac-selective"),
-    *("packed-accumulation4", "cp2-pp2-ac-full-packed", "tp2-packed"),
-    *("tp2-tied", "pp2-zero-bubble-v-tied", "tp2-whole", "tp2-latent"),
-    *("fsdp2-penalised", "pp2-zero-bubble-v-penalised", "tp2-auxiliary"),
-    *("mixture-accumulation4", "cp2-mixture", "pp2-mixture", "fsdp2-phases-bf16", "pp2-phases"),
-    *("moe-accumulation4", "moe-ac-full", "moe-tp2", "moe-ep2", "moe-ep2-tp2", "moe-pp2-ep2-zero-bubble-v"),
-    *("moe-ep2-expert-choice-chunks2", "moe-pp2-expert-choice", "moe-ep2-fsdp2-biased"),
-    *("moe-pp2", "moe-ep2-ac-selective-packed", "moe-tp2-without-sequence"),
+    *("packed-accumulation4", "pp2-zero-bubble-v-tied", "pp2-zero-bubble-v-penalised"),
+    *("mixture-accumulation4", "pp2-mixture", "fsdp2-phases-bf16", "pp2-phases"),
+    *("moe-accumulation4", "moe-ac-full", "moe-tp2", "moe-ep2", "moe-pp2", "moe-pp2-ep2"),
+    *("moe-ep2-expert-choice-chunks2", "moe-pp2-expert-choice"),
     *("ahead-accumulation4", "ahead-tp2-whole-positions", "ahead-pp2-1f1b", "ahead-cp2-moe-packed"),
     *("windows-ac-full", "windows-cp2-packed", "windows-and-sinks-tp2-chunked"),
-    *("long-rope-cp2-ring", "long-rope-packed-cp2", "biases-tp2-whole-positions"),
-    *("biases-and-dropout-hsdp2x2", "attention-dropout-cp2", "attention-dropout-pp2"),
-    *("lora-ac-full", "lora-tp2-fsdp2", "lora-moe-ep2", "complete-p-pp2", "complete-p-moe-ep2"),
-    *("muon-accumulation4", "muon-tp2-fsdp2", "muon-pp2", "factored-tp2", "factored-pp2"),
-    *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2", "split-tp2-fsdp2"),
-    *("joint-cp2", "joint-pp2-zero-bubble-v-fsdp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),
-    *("joint-frozen-then-thawed-fsdp2", "joint-among-text-pp2", "crossed-fsdp2", "crossed-tp2"),
-    *("joint-of-two-sizes-pp2", "joint-of-two-sizes-fsdp2", "crossed-of-two-sizes-pp2"),
-    *("crossed-cp2", "mixture-of-transformers-tp2-whole-positions", "moma-ep2"),
+    *("long-rope-packed-cp2", "attention-dropout-cp2", "attention-dropout-pp2"),
+    *("lora-ac-full", "lora-moe-ep2", "complete-p-pp2"),
+    *("muon-accumulation4", "muon-tp2", "muon-pp2", "factored-tp2", "factored-pp2"),
+    *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2", "split-tp2"),
+    *("joint-cp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),
+    *("joint-frozen-then-thawed-fsdp2", "joint-among-text-pp2", "joint-of-two-sizes-pp2"),
+    *("crossed-fsdp2", "crossed-tp2", "crossed-of-two-sizes-pp2"),
+    *("mixture-of-transformers-tp2-whole-positions", "moma-ep2"),
 }
 BY_NIGHT = CELLS.keys() - BY_DAY
 assert CELLS.keys() >= BY_DAY
@@ -75,7 +71,7 @@ def test_a_checkpoint_has_what_the_ranks_held_bit_for_bit(matrix, cell):
 EXCHANGED_BY_DAY = {
     *zip(FAMILIES, [*FAMILIES[1:], FAMILIES[0]], strict=True),
     *(("moe-ep2", "moe-accumulation4"), ("moe-ep2", "moe-pp2-ep2"), ("packed-accumulation4", "fsdp2-packed")),
-    *(("muon-accumulation4", "muon-fsdp2"), ("muon-tp2-fsdp2", "muon-pp2")),
+    *(("muon-accumulation4", "muon-fsdp2"), ("muon-pp2", "muon-tp2")),
     *(("factored-tp2", "factored-fsdp2"), ("crossed-fsdp2", "crossed-tp2")),
     *(("attention-dropout-cp2", "attention-dropout-pp2"), ("fsdp2-fp8-gathered-ac-full", "bf16")),
 }
@@ -92,7 +88,11 @@ def test_a_checkpoint_of_one_layout_is_held_by_another_bit_for_bit_and_goes_on(m
     assert list(matrix.exchange_problems(writer, reader)) == []
 
 
-@pytest.mark.parametrize("training", [name for name in TRAININGS if name != "plain"])
+TRAINED_BY_DAY = {CELLS[cell].training for cell in BY_DAY}
+NOT_PLAIN = [training for training in TRAININGS if training != "plain"]
+
+
+@pytest.mark.parametrize("training", by_day_or_night(NOT_PLAIN, {*NOT_PLAIN} - TRAINED_BY_DAY))
 def test_what_is_trained_makes_a_difference(matrix, training):
     """Its cells would also equal one process if the setting had been lost on the way."""
     assert matrix.distance(training) > 1e-4

@@ -143,7 +143,7 @@ def test_a_faster_growth_is_noticed(growth, numbers, holds):
     assert grows_like(growth, dict(zip(SIZES, numbers, strict=True))) is holds
 
 
-@pytest.mark.parametrize("n", [32, pytest.param(128, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("n", [16, pytest.param(128, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("lost", "how", "sentence"),
     [

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def main(job_toml: Path, plan: Path) -> None:
     for number, work in enumerate(json.loads(plan.read_text())):
         if rank < work["ranks"]:
             print(f"== {work['name']}", flush=True)
+            began = time.process_time()
             os.environ.update(WORLD_SIZE=str(work["ranks"]), MASTER_PORT=str(work["port"]))
             if rank == 0 and work["resumes"] is not None:
                 _copy_checkpoints(work["resumes"], work["name"], work["resumes_at"])
@@ -42,6 +44,7 @@ def main(job_toml: Path, plan: Path) -> None:
             torch.compiler.reset()
             most += _OF_COMPILED * any("compile" in setting for setting in work["settings"])
             _forget_groups()
+            print(f"took {time.process_time() - began:.2f} s of processor time", flush=True)
             with Path(f"done.{rank}").open("a") as done:
                 done.write(f"{number}\n")
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
