@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -17,6 +17,7 @@ from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_hf import model_folder
 from forge_plugins_hf.shards import Described, Shards, write_shards
 
 SHAPE = {
@@ -254,6 +255,35 @@ def test_a_configuration_that_does_not_fit_is_refused_by_key(keys, sentence, tmp
     changed(tmp_path / "hf", **keys)
 
     assert sentence in refused(tmp_path / "hf", capfd)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral", "gpt_neox"])
+def test_a_head_is_not_lost_where_the_configuration_says_that_it_is_the_embedding(kind, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(model_folder, "_ROWS", 24)  # the last of three pieces is shorter
+    made(kind, tmp_path / "hf")
+    changed(tmp_path / "hf", tie_word_embeddings=True)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    embedding, head = ("gpt_neox.embed_in", "embed_out") if kind == "gpt_neox" else ("model.embed_tokens", "lm_head")
+
+    said = refused(tmp_path / "hf", capfd)
+    assert f"config.json: tie_word_embeddings = true, and {head}.weight is not equal to {embedding}.weight" in said
+
+    tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"].clone()
+    tensors[f"{head}.weight"][-1, -1] += 1
+    save_file(tensors, file)
+    assert "is not equal" in refused(tmp_path / "hf", capfd)
+    tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"].clone()
+    save_file(tensors, file)
+    convert = ["convert", str(tmp_path / "hf"), "--to", "forge", "--config-only", "--out"]
+    assert main([*convert, str(tmp_path / "ours")]) == 0
+    del tensors[f"{head}.weight"]
+    save_file(tensors, file)
+    assert main([*convert, str(tmp_path / "without")]) == 0
+    changed(tmp_path / "hf", tie_word_embeddings=False)
+    said = refused(tmp_path / "hf", capfd)
+    assert "config.json and the tensors in its folder do not agree: these are not the weights" in said
+    assert "missing: lm_head.weight; tie_word_embeddings is false, set it to true if" in said
 
 
 def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):

@@ -185,6 +185,12 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(folder, capfd):
     changed(folder / "hf", rope_scaling={"rope_type": "dynamic"}, rope_parameters=None)
     assert main([*run, "run.name=d"]) == 2
     assert 'rope_type = "dynamic" is not supported' in capfd.readouterr().err
+    changed(folder / "hf", rope_parameters={"rope_type": "default"}, rope_scaling=None)
+    (folder / "hf/model.safetensors.index.json").unlink()
+    there = transformers.AutoModelForCausalLM.from_config(MODELS["qwen2"]).state_dict()
+    save_file({**there, "lm_head.weight": there["lm_head.weight"] + 1}, folder / "hf/model.safetensors")
+    assert main([*run, "run.name=f"]) == 2
+    assert "tie_word_embeddings = true, and lm_head.weight is not equal to" in capfd.readouterr().err
     changed(folder / "hf", architectures=["Qwen2ForCausualLM"])
     assert main([*run, "run.name=e"]) == 2
     assert "Did you mean Qwen2ForCausalLM?" in capfd.readouterr().err

@@ -15,8 +15,8 @@ from forge_core.contracts.weight_source import WeightSource
 from forge_core.errors import ConfigError, and_more
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.config_json import INCLUDE, ReadKeys, read_config
+from forge_plugins_hf.model_folder import layout_in, recipes_in, table_of, weights_in
 from forge_plugins_hf.shards import Shards, on_meta
-from forge_plugins_hf.to_forge import layout_in, table_of, weights_in
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -39,7 +39,7 @@ class HuggingFaceFolder(WeightSource):
             say(f"note: {path} differs from [model]: {line}")
         shards = weights_in(path, config, layout, torch.float32, say)
         if INCLUDE not in config:
-            return FolderWeights(shards, layout.to_forge(theirs.config, shards.names))
+            return FolderWeights(shards, recipes_in(path, layout, theirs.config, shards))
         whole = layout.to_forge(theirs.config, layout.to_huggingface(theirs.config).keys())
         there = set(shards.names)
         return FolderWeights(shards, {name: one for name, one in whole.items() if there.issuperset(one.reads)})
