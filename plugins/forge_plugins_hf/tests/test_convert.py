@@ -286,6 +286,27 @@ def test_a_head_is_not_lost_where_the_configuration_says_that_it_is_the_embeddin
     assert "missing: lm_head.weight; tie_word_embeddings is false, set it to true if" in said
 
 
+def test_a_tokenizer_in_another_format_is_refused_and_the_command_that_is_named_makes_ours(tmp_path, capfd):
+    folder = tmp_path / "hf"
+    made("llama", folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert "has a tokenizer in tokenizer.model alone" in refused(folder, capfd)
+    (folder / "tokenizer.model").unlink()
+    words = ["<|endoftext|>", "w", "x", "wx"]
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\nw x\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+
+    said = refused(folder, capfd)
+    assert "has a tokenizer in vocab.json alone" in said
+    command = re.search(r"AutoTokenizer\S+", said)[0].rstrip(";")
+    eval(command, {"AutoTokenizer": transformers.AutoTokenizer})
+
+    assert main(["convert", str(folder), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    assert loaded(tmp_path / "ours" / "checkpoint").tokenizer.encode("wx").tolist() == [3]
+
+
 def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):
     folder = tmp_path / "hf"
     made("llama", folder, max_shard_size="20KB")
