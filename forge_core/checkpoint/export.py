@@ -53,7 +53,7 @@ def write_checkpoint(
         write_more: called with the folder, for files to go with it (``job.toml``, ``tokenizer/``).
 
     Raises:
-        ConfigError: there is something at ``folder``.
+        ConfigError: there is something at ``folder``, or its disk has too little room; nothing has been written.
         SaveError: it cannot be written.
     """
     if folder.exists():
@@ -62,9 +62,9 @@ def write_checkpoint(
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
         if lack := lack_of_room(folder.parent, n_bytes):
-            raise SaveError(lack)
+            raise ConfigError(lack)
+        unfinished.mkdir(parents=True)
         described = _write_tensors(unfinished, shapes, make)
         tensors = {file.name: entry for file, entry in described.items()}
         write_more(unfinished)

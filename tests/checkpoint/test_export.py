@@ -96,5 +96,7 @@ def test_what_is_there_is_not_overwritten(tmp_path):
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
 
-    with pytest.raises(SaveError, match="has 100 B free, and the checkpoint needs 244 B"):
-        write(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="has 100 B free, and the checkpoint needs 244 B"):
+        write(tmp_path / "new" / "checkpoint")
+
+    assert list(tmp_path.iterdir()) == []

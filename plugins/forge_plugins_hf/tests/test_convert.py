@@ -329,6 +329,21 @@ def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):
     assert "cannot read" in refused(folder, capfd)
 
 
+def test_a_disk_that_is_too_small_is_refused_before_the_first_byte_is_written(tmp_path, capfd, monkeypatch):
+    made("llama", tmp_path / "hf")
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    n_bytes = sum(one.nbytes for one in load_file(tmp_path / "hf" / "model.safetensors").values())
+    capfd.readouterr()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 2000}))
+
+    for source, direction in (("hf", "forge"), ("ours/checkpoint", "huggingface")):
+        assert main(["convert", str(tmp_path / source), "--to", direction, "--out", str(tmp_path / "new" / "out")]) == 2
+        said = capfd.readouterr().err
+        assert "has 2.0 KiB free, and the " in said
+        assert f"needs {n_bytes / 1024:.1f} KiB; make room" in said
+        assert {path.name for path in tmp_path.iterdir()} == {"hf", "ours"}
+
+
 def test_a_model_that_has_no_form_there_is_refused_with_the_reason(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("abc " * 200)

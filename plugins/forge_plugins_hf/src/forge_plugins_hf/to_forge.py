@@ -49,7 +49,7 @@ def to_forge(
         The architecture, and how many parameters the model has.
 
     Raises:
-        ConfigError: the model is not one that we have, or its files are not whole.
+        ConfigError: the model is not one that we have, its files are not whole, or the disk has too little room.
         SaveError: it cannot be written.
     """
     for path in (out / CHECKPOINT, out / CONFIG):
