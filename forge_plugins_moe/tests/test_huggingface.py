@@ -95,8 +95,8 @@ MODELS = {
         )
     ),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=8, pad_token_id=None)),
-    "olmoe, normalized": lambda: OlmoeForCausalLM(
-        OlmoeConfig(**SHAPE, num_experts=8, pad_token_id=None, norm_topk_prob=True)
+    "olmoe, normalized, biases": lambda: OlmoeForCausalLM(
+        OlmoeConfig(**SHAPE, num_experts=8, pad_token_id=None, norm_topk_prob=True, attention_bias=True)
     ),
 }
 
@@ -433,6 +433,7 @@ def test_the_released_configurations_are_read(decoder):
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ({"hidden_act": "gelu"}, "MixtralForCausalLM with hidden_act = 'gelu'"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ({"attention_bias": True}, "MixtralForCausalLM with attention_bias = true is not supported; only false is"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window = True"),
         ({**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False}, "rope_interleave = False"),
         ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True}, "norm_topk_prob = True"),

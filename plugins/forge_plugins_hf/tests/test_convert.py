@@ -245,7 +245,7 @@ def changed(folder, **keys):
         ({"attention_bias": True}, "missing: model.layers.0.self_attn.k_proj.bias"),
         ({"auto_map": {"AutoModel": "own.py"}, "architectures": ["OwnForCausalLM"]}, "which is never run"),
         ({"hidden_size": 64}, "weights have other shapes than config.json says: model.embed_tokens.weight (64, 32)"),
-        ({"num_hidden_layers": 3}, "missing: model.layers.2."),
+        ({"num_hidden_layers": 3}, "hf/config.json and the tensors in its folder do not agree: these are not the"),
         ({"num_hidden_layers": 1}, "unexpected: model.layers.1."),
         ({"vocab_size": 63}, "tokenizer.json has ids up to 63"),
     ],
@@ -305,6 +305,30 @@ def test_a_tokenizer_in_another_format_is_refused_and_the_command_that_is_named_
 
     assert main(["convert", str(folder), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
     assert loaded(tmp_path / "ours" / "checkpoint").tokenizer.encode("wx").tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "sentence"),
+    [
+        ("qwen3", {"use_sliding_window": True}, "Qwen3ForCausalLM with use_sliding_window = True is not supported"),
+        (
+            "mistral",
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            'MistralForCausalLM with rope_type = "dynamic" is not',
+        ),
+        ("gpt2", {"scale_attn_weights": False}, "GPT2LMHeadModel with scale_attn_weights = false is not supported"),
+        ("mixtral", {"attention_bias": True}, "MixtralForCausalLM with attention_bias = true is not supported"),
+        ("qwen3", {"num_attention_heads": 3}, "model.n_kv_heads: must divide n_heads = 3, got 2"),
+    ],
+)
+def test_what_a_layout_has_not_is_refused_with_the_file(kind, keys, sentence, tmp_path, capfd):
+    made(kind, tmp_path / "hf")
+    changed(tmp_path / "hf", **keys)
+
+    said = refused(tmp_path / "hf", capfd)
+    assert f"{tmp_path / 'hf' / 'config.json'}" in said.splitlines()[-1]
+    assert f": {sentence}" in said
+    assert ".toml" not in said
 
 
 def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):

@@ -46,14 +46,15 @@ def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable
     Raises:
         ConfigError: a key is missing, or one says what our model has not; or a file beside it does.
     """
+    where = folder / "config.json"
     try:
         table = layout.model_table(config)
     except KeyError as error:
-        raise ConfigError(
-            f"{folder / 'config.json'}: {layout.architectures[0]} needs the key {error.args[0]}"
-        ) from error
+        raise ConfigError(f"{where}: {architecture_in(config, folder)} needs the key {error.args[0]}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
-        say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
+        say(f"{where}: {', '.join(left_out)} is left out; our model trains without")
     read_quantisation(config, layout, folder)
     refuse_unread(config, folder)
     if sentence := layout.misfit(table, folder):

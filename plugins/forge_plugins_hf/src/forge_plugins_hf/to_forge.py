@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -68,7 +69,11 @@ def to_forge(
     tokenizer = choose_tokenizer(folder, config, table["vocab_size"])
     kept = folder if config_only else out / CHECKPOINT / "tokenizer"
     data = layout.data_table(config, token_ids(folder / FILE))
-    job = _job(table, data, tokenizer, kept / FILE, out, installed)
+    try:
+        job = _job(table, data, tokenizer, kept / FILE, out, installed)
+    except ConfigError as error:  # which begins with a file and a line that the user has never seen
+        sentence = re.sub(r"^\S*\.toml(:\d+)?: ", "", str(error), flags=re.MULTILINE)
+        raise ConfigError(f"{folder / 'config.json'} means a model that is refused: {sentence}") from error
     model: Any = build_on_meta(job, table["vocab_size"], ComponentBuilder(installed))
     shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
     shards = weights_in(folder, config, layout, dtype, say)

@@ -36,7 +36,8 @@ class HuggingFaceFolder(WeightSource):
         if theirs.qualified_name != model.qualified_name:
             raise ConfigError(f"{path} holds a model {theirs.name!r}, and model.name is {model.name!r}")
         for line in _differences(layout, theirs.config, model.config, table["vocab_size"]):
-            say(f"note: {path} differs from [model]: {line}")
+            command = f"forge convert {path} --to forge --out OUT --config-only"
+            say(f"note: {path} differs from [model]: {line}. {command} writes the [model] of the folder")
         shards = weights_in(path, config, layout, torch.float32, say)
         if INCLUDE not in config:
             return FolderWeights(shards, recipes_in(path, layout, theirs.config, shards))
