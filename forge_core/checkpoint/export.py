@@ -114,8 +114,7 @@ class _FlushingFileSystem(NamingFileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         with super().create_stream(path, mode) as stream:
             yield stream
-        file = Path(path)
-        if file.suffix == DEFAULT_SUFFIX:  # torch renames the others when they are written
+        if (file := Path(path)).suffix == DEFAULT_SUFFIX:  # torch renames the others when they are written
             self.flushed[file] = self._beside.submit(flush, file)
 
 
