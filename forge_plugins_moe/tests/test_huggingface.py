@@ -155,6 +155,19 @@ def test_generation_with_a_cache_and_padding_gives_their_tokens(reference, ours,
         last = ours(last, positions=torch.full((2, 1), 7 + step), cache=cache).argmax(-1)
 
     assert torch.equal(found, expected)
+    assert torch.equal(ours(found[:, :-1])[:, 6:].argmax(-1), found[:, 7:])  # as without our cache
+
+
+@torch.no_grad()
+def test_logits_in_bf16_are_as_near_to_fp32_as_theirs(reference, ours, tokens):
+    expected = reference(tokens).logits
+
+    def error(logits):
+        """Of the usual token: where two experts are nearly alike, rounding decides, for them and for us."""
+        return ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
+
+    of_theirs = error(reference.bfloat16()(tokens).logits)
+    assert error(ours.bfloat16()(tokens)) < max(2e-2, 1.5 * of_theirs)
 
 
 @torch.no_grad()
