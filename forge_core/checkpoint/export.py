@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.fsync import flush, flush_tree
-from forge_core.checkpoint.manifest import describe_file, lack_of_room, write_manifest
+from forge_core.checkpoint.manifest import lack_of_room, write_manifest
 from forge_core.checkpoint.saver import Snapshot
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.checkpoint.upgrading import module_versions
@@ -53,7 +53,7 @@ def write_checkpoint(
         write_more: called with the folder, for files to go with it (``job.toml``, ``tokenizer/``).
 
     Raises:
-        ConfigError: there is something at ``folder``.
+        ConfigError: there is something at ``folder``, or its disk has too little room; nothing has been written.
         SaveError: it cannot be written.
     """
     if folder.exists():
@@ -62,9 +62,9 @@ def write_checkpoint(
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
         if lack := lack_of_room(folder.parent, n_bytes):
-            raise SaveError(lack)
+            raise ConfigError(lack)
+        unfinished.mkdir(parents=True)
         described = _write_tensors(unfinished, shapes, make)
         tensors = {file.name: entry for file, entry in described.items()}
         write_more(unfinished)
@@ -97,29 +97,25 @@ def _write_tensors(
             if isinstance(cause, (ForgeError, OSError)) or not isinstance(cause, Exception):
                 raise cause from error
             raise SaveError(f"cannot write to {folder}: {type(cause).__name__}: {cause}") from error
-        return {file: entry.result() for file, entry in files.entries.items()}
+        for flushed in files.flushed.values():
+            flushed.result()
+        return {file: files.written[file] for file in files.flushed}
 
 
 class _FlushingFileSystem(NamingFileSystem):
-    """Files of tensors are flushed, and described for the manifest, while the next ones are written."""
+    """Files of tensors are flushed while the next ones are written."""
 
     def __init__(self, beside: Executor) -> None:
         super().__init__()
         self._beside = beside
-        self.entries: dict[Path, Future[dict[str, Any]]] = {}
+        self.flushed: dict[Path, Future[None]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         with super().create_stream(path, mode) as stream:
             yield stream
-        file = Path(path)
-        if file.suffix == DEFAULT_SUFFIX:  # torch renames the others when they are written
-            self.entries[file] = self._beside.submit(_flush_and_describe, file)
-
-
-def _flush_and_describe(file: Path) -> dict[str, Any]:
-    flush(file)
-    return describe_file(file)
+        if (file := Path(path)).suffix == DEFAULT_SUFFIX:  # torch renames the others when they are written
+            self.flushed[file] = self._beside.submit(flush, file)
 
 
 class _MakingPlanner(DefaultSavePlanner):

@@ -185,8 +185,9 @@ def as_size(n_bytes: int) -> str:
 
 
 def lack_of_room(folder: Path, n_bytes: int, what: str = "the checkpoint") -> str:
-    """Say that the disk of ``folder`` has less room than ``n_bytes``; nothing if it has enough."""
-    free = shutil.disk_usage(folder).free
+    """Say that the disk of ``folder``, which need not be there yet, has less room than ``n_bytes``; nothing if it has
+    enough."""
+    free = shutil.disk_usage(next(one for one in (folder, *folder.absolute().parents) if one.exists())).free
     return f"{folder} has {as_size(free)} free, and {what} needs {as_size(n_bytes)}; make room" * (free < n_bytes)
 
 

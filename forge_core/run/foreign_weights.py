@@ -37,9 +37,10 @@ class ForeignWeights:
         """Same as ``Checkpoint.refuse_misfits``; dtypes may differ."""
         shapes = self.weights.shapes()
         for key, tensor in tensors.items():
-            if tuple(shapes[_name(key)]) != tuple(tensor.shape):
-                there, here = tuple(shapes[_name(key)]), tuple(tensor.shape)
-                raise ConfigError(f"{self.path} does not fit this model: {key} has shape {here}, there {there}")
+            there, here = tuple(shapes[_name(key)]), tuple(tensor.shape)
+            if there != here:
+                misfit = f"{key} has shape {here}, there {there}"
+                raise ConfigError(f"{self.path} does not fit this model: {misfit}; give the run its [model]")
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Same as ``Checkpoint.load``."""

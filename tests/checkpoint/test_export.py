@@ -2,9 +2,11 @@
 
 import json
 import weakref
+from zipfile import ZipFile
 
 import pytest
 import torch
+from torch.serialization import get_crc32_options
 
 from forge_core.checkpoint import store
 from forge_core.checkpoint.export import write_checkpoint
@@ -37,6 +39,9 @@ def test_it_is_read_as_any_other(tmp_path):
     assert checkpoint.saved_tensors().keys() == VALUES.keys()
     assert (checkpoint.step, checkpoint.manifest.tokens, checkpoint.state()["vocab_size"]) == (3, 12, 7)
     assert {"job.toml", "state.json"} <= checkpoint.manifest.files.keys()
+    members = [one for file in checkpoint.path.glob("*.distcp") for one in ZipFile(file).infolist()]
+    assert {one.CRC for one in members} == {0}  # the manifest has a better sum, and each costs time
+    assert get_crc32_options()  # what others save has them
 
 
 def test_its_description_is_read_once_however_many_tensors_are(tmp_path, monkeypatch):
@@ -96,5 +101,7 @@ def test_what_is_there_is_not_overwritten(tmp_path):
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
 
-    with pytest.raises(SaveError, match="has 100 B free, and the checkpoint needs 244 B"):
-        write(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="has 100 B free, and the checkpoint needs 244 B"):
+        write(tmp_path / "new" / "checkpoint")
+
+    assert list(tmp_path.iterdir()) == []

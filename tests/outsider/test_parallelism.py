@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from parity_matrix.launch import Launcher, Work
 from parity_matrix.selection import by_day_or_night, selected_cells
@@ -64,7 +65,7 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "tp2-fsdp2-streamed": (4, "streamed", [TP2, HALF]),
     "cp2-tp2": (4, "packed", [CP2, TP2]),
     "tp2-fsdp2-cubic": (4, "cubic", [TP2, HALF]),
-    "tp2-fsdp2-linear": (4, "linear", [TP2, HALF]),
+    "tp2-fsdp2-linear": (4, "linear", [TP2, HALF, "checkpoint.interval=3"]),
     "pp2-linear": (2, "linear", [PP2, ZERO_BUBBLE]),
     "compile-linear": (1, "linear", [COMPILE, FULL]),
     "tp2-fsdp2-row-scaled": (4, "row-scaled", [TP2, HALF]),
@@ -95,6 +96,8 @@ def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest
     for name, (ranks, training, layout) in CELLS.items():
         if name in chosen:
             works.append(Work(name, ranks, [*TRAININGS[training], *layout]))
+    if (written := "tp2-fsdp2-linear") in chosen:
+        works.append(Work("linear-again", 4, [*TRAININGS["linear"], TP2, HALF], resumes=written, resumes_at=3))
     if (written := "tp2-fsdp2-row-scaled") in chosen:
         works.append(Work("row-scaled-on", 2, [*TRAININGS["row-scaled"], HALF, *ON], resumes=written))
         works.append(Work("alone-row-scaled-on", 1, [*TRAININGS["row-scaled"], *ON], resumes="alone-row-scaled"))
@@ -140,6 +143,21 @@ def test_state_of_another_shape_goes_on_in_another_layout(launcher: Launcher, ce
     assert line["step"] == reference["step"] == step
     for key in ("loss", "grad_norm", "tokens"):
         assert line[key] == pytest.approx(reference[key], rel=1e-5), key
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("cell", ["tp2-fsdp2-linear"])
+def test_a_mixer_of_another_package_goes_on_to_the_same_bits(launcher: Launcher, cell: str) -> None:
+    lines, again = (
+        [(line["step"], line["loss"], line["grad_norm"]) for line in launcher.metrics(name) if "loss" in line]
+        for name in (cell, "linear-again")
+    )
+
+    assert again[0][0] == 4
+    assert again == lines[3:]
+    tensors, others = launcher.saved(cell), launcher.saved("linear-again")
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(one, others[key]) for key, one in tensors.items())
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Table:
         "dense": table["feed_forward"],
     }
     architecture.read(hf, table)
+    if table.get("attention_bias", "none") not in architecture.biases:
+        raise ConfigError(f"{architecture.name} with attention_bias = true is not supported; only false is")
     return table
 
 
@@ -343,6 +345,7 @@ def _read_olmoe(hf: Mapping[str, Any], table: Table) -> None:
 
 def _write_olmoe(config: TransformerConfig, table: Table) -> None:
     write_softmax_router(config, table)
+    table["attention_bias"] = config.attention_bias == "all"
     table["norm_topk_prob"] = is_normalized(softmax_router(config))
 
 
@@ -359,6 +362,7 @@ OLMOE = Architecture(
     supported={"clip_qkv": None},
     n_experts="num_experts",
     width="intermediate_size",
+    biases=("none", "all"),
     read=_read_olmoe,
     write=_write_olmoe,
     problems=_olmoe_problems,

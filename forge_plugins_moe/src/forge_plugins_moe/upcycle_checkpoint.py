@@ -66,7 +66,8 @@ def upcycle_checkpoint(
 
     Raises:
         ConfigError: the source's model has no dense layers that experts can be made of; the settings are wrong, or do
-            not go together; or there is something at ``out``.
+            not go together; or there is something at ``out``, or too little room on its
+            disk.
         SaveError: it cannot be written.
     """
     job = load_job(source.path / "job.toml", catalog=catalog)

@@ -78,7 +78,8 @@ def upcycle_to_modalities(
         seed: decides first values of what the source does not have.
 
     Raises:
-        ConfigError: the source is no such model; the settings are wrong; or there is something at ``out``.
+        ConfigError: the source is no such model; the settings are wrong; there is something at ``out``, or
+            too little room on its disk.
         SaveError: it cannot be written.
     """
     job = load_job(source.path / "job.toml", catalog=catalog)

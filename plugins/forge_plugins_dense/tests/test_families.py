@@ -39,6 +39,11 @@ LONG_ROPE = {
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 FAMILIES = {
+    "llama": (
+        weight_layouts.LlamaLayout,
+        transformers.LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=LINEAR),
+    ),
+    "qwen3": (weight_layouts.LlamaLayout, transformers.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True)),
     "mistral": (weight_layouts.MistralLayout, transformers.MistralConfig(**SHAPE, sliding_window=5, head_dim=16)),
     "qwen2": (
         weight_layouts.Qwen2Layout,
@@ -130,7 +135,7 @@ def pair(request, tiny_model, mlp):
             if "norm" in name or "bias" in name or "ln_" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     layout = layout_class(None)
-    table = layout.model_table(theirs.config.to_dict() | {"architectures": list(layout_class.architectures)})
+    table = layout.model_table(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]})
     ours = tiny_model(**{"init_std": 0.2} | attrs.asdict(configured(table, mlp), recurse=False))
     state = theirs.state_dict()
     recipes = layout.to_forge(ours.config, state)
@@ -209,6 +214,7 @@ def test_the_configuration_and_the_weights_go_back_as_they_came(pair, mlp):
     theirs, ours, layout = pair
     table = layout.config_json(ours.config, 50)
     again = type(theirs.config).from_dict(table)
+    assert table["architectures"] == [type(theirs).__name__]
     assert configured(layout.model_table(again.to_dict()), mlp) == configured(layout.model_table(table), mlp)
 
     state, mine = theirs.state_dict(), dict(ours.named_parameters(remove_duplicate=False))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -17,6 +17,7 @@ from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_hf import model_folder
 from forge_plugins_hf.shards import Described, Shards, write_shards
 
 SHAPE = {
@@ -244,7 +245,7 @@ def changed(folder, **keys):
         ({"attention_bias": True}, "missing: model.layers.0.self_attn.k_proj.bias"),
         ({"auto_map": {"AutoModel": "own.py"}, "architectures": ["OwnForCausalLM"]}, "which is never run"),
         ({"hidden_size": 64}, "weights have other shapes than config.json says: model.embed_tokens.weight (64, 32)"),
-        ({"num_hidden_layers": 3}, "missing: model.layers.2."),
+        ({"num_hidden_layers": 3}, "hf/config.json and the tensors in its folder do not agree: these are not the"),
         ({"num_hidden_layers": 1}, "unexpected: model.layers.1."),
         ({"vocab_size": 63}, "tokenizer.json has ids up to 63"),
     ],
@@ -254,6 +255,80 @@ def test_a_configuration_that_does_not_fit_is_refused_by_key(keys, sentence, tmp
     changed(tmp_path / "hf", **keys)
 
     assert sentence in refused(tmp_path / "hf", capfd)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral", "gpt_neox"])
+def test_a_head_is_not_lost_where_the_configuration_says_that_it_is_the_embedding(kind, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(model_folder, "_ROWS", 24)  # the last of three pieces is shorter
+    made(kind, tmp_path / "hf")
+    changed(tmp_path / "hf", tie_word_embeddings=True)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    embedding, head = ("gpt_neox.embed_in", "embed_out") if kind == "gpt_neox" else ("model.embed_tokens", "lm_head")
+
+    said = refused(tmp_path / "hf", capfd)
+    assert f"config.json: tie_word_embeddings = true, and {head}.weight is not equal to {embedding}.weight" in said
+
+    tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"].clone()
+    tensors[f"{head}.weight"][-1, -1] += 1
+    save_file(tensors, file)
+    assert "is not equal" in refused(tmp_path / "hf", capfd)
+    tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"].clone()
+    save_file(tensors, file)
+    convert = ["convert", str(tmp_path / "hf"), "--to", "forge", "--config-only", "--out"]
+    assert main([*convert, str(tmp_path / "ours")]) == 0
+    del tensors[f"{head}.weight"]
+    save_file(tensors, file)
+    assert main([*convert, str(tmp_path / "without")]) == 0
+    changed(tmp_path / "hf", tie_word_embeddings=False)
+    said = refused(tmp_path / "hf", capfd)
+    assert "config.json and the tensors in its folder do not agree: these are not the weights" in said
+    assert "missing: lm_head.weight; tie_word_embeddings is false, set it to true if" in said
+
+
+def test_a_tokenizer_in_another_format_is_refused_and_the_command_that_is_named_makes_ours(tmp_path, capfd):
+    folder = tmp_path / "hf"
+    made("llama", folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert "has a tokenizer in tokenizer.model alone" in refused(folder, capfd)
+    (folder / "tokenizer.model").unlink()
+    words = ["<|endoftext|>", "w", "x", "wx"]
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\nw x\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+
+    said = refused(folder, capfd)
+    assert "has a tokenizer in vocab.json alone" in said
+    command = re.search(r"AutoTokenizer\S+", said)[0].rstrip(";")
+    eval(command, {"AutoTokenizer": transformers.AutoTokenizer})
+
+    assert main(["convert", str(folder), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    assert loaded(tmp_path / "ours" / "checkpoint").tokenizer.encode("wx").tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "sentence"),
+    [
+        ("qwen3", {"use_sliding_window": True}, "Qwen3ForCausalLM with use_sliding_window = True is not supported"),
+        (
+            "mistral",
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            'MistralForCausalLM with rope_type = "dynamic" is not',
+        ),
+        ("gpt2", {"scale_attn_weights": False}, "GPT2LMHeadModel with scale_attn_weights = false is not supported"),
+        ("mixtral", {"attention_bias": True}, "MixtralForCausalLM with attention_bias = true is not supported"),
+        ("qwen3", {"num_attention_heads": 3}, "model.n_kv_heads: must divide n_heads = 3, got 2"),
+    ],
+)
+def test_what_a_layout_has_not_is_refused_with_the_file(kind, keys, sentence, tmp_path, capfd):
+    made(kind, tmp_path / "hf")
+    changed(tmp_path / "hf", **keys)
+
+    said = refused(tmp_path / "hf", capfd)
+    assert f"{tmp_path / 'hf' / 'config.json'}" in said.splitlines()[-1]
+    assert f": {sentence}" in said
+    assert ".toml" not in said
 
 
 def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):
@@ -276,6 +351,21 @@ def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path, capfd):
     assert "has pickled weights, which can run code" in refused(folder, capfd)
     shutil.rmtree(folder)
     assert "cannot read" in refused(folder, capfd)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_byte_is_written(tmp_path, capfd, monkeypatch):
+    made("llama", tmp_path / "hf")
+    assert main(["convert", str(tmp_path / "hf"), "--to", "forge", "--out", str(tmp_path / "ours")]) == 0
+    n_bytes = sum(one.nbytes for one in load_file(tmp_path / "hf" / "model.safetensors").values())
+    capfd.readouterr()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 2000}))
+
+    for source, direction in (("hf", "forge"), ("ours/checkpoint", "huggingface")):
+        assert main(["convert", str(tmp_path / source), "--to", direction, "--out", str(tmp_path / "new" / "out")]) == 2
+        said = capfd.readouterr().err
+        assert "has 2.0 KiB free, and the " in said
+        assert f"needs {n_bytes / 1024:.1f} KiB; make room" in said
+        assert {path.name for path in tmp_path.iterdir()} == {"hf", "ours"}
 
 
 def test_a_model_that_has_no_form_there_is_refused_with_the_reason(tmp_path, capfd, monkeypatch):

@@ -14,7 +14,7 @@ from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_plugins_hf.config_json import ReadKeys
 from forge_plugins_hf.layouts import layout_of_architecture
-from forge_plugins_hf.to_forge import table_of
+from forge_plugins_hf.model_folder import table_of
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())

@@ -177,14 +177,25 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(folder, capfd):
     assert "differs from [model]: rope_parameters" in said
     assert "rope_theta = 10000.0 there, 500.0 here" in said
     assert main([*run, "run.name=b", "model.dim=64"]) == 2
-    assert "does not fit this model: model." in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "does not fit this model: model." in printed.err
+    assert "; give the run its [model]" in printed.err
+    said = " ".join(printed.out.split())
+    assert "hidden_size = 32 there, 64 here" in said
+    assert f"forge convert {folder / 'hf'} --to forge --out OUT --config-only writes the [model] of the folder" in said
     assert main([*run, "run.name=c", 'model.feed_forward={name="mlp", hidden_dim=48, activation="relu2"}']) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert "differs from [model]: Qwen2ForCausalLM has another feed_forward of layer 0" in said
     assert "in the checkpoint, but not in this run: 2 tensors (model.blocks.0.feed_forward.gate.weight" in said
     changed(folder / "hf", rope_scaling={"rope_type": "dynamic"}, rope_parameters=None)
     assert main([*run, "run.name=d"]) == 2
-    assert 'rope_type = "dynamic" is not supported' in capfd.readouterr().err
+    assert 'hf/config.json: Qwen2ForCausalLM with rope_type = "dynamic" is not supported' in capfd.readouterr().err
+    changed(folder / "hf", rope_parameters={"rope_type": "default"}, rope_scaling=None)
+    (folder / "hf/model.safetensors.index.json").unlink()
+    there = transformers.AutoModelForCausalLM.from_config(MODELS["qwen2"]).state_dict()
+    save_file({**there, "lm_head.weight": there["lm_head.weight"] + 1}, folder / "hf/model.safetensors")
+    assert main([*run, "run.name=f"]) == 2
+    assert "tie_word_embeddings = true, and lm_head.weight is not equal to" in capfd.readouterr().err
     changed(folder / "hf", architectures=["Qwen2ForCausualLM"])
     assert main([*run, "run.name=e"]) == 2
     assert "Did you mean Qwen2ForCausalLM?" in capfd.readouterr().err

@@ -108,7 +108,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "plain": [],
     "tied": ["model.tie_embeddings=true"],
     "even vocabulary": ["model.vocab_size=264"],  # the 257 bytes and separator are divided by no number of ranks here
-    "layernorm": ["model.norm=layernorm"],
+    "layernorm": ["model.norm=layernorm", "model.norm_placement=output"],
     "windows": _GEMMA,
     "windows packed": [*_GEMMA, *_PACKED],
     "windows and sinks": _GPT_OSS,

@@ -57,7 +57,7 @@ def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """
     found = config[key]
     if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: {key} must be a table, got {found!r}")
+        raise ConfigError(f"{key} must be a table, got {found!r}")
     return config.parts.setdefault(key, ReadKeys(found)) if isinstance(config, ReadKeys) else found
 
 

@@ -9,7 +9,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_hf.shards import are_pickled, why_not_pickled
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 """Configuration, weights, tokenizer and its template; no pickled weights, and no code."""
 _OF_OTHERS = ["*/*", "consolidated*"]
 """Folders and files in which some models have the same weights once more, for other programs."""

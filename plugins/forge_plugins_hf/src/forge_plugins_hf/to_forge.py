@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -17,13 +18,11 @@ from forge_core.errors import ConfigError, and_more
 from forge_core.job import dump_job, load_job
 from forge_core.loading import build_on_meta
 from forge_core.registry.catalog import Catalog
-from forge_plugins_hf.config_json import INCLUDE, ReadKeys, architecture_in, read_config, refuse_unread
-from forge_plugins_hf.float8_shards import open_shards
-from forge_plugins_hf.layouts import layout_of_architecture
-from forge_plugins_hf.quantisation import read_quantisation
+from forge_plugins_hf.config_json import INCLUDE, ReadKeys, architecture_in, read_config
+from forge_plugins_hf.model_folder import layout_in, recipes_in, table_of, weights_in
 from forge_plugins_hf.shards import Shards, on_meta
 from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer, token_ids
-from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+from forge_plugins_hf.weight_layout import Recipe
 
 CHECKPOINT, CONFIG = "checkpoint", "train.toml"
 _SEQ_LEN = 2048
@@ -51,7 +50,7 @@ def to_forge(
         The architecture, and how many parameters the model has.
 
     Raises:
-        ConfigError: the model is not one that we have, or its files are not whole.
+        ConfigError: the model is not one that we have, its files are not whole, or the disk has too little room.
         SaveError: it cannot be written.
     """
     for path in (out / CHECKPOINT, out / CONFIG):
@@ -70,11 +69,15 @@ def to_forge(
     tokenizer = choose_tokenizer(folder, config, table["vocab_size"])
     kept = folder if config_only else out / CHECKPOINT / "tokenizer"
     data = layout.data_table(config, token_ids(folder / FILE))
-    job = _job(table, data, tokenizer, kept / FILE, out, installed)
+    try:
+        job = _job(table, data, tokenizer, kept / FILE, out, installed)
+    except ConfigError as error:  # which begins with a file and a line that the user has never seen
+        sentence = re.sub(r"^\S*\.toml(:\d+)?: ", "", str(error), flags=re.MULTILINE)
+        raise ConfigError(f"{folder / 'config.json'} means a model that is refused: {sentence}") from error
     model: Any = build_on_meta(job, table["vocab_size"], ComponentBuilder(installed))
     shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
     shards = weights_in(folder, config, layout, dtype, say)
-    recipes = layout.to_forge(job.model.config, shards.names)
+    recipes = recipes_in(folder, layout, job.model.config, shards)
     _refuse_misfits(shards, recipes, shapes)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     if config_only:
@@ -120,64 +123,6 @@ def to_forge(
     )
     (out / CONFIG).write_text(_train_toml(job, out / CHECKPOINT), encoding="utf-8")
     return architecture, n_parameters
-
-
-def layout_in(config: ReadKeys, folder: Path, catalog: Catalog, say: Callable[[str], None]) -> WeightLayout:
-    """The layout of a folder's architecture. Code that the model brings along is not run, and this is said.
-
-    Raises:
-        ConfigError: no installed package has it.
-    """
-    architecture = architecture_in(config, folder)
-    own_code = f"{folder / 'config.json'}: auto_map names code that the model brings with it, which is never run"
-    try:
-        layout = layout_of_architecture(architecture, catalog)
-    except ConfigError as error:
-        raise ConfigError(f"{error}\n{own_code}" if "auto_map" in config else str(error)) from error
-    if "auto_map" in config:
-        say(f"note: {own_code}; our own {architecture} takes the weights")
-    return layout
-
-
-def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """The table ``[model]`` of a folder's ``config.json``.
-
-    Raises:
-        ConfigError: a key is missing, or one says what our model has not; or a file beside it does.
-    """
-    try:
-        table = layout.model_table(config)
-    except KeyError as error:
-        raise ConfigError(
-            f"{folder / 'config.json'}: {layout.architectures[0]} needs the key {error.args[0]}"
-        ) from error
-    if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
-        say(f"{folder / 'config.json'}: {', '.join(left_out)} is left out; our model trains without")
-    read_quantisation(config, layout, folder)
-    refuse_unread(config, folder)
-    if sentence := layout.misfit(table, folder):
-        raise ConfigError(sentence)
-    return table
-
-
-def weights_in(
-    folder: Path, config: ReadKeys, layout: WeightLayout, dtype: torch.dtype, say: Callable[[str], None]
-) -> Shards:
-    """The weights of a folder. What is in float8 comes out in another dtype, and this is said.
-
-    Args:
-        dtype: of what was in float8.
-
-    Raises:
-        ConfigError: files are not whole, or are stored in a way that we do not read.
-    """
-    blocks = read_quantisation(config, layout, folder)
-    if blocks is not None:
-        say(
-            f"note: {folder / 'config.json'}: weights in fp8 are multiplied by their factors; what is written of them, "
-            "here and for Hugging Face, has no quantization_config"
-        )
-    return open_shards(folder, blocks, dtype)
 
 
 def _job(

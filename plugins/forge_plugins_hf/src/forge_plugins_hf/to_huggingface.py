@@ -43,8 +43,8 @@ def to_huggingface(
         The architecture.
 
     Raises:
-        ConfigError: the model has no form in Hugging Face's format, there is something at ``out``, or a pattern of
-            ``include`` means nothing.
+        ConfigError: the model has no form in Hugging Face's format, there is something at ``out``, its disk has too
+            little room, or a pattern of ``include`` means nothing.
         SaveError: it cannot be written.
     """
     refuse_existing(out)

@@ -34,7 +34,7 @@ def to_peft(
 
     Raises:
         ConfigError: the checkpoint has no adapters; an adapted layer is a part of another one in this architecture; or
-            there is something at ``out``.
+            there is something at ``out``, or too little room on its disk.
         SaveError: it cannot be written.
     """
     refuse_existing(out)

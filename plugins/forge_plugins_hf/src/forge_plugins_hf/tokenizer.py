@@ -17,6 +17,8 @@ _BESIDE = (
     *("preprocessor_config.json", "processor_config.json"),
 )
 """Files that say how text, answers and inputs beside them are made; they are kept beside it."""
+_OTHERS = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Vocabularies of other libraries."""
 
 
 def choose_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any] | None:
@@ -27,10 +29,16 @@ def choose_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -
         vocab_size: the model's.
 
     Raises:
-        ConfigError: it has more tokens than the model.
+        ConfigError: it has more tokens than the model, or is there in another format alone.
     """
     path = folder / FILE
     if not path.exists():
+        if other := next((name for name in _OTHERS if (folder / name).exists()), None):
+            load = f"AutoTokenizer.from_pretrained({str(folder)!r})"
+            raise ConfigError(
+                f"{folder} has a tokenizer in {other} alone, and {FILE} is what travels along. Make it with "
+                f"transformers: {load}.save_pretrained({str(folder)!r}); or take {other} away, for a checkpoint without"
+            )
         return None
     vocabulary = token_ids(path)
     largest = max(vocabulary.values(), default=-1)

@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from forge_core.checkpoint.fsync import flush, flush_tree
+from forge_core.checkpoint.manifest import lack_of_room
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
@@ -99,15 +100,15 @@ def written_whole(out: Path, n_bytes: int) -> Iterator[Path]:
     """A folder to write to, which is flushed and becomes ``out`` at the end, or is removed.
 
     Raises:
+        ConfigError: its disk has too little room; nothing has been written.
         SaveError: it cannot be written.
     """
     unfinished = out.with_name(f".{out.name}.partial")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if lack := lack_of_room(out.parent, n_bytes, "the model"):
+            raise ConfigError(lack)
         unfinished.mkdir(parents=True)
-        free = shutil.disk_usage(unfinished).free
-        if n_bytes > free:
-            raise SaveError(f"{out} needs {n_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} are free there")
         yield unfinished
         flush_tree(unfinished)
         unfinished.rename(out)

@@ -15,8 +15,8 @@ from forge_core.contracts.weight_source import WeightSource
 from forge_core.errors import ConfigError, and_more
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.config_json import INCLUDE, ReadKeys, read_config
+from forge_plugins_hf.model_folder import layout_in, recipes_in, table_of, weights_in
 from forge_plugins_hf.shards import Shards, on_meta
-from forge_plugins_hf.to_forge import layout_in, table_of, weights_in
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
 
@@ -36,10 +36,11 @@ class HuggingFaceFolder(WeightSource):
         if theirs.qualified_name != model.qualified_name:
             raise ConfigError(f"{path} holds a model {theirs.name!r}, and model.name is {model.name!r}")
         for line in _differences(layout, theirs.config, model.config, table["vocab_size"]):
-            say(f"note: {path} differs from [model]: {line}")
+            command = f"forge convert {path} --to forge --out OUT --config-only"
+            say(f"note: {path} differs from [model]: {line}. {command} writes the [model] of the folder")
         shards = weights_in(path, config, layout, torch.float32, say)
         if INCLUDE not in config:
-            return FolderWeights(shards, layout.to_forge(theirs.config, shards.names))
+            return FolderWeights(shards, recipes_in(path, layout, theirs.config, shards))
         whole = layout.to_forge(theirs.config, layout.to_huggingface(theirs.config).keys())
         there = set(shards.names)
         return FolderWeights(shards, {name: one for name, one in whole.items() if there.issuperset(one.reads)})

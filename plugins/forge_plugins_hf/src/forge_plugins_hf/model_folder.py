@@ -1,0 +1,125 @@
+"""A downloaded model's folder: its layout, its ``[model]``, its weights, and how ours are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_core.errors import ConfigError
+from forge_core.registry.catalog import Catalog
+from forge_plugins_hf.config_json import ReadKeys, architecture_in, refuse_unread
+from forge_plugins_hf.float8_shards import open_shards
+from forge_plugins_hf.layouts import layout_of_architecture
+from forge_plugins_hf.quantisation import read_quantisation
+from forge_plugins_hf.shards import Shards
+from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+
+_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the name of a head. A model that ties it to its embedding has none."""
+_ROWS = 2**12
+"""Of two matrices that are compared at a time: some 130 MiB of a vocabulary's in fp32."""
+
+
+def layout_in(config: ReadKeys, folder: Path, catalog: Catalog, say: Callable[[str], None]) -> WeightLayout:
+    """The layout of a folder's architecture. Code that the model brings along is not run, and this is said.
+
+    Raises:
+        ConfigError: no installed package has it.
+    """
+    architecture = architecture_in(config, folder)
+    own_code = f"{folder / 'config.json'}: auto_map names code that the model brings with it, which is never run"
+    try:
+        layout = layout_of_architecture(architecture, catalog)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{own_code}" if "auto_map" in config else str(error)) from error
+    if "auto_map" in config:
+        say(f"note: {own_code}; our own {architecture} takes the weights")
+    return layout
+
+
+def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The table ``[model]`` of a folder's ``config.json``.
+
+    Raises:
+        ConfigError: a key is missing, or one says what our model has not; or a file beside it does.
+    """
+    where = folder / "config.json"
+    try:
+        table = layout.model_table(config)
+    except KeyError as error:
+        raise ConfigError(f"{where}: {architecture_in(config, folder)} needs the key {error.args[0]}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
+        say(f"{where}: {', '.join(left_out)} is left out; our model trains without")
+    read_quantisation(config, layout, folder)
+    refuse_unread(config, folder)
+    if sentence := layout.misfit(table, folder):
+        raise ConfigError(sentence)
+    return table
+
+
+def weights_in(
+    folder: Path, config: ReadKeys, layout: WeightLayout, dtype: torch.dtype, say: Callable[[str], None]
+) -> Shards:
+    """The weights of a folder. What is in float8 comes out in another dtype, and this is said.
+
+    Args:
+        dtype: of what was in float8.
+
+    Raises:
+        ConfigError: files are not whole, or are stored in a way that we do not read.
+    """
+    blocks = read_quantisation(config, layout, folder)
+    if blocks is not None:
+        say(
+            f"note: {folder / 'config.json'}: weights in fp8 are multiplied by their factors; what is written of them, "
+            "here and for Hugging Face, has no quantization_config"
+        )
+    return open_shards(folder, blocks, dtype)
+
+
+def recipes_in(folder: Path, layout: WeightLayout, config: Any, shards: Shards) -> Mapping[str, Recipe]:
+    """How each tensor of our model is made of those of a folder.
+
+    Args:
+        config: our model's.
+
+    Raises:
+        ConfigError: tensors are missing or left over, or there is a head where ``config.json`` says that it is the
+            embedding, or none where it says otherwise.
+    """
+    where = folder / "config.json"
+    heads = [name for name in shards.names if name.endswith(_HEADS)]
+    try:
+        recipes = layout.to_forge(config, shards.names)
+    except ConfigError as error:
+        is_headless = not heads and getattr(config, "tie_embeddings", None) is False
+        hint = "; tie_word_embeddings is false, set it to true if the head is the embedding" if is_headless else ""
+        raise ConfigError(f"{where} and the tensors in its folder do not agree: {error}{hint}") from error
+    read = {name for recipe in recipes.values() for name in recipe.reads}
+    embedding = recipes.get("embed.weight")
+    for head in heads:
+        if head not in read and embedding is not None:
+            _refuse_another_head(where, head, embedding.reads[0], shards)
+    return recipes
+
+
+def _refuse_another_head(where: Path, head: str, embedding: str, shards: Shards) -> None:
+    """``transformers`` 5 computes with such a head, and does not tie it.
+
+    Raises:
+        ConfigError: it has other values than the embedding.
+    """
+    n_rows, _ = shards.shape(head)
+    pieces = [(slice(first, min(first + _ROWS, n_rows)),) for first in range(0, n_rows, _ROWS)]
+    if shards.shape(head) != shards.shape(embedding) or not all(
+        (shards.read(head, piece) == shards.read(embedding, piece)).all() for piece in pieces
+    ):
+        raise ConfigError(
+            f"{where}: tie_word_embeddings = true, and {head} is not equal to {embedding}; set it to false to keep the "
+            "head, as transformers 5 does, or take the tensor out of the file"
+        )
