@@ -248,6 +248,10 @@ def changed(folder, **keys):
         ({"num_hidden_layers": 3}, "hf/config.json and the tensors in its folder do not agree: these are not the"),
         ({"num_hidden_layers": 1}, "unexpected: model.layers.1."),
         ({"vocab_size": 63}, "tokenizer.json has ids up to 63"),
+        (
+            {"rope_parameters": "x"},
+            "config.json has a value that LlamaForCausalLM cannot have; the key that",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused_by_key(keys, sentence, tmp_path, capfd):

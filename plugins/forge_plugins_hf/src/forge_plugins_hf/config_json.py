@@ -31,11 +31,14 @@ class ReadKeys(Mapping[str, Any]):
     def __init__(self, table: Mapping[str, Any]) -> None:
         self._table = table
         self.seen: set[str] = set()
+        self.last = ""
+        """The key that was looked up last."""
         self.parts: dict[str, ReadKeys] = {}
         """Tables within this one that have been opened."""
 
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
+        self.last = key
         return self._table[key]
 
     def __iter__(self) -> Iterator[str]:

@@ -53,6 +53,12 @@ def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable
         raise ConfigError(f"{where}: {architecture_in(config, folder)} needs the key {error.args[0]}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:  # JSON has no types
+        last = config.last
+        raise ConfigError(
+            f"{where} has a value that {architecture_in(config, folder)} cannot have; the key that was read last is "
+            f"{last} = {config.get(last)!r} ({type(error).__name__}: {error})"
+        ) from error
     if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
         say(f"{where}: {', '.join(left_out)} is left out; our model trains without")
     read_quantisation(config, layout, folder)
