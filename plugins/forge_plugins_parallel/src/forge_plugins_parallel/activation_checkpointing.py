@@ -35,7 +35,8 @@ _COMMUNICATION = frozenset(
         "_c10d_functional.all_to_all_single",
     }
 )
-"""Kept as well: to repeat it costs every rank, and its result is no larger than what was sent."""
+"""Kept as well: to repeat it costs every rank, and its result is no larger than what was sent. What is gathered is, and
+with ``tp`` 8 to keep it would take more than to recompute nothing, where results of products are not kept."""
 
 _PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm"})
 """Without a bias, with one, and in float8. A model that names one of the first two means all: tensor parallelism takes
