@@ -171,12 +171,13 @@ def decoder(context: PassContext, *passes: dict[str, Any]) -> Any:
     [
         ({"mode": "none"}, 18, 18),
         ({"mode": "selective"}, 18, 18 + 2 * 4),  # what is gathered is not kept: it is as large as the whole stream
+        ({"mode": "selective", "keep": ["aten.mm", "*attention*", "_c10d_functional.*"]}, 18, 18),
         ({"mode": "full"}, 18 + 4, 18 + 2 * 4),
     ],
-    ids=lambda value: value["mode"] if isinstance(value, dict) else "",
+    ids=["none", "selective", "selective with gathers", "full"],
 )
 def test_selective_recomputation_sums_nothing_over_ranks_again(
-    rank_of_two: PassContext, checkpointing: dict[str, str], scatters: int, gathers: int
+    rank_of_two: PassContext, checkpointing: dict[str, Any], scatters: int, gathers: int
 ) -> None:
     """Two of each a layer in forward and in backward, and one for embedding and head."""
     passes = {"name": "tensor_parallel"}, {"name": "activation_checkpointing", **checkpointing}
