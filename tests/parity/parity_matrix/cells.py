@@ -541,6 +541,7 @@ CELLS: Mapping[str, Cell] = {
     "long-rope-packed-cp2": Cell(2, [CP2], "long rope packed"),
     "long-rope-packed-pp2-cp2": Cell(4, [CP2, *pp2("ZBVZeroBubble")], "long rope packed"),
     # latent attention
+    "latent-padded-cp2-ring": Cell(2, [CP2, RING, "model.latent_attention.pad_values=true"], "latent"),
     "latent-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "latent"),
     "tp2-latent": Cell(2, [TP2], "latent"),
     "tp2-latent-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "latent"),
