@@ -1,8 +1,9 @@
 """Asks a GPU for half an hour: does Forge work there, are the numbers right, how fast is it.
 
 A list of steps, the most telling first, each in a process of its own with a time limit, so that half an hour that ends
-early has still said something. Each prints a row of a table, and appends a line of JSON to ``--out``. A step begins
-only if the time left is enough for it. It needs Forge and torch 2.11 or newer, and no network.
+early has still said something. Each prints a row of a table, and appends a line of JSON, which names the machine, to
+``--out``. A step begins only if the time left is enough for it, and if the GPU has the memory that it takes. It needs
+Forge and torch 2.11 or newer, and no network.
 
 Usage: ``python benchmarks/gpu.py --minutes 25 --out gpu.jsonl``. ``--list`` shows the steps; ``--only documents``,
 repeated, picks some. ``--device cpu --tiny`` runs the same list on a CPU, to see that it works.
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from gpu_steps import STEPS
+from gpu_steps.machine import names_of
 from gpu_steps.step import FailedError, Setting, SkippedError, Step
 
 from forge_core.errors import nearest
@@ -77,6 +79,7 @@ def run_all(steps: Sequence[Step], options: argparse.Namespace) -> int:
     """Print the table; the exit code is 1 if a step has failed."""
     until = time.monotonic() + options.minutes * 60
     print("| step | verdict | figures | s |\n|---|---|---|---|", flush=True)
+    machine = names_of(torch.device(options.device)) if options.out is not None else {}
     verdicts = []
     for step in steps:
         left = until - time.monotonic()
@@ -90,7 +93,7 @@ def run_all(steps: Sequence[Step], options: argparse.Namespace) -> int:
         print(row(result), flush=True)
         if options.out is not None:
             with options.out.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+                file.write(json.dumps({**result, "machine": machine}) + "\n")
     return int("failed" in verdicts)
 
 
@@ -131,6 +134,9 @@ def answer(step: Step, options: argparse.Namespace) -> dict[str, Any]:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+        if why := step.refusal(gib, has_bf16=torch.cuda.is_bf16_supported(including_emulation=False)):
+            return {"verdict": "skipped", "reason": why}
     with TemporaryDirectory() as folder:
         setting = Setting(device=device, tiny=options.tiny, folder=Path(folder))
         try:

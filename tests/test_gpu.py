@@ -33,7 +33,17 @@ def asked(*arguments):
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
 
 
-LONG = ("demo", "graphs", "waits", "recomputation", "float8", "1b_resharded", "8b_recomputed", "8b_float8")
+LONG = (
+    "demo",
+    "graphs",
+    "waits",
+    "recomputation",
+    "float8",
+    "1b_resharded",
+    "8b_segments",
+    "8b_recomputed",
+    "8b_float8",
+)
 
 
 @pytest.mark.timeout(900)
@@ -55,7 +65,8 @@ def test_the_list_works_on_a_cpu(gpu, monkeypatch, capfd, tmp_path, left_out):
     assert {verdict for _, verdict, _ in rows} == {"ok"}, said
     answers = [json.loads(line) for line in options.out.read_text().splitlines()]
     assert [(one["step"], one["verdict"]) for one in answers] == [(name, "ok") for name in names]
-    assert all(one["figures"] for one in answers)
+    assert all(one["figures"] and one["machine"]["device"] == "cpu" for one in answers)
+    assert all(one["machine"]["torch"] == torch.__version__ and "commit" in one["machine"] for one in answers)
 
 
 def test_it_lists_its_steps_and_does_those_that_are_asked_for():
@@ -97,6 +108,20 @@ def test_an_answer_that_must_not_be_keeps_its_figures(gpu):
 
     assert answer == {"verdict": "failed", "reason": "the loss is off by 0.5", "figures": {"loss": 0.5}}
     assert gpu.script.row({"step": "off", **answer}) == "| off | failed: the loss is off by 0.5 | loss 0.5 |  |"
+
+
+@pytest.mark.parametrize(
+    ("gib", "has_bf16", "sentence"),
+    [
+        (139.8, True, ""),
+        (79.2, True, "takes 105 GiB, and this GPU has 79.2"),
+        (139.8, False, "computes in bf16, which this GPU does not have"),
+    ],
+)
+def test_a_gpu_that_cannot_answer_is_told_why(gpu, gib, has_bf16, sentence):
+    (step,) = [step for step in gpu.script.STEPS if step.name == "8b"]
+
+    assert step.refusal(gib, has_bf16=has_bf16) == sentence
 
 
 def test_a_step_that_ends_badly_or_never_leaves_the_others_their_turn(gpu, monkeypatch, capfd):

@@ -18,6 +18,7 @@ SHAPES = {
     "llama": (32, 8, 128, 128),
     "small_heads": (16, 16, 64, 64),
     "latent": (16, 16, 192, 128),
+    "latent_padded": (16, 16, 192, 192),
 }
 """Query heads, key-value heads, features of a query and of a value."""
 KERNELS = {
@@ -84,12 +85,18 @@ def _relative(got: torch.Tensor | None, want: torch.Tensor) -> float:
 
 
 def attention(setting: Setting) -> Figures:
-    """The kernel that torch takes for each shape in causal bf16, and milliseconds of forward and backward of each."""
+    """The kernel that torch takes for each shape in causal bf16, and milliseconds of forward and backward of each.
+
+    On a GPU none may be computed by plain products: torch says nothing when it falls back to them.
+    """
     batch, seq_len = (1, 128) if setting.tiny else (2, 4096)
     figures: dict[str, float | int | str] = {}
+    problems = {}
     for name, shape in SHAPES.items():
         given = _factors(setting, batch, seq_len, shape)
-        figures[f"{name}_takes"] = _taken(given)
+        taken = _taken(given)
+        figures[f"{name}_takes"] = taken
+        problems[f"{name} takes {taken}, no kernel of its own"] = setting.is_gpu and taken in ("math", "unknown")
         for kernel, backend in KERNELS.items():
             if kernel == "math" and not setting.tiny:
                 continue  # four gigabytes of weights, and what everybody avoids
@@ -100,7 +107,7 @@ def attention(setting: Setting) -> Figures:
                 figures[f"{name}_{kernel}_ms"] = "none"
             else:
                 figures[f"{name}_{kernel}_ms"] = round(seconds * 1e3, 2)
-    return figures
+    return must(problems, figures)
 
 
 def _factors(setting: Setting, batch: int, seq_len: int, shape: tuple[int, int, int, int]) -> list[torch.Tensor]:

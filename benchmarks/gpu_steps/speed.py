@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,12 @@ def one_billion_pure(setting: Setting) -> Figures:
 def eight_billion(setting: Setting) -> Figures:
     """8B, ``bf16_pure``, 2 × 4 sequences a step, nothing recomputed. For GPUs with more than 100 GiB."""
     return _whole(setting, "llama_7b", "bf16_pure", "train.batch_size=2", "train.grad_accumulation=4")
+
+
+def eight_billion_in_segments(setting: Setting) -> Figures:
+    """The same where memory is taken in segments that grow: beside ``eight_billion`` it shows what that is worth."""
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # of the run, which is a process of its own
+    return eight_billion(setting)
 
 
 def eight_billion_recomputed(setting: Setting) -> Figures:
@@ -112,25 +119,29 @@ def planned_memory(setting: Setting) -> Figures:
 
 
 def optimizers(setting: Setting) -> Figures:
-    """Seconds of an optimizer step for the matrices of an 8B model in bf16: AdamW and Muon."""
+    """Seconds of an optimizer step for the matrices of an 8B model in bf16; in fp32, of a quarter of them."""
     build = ComponentBuilder(discover())
     layers, dim, hidden, kv = (1, 64, 224, 16) if setting.tiny else (32, 4096, 14336, 1024)
     shapes = [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (hidden, dim), (hidden, dim), (dim, hidden)] * layers
     figures: dict[str, float | int | str] = {}
-    for name in ("adamw", "muon"):
-        optimizer = build(build.resolve("optimizer", {"name": name, "lr": 1e-3}), parameters=_named(shapes, setting))
-        figures[f"{name}_s"] = round(seconds_of(optimizer.step, setting, rounds=3), 4)
+    asked = {name: (name, torch.bfloat16, shapes) for name in ("adamw", "muon", "lion", "schedule_free_adamw")}
+    asked["adamw_fp32_quarter"] = ("adamw", torch.float32, shapes[: len(shapes) // 4])
+    for key, (name, dtype, own) in asked.items():
+        optimizer = build(
+            build.resolve("optimizer", {"name": name, "lr": 1e-3}), parameters=_named(own, dtype, setting)
+        )
+        figures[f"{key}_s"] = round(seconds_of(optimizer.step, setting, rounds=3), 4)
         del optimizer
         if setting.is_gpu:
             torch.cuda.empty_cache()
     return figures
 
 
-def _named(shapes: Sequence[tuple[int, int]], setting: Setting) -> list[NamedParameter]:
+def _named(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, setting: Setting) -> list[NamedParameter]:
     """Random matrices with random gradients."""
     named = []
     for number, shape in enumerate(shapes):
-        weight, gradient = (torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+        weight, gradient = (torch.randn(shape, device=setting.device, dtype=dtype) for _ in range(2))
         parameter = torch.nn.Parameter(weight)
         parameter.grad = gradient
         named.append(NamedParameter(f"blocks.{number}.weight", parameter, "matrix"))

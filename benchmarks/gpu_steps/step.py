@@ -43,6 +43,14 @@ class Step:
     seconds: int
     """How long it takes on one H200; it is given three times as long, and not begun when less is left."""
     run: Callable[[Setting], Figures]
+    gib: int = 0
+    """Memory that a GPU must have for it, with some room; 0: any has enough."""
+
+    def refusal(self, gib: float, *, has_bf16: bool) -> str:
+        """Why a GPU with ``gib`` GiB cannot answer; empty if it can."""
+        if not has_bf16:
+            return "computes in bf16, which this GPU does not have"
+        return f"takes {self.gib} GiB, and this GPU has {gib:.1f}" if gib < self.gib else ""
 
 
 class SkippedError(Exception):

@@ -1,9 +1,13 @@
 """Overlap: what is computed while rows travel, in forward and in backward, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from forge_core.distributed.mesh import join_process_group
 from forge_core.loading import SeededInitializer
@@ -120,6 +124,39 @@ def test_any_number_of_chunks_gives_the_same(mesh, chunks, dispatcher, router):
     torch.testing.assert_close(*(one.grad for one in inputs))
     for (name, one), (_, other) in zip(plain.named_parameters(), cut.named_parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts what is begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops._c10d_functional.all_to_all_single.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_selective_recomputation_keeps_is_not_exchanged_again(mesh):
+    keeping = partial(create_selective_checkpoint_contexts, [torch.ops._c10d_functional.all_to_all_single.default])
+    counts, outputs, gradients = [], [], []
+    for run in (
+        lambda moe, tokens: moe(tokens),
+        partial(checkpoint, use_reentrant=False, context_fn=keeping),
+        partial(checkpoint, use_reentrant=False, context_fn=noop_context_fn),
+    ):
+        tokens = hidden()
+        with Exchanges() as exchanges:
+            outputs.append(run(layer(mesh), tokens))
+            outputs[-1].square().sum().backward()
+        counts.append(exchanges.count)
+        gradients.append(tokens.grad)
+
+    plain, kept, repeated = counts
+    assert plain == kept < repeated
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("router", ["softmax_topk", "expert_choice"])

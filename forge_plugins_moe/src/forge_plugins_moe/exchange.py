@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+_collectives = torch.ops._c10d_functional
+
 
 class Flight:
     """Rows on their way, while whoever sent them does other work.
@@ -50,9 +52,8 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> to
     """``(ranks, …)`` int64: what is for each rank, to what is from each."""
     if group is None:
         return counts
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group)
-    return received
+    even = [len(counts) // group.size()] * group.size()
+    return _Exchange.begin(counts, even, even, group).end()
 
 
 def to_host(sizes: Sequence[torch.Tensor], expected: Callable[[], Sequence[Sequence[int]]]) -> list[list[int]]:
@@ -74,23 +75,22 @@ class _Exchange:
     """One that has begun."""
 
     rows: torch.Tensor
-    work: dist.Work | None
+    group: dist.ProcessGroup | None
 
     @classmethod
     def begin(
         cls, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
     ) -> _Exchange:
-        if group is None:
-            return cls(rows.contiguous(), None)
-        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
-        sizes = [*received], [*sent]
-        work = dist.all_to_all_single(arriving, rows.contiguous(), *sizes, group=group, async_op=True)
-        return cls(arriving, work)
+        if group is not None:
+            # an operation that returns its result, which selective recomputation can keep
+            rows = _collectives.all_to_all_single(rows.contiguous(), [*received], [*sent], group.group_name)
+        return cls(rows.contiguous(), group)
 
     def end(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.rows
+        if self.group is None or isinstance(self.rows, FakeTensor):  # a plan would count another tensor
+            return self.rows
+        rows: torch.Tensor = _collectives.wait_tensor(self.rows)
+        return rows
 
 
 class _Depart(torch.autograd.Function):

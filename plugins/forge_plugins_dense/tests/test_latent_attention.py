@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.latent_config import LatentAttentionConfig
@@ -49,6 +51,35 @@ def test_it_is_attention_with_the_keys_and_values_that_the_latent_gives(model):
     torch.testing.assert_close(attention(hidden, surroundings)[0], expected, atol=1e-6, rtol=1e-5)
 
 
+class Calls(TorchDispatchMode):
+    """Names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_padded_values_give_the_same_and_let_the_flash_kernel_take_them(tiny_model, tokens):
+    narrow = attrs.evolve(LATENT, value_dim=8)
+    logits, gradients, kernels = [], [], []
+    for latent, backend in ((narrow, "auto"), (attrs.evolve(narrow, pad_values=True), "flash")):
+        model = tiny_model(n_kv_heads=None, latent_attention=latent, attention=backend).double()
+        with Calls() as calls:
+            logits.append(model(tokens))
+        logits[-1].square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        kernels.append("aten::_scaled_dot_product_flash_attention_for_cpu" in calls.names)
+
+    assert kernels == [False, True]
+    torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-6)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
 @torch.no_grad()
 def test_the_cache_keeps_the_latent_and_the_shared_keys(model, tokens):
     cache = model.make_cache(2, 24)
@@ -74,12 +105,17 @@ def test_what_is_computed_is_counted(model):
         ({"n_kv_heads": 2}, "n_kv_heads = 2; leave that out"),
         ({"head_dim": 16}, "head_dim has no effect"),
         ({"qk_norm": True}, "qk_norm has no effect"),
-        ({"attention": "flash", "latent_attention": LatentAttentionConfig(value_dim=64)}, 'attention = "flash"'),
+        ({"attention": "flash", "latent_attention": LatentAttentionConfig(value_dim=64)}, "kernel or set pad_values"),
     ],
 )
 def test_what_has_no_meaning_beside_it_is_refused(keys, words, tiny_config):
     with pytest.raises(ValueError, match=words):
         tiny_config(**({"n_kv_heads": None, "latent_attention": LATENT} | keys))
+
+
+def test_values_as_wide_as_keys_are_not_padded():
+    with pytest.raises(ValueError, match="pads values to the 12 features of a key, and they have 12; leave it out"):
+        attrs.evolve(LATENT, pad_values=True)
 
 
 def test_heads_need_not_divide_the_width(tiny_config):

@@ -1,5 +1,6 @@
 """Ranges, and what is said about the rest of the job; no torch is needed for either."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import attrs
 import pytest
 
 from forge_core.config.sections import TrainSection
+from forge_core.job import load_job, notes
+from forge_core.registry.discovery import discover
 from forge_plugins_optim.config import (
     AdafactorConfig,
     AdamW8bitConfig,
@@ -30,6 +33,7 @@ from forge_plugins_optim.schedule_config import (
     PolynomialConfig,
     WSDConfig,
 )
+from parity_matrix.launch import JOB
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,25 @@ def test_rounding_of_nothing_is_found_at_validation(config, named) -> None:
     assert key == named
     assert "with train.precision = 'bf16' that is nothing" in sentence
     assert list(config.check(of("bf16_pure"))) == list(AdamWConfig(lr=0.1).check(of("bf16"))) == []
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "adamw_8bit", "lion", "muon", "schedule_free_adamw", "sgd"])
+def test_what_rounding_to_the_nearest_loses_is_said_at_validation_and_at_the_start(name: str) -> None:
+    def said(precision: str, rounding: str = "") -> list[str]:
+        inner = f'{{name="{name}", lr=1e-3{rounding}}}'
+        rest = '{name="adamw", lr=1.0, rounding="split"}' if precision == "bf16_pure" else '{name="adamw", lr=1.0}'
+        groups = f'[{{roles=["matrix"], optimizer={inner}}}, {{optimizer={rest}}}]'
+        settings = ["callbacks=[]", f"train.precision={precision}", f'optimizer={{name="grouped", groups={groups}}}']
+        return notes(load_job(JOB, settings, catalog=catalog), catalog)
+
+    catalog = discover()
+    (line,) = said("bf16_pure")
+    assert re.match(r"optimizer\.groups\S+optimizer\.(rounding|name): .* 9 % at 3e-5, .* loses none", line)
+    assert said("bf16") == []
+    if name != "adafactor":
+        assert said("bf16_pure", ', rounding="split"') == []
+    if name == "adamw":
+        assert said("bf16_pure", ', rounding="stochastic"') == said("bf16_pure", ", stochastic_rounding=true") == []
 
 
 def test_rounding_that_contradicts_itself_is_refused() -> None:

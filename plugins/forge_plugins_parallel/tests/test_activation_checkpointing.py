@@ -21,6 +21,7 @@ from forge_plugins_parallel import recompute_choice
 from forge_plugins_parallel.activation_checkpointing import ActivationCheckpointing
 from forge_plugins_parallel.activations import measure_activations
 from forge_plugins_parallel.config import ActivationCheckpointingConfig
+from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_testing.component_case import builder
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.several_ranks import on_ranks
@@ -42,6 +43,11 @@ class TestEverySecond(ParallelPassConformance):
 class TestSelective(ParallelPassConformance):
     component = "forge-plugins-parallel:activation_checkpointing"
     config = {"mode": "selective"}
+
+
+class TestEverySecondProduct(ParallelPassConformance):
+    component = "forge-plugins-parallel:activation_checkpointing"
+    config = {"mode": "selective", "products_every": 2}
 
 
 class TestNone(ParallelPassConformance):
@@ -72,13 +78,13 @@ def forward(model):
 
 
 LOSS = builder()(builder().resolve("loss", "cross_entropy"))
-KEPT = frozenset({"aten.mm"})
+KEPT = KeptOperations(frozenset({"aten.mm"}))
 
 
-def measured(model_class=SmallModel):
+def measured(model_class=SmallModel, kept=KEPT):
     with torch.device("meta"):
         model = model_class()
-    return measure_activations(model, LOSS, (BATCH, LENGTH), CPU, torch.float32, KEPT)
+    return measure_activations(model, LOSS, (BATCH, LENGTH), CPU, torch.float32, kept)
 
 
 def saved_bytes(model):
@@ -131,15 +137,15 @@ def test_what_autograd_saves_is_what_was_measured_ahead_without_memory(context):
     assert saved_bytes(model) == sum(block.whole for block in expected.blocks.values()) + expected.outside
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products, with and without a bias."""
+class Made(TorchDispatchMode):
+    """Counts operations, by default matrix products with and without a bias."""
 
-    def __init__(self):
+    def __init__(self, *names):
         super().__init__()
-        self.count = 0
+        self.count, self._names = 0, names or ("aten::mm", "aten::addmm")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in ("aten::mm", "aten::addmm")
+        self.count += func._schema.name in self._names
         return func(*args, **(kwargs or {}))
 
 
@@ -165,12 +171,74 @@ def test_a_model_that_keeps_products_keeps_them_with_and_without_a_bias(context,
     counts = []
     for mode in ("none", "selective", "full"):
         model, _ = applied(context, naming(product), mode=mode)
-        with Products() as products:
+        with Made() as products:
             forward(model).backward()
         counts.append(products.count)
 
     none, selective, full = counts
     assert none == selective < full
+
+
+def test_every_second_product_of_a_block_is_computed_again(context):
+    made, gradients = [], []
+    for config in ({"mode": "none"}, {"mode": "selective", "products_every": 2}):
+        model, _ = applied(context, **config)
+        with Made() as products:
+            forward(model).backward()
+        made.append(products.count)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+
+    none, some = made
+    # of six products in each of three blocks the first, third and fifth are kept; the last one's result is not needed
+    assert some - none == 3 * 2
+    assert all(map(torch.equal, *gradients))
+
+
+def test_what_is_kept_of_every_second_product_is_counted_ahead(context):
+    expected = measured(kept=KeptOperations(KEPT.names, products_every=2)).blocks.values()
+
+    some, full = (
+        live_bytes(applied(context, **config)[0])
+        for config in ({"mode": "selective", "products_every": 2}, {"mode": "full"})
+    )
+
+    assert some - full == pytest.approx(sum(block.selective - block.inputs for block in expected), rel=0.1)
+    assert 0 < some - full < sum(block.selective - block.inputs for block in measured().blocks.values())
+
+
+@pytest.mark.parametrize(
+    ("keep", "products_again", "norms_again"),
+    [(["aten.mm"], 0, 6), (["aten.*rsqrt*"], 15, 0), (["*.mm", "*rsqrt"], 0, 0)],
+)
+def test_what_is_kept_is_chosen_by_patterns(context, keep, products_again, norms_again):
+    counts = []
+    for config in ({"mode": "none"}, {"mode": "selective", "keep": keep}):
+        model, _ = applied(context, **config)
+        with Made() as products, Made("aten::rsqrt") as norms:
+            forward(model).backward()
+        counts.append((products.count, norms.count))
+
+    (products_once, norms_once), (products, norms) = counts
+    assert (products - products_once, norms - norms_once) == (products_again, norms_again)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"keep": ["aten.mmm"]},
+            r"keep: \"aten.mmm\" fits no operation .*did you mean 'aten.mm'",
+        ),
+        ({"keep": ["*fused_atention*"]}, r'"\*fused_atention\*" fits no operation'),
+        (
+            {"keep": ["*rms_norm*"], "products_every": 2},
+            "products_every: no product of matrices is among the operations",
+        ),
+    ],
+)
+def test_patterns_that_keep_nothing_are_refused(context, config, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        applied(context, mode="selective", **config)
 
 
 def test_a_recomputed_block_saves_nothing_but_its_inputs(context):
@@ -311,6 +379,10 @@ def test_selective_needs_operations_to_keep(context):
         ({"mode": "budget"}, 'must be given with mode = "budget"'),
         ({"mode": "full", "budget": 0.5}, 'goes with mode = "budget"'),
         ({"mode": "full", "memory_gib": 3.0}, 'goes with mode = "auto"'),
+        ({"mode": "full", "keep": ("aten.mm",)}, 'goes with mode = "selective" or "auto"'),
+        ({"mode": "full", "products_every": 2}, 'goes with mode = "selective" or "auto"'),
+        ({"mode": "selective", "keep": ("aten::mm",)}, r'names of operations as in "aten.mm", .* got \'aten::mm\''),
+        ({"mode": "selective", "keep": ("mm",)}, "got 'mm'"),
     ],
 )
 def test_keys_of_another_mode_are_refused(config, sentence):

@@ -1,17 +1,32 @@
 """Logits of a model in parts, what cannot be cut, and plans. Ten steps against one process are in tests/parity."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import attrs
 import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_core.config.builder import ComponentBuilder
+from forge_core.config.sections import ParallelSection
+from forge_core.contracts.parallel_pass import PassContext
+from forge_core.distributed.mesh import build_mesh
 from forge_core.errors import ConfigError, PluginError
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
+from forge_core.train.build import materialise
 from forge_plugins_parallel.tensor_parallel import matched_plan
+from forge_testing.component_case import builder
 from forge_testing.parallel_pass import ParallelPassConformance
-from forge_testing.small_model import SmallModel
+from forge_testing.small_model import SmallModel, small_job
 from parity_matrix.launch import JOB, Launcher, Work
 from parity_matrix.logits import logits_and_gradients
 
+CPU = torch.device("cpu")
 TP = "parallel.tp=2"
 HALF = "train.batch_size=2"
 ONE_STEP = ['callbacks=[{name="logits_probe"}]', "train.steps=1", "scheduler.warmup_steps=0", "eval.interval=0"]
@@ -112,3 +127,79 @@ def test_the_plan_of_a_whole_model_may_not_name_a_block_that_it_lacks() -> None:
 
     with pytest.raises(PluginError, match=r"names 'blocks\.3\.query', which is no module"):
         matched_plan(model)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those of activations along ``tp``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scatters = self.gathers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.scatters += func is torch.ops._c10d_functional.reduce_scatter_tensor.default
+        self.gathers += func is torch.ops._c10d_functional.all_gather_into_tensor.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def rank_of_two() -> Iterator[PassContext]:
+    """One rank of two; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    job = attrs.evolve(small_job(), parallel=ParallelSection(tp=2, dp_shard=1))
+    yield PassContext(build_mesh(job, CPU), job, CPU)
+    dist.destroy_process_group()
+
+
+LOSS = builder()(builder().resolve("loss", "cross_entropy"))
+
+
+def decoder(context: PassContext, *passes: dict[str, Any]) -> Any:
+    build = ComponentBuilder(discover())
+    with torch.device("meta"):
+        model: Any = build(
+            build.resolve("model", {"name": "transformer", "dim": 16, "n_layers": 4, "n_heads": 2}), vocab_size=32
+        )
+    for table in passes:
+        model, _ = build(build.resolve("parallel_pass", table)).apply(model, context)
+    materialise(model, CPU, seed=0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "scatters", "gathers"),
+    [
+        ({"mode": "none"}, 18, 18),
+        ({"mode": "selective"}, 18, 18 + 2 * 4),  # what is gathered is not kept: it is as large as the whole stream
+        ({"mode": "selective", "keep": ["aten.mm", "*attention*", "_c10d_functional.*"]}, 18, 18),
+        ({"mode": "full"}, 18 + 4, 18 + 2 * 4),
+    ],
+    ids=["none", "selective", "selective with gathers", "full"],
+)
+def test_selective_recomputation_sums_nothing_over_ranks_again(
+    rank_of_two: PassContext, checkpointing: dict[str, Any], scatters: int, gathers: int
+) -> None:
+    """Two of each a layer in forward and in backward, and one for embedding and head."""
+    passes = {"name": "tensor_parallel"}, {"name": "activation_checkpointing", **checkpointing}
+    model, tokens = decoder(rank_of_two, *passes), torch.zeros(2, 8, dtype=torch.int64)
+
+    with Collectives() as made:
+        model(tokens, targets=tokens, loss=LOSS).total.backward()
+
+    assert (made.scatters, made.gathers) == (scatters, gathers)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")  # torch.compile does
+def test_a_compiled_block_is_one_graph(rank_of_two: PassContext) -> None:
+    passes = {"name": "tensor_parallel"}, {"name": "activation_checkpointing", "mode": "selective"}
+    model = decoder(rank_of_two, *passes)
+    torch.compiler.reset()
+    counters.clear()
+    for block in model.blocks.values():
+        block.compile(backend="aot_eager", fullgraph=True)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+
+    model.train()(tokens, targets=tokens, loss=LOSS).total.backward()
+
+    assert counters["stats"]["unique_graphs"] == 1

@@ -448,6 +448,9 @@ CELLS: Mapping[str, Cell] = {
     "moe-tp2-without-sequence": Cell(2, [TP2], "moe whole positions"),
     "tp2-fsdp1-microbatches2": Cell(2, [TP2, *TWO_MICROBATCHES, f"{FSDP}=true"]),
     "tp2-ac-selective": Cell(2, [TP2, f"{AC}.mode=selective"]),
+    "tp2-ac-every-second-product-compiled": Cell(
+        2, [TP2, f"{COMPILE}=true", f"{AC}={{mode='selective', products_every=2, keep=['*mm', '*atten*', '_c10d*']}}"]
+    ),
     # enough for the rank with 128 of 257 words to recompute a block less, which it must not
     "tp2-ac-auto": Cell(2, [TP2, *auto(0.0030876)]),
     "tp2-compiled": Cell(2, [TP2, f"{COMPILE}=true"]),
@@ -538,6 +541,7 @@ CELLS: Mapping[str, Cell] = {
     "long-rope-packed-cp2": Cell(2, [CP2], "long rope packed"),
     "long-rope-packed-pp2-cp2": Cell(4, [CP2, *pp2("ZBVZeroBubble")], "long rope packed"),
     # latent attention
+    "latent-padded-cp2-ring": Cell(2, [CP2, RING, "model.latent_attention.pad_values=true"], "latent"),
     "latent-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "latent"),
     "tp2-latent": Cell(2, [TP2], "latent"),
     "tp2-latent-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "latent"),

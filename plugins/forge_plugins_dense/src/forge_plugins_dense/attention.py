@@ -187,13 +187,25 @@ class Attention(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """What happens between positions, as a module without parameters: ``context_plan`` names it."""
+    """What happens between positions, as a module without parameters: ``context_plan`` names it.
 
-    def __init__(self, backend: AttentionBackend, softcap: float | None = None, dropout: float = 0.0) -> None:
+    Args:
+        pad_values: whether kernels are given values as wide as keys, padded with zeros.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        *,
+        pad_values: bool = False,
+    ) -> None:
         super().__init__()
         self.backend = backend
         self.softcap = softcap
         self.dropout = dropout
+        self.pad_values = pad_values
 
     def forward(
         self,
@@ -221,7 +233,11 @@ class AttentionCore(nn.Module):
                 )
             drop = functools.partial(drop_weights, rate=self.dropout, noise=noise)
             return _attend_explicitly(q, k, v, mask, causal, self.softcap, sinks, drop)
-        return attend(q, k, v, mask, causal, "auto" if cached else self.backend, self.softcap, sinks)
+        backend: AttentionBackend = "auto" if cached else self.backend
+        if not self.pad_values:
+            return attend(q, k, v, mask, causal, backend, self.softcap, sinks)
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        return attend(q, k, padded, mask, causal, backend, self.softcap, sinks)[..., : v.shape[-1]]
 
 
 def attend(

@@ -152,10 +152,11 @@ def _takes_the_place_of_heads(
             raise ValueError(
                 f"says what heads are made of, so that {key} has no effect beside it; remove one of the two"
             )
-    if config.attention == "flash" and value.plain_dim + value.rotary_dim != value.value_dim:
+    if config.attention == "flash" and value.key_dim != value.value_dim and not value.pad_values:
+        padded = " or set pad_values" if value.value_dim < value.key_dim else ""
         raise ValueError(
-            f"has keys of {value.plain_dim + value.rotary_dim} features and values of {value.value_dim}, which "
-            'attention = "flash" does not take; choose another kernel'
+            f"has keys of {value.key_dim} features and values of {value.value_dim}, which "
+            f'attention = "flash" does not take; choose another kernel{padded}'
         )
 
 

@@ -41,7 +41,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(latent.kv_rank, config.n_heads * (latent.plain_dim + latent.value_dim), bias=False)
         self.o = nn.Linear(config.n_heads * latent.value_dim, config.dim, bias=False)
-        self.core = AttentionCore(config.attention, config.attention_softcap, config.attention_dropout)
+        chosen = config.attention, config.attention_softcap, config.attention_dropout
+        self.core = AttentionCore(*chosen, pad_values=latent.pad_values)
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""

@@ -27,3 +27,19 @@ class LatentAttentionConfig:
     """Features of a head's queries and keys that are rotated. All heads have the same of such keys."""
     value_dim: int = attrs.field(default=128, validator=gt(0))
     """Features of a head's values."""
+    pad_values: bool = attrs.field(default=False)
+    """Whether values get zeros up to the features of a key, which are cut from what attention gives. The kernels
+    ``flash``, and that of ``method = "ring"`` of ``context_parallel``, take values as wide as keys only; the
+    products with values cost as much as those with keys."""
+
+    @property
+    def key_dim(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.plain_dim + self.rotary_dim
+
+    @pad_values.validator
+    def _values_are_narrower(self, _: attrs.Attribute[bool], pads: bool) -> None:
+        if pads and self.value_dim >= self.key_dim:
+            raise ValueError(
+                f"pads values to the {self.key_dim} features of a key, and they have {self.value_dim}; leave it out"
+            )

@@ -100,6 +100,17 @@ class SplitRules:
         if self.rounding != "nearest" and job.train.precision != "bf16_pure":
             yield "rounding", _nothing_in_bf16(self.rounding, job)
 
+    def notes(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is lost to the nearest."""
+        if self.rounding == "nearest" and job.train.precision == "bf16_pure":
+            yield "rounding", f'{LOST_TO_THE_NEAREST} "split" loses none'
+
+
+LOST_TO_THE_NEAREST = (
+    "values in bf16 are rounded to the nearest, and an update that is small beside a weight is lost: with adamw, by "
+    "step 50 one still moves 60 % of the weights at lr 3e-4, 9 % at 3e-5, 3 % at 1e-5."
+)
+
 
 def _nothing_in_bf16(rounding: str, job: Job) -> str:
     return (
@@ -167,6 +178,11 @@ class AdamWConfig(ParameterRules):
         if self.keeps != "nearest" and job.train.precision != "bf16_pure":
             key = "stochastic_rounding" if self.stochastic_rounding else "rounding"
             yield key, _nothing_in_bf16(self.keeps, job)
+
+    def notes(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is lost to the nearest."""
+        if self.keeps == "nearest" and job.train.precision == "bf16_pure":
+            yield "rounding", f'{LOST_TO_THE_NEAREST} "stochastic" loses none on average, "split" none at all'
 
 
 @attrs.frozen(kw_only=True)
@@ -272,6 +288,11 @@ class AdafactorConfig(ParameterRules):
     relative_step: bool = False
     """Whether the learning rate is multiplied by ``min(0.01, 1/√t)`` in update t. With ``lr = 1.0`` and the schedule
     ``none`` it is that of the paper."""
+
+    def notes(self, job: Job) -> Iterator[tuple[str, str]]:
+        """What is lost to the nearest."""
+        if job.train.precision == "bf16_pure":
+            yield "name", f'{LOST_TO_THE_NEAREST} train.precision = "bf16" loses none'
 
 
 @attrs.frozen(kw_only=True)

@@ -13,6 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -20,26 +21,13 @@ from torch.utils.checkpoint import (
 
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.errors import ConfigError
-from forge_plugins_parallel.activations import operation_name
 from forge_plugins_parallel.config import ActivationCheckpointingConfig
+from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.recompute_choice import choose
 from forge_plugins_parallel.units import replace_unit, units_of
 
 Recomputation = Literal["full", "selective"]
 """Of one block: keep its inputs only, or also the results of the operations that the model calls dear."""
-
-_COMMUNICATION = frozenset(
-    {
-        "_c10d_functional.reduce_scatter_tensor",
-        "_c10d_functional.all_reduce",
-        "_c10d_functional.all_to_all_single",
-    }
-)
-"""Kept as well: to repeat it costs every rank, and its result is no larger than what was sent."""
-
-_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm"})
-"""Without a bias, with one, and in float8. A model that names one of the first two means all: tensor parallelism takes
-the bias off a layer, and a float8 pass its own product in."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -63,22 +51,22 @@ class ActivationCheckpointing:
             # read by the partitioner when a block is compiled, which is at its first forward
             functorch_config.activation_memory_budget = self._config.budget
             return model, list(units)
-        kept = _kept_operations(model)
+        kept = KeptOperations.of(model, self._config.keep, self._config.products_every)
         chosen = self._choose(model, context, kept)
         for name, recomputation in chosen.items():
-            kept_here = kept if recomputation == "selective" else frozenset()
+            kept_here = kept if recomputation == "selective" else KeptOperations()
             replace_unit(model, name, _checkpointed(units[name], kept_here))
         return model, list(chosen) or [""]
 
-    def _choose(self, model: Any, context: PassContext, kept: frozenset[str]) -> dict[str, Recomputation]:
+    def _choose(self, model: Any, context: PassContext, kept: KeptOperations) -> dict[str, Recomputation]:
         """By qualified names of blocks and further units."""
         mode = self._config.mode
         if mode == "auto":
             return choose(model, context, kept, self._config.memory_gib)
-        if mode == "selective" and not kept:
+        if mode == "selective" and not kept.names:
             raise ConfigError(
                 f'parallel.passes.activation_checkpointing.mode = "selective", but {type(model).__qualname__} names no '
-                'operation to keep in its recompute_plan; take "full"'
+                'operation to keep in its recompute_plan; take "full", or name some in keep'
             )
         if mode == "full" or mode == "selective":
             blocks = [f"blocks.{name}" for name in model.blocks]
@@ -87,16 +75,9 @@ class ActivationCheckpointing:
         return {}
 
 
-def _kept_operations(model: Any) -> frozenset[str]:
-    kept = {name for name, decision in model.recompute_plan().items() if decision == "keep"}
-    if not kept.isdisjoint(_PRODUCTS):
-        kept |= _PRODUCTS
-    return frozenset(kept | _COMMUNICATION) if kept else frozenset()
-
-
-def _checkpointed(block: nn.Module, kept: frozenset[str]) -> nn.Module:
+def _checkpointed(block: nn.Module, kept: KeptOperations) -> nn.Module:
     """``block``, recomputed in backward but for the results of the operations ``kept``."""
-    selective = partial(create_selective_checkpoint_contexts, partial(_policy, kept)) if kept else None
+    selective = partial(_keeping, kept) if kept.names else None
     counting = [module for module in block.modules() if hasattr(module, "accumulators")]
     traced = {"context_fn": selective} if selective else {}
     eager = {"context_fn": partial(_accumulating_once, selective or noop_context_fn, counting)} if counting else traced
@@ -109,8 +90,16 @@ def _checkpointed(block: nn.Module, kept: frozenset[str]) -> nn.Module:
     return checkpoint_wrapper(block, checkpoint_fn=run)
 
 
-def _policy(kept: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation_name(operation) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _keeping(kept: KeptOperations) -> Contexts:
+    """Of one forward of a block, and of when it is computed again."""
+    forward, again = kept.in_one_forward(), kept.in_one_forward()
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = again if context.is_recompute else forward
+        return CheckpointPolicy.MUST_SAVE if keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def _accumulating_once(contexts: Callable[[], Contexts], counting: Sequence[Any]) -> Contexts:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from forge_core.contracts.loss import Loss
+from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.units import units_of
 
 
@@ -42,7 +43,7 @@ class Activations:
 
 
 def measure_activations(
-    model: Any, loss: Loss, tokens: tuple[int, int], device: torch.device, dtype: torch.dtype, kept: Collection[str]
+    model: Any, loss: Loss, tokens: tuple[int, int], device: torch.device, dtype: torch.dtype, kept: KeptOperations
 ) -> Activations:
     """Run one forward of ``model`` on fake tensors and count. Nothing is computed, nothing is changed.
 
@@ -51,7 +52,7 @@ def measure_activations(
         tokens: the shape ``(B, S)`` of a microbatch on this rank.
         device: where the model is going to be: it decides which attention kernel is taken.
         dtype: in which parameters take part in forward.
-        kept: names of operations (``operation_name``) whose results selective checkpointing keeps.
+        kept: operations whose results selective checkpointing keeps.
     """
     with ExitStack() as stack:
         if detect_fake_mode() is None:  # a plan simulates the whole build, and then there is one already
@@ -62,13 +63,6 @@ def measure_activations(
         stack.enter_context(counter.watching())
         functional_call(model, tensors, (ids,), {"targets": ids, "loss": loss})
         return counter.result()
-
-
-def operation_name(operation: Any) -> str:
-    """As a model's ``recompute_plan`` writes it: ``"aten.mm"``, ``"higher_order.flex_attention"``."""
-    if isinstance(operation, torch._ops.OpOverload):
-        return str(operation.overloadpacket)
-    return f"higher_order.{operation.name()}"
 
 
 def _materialised(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -86,12 +80,13 @@ class _Counter:
     """Adds up storages, each once, under the block that is running."""
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], kept: Collection[str], parameters: Collection[torch.Tensor]
+        self, blocks: Mapping[str, nn.Module], kept: KeptOperations, parameters: Collection[torch.Tensor]
     ) -> None:
         self._blocks = blocks
         self._kept = kept
         self._parameters = [storage for parameter in parameters for storage in _storages(parameter)]
         self._running: str | None = None
+        self._keeps = kept.in_one_forward()
         self._whole, self._selective, self._inputs = (self._tally() for _ in range(3))
 
     def watching(self) -> ExitStack:
@@ -122,7 +117,7 @@ class _Counter:
 
     def _entering(self, name: str) -> Any:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._running = name
+            self._running, self._keeps = name, self._kept.in_one_forward()
             for value in tree_iter((args, kwargs)):
                 if isinstance(value, torch.Tensor):
                     self._inputs.add(value, name)
@@ -137,7 +132,7 @@ class _Counter:
         return tensor
 
     def _computed(self, operation: Any, result: Any) -> None:
-        if self._running is not None and operation_name(operation) in self._kept:
+        if self._running is not None and self._keeps(operation):
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._selective.add(value, self._running)

@@ -1,5 +1,6 @@
 """Keys of the passes."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -273,6 +274,15 @@ def _given_for_budget(config: Any, _: "attrs.Attribute[Any]", value: Any) -> Non
         raise ValueError('must be given with mode = "budget", a number from 0 to 1')
 
 
+def _names_operations(_: object, __: "attrs.Attribute[Any]", patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        if not re.fullmatch(r"[\w*?\[\]!.-]+", pattern) or not re.search(r"[.*]", pattern):
+            raise ValueError(
+                'must be names of operations as in "aten.mm", or patterns of them such as "*attention*"; '
+                f"got {pattern!r}"
+            )
+
+
 @attrs.frozen(kw_only=True)
 class ActivationCheckpointingConfig:
     """``[parallel.passes.activation_checkpointing]``."""
@@ -285,6 +295,13 @@ class ActivationCheckpointingConfig:
     every: int = attrs.field(default=1, validator=[ge(1), _for_mode("full", "selective")])
     """Recompute only every n-th block, beginning with the first. Units of a model beside its blocks, such as the layers
     of an encoder, are not counted, and all recomputed."""
+    keep: tuple[str, ...] = attrs.field(default=(), validator=[_names_operations, _for_mode("selective", "auto")])
+    """Operations whose results ``selective`` keeps, in place of those that the model calls dear and of those that send:
+    names, and patterns of them, such as ``["aten.mm", "*attention*", "_c10d_functional.*"]``. One product of matrices
+    (``aten.mm``, ``aten.addmm``, ``aten._scaled_mm``) stands for all."""
+    products_every: int = attrs.field(default=1, validator=[ge(1), _for_mode("selective", "auto")])
+    """Of products of matrices, ``selective`` keeps the results of every n-th only, beginning with the first of a block;
+    2 recomputes every second one."""
     budget: float | None = attrs.field(
         default=None, validator=[optional(and_(ge(0), le(1))), _given_for_budget, _for_mode("budget")]
     )

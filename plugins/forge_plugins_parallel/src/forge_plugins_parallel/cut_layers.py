@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
@@ -29,8 +30,6 @@ POSITION = 1
 """The dimension of positions in ``(B, S, …)``."""
 
 # torch 2.13 calls them by new names and warns of the old ones, which are all that 2.11 has
-_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _fusible_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _fusible_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
@@ -323,8 +322,7 @@ class _GatherCopies(torch.autograd.Function):
         ctx.dim, ctx.start, ctx.size = dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]
         padded = part.movedim(dim, 0)
         padded = F.pad(padded, (0, 0) * (padded.ndim - 1) + (0, max(sizes) - len(padded))).contiguous()
-        gathered = padded.new_empty((ranks.size, *padded.shape))
-        _gather_tensor(gathered.flatten(0, 1), padded, group=ranks.group)
+        gathered = _gather(padded, ranks)
         return torch.cat([copy[:size] for copy, size in zip(gathered, sizes, strict=True)]).movedim(0, dim)
 
     @staticmethod
@@ -339,10 +337,7 @@ def _all_gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     if ranks.fusible and torch.compiler.is_compiling():
         whole: torch.Tensor = _fusible_gather(part.contiguous(), POSITION, ranks.group)
         return whole
-    batch = part.shape[0]
-    gathered = part.new_empty((ranks.size * batch, *part.shape[1:]))  # collectives stack along the first dimension
-    _gather_tensor(gathered, part.contiguous(), group=ranks.group)
-    return gathered.view(ranks.size, *part.shape).transpose(0, 1).flatten(1, 2)
+    return _gather(part, ranks).transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -352,15 +347,30 @@ def _reduce_scatter(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     if ranks.fusible and torch.compiler.is_compiling():
         own: torch.Tensor = _fusible_scatter(partial, "sum", POSITION, ranks.group)
         return own
-    batch, positions, *features = partial.shape
-    part = partial.new_empty((batch, positions // ranks.size, *features))
+    batch, _, *features = partial.shape
     stacked = partial.reshape(batch, ranks.size, -1, *features).transpose(0, 1).contiguous().flatten(0, 1)
-    _reduce_scatter_tensor(part, stacked, group=ranks.group)
-    return part
+    return _waited(_collectives.reduce_scatter_tensor(stacked, "sum", ranks.size, ranks.group.group_name))
 
 
 def _all_reduce(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    total = partial.clone(memory_format=torch.contiguous_format)
-    if ranks.size > 1:
-        dist.all_reduce(total, group=ranks.group)
-    return total
+    if ranks.size == 1:
+        return partial.clone(memory_format=torch.contiguous_format)
+    return _waited(_collectives.all_reduce(partial.contiguous(), "sum", ranks.group.group_name))
+
+
+# Collectives are operations that return their results, so that selective recomputation can keep them and the compiler
+# can see them: those of torch.distributed write into what they are given, and are neither kept nor left out.
+_collectives = torch.ops._c10d_functional
+
+
+def _gather(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """``(b, …)`` of each rank to ``(n, b, …)``."""
+    stacked = _collectives.all_gather_into_tensor(part.contiguous(), ranks.size, ranks.group.group_name)
+    return _waited(stacked).view(ranks.size, *part.shape)
+
+
+def _waited(started: torch.Tensor) -> torch.Tensor:
+    if isinstance(started, FakeTensor):  # a plan: to wait would be counted as another tensor
+        return started
+    done: torch.Tensor = _collectives.wait_tensor(started)
+    return done

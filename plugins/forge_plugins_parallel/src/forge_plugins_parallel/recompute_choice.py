@@ -18,6 +18,7 @@ from forge_plugins_parallel.activations import Activations, BlockActivations, me
 from forge_plugins_parallel.config import FullyShardConfig
 from forge_plugins_parallel.end_units import end_units
 from forge_plugins_parallel.gradient_sums import sums_whole, whole_gradient_bytes
+from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.units import units_of
 
 GIB = 2**30
@@ -28,7 +29,7 @@ _SECTION = "parallel.passes.activation_checkpointing"
 Choice = dict[str, Literal["full", "selective"]]
 
 
-def choose(model: Any, context: PassContext, kept: frozenset[str], memory_gib: float | None) -> Choice:
+def choose(model: Any, context: PassContext, kept: KeptOperations, memory_gib: float | None) -> Choice:
     """The cheapest recomputation with which this rank is expected to fit, by the qualified names of blocks and
     further units.
 
@@ -51,8 +52,8 @@ def choose(model: Any, context: PassContext, kept: frozenset[str], memory_gib: f
     fixed = _states(model, context) + 2 * measured.outside + 2 * max(one.whole for one in measured.blocks.values())
     compiled = "compile" in {use.name for use in context.job.parallel.passes.values() if use is not None}
     needed = 0.0
-    for choice in _candidates(list(measured.blocks), selective=bool(kept) and not compiled):
-        needed = _most(fixed + _kept(measured.blocks, choice, compiled=compiled and bool(kept)))
+    for choice in _candidates(list(measured.blocks), selective=bool(kept.names) and not compiled):
+        needed = _most(fixed + _kept(measured.blocks, choice, compiled=compiled and bool(kept.names)))
         if needed <= memory * _ROOM:
             return choice
     raise ConfigError(
@@ -88,7 +89,7 @@ def _most(needed: float) -> float:
     return float(most)
 
 
-def _measured(model: Any, context: PassContext, kept: frozenset[str]) -> Activations:
+def _measured(model: Any, context: PassContext, kept: KeptOperations) -> Activations:
     job = context.job
     shape = (job.train.batch_size, job.train.seq_len)  # of which the model takes its share, where it is cut by position
     loss = ComponentBuilder(Catalog([]))(job.loss)

@@ -118,7 +118,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if any(is_traceable_wrapper_subclass_type(one) for one in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        gathers = "all_gather" in func.__name__ or func.namespace == "fsdp"
+        # in a forward or backward, what tensor and context parallelism gather are activations
+        gathers = func.namespace == "fsdp" or ("all_gather" in func.__name__ and self.phase != "activations")
         for tensor in tree_iter((result, args, kwargs) if gathers else result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, gathers)
