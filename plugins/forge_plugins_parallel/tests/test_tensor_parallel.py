@@ -191,8 +191,11 @@ def test_selective_recomputation_sums_nothing_over_ranks_again(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")  # torch.compile does
-def test_a_compiled_block_is_one_graph(rank_of_two: PassContext) -> None:
-    passes = {"name": "tensor_parallel"}, {"name": "activation_checkpointing", "mode": "selective"}
+@pytest.mark.parametrize(
+    "checkpointing", [{"mode": "selective"}, {"mode": "full"}, {"mode": "selective", "keep": ["aten.mm"]}], ids=str
+)
+def test_a_compiled_block_is_one_graph(rank_of_two: PassContext, checkpointing: dict[str, Any]) -> None:
+    passes = {"name": "tensor_parallel"}, {"name": "activation_checkpointing", **checkpointing}
     model = decoder(rank_of_two, *passes)
     torch.compiler.reset()
     counters.clear()

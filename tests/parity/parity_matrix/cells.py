@@ -454,6 +454,7 @@ CELLS: Mapping[str, Cell] = {
     # enough for the rank with 128 of 257 words to recompute a block less, which it must not
     "tp2-ac-auto": Cell(2, [TP2, *auto(0.0030876)]),
     "tp2-compiled": Cell(2, [TP2, f"{COMPILE}=true"]),
+    "tp2-compiled-ac-full": Cell(2, [TP2, f"{COMPILE}=true", f"{AC}=true"]),
     "tp2-bf16": Cell(2, [TP2], "bf16", BF16),
     "tp2-fp8": Cell(2, [TP2, *EMULATED], "bf16", FP8),
     "tp4": Cell(4, ["parallel.tp=4"]),

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
+import attrs
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -53,9 +54,12 @@ class ActivationCheckpointing:
             return model, list(units)
         kept = KeptOperations.of(model, self._config.keep, self._config.products_every)
         chosen = self._choose(model, context, kept)
+        kept_by = {"selective": kept, "full": KeptOperations()}
+        # one object for all blocks, which then share one compiled graph
+        kept_by_compiler = {name: _with_attention(one, context) for name, one in kept_by.items()}
         for name, recomputation in chosen.items():
-            kept_here = kept if recomputation == "selective" else KeptOperations()
-            replace_unit(model, name, _checkpointed(units[name], kept_here))
+            block = _checkpointed(units[name], kept_by[recomputation], kept_by_compiler[recomputation])
+            replace_unit(model, name, block)
         return model, list(chosen) or [""]
 
     def _choose(self, model: Any, context: PassContext, kept: KeptOperations) -> dict[str, Recomputation]:
@@ -75,12 +79,23 @@ class ActivationCheckpointing:
         return {}
 
 
-def _checkpointed(block: nn.Module, kept: KeptOperations) -> nn.Module:
-    """``block``, recomputed in backward but for the results of the operations ``kept``."""
+def _with_attention(kept: KeptOperations, context: PassContext) -> KeptOperations:
+    """``kept``, and attention where torch 2.13 cannot recompute it: on a CPU a compiled block saves the state of its
+    random generator behind the mesh of a parameter that is cut, and takes the mesh for a tensor."""
+    if context.device.type != "cpu" or context.mesh.degrees["tp"] == 1:
+        return kept
+    return attrs.evolve(kept, names=kept.names | {"aten._scaled_dot_product_flash_attention_for_cpu"})
+
+
+def _checkpointed(block: nn.Module, kept: KeptOperations, kept_by_compiler: KeptOperations) -> nn.Module:
+    """``block``, recomputed in backward but for the results of the operations ``kept``, or if the block is compiled
+    of those of ``kept_by_compiler``."""
     selective = partial(_keeping, kept) if kept.names else None
     counting = [module for module in block.modules() if hasattr(module, "accumulators")]
-    traced = {"context_fn": selective} if selective else {}
-    eager = {"context_fn": partial(_accumulating_once, selective or noop_context_fn, counting)} if counting else traced
+    traced = {"context_fn": partial(_keeping, kept_by_compiler)} if kept_by_compiler.names else {}
+    eager = {"context_fn": selective} if selective else {}
+    if counting:
+        eager = {"context_fn": partial(_accumulating_once, selective or noop_context_fn, counting)}
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A compiled block keeps its side effects out of the recomputation by itself, and can trace no other contexts.
