@@ -195,4 +195,4 @@ def test_the_installation_from_the_tree_has_all_that_have_code():
 
 
 def test_all_wheels_together_are_small(archives):
-    assert sum(path.stat().st_size for path in archives.glob("*.whl")) <= 2 * 2**20
+    assert sum(path.stat().st_size for path in archives.glob("*.whl")) <= 2_000_000

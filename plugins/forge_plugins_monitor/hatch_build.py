@@ -1,9 +1,14 @@
 """Puts the pages of the documentation into the wheel, for ``forge docs``, and into the source distribution."""
 
+import io
+import lzma
+import tarfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ARCHIVE = "forge_plugins_monitor/pages/text.tar.xz"
 
 
 class Pages(BuildHookInterface):
@@ -12,10 +17,34 @@ class Pages(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         own, tree = root / "docs", root.parents[1] / "docs"
-        pages = own if own.is_dir() else tree
-        if not (pages / "hooks" / "index.md").is_file():
+        folder = own if own.is_dir() else tree
+        if not (folder / "hooks" / "index.md").is_file():
             raise FileNotFoundError(f"the pages of the documentation are neither in {own} nor in {tree}")
-        target = "docs" if self.target_name == "sdist" else "forge_plugins_monitor/pages/text"
-        if version != "editable":
-            for page in sorted([*pages.glob("*.md"), *pages.glob("hooks/*.md")]):
-                build_data["force_include"][str(page)] = f"{target}/{page.relative_to(pages).as_posix()}"
+        if version == "editable":
+            return
+        files = [*sorted(folder.glob("*.md")), *sorted(folder.glob("hooks/*.md"))]
+        pages = {file.relative_to(folder).as_posix(): file for file in files}
+        included = build_data["force_include"]
+        if self.target_name == "sdist":
+            included.update({str(page): f"docs/{name}" for name, page in pages.items()})
+        else:
+            self._archive().parent.mkdir(parents=True, exist_ok=True)
+            self._archive().write_bytes(archive(pages))
+            included[str(self._archive())] = ARCHIVE
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        self._archive().unlink(missing_ok=True)
+
+    def _archive(self) -> Path:
+        return Path(self.directory) / "text.tar.xz"
+
+
+def archive(pages: dict[str, Path]) -> bytes:
+    """All in one, a third smaller than each by itself; the same bytes for the same pages."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for name, page in pages.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = page.stat().st_size
+            tar.addfile(entry, io.BytesIO(page.read_bytes()))
+    return lzma.compress(content.getvalue(), preset=9)

@@ -51,7 +51,7 @@ def test_our_wheels_are_small(installed) -> None:
     wheels = [*(installed.folder / "wheels").glob("forge_*.whl")]
 
     assert len(wheels) == len(installed.ours) + 1
-    assert sum(wheel.stat().st_size for wheel in wheels) <= 2 * 2**20
+    assert sum(wheel.stat().st_size for wheel in wheels) <= 2_000_000
 
 
 def test_the_pages_of_the_documentation_come_with_a_wheel(installed) -> None:

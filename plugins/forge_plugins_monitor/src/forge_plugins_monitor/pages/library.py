@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import attrs
 
 from forge_core.errors import ConfigError
 
-PACKAGED = Path(__file__).parent / "text"
-"""Filled by ``hatch_build.py`` as the wheel is built."""
+PACKAGED = Path(__file__).parent / "text.tar.xz"
+"""Made by ``hatch_build.py`` as the wheel is built."""
 SOURCES = Path(__file__).parents[5] / "docs"
 """In a checkout."""
 
@@ -29,24 +30,29 @@ class Page:
     """Markdown, as Sphinx reads it (MyST)."""
 
 
-def folder() -> Path:
-    """Where the pages are.
+def pages() -> Mapping[str, Page]:
+    """All of them by name; those of hooks last.
 
     Raises:
         ConfigError: the package was installed in a way that has left them out.
     """
-    for place in (PACKAGED, SOURCES):
-        if (place / "index.md").is_file():
-            return place
-    raise ConfigError(f"this installation has no pages: neither {PACKAGED} nor {SOURCES} is there")
+    texts = _packaged() if PACKAGED.is_file() else _in_checkout()
+    if "index.md" not in texts:
+        raise ConfigError(f"this installation has no pages: neither {PACKAGED} nor {SOURCES} is there")
+    found = [_page(Path(file), text) for file, text in texts.items()]
+    return {page.name: page for page in found if page.name != "index"}
 
 
-def pages() -> Mapping[str, Page]:
-    """All of them by name; those of hooks last."""
-    there = folder()
-    files = [*sorted(there.glob("*.md")), *sorted(there.glob("hooks/*.md"))]
-    found = [_read(file, there) for file in files if file.name != "index.md"]
-    return {page.name: page for page in found}
+def _packaged() -> dict[str, str]:
+    """The text of each page by its file, as in a checkout."""
+    with tarfile.open(PACKAGED) as archive:
+        members = {one.name: archive.extractfile(one) for one in archive.getmembers()}
+        return {name: content.read().decode() for name, content in members.items() if content is not None}
+
+
+def _in_checkout() -> dict[str, str]:
+    files = [*sorted(SOURCES.glob("*.md")), *sorted(SOURCES.glob("hooks/*.md"))]
+    return {file.relative_to(SOURCES).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
 def sections(page: Page) -> Mapping[str, Page]:
@@ -65,10 +71,9 @@ def sections(page: Page) -> Mapping[str, Page]:
     return found
 
 
-def _read(file: Path, there: Path) -> Page:
-    text = file.read_text(encoding="utf-8")
+def _page(file: Path, text: str) -> Page:
     title = re.search(r"^# (.+)$", text, re.M)
-    return Page(file.stem, title[1].replace("`", "") if title else file.stem, file.relative_to(there), text)
+    return Page(file.stem, title[1].replace("`", "") if title else file.stem, file, text)
 
 
 def _without_code(text: str) -> list[str]:
