@@ -18,6 +18,7 @@ import forge_plugins_interp as interp
 import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
+from forge_core.contracts.observation import Site
 from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.store import Manifest, Store, shard_file
@@ -118,6 +119,19 @@ def test_random_features_keep_distances():
 
     ratio = torch.pdist(rows) / torch.pdist(values[0])
     assert 0.8 < ratio.min() < ratio.max() < 1.2
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 2]], ids=["whole", "padded"])
+def test_what_is_kept_stays_as_it_was_seen(lengths):
+    """The model may change a value in place before it is written."""
+    site = Site(module="", dims=("sample", "position", "width"))
+    value = torch.arange(12.0).view(2, 3, 2)
+    expected = torch.cat([value[sample, :length] for sample, length in enumerate(lengths)])
+
+    rows = Reduction().rows(site, value, torch.tensor(lengths), seed=0)
+    value.zero_()
+
+    assert torch.equal(rows, expected)
 
 
 def test_stimuli_have_their_ids_and_no_padding(run, tmp_path):
