@@ -110,8 +110,6 @@ def test_what_is_kept(run, alone, tmp_path, options, shape):
 
 
 def test_random_features_keep_distances():
-    from forge_core.contracts.observation import Site
-
     values = torch.randn(1, 40, 600, generator=torch.Generator().manual_seed(0))
     site = Site(module="", dims=("sample", "position", "width"))
 
