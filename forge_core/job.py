@@ -134,20 +134,6 @@ def settings_of(section: str, overrides: Sequence[str]) -> tuple[list[str], list
     return ours, others
 
 
-def with_settings(table: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """Tables that a command has of its own, such as ``{"metric": {"name": "cka"}}``, as settings of its command line
-    change them.
-
-    Raises:
-        ConfigProblems: one is no setting, or sets something else.
-    """
-    changed = with_overrides(Document(dict(table), {}), settings, sections=tuple(table)).table
-    for name in changed:
-        if name not in table:
-            raise ConfigError(f"{name}: this command takes settings of {', '.join(table)} only")
-    return changed
-
-
 def disabled_plugins(path: Path, overrides: Sequence[str], options: Collection[str]) -> tuple[str, ...]:
     """The distributions that a configuration disables, before anything else of it is looked at."""
     return _plugins_section(_with_overrides(read_document(path), overrides, options).table).disable

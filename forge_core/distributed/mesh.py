@@ -139,6 +139,12 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
+def emulates_bf16(device: torch.device) -> bool:
+    """Return whether products in bf16 take several times what they take in fp32, as on a CPU without AVX-512."""
+    has_kernels = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and not has_kernels
+
+
 def join_process_group(device: torch.device, timeout: float = 600.0) -> None:
     """Join the group that a launcher describes in the environment, or be a group of one.
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import PositionedSource
+from forge_core.distributed.mesh import emulates_bf16
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table, notes
 from forge_core.registry.component import PassComponent
@@ -46,6 +47,8 @@ def announce(prepared: RunSetup, model: BuiltModel, attempt: str) -> None:
     )
     for line in notes(job, prepared.catalog):
         prepared.console.line(f"note: {line}")
+    if job.train.precision != "fp32" and emulates_bf16(prepared.device):
+        prepared.console.line('note: train.precision: this CPU emulates bf16; "fp32" takes a fraction of the time')
 
 
 def announce_complete(begun: Begun) -> None:

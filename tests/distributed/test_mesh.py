@@ -4,9 +4,11 @@ from collections import defaultdict
 from itertools import product
 
 import attrs
+import pytest
+import torch
 
 from forge_core.config.sections import AXES
-from forge_core.distributed.mesh import Mesh
+from forge_core.distributed.mesh import Mesh, emulates_bf16
 
 
 @attrs.frozen
@@ -31,3 +33,12 @@ def test_ranks_draw_the_same_random_numbers_if_and_only_if_they_differ_along_tp_
     for together in drawing.values():
         assert [coordinate[-1] for coordinate in together] == [0, 1]
         assert len({coordinate[:-1] for coordinate in together}) == 1
+
+
+@pytest.mark.parametrize(("kernels", "emulated"), [(True, False), (False, True), (None, True)])
+def test_a_cpu_emulates_bf16_where_its_library_has_no_kernels_for_it(monkeypatch, kernels, emulated):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: kernels is not None)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: kernels, raising=False)
+
+    assert emulates_bf16(torch.device("cpu")) is emulated
+    assert not emulates_bf16(torch.device("cuda"))

@@ -16,6 +16,8 @@ import fork_server
 from doc_pages import commands, files, not_said
 
 PAGE = "docs/walk.md"
+pytestmark = pytest.mark.timeout(1200)  # three runs of 600 steps, on a machine of any speed
+
 CTRL_C = "^C"
 """In an output: the reader presses it once the line before it is there."""
 

@@ -79,6 +79,16 @@ def test_logged_steps_have_the_keys_that_others_rely_on(finished):
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+def test_a_start_says_that_the_cpu_emulates_what_is_to_be_computed_in(shared_tiny, monkeypatch, capsys):
+    monkeypatch.setattr("forge_core.run.summary.emulates_bf16", lambda device: device.type == "cpu")
+    note = "note: train.precision: this CPU emulates bf16"
+
+    for precision, said in (("fp32", False), ("bf16_pure", True)):
+        shared_tiny.completed(f"train.precision={precision}", "train.steps=3", f"run.name={precision}")
+
+        assert (note in capsys.readouterr().out) is said
+
+
 def test_evaluations_cover_the_whole_validation_set_and_the_last_step(finished):
     lines = [line for line in finished.metrics() if "eval/loss" in line]
 

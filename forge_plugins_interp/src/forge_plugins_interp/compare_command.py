@@ -10,6 +10,7 @@ import attrs
 import click
 
 from forge_core.commands.json_output import json_option, print_json
+from forge_core.errors import ConfigError
 from forge_plugins_interp.tidy_table import refuse_other_ending, save_results
 
 if TYPE_CHECKING:
@@ -111,9 +112,12 @@ def compare(
 
 
 def _metric(build: Any, name: str, overrides: Sequence[str]) -> ComponentRef:
-    from forge_core.job import with_settings
+    from forge_core.config.overrides import with_overrides
+    from forge_core.config.toml_file import Document
 
-    table = with_settings({"metric": {"name": name}}, overrides)
+    table = with_overrides(Document({"metric": {"name": name}}, {}), overrides, sections=("metric",)).table
+    if more := [section for section in table if section != "metric"]:
+        raise ConfigError(f"{more[0]}: this command takes settings of metric only")
     use: ComponentRef = build.resolve("representation_metric", table["metric"])
     return use
 

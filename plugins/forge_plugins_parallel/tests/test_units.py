@@ -12,6 +12,7 @@ from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError, PluginError
 from forge_core.train.build import materialise
 from forge_plugins_parallel.activations import measure_activations
+from forge_plugins_parallel.kept_operations import KeptOperations
 from forge_plugins_parallel.pipeline_cut import cut_model, held, part_of, shared_tensors
 from forge_plugins_parallel.tensor_parallel import matched_plan
 from forge_plugins_parallel.units import units_of
@@ -100,7 +101,9 @@ def test_what_units_keep_is_measured_by_their_names():
     model = build_on_meta(SmallTower)
     model.memory.register_forward_pre_hook(lambda *_: (torch.zeros(2, 5, 6),))
 
-    measured = measure_activations(model, cross_entropy, (2, 8), CPU, torch.float32, frozenset({"aten.mm"}))
+    kept = KeptOperations(frozenset({"aten.mm"}))
+
+    measured = measure_activations(model, cross_entropy, (2, 8), CPU, torch.float32, kept)
 
     assert list(measured.blocks) == [*LAYERS, *BLOCKS]
     assert measured.blocks["memory.layers.0"].whole > measured.blocks["memory.layers.0"].inputs > 0

@@ -25,6 +25,8 @@ def look(_: CheckContext) -> Iterator[Finding]:
     elif torch.cuda.is_available():
         advice = "install a build of torch with NCCL; several GPUs cannot work together without it"
         yield Finding("NCCL", "warning", "this torch has none", advice)
+    else:
+        yield _bf16()
     yield _threads()
 
 
@@ -43,6 +45,18 @@ def _cuda() -> Finding:
         "on a login node that is as it should be; elsewhere look at nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the "
         f"driver is new enough for CUDA {built_for}",
     )
+
+
+def _bf16() -> Finding:
+    """On a machine whose runs are on the CPU."""
+    import torch
+
+    from forge_core.distributed.mesh import emulates_bf16
+
+    if not emulates_bf16(torch.device("cpu")):
+        return Finding("bf16", "fine", "this CPU has products in bf16")
+    advice = 'train with train.precision = "fp32" here; the default, bf16, takes several times as long'
+    return Finding("bf16", "warning", "this CPU emulates products in bf16", advice)
 
 
 def _threads() -> Finding:
