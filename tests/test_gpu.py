@@ -35,6 +35,9 @@ def asked(*arguments):
 
 LONG = (
     "demo",
+    "documents",
+    "tests",
+    "sparse",
     "graphs",
     "waits",
     "recomputation",
