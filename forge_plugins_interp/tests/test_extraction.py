@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,9 +20,11 @@ import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
+from forge_core.errors import ConfigError
+from forge_plugins_interp.principal_components import Moments, PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
-from forge_plugins_interp.store import Manifest, Store, shard_file
+from forge_plugins_interp.store import Manifest, Store, components_file, shard_file
 
 SITES = "blocks.*.resid_post,blocks.*.z,logits,blocks.1.attention.o"
 SAMPLES = 7  # no number of ranks that is tried divides it
@@ -79,6 +82,25 @@ def test_a_store_is_the_same_in_every_layout(run, alone, tmp_path, layout):
     assert_same(Store(tmp_path / "two"), alone)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2"])
+def test_rows_on_principal_components_are_the_same_in_every_layout(run, tmp_path, layout):
+    options = ["--features", "4", "--directions", "principal", "--fit-samples", "3"]
+    assert extract(run, tmp_path / "one", *options) == 0
+    command = [sys.executable, "-m", "forge_core", "extract", str(run), "--sites", SITES, "--samples", str(SAMPLES)]
+    out = tmp_path / "two"
+
+    done = fork_server.run(
+        [*command, "--out", str(out), "--nproc", "2", layout, *options], capture_output=True, text=True, timeout=200
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("4 principal components have") == 1
+    for site in Store(out).sites:
+        found, expected = Store(out).array(site), Store(tmp_path / "one").array(site)
+        assert torch.allclose(found, expected, atol=1e-3 * float(expected.abs().max())), site
+
+
 def assert_same(found: Store, expected: Store) -> None:
     assert found.sites == expected.sites
     assert found.columns.keys() == expected.columns.keys()
@@ -109,6 +131,14 @@ def test_what_is_kept(run, alone, tmp_path, options, shape):
         assert torch.allclose(kept, expected, atol=1e-5)
 
 
+def test_few_rows_have_few_principal_components():
+    moments = Moments()
+    moments.add(torch.randn(1, 3, 8))
+
+    with pytest.raises(ConfigError, match="8 features in 3 rows, which have at most 2 principal components"):
+        moments.components(3, "resid_post")
+
+
 def test_random_features_keep_distances():
     values = torch.randn(1, 40, 600, generator=torch.Generator().manual_seed(0))
     site = Site(module="", dims=("sample", "position", "width"))
@@ -117,6 +147,32 @@ def test_random_features_keep_distances():
 
     ratio = torch.pdist(rows) / torch.pdist(values[0])
     assert 0.8 < ratio.min() < ratio.max() < 1.2
+
+
+def test_principal_components_are_those_of_the_singular_value_decomposition(run, alone, tmp_path, capsys):
+    """Of the first samples; the store is gone on with by the same components, and not by those of other samples."""
+    site, options = "blocks.1.resid_post", ["--features", "4", "--directions", "principal", "--fit-samples", "3"]
+    assert extract(run, tmp_path / "kept", *options) == 0
+    said = capsys.readouterr().err
+    whole = alone.array(site)
+    fitted = whole[: 3 * 32].double()
+    _, scales, directions = torch.linalg.svd(fitted - fitted.mean(0), full_matrices=False)
+    expected = (whole.double() - fitted.mean(0)) @ directions[:4].T
+
+    kept = Store(tmp_path / "kept").array(site)
+    found = PrincipalComponents.read(components_file(tmp_path / "kept", site))
+
+    assert torch.allclose(kept.double().abs(), expected.abs(), atol=1e-4)
+    share = scales[:4].square() / scales.square().sum()
+    assert torch.allclose(found.explained.double(), share, atol=1e-5)
+    assert re.search(r"4 principal components have \d+% to \d+% of the variance of a site", said)
+    assert bool((found.directions.gather(0, found.directions.abs().argmax(0, keepdim=True)) > 0).all())
+
+    shard_file(tmp_path / "kept", site, 0).unlink()
+    assert extract(run, tmp_path / "kept", *options) == 0
+    assert torch.equal(Store(tmp_path / "kept").array(site), kept)
+    assert extract(run, tmp_path / "kept", *options[:-1], "4") == 2
+    assert "of another reduction" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lengths", [[3, 3], [3, 2]], ids=["whole", "padded"])
@@ -188,6 +244,12 @@ def test_a_killed_extraction_goes_on(run, alone, tmp_path, monkeypatch):
         (["--stimuli", "no.txt"], "--stimuli no.txt: must end with .csv or .jsonl"),
         (["--stimuli", "no.csv", "data.path=x"], "data.path=x: has no effect with --stimuli"),
         (["data.path=nowhere"], "nowhere"),
+        (["--directions", "principal"], "--directions principal: how many is missing; add --features"),
+        (["--fit-samples", "3"], "--fit-samples 3: has no effect without --directions principal"),
+        (
+            ["--features", "33", "--directions", "principal", "--samples", "2"],
+            "--features 33: blocks.0.resid_post has 32 features in 64 rows, which have at most 32 principal components",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence_and_nothing_is_written(run, tmp_path, capsys, options, message):

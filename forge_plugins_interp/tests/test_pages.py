@@ -37,6 +37,8 @@ def test_python_of_a_page_runs(run, tmp_path, monkeypatch, page):
     )
     extract = ["extract", "runs/demo", "--sites", "blocks.*.resid_post"]
     assert main([*extract, "--samples", "8", "--out", "acts"]) == 0
+    principal = ["--features", "8", "--directions", "principal"]
+    assert main([*extract[:3], "blocks.1.mlp_post", "--samples", "8", *principal, "--out", "components"]) == 0
     assert main([*extract, "--stimuli", "sentences.csv", "--reduce", "last", "--out", "sentences"]) == 0
     of_page = (ROOT / page).read_text(encoding="utf-8")
     checkpoints = sorted((tmp_path / "runs/demo/checkpoints").glob("step_*")) if '"sweep"' in of_page else ()

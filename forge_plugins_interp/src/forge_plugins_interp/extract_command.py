@@ -34,7 +34,19 @@ if TYPE_CHECKING:
     help="Keep each position, the last of a sample, or the mean over a sample.",
 )
 @click.option("--positions", help="Keep these positions of each sample, such as 0,-1; negative ones from its end.")
-@click.option("--features", default=0, type=click.IntRange(min=0), help="Project on so many random directions.")
+@click.option("--features", default=0, type=click.IntRange(min=0), help="Project on so many directions.")
+@click.option(
+    "--directions",
+    default="random",
+    show_default=True,
+    type=click.Choice(["random", "principal"]),
+    help="With --features: random ones, which keep distances, or principal components, which keep variance.",
+)
+@click.option(
+    "--fit-samples",
+    type=click.IntRange(min=1),
+    help="With --directions principal: the first so many, on which components are fitted; 256 by default.",
+)
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the store; by default as computed."
 )
@@ -52,6 +64,8 @@ def extract(
     over: str,
     positions: str | None,
     features: int,
+    directions: str,
+    fit_samples: int | None,
     dtype: str | None,
     nproc: str,
 ) -> None:
@@ -65,6 +79,10 @@ def extract(
     kept = _positions(positions)
     if kept and over != "none":
         raise ConfigError(f"--positions {positions}: has no effect with --reduce {over}; leave one of them out")
+    if directions == "principal" and not features:
+        raise ConfigError("--directions principal: how many is missing; add --features 64")
+    if fit_samples is not None and directions != "principal":
+        raise ConfigError(f"--fit-samples {fit_samples}: has no effect without --directions principal; leave it out")
     if ranks.start(obj, _without_nproc(obj)):
         return
 
@@ -82,7 +100,10 @@ def extract(
     if data and stimuli is not None:
         raise ConfigError(f"{data[0]}: has no effect with --stimuli; leave one of them out")
     wanted = None if dtype is None else getattr(torch, dtype)
-    reduction = Reduction(over=over, positions=kept, features=features, dtype=wanted)  # type: ignore[arg-type]
+    chosen_ones: Any = {"over": over, "directions": directions}
+    if fit_samples is not None:
+        chosen_ones["fit_samples"] = fit_samples
+    reduction = Reduction(positions=kept, features=features, dtype=wanted, **chosen_ones)
     with open_session(run, others, catalog=obj.catalog, log=say) as session:
         source: DataSource | Stimuli = (
             session.open_data(data) if stimuli is None else _stimuli(session, stimuli, column)

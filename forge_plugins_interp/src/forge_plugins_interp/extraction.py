@@ -23,6 +23,7 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
+from forge_plugins_interp.principal_components import Moments, PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.session import ObservedModel, read_batch, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
@@ -31,6 +32,7 @@ from forge_plugins_interp.store import (
     TOKENS,
     Manifest,
     StoredSite,
+    components_file,
     missing_shards,
     stored_lengths,
     write_index,
@@ -79,14 +81,21 @@ class _Extraction:
         self.chosen: list[PlacedSite] = session.sites.chosen(request.sites)
         self.values: dict[str, torch.Tensor] = {}
         """Rows of the batch that runs, on ranks that write."""
+        self.components: dict[str, PrincipalComponents] = {}
+        """Of the sites of this rank, if rows are projected on them."""
+        self.moments: dict[str, Moments] | None = None
+        """In place of rows, while components are fitted."""
 
     def run(self) -> None:
         """Find shapes, claim the folder, write all shards that are missing, and then the index."""
         request = self.request
         with torch.no_grad(), observe(self.chosen, self._take):
+            if request.reduction.directions == "principal":
+                self._fit_components()
             began = time.monotonic()
             stored = self._first_shapes()
             manifest = self._claim(stored, time.monotonic() - began)
+            self._share_components()
             shards = self._agreed(lambda: missing_shards(request.out, manifest, list(manifest.sites)))
             self._write_shards(manifest, shards)
         dist.barrier()
@@ -101,9 +110,12 @@ class _Extraction:
         made_whole = whole(value, placed.cuts)
         if not self._writes():
             return
-        kept = made_whole[: self.n_kept]
-        self.values[placed.name] = self.request.reduction.rows(
-            placed.site, kept, self.lengths[: self.n_kept], self.session.seed
+        kept, lengths, reduction = made_whole[: self.n_kept], self.lengths[: self.n_kept], self.request.reduction
+        if self.moments is not None:
+            self.moments.setdefault(placed.name, Moments()).add(reduction.kept(placed.site, kept, lengths))
+            return
+        self.values[placed.name] = reduction.rows(
+            placed.site, kept, lengths, self.session.seed, self.components.get(placed.name)
         ).cpu()
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
@@ -119,6 +131,43 @@ class _Extraction:
             return torch.zeros(0, dtype=torch.int64)
         is_token = torch.arange(n_positions) < self.lengths[:n_kept, None]
         return first[:n_kept][is_token]
+
+    def _fit_components(self) -> None:
+        """Fit them on the first samples, the same on all ranks that have a site. A store that is gone on with has
+        them."""
+        names = [placed.name for placed in self.chosen] if self._writes() else []
+        files = {name: components_file(self.request.out, name) for name in names}
+        if self._everywhere(all(file.exists() for file in files.values())):
+            self.components = {name: PrincipalComponents.read(file) for name, file in files.items()}
+            return
+        self.moments = {}
+        n_samples = min(self.request.reduction.fit_samples, self.n_samples)
+        for start in range(0, n_samples, self.batch_size):
+            numbers = np.minimum(start + np.arange(self.batch_size), self.n_samples - 1)
+            self._forward(numbers, min(self.batch_size, n_samples - start))
+        moments, self.moments = self.moments, None
+        n = self.request.reduction.features
+        self.components = {name: one.components(n, name) for name, one in moments.items()}
+
+    def _share_components(self) -> None:
+        """Replicas of the model take those of one of them, to the last bit."""
+        files = {name: components_file(self.request.out, name) for name in self.components}
+        if self.mesh.dp_rank == 0:
+            for name, file in files.items():
+                if not file.exists():
+                    self.components[name].write(file)
+        dist.barrier()
+        self.components = {name: PrincipalComponents.read(file) for name, file in files.items()}
+        shares: list[list[float]] = [[] for _ in range(self.mesh.world_size)]
+        dist.all_gather_object(shares, [float(one.explained.sum()) for one in self.components.values()])
+        if known := sorted(share for of_rank in shares for share in of_rank):
+            n = self.request.reduction.features
+            self.log(f"{n} principal components have {known[0]:.0%} to {known[-1]:.0%} of the variance of a site")
+
+    def _everywhere(self, holds: bool) -> bool:
+        box = torch.tensor(int(holds))
+        dist.all_reduce(box, dist.ReduceOp.MIN)
+        return bool(box)
 
     def _first_shapes(self) -> dict[str, tuple[StoredSite, float]]:
         """How each site of this rank is stored, and how many rows a sample has."""

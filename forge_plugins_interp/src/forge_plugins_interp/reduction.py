@@ -12,6 +12,7 @@ import torch
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
+from forge_plugins_interp.principal_components import PrincipalComponents
 
 
 @attrs.frozen(kw_only=True)
@@ -23,8 +24,12 @@ class Reduction:
     positions: Sequence[int] = ()
     """Keep these positions of each sample, negative ones from its end."""
     features: int = 0
-    """Project the last dimension on so many random directions, which keeps distances (Johnson and Lindenstrauss 1984);
-    0 keeps all."""
+    """Project the last dimension on so many directions; 0 keeps all."""
+    directions: Literal["random", "principal"] = "random"
+    """Random ones keep distances (Johnson and Lindenstrauss 1984); principal components keep variance (Pearson 1901),
+    and are fitted before."""
+    fit_samples: int = 256
+    """The first so many, on which principal components are fitted."""
     dtype: torch.dtype | None = None
     """What is written; by default as the model computes."""
 
@@ -32,7 +37,9 @@ class Reduction:
         """For the manifest."""
         found = [f"positions {list(self.positions)}"] if self.positions else []
         found += [] if self.over == "none" else [self.over]
-        found += [f"{self.features} random features"] if self.features else []
+        fitted = f"principal components of the first {self.fit_samples} samples"
+        named = "random features" if self.directions == "random" else fitted
+        found += [f"{self.features} {named}"] if self.features else []
         return ", ".join(found)
 
     def dims(self, site: Site) -> tuple[str, ...]:
@@ -43,22 +50,37 @@ class Reduction:
         keeps_tokens = "position" in site.dims and self.over == "none"
         return ("token" if keeps_tokens else "sample", *rest)
 
-    def rows(self, site: Site, value: torch.Tensor, lengths: torch.Tensor, seed: int) -> torch.Tensor:
+    def rows(
+        self,
+        site: Site,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        seed: int,
+        components: PrincipalComponents | None = None,
+    ) -> torch.Tensor:
         """The rows of a batch.
 
         Args:
             value: the whole value, as the site has it, of the samples to keep.
             lengths: ``(B,)``, the tokens of each sample; what lies beyond is padding.
             seed: of random features.
+            components: of this site, for ``directions = "principal"``.
 
         Raises:
             ConfigError: a position lies beyond a sample.
         """
-        if "position" in site.dims:
-            value = self._positions(value.movedim(site.dims.index("position"), 1), lengths)
-        if self.features:
+        value = self.kept(site, value, lengths)
+        if components is not None:
+            value = components.project(value)
+        elif self.features:
             value = value.float() @ _directions(value.shape[-1], self.features, seed).to(value.device)
         return value if self.dtype is None else value.to(self.dtype)
+
+    def kept(self, site: Site, value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The rows of a batch with all their features, as the model computes them."""
+        if "position" in site.dims:
+            return self._positions(value.movedim(site.dims.index("position"), 1), lengths)
+        return value
 
     def _positions(self, value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         if self.over == "none" and not self.positions:

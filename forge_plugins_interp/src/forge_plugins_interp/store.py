@@ -127,9 +127,18 @@ def shard_file(folder: Path, site: str, shard: int) -> Path:
     return folder / site / f"shard-{shard:05}.safetensors"
 
 
+def components_file(folder: Path, site: str) -> Path:
+    """Where the principal components of a site are, if its rows are projected on them."""
+    return folder / site / "components.safetensors"
+
+
 def write_shard(folder: Path, site: str, shard: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a shard in one go: it has its name once all of it is on the disk."""
-    path = shard_file(folder, site, shard)
+    write_tensors(shard_file(folder, site, shard), tensors)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, with its folder, in one go."""
     make_folder(path.parent)
     temporary = path.with_suffix(".new")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)

@@ -1,0 +1,80 @@
+"""Principal components of a site's last dimension, fitted on the first samples of an extraction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import torch
+from safetensors.torch import load_file
+
+from forge_core.errors import ConfigError
+from forge_plugins_interp.store import write_tensors
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PrincipalComponents:
+    """The directions along which values vary most (Pearson 1901), the first one most of all."""
+
+    mean: torch.Tensor
+    """``(D,)`` fp32."""
+    directions: torch.Tensor
+    """``(D, k)`` fp32, orthonormal; the entry of each that is farthest from 0 is positive."""
+    explained: torch.Tensor
+    """``(k,)`` fp32: the share of the variance along each."""
+
+    def project(self, value: torch.Tensor) -> torch.Tensor:
+        """``(…, D)`` to ``(…, k)`` fp32."""
+        device = value.device
+        return (value.float() - self.mean.to(device)) @ self.directions.to(device)
+
+    def write(self, file: Path) -> None:
+        """Write it as safetensors, in one go."""
+        write_tensors(file, attrs.asdict(self, recurse=False))
+
+    @classmethod
+    def read(cls, file: Path) -> PrincipalComponents:
+        """Read what ``write`` has written."""
+        return cls(**load_file(file))
+
+
+class Moments:
+    """Sums over rows, from which components follow, in float64 where the device has it."""
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._sum: torch.Tensor | None = None
+        self._products: torch.Tensor | None = None
+
+    def add(self, value: torch.Tensor) -> None:
+        """Take the rows of ``(…, D)`` into account."""
+        dtype = torch.float32 if value.device.type == "mps" else torch.float64
+        rows = value.detach().flatten(0, -2).to(dtype)
+        self._n += len(rows)
+        self._sum = rows.sum(0) + (0 if self._sum is None else self._sum)
+        self._products = rows.T @ rows + (0 if self._products is None else self._products)
+
+    def components(self, number: int, site: str) -> PrincipalComponents:
+        """The first ``number`` of them.
+
+        Raises:
+            ConfigError: the site has fewer features, or has been seen in too few rows.
+        """
+        assert self._sum is not None, "a batch was seen"
+        assert self._products is not None
+        width = len(self._sum)
+        if number > min(width, self._n - 1):
+            raise ConfigError(
+                f"--features {number}: {site} has {width} features in {self._n:,} rows, which have at most "
+                f"{max(0, min(width, self._n - 1))} principal components; ask for fewer, or give more --fit-samples"
+            )
+        mean = self._sum.cpu() / self._n
+        covariance = self._products.cpu().double() / self._n - torch.outer(mean, mean).double()
+        variances, vectors = (found.flip(-1)[..., :number] for found in torch.linalg.eigh(covariance))
+        signs = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
+        total = covariance.trace().clamp_min(torch.finfo(torch.float64).tiny)
+        return PrincipalComponents(
+            mean=mean.float(),
+            directions=(vectors * signs).float().contiguous(),
+            explained=(variances.clamp_min(0) / total).float().contiguous(),
+        )
