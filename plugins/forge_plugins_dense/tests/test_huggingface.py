@@ -115,6 +115,13 @@ def test_configurations_of_transformers_4_are_read(mlp):
     assert (config.rope_theta, config.rope_scaling) == (500.0, Llama3Scaling(factor=4.0, original_max_seq_len=16))
 
 
+def test_files_of_qwen3_without_layer_types_have_windows_where_transformers_has_them():
+    hf = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1).to_dict()
+    assert hf["layer_types"] == ["full_attention", "sliding_attention"]
+    without = {key: value for key, value in hf.items() if key != "layer_types"}
+    assert config_from_hf(without) == config_from_hf(hf)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
