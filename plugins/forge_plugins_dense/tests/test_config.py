@@ -172,6 +172,12 @@ def test_what_asks_for_more_than_causal_order_is_named(tiny_config):
     assert tiny_config(window=8, attention_sinks=True).beyond_causal == "window"
 
 
+def test_a_number_of_layers_that_initial_values_do_not_depend_on_is_told(tiny_config):
+    found = [key for key, _ in tiny_config(init_depth="layer", init_layers=4).check(job())]
+    assert found == ["init_layers"]
+    assert [*tiny_config(init_layers=4).check(job()), *tiny_config(init_depth="layer").check(job())] == []
+
+
 def test_keys_of_attention_have_no_effect_without_attention(tiny_config):
     mixer = OTHER
     config = tiny_config(mixer=mixer, window=8)

@@ -135,7 +135,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         "model.n_kv_heads=8",
         "model.latent_attention={kv_rank=24, q_rank=16, plain_dim=4, rotary_dim=4, value_dim=6}",
     ],
-    "moe": [_MOE],
+    "moe": ["model.init_depth=layer", _MOE],
     "moe biased": [_MOE_BIASED],
     "moe packed": [
         _MOE,
