@@ -57,6 +57,10 @@ def test_heads_that_flex_attention_has_no_kernel_for_are_refused(tiny_config):
 def test_settings_of_the_mlp_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="has no effect beside hidden_dim"):
         MLPConfig(hidden_dim=64, multiplier=1.3)
+    with pytest.raises(ValueError, match='has no effect without activation = "clamped_swiglu"'):
+        MLPConfig(activation_limit=3.0)
+    with pytest.raises(ValueError, match="clamped_swiglu has a gate; remove gated"):
+        MLPConfig(activation="clamped_swiglu", gated=False)
 
 
 def test_llama3_scaling_needs_a_range_of_frequencies():

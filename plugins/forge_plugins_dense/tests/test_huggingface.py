@@ -140,6 +140,8 @@ def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
         hf_config(tiny_config(norm="layernorm"), vocab_size=50)
     with pytest.raises(ConfigError, match="gated mlp"):
         hf_config(tiny_config(feed_forward=mlp(activation="gelu")), vocab_size=50)
+    with pytest.raises(ConfigError, match='activation = "clamped_swiglu" has no Hugging Face form'):
+        hf_config(tiny_config(feed_forward=mlp(activation="clamped_swiglu")), vocab_size=50)
     with pytest.raises(ConfigError, match="window = 8 has no Hugging Face form like Llama's"):
         hf_config(tiny_config(window=8), vocab_size=50)
     with pytest.raises(ConfigError, match="qk_norm_over"):

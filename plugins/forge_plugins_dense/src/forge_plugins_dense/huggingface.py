@@ -320,8 +320,15 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def activation_to_hf(feed_forward: MLPConfig) -> str:
-    """Their name of an activation."""
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == feed_forward.activation)
+    """Their name of an activation.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    for theirs, ours in ACTIVATIONS.items():
+        if ours == feed_forward.activation:
+            return theirs
+    raise ConfigError(f'activation = "{feed_forward.activation}" has no Hugging Face form in a dense layer')
 
 
 def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
