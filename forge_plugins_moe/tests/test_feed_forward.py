@@ -224,7 +224,7 @@ def test_biases_are_scaled_with_the_weights_of_their_expert():
     [
         ({"activation_limit": 3.0}, 'has no effect without activation = "clamped_swiglu"'),
         ({"activation": "silu", "activation_slope": 1.0}, 'has no effect without activation = "clamped_swiglu"'),
-        ({**CLAMPED, "shared_experts": 1}, "is that of routed experts alone; shared_experts have silu, gelu, relu"),
+        ({"dense": {"name": "mlp", "activation": "silu", "gated": False}}, '"silu" without a gate, is none that'),
         ({**CLAMPED, "activation_limit": 0.0}, "activation_limit"),
         ({"activation": "clamped_swiglo"}, "did you mean 'clamped_swiglu'"),
     ],
@@ -267,6 +267,18 @@ def test_shared_experts_are_one_layer_of_their_widths_and_a_gate_scales_it():
 
     assert shared.up.weight.shape == (72, DIM)
     torch.testing.assert_close(layer(states), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_have_the_clamp_of_the_dense_layer_and_shared_ones_that_of_routed_ones():
+    given, taken = (
+        moe(shared_experts=1, shared_gate=True, **keys) for keys in (CLAMPED, {"dense": {"name": "mlp", **CLAMPED}})
+    )
+    torch.testing.assert_close(given(hidden()), taken(hidden()), rtol=0, atol=0)
+
+    shared, states = given.shared.double(), 9 * hidden().double()
+    gate, up = shared.gate(states).clamp(max=0.6), shared.up(states).clamp(-0.6, 0.6)
+    inner = (up + 1) * gate * torch.sigmoid(1.3 * gate)
+    torch.testing.assert_close(shared(states), torch.sigmoid(shared.share(states)) * shared.down(inner))
 
 
 @pytest.mark.parametrize(

@@ -65,15 +65,20 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.7,
 }
+SLIDING = {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 5}
 MODELS = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=8)),
+    "mixtral, windows": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=8, sliding_window=5)),
     "mixtral tied": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=8, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, norm_topk_prob=True)),
-    "qwen3, weights as they are": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN)),
+    "qwen3, weights as they are, windows": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**QWEN, use_sliding_window=True, sliding_window=5)
+    ),
     "qwen3, every second layer": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, decoder_sparse_step=2)),
     "qwen3, a dense layer": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, mlp_only_layers=[1])),
     "qwen3, biases": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, attention_bias=True)),
-    "qwen2": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**QWEN2, decoder_sparse_step=2)),
+    "qwen2, windows": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**QWEN2, decoder_sparse_step=2, use_sliding_window=True, sliding_window=5)
+    ),
     "qwen2, no biases": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**QWEN2, qkv_bias=False, norm_topk_prob=True)),
     "glm": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**GLM, attention_bias=True, use_qk_norm=True)),
     "glm, other": lambda: Glm4MoeForCausalLM(
@@ -442,12 +447,18 @@ def test_the_released_configurations_are_read(decoder):
             {"architectures": ["LlamaForCausalLM"]},
             "LlamaForCausalLM is not supported; DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM",
         ),
-        ({"sliding_window": 16}, "sliding_window = 16 is not supported"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ({"hidden_act": "gelu"}, "MixtralForCausalLM with hidden_act = 'gelu'"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ({"attention_bias": True}, "MixtralForCausalLM with attention_bias = true is not supported; only false is"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window = True"),
+        ({"architectures": ["OlmoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window = True"),
+        (SLIDING | {"max_window_layers": 2}, "max_window_layers = 2 is not supported beside use_sliding_window"),
+        (SLIDING | {"layer_types": ["full_attention"] * 3}, "layer_types of 'full_attention' is not supported"),
+        (SLIDING | {"layer_types": ["chunked_attention"] * 3}, "layer_types of 'chunked_attention' is not supported"),
+        (
+            SLIDING | {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+            "layer_types has sliding_attention, and use_sliding_window is false",
+        ),
         ({**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False}, "rope_interleave = False"),
         ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True}, "norm_topk_prob = True"),
         ({**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, "greedy and group_lim"),
@@ -480,8 +491,17 @@ def test_the_balance_loss_of_deepseek_goes_both_ways(version, by_sequence, scope
 
 
 def test_a_window_as_long_as_the_longest_sequence_is_no_window():
-    hf = {"architectures": ["MixtralForCausalLM"], **SHAPE, "num_local_experts": 8, "sliding_window": 64}
-    assert config_from_hf(hf)["max_seq_len"] == 64
+    hf = {"architectures": ["MixtralForCausalLM"], **SHAPE, "num_local_experts": 8}
+    assert "window" not in config_from_hf(hf | {"sliding_window": 64})
+    assert config_from_hf(hf | {"sliding_window": 63})["window"] == 63
+
+
+def test_files_of_qwen2_without_layer_types_have_windows_where_transformers_has_them():
+    keys = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}
+    hf = Qwen2MoeConfig(**QWEN2 | {"num_hidden_layers": 5}, **keys).to_dict()
+    assert [kind[0] for kind in hf["layer_types"]] == ["s", "f", "s", "f", "f"]
+    without = {key: value for key, value in hf.items() if key != "layer_types"}
+    assert config_from_hf(without) == config_from_hf(hf)
 
 
 LATENT: dict[str, Any] = {"n_kv_heads": None, "latent_attention": {"kv_rank": 16}, "norm_eps": 1e-6}
@@ -508,6 +528,15 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ({}, {"capacity_factor": 1.0}, "no capacity_factor"),
         ({}, {"bias": True}, "MixtralForCausalLM: there must be no bias"),
         ({}, {"router": {"name": "softmax_topk", "gate_bias": True}}, "there must be no gate_bias"),
+        ({"layers": [{"at": 0, "window": 5}]}, {}, "MixtralForCausalLM: all layers must have the same window"),
+        ({"qk_norm": True, "layers": [{"at": 0, "window": 5}]}, {}, "Qwen3MoeForCausalLM: all layers must have the"),
+        ({"qk_norm": True, "qk_norm_over": "all", "window": 5}, {}, "OlmoeForCausalLM: there must be no window"),
+        ({"layers": [{"at": 0, "rope_theta": 5.0}]}, {}, "layers = .* has no Hugging Face form"),
+        (
+            {"window": 4, "layers": [{"at": 0, "window": 5}], "attention_bias": "qkv"},
+            {"shared_experts": 1, "shared_gate": True},
+            "layers have windows of 4 and 5 positions",
+        ),
         ({"attention_sinks": True}, {}, "attention_sinks = True has no Hugging Face form"),
         ({}, {"router": {"name": "softmax_topk", "order": "softmax_topk"}}, "weights of a token must sum to 1"),
         ({"qk_norm": True}, {"router": {"name": "softmax_topk", "bias_rate": 0.1}}, "no bias_rate"),

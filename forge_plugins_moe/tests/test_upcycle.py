@@ -189,7 +189,7 @@ def test_parts_of_a_copy_are_told_apart_by_training(upcycle, tokens):
         (moe(8, {"name": "softmax_topk", "top_k": 3}, hidden_dim=24), {"granularity": 2}, "multiple of 2"),
         (moe(8, {"name": "hash", "top_k": 2}, hidden_dim=24), {"granularity": 2}, "go by its scores alone"),
         (moe(8, {"name": "noisy_topk", "top_k": 4}, hidden_dim=24), {"granularity": 2}, "without noise"),
-        (moe(bias=True), {}, "a dense layer has no such bias; leave out bias"),
+        (moe(bias=True), {}, "bias of experts does not come from a dense layer; leave out bias"),
         (moe(activation="clamped_swiglu"), {}, "leave out activation in the sparse model"),
         (moe(activation="gelu"), {}, r"has blocks\.0\.feed_forward\.gate\.weight|the sparse one has no"),
         (moe(8, hidden_dim=24, activation="relu"), {"granularity": 2, "scale": "cbrt"}, "three matrices of SwiGLU"),

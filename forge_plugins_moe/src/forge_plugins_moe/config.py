@@ -123,11 +123,10 @@ class WatchConfig:
 
 def _is_known_to_experts(config: MoEConfig, _: attrs.Attribute[Any], value: str | None) -> None:
     dense = config.dense.config
-    if value == "clamped_swiglu" and config.shared_experts:
-        raise ValueError(f"is that of routed experts alone; shared_experts have {', '.join(get_args(Activation))}")
     if value is not None or not isinstance(dense, MLPConfig):
         return
-    if dense.activation not in get_args(Activation) or dense.is_gated != (dense.activation == "silu"):
+    is_gated = dense.activation in ("silu", "clamped_swiglu")
+    if dense.activation not in get_args(ExpertActivation) or dense.is_gated != is_gated:
         raise ValueError(
             f"must be given, one of {', '.join(get_args(ExpertActivation))}: that of the dense layer, "
             f'"{dense.activation}" {"with" if dense.is_gated else "without"} a gate, is none that experts have'
@@ -153,8 +152,7 @@ class MoEConfig:
     """Scales the default ``hidden_dim``. With 1/m, m times as many experts and m times as many a token, as much is
     computed, in finer grains (Dai et al. 2024, arXiv 2401.06066)."""
     activation: ExpertActivation | None = attrs.field(default=None, validator=_is_known_to_experts)
-    """As that of ``mlp``; by default that of the ``dense`` layer. ``clamped_swiglu`` is ``(u + 1) · g · σ(slope · g)``
-    of what ``gate`` gives, at most the limit, and of what ``up`` gives, within the limit on both sides (gpt-oss)."""
+    """As that of ``mlp``; by default that of the ``dense`` layer, with its limit and slope."""
     activation_limit: float = attrs.field(default=7.0, validator=[gt(0), _with_clamp])
     """The limit of ``clamped_swiglu``."""
     activation_slope: float = attrs.field(default=1.702, validator=[gt(0), _with_clamp])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from forge_core.contracts.model import Initializer, ParameterRole
 from forge_core.errors import ConfigError
 from forge_core.ops.accumulate import unchanged
+from forge_plugins_dense.feed_forward import Clamp
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_moe.batched_experts import batched_experts, in_batches
 from forge_plugins_moe.config import FLOAT8_MULTIPLE, ExpertActivation
@@ -28,19 +28,6 @@ from forge_plugins_moe.overlap import Meanwhile, overlapped
 
 _MOST = 10.0
 """By which a gradient is scaled. An expert that had no token in one step may have many in the next."""
-
-
-@attrs.frozen
-class Clamp:
-    """SwiGLU as gpt-oss has it."""
-
-    limit: float
-    slope: float
-
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """``(u + 1) · g · σ(slope · g)`` of the clamped ``gate`` and ``up``, all of one shape."""
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * torch.sigmoid(self.slope * gate))
 
 
 class Experts(nn.Module):

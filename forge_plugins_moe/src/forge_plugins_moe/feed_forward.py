@@ -20,10 +20,11 @@ from forge_core.errors import ConfigError, PluginError
 from forge_core.loading import SeededInitializer
 from forge_core.ops.accumulate import accumulate
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
+from forge_plugins_dense.feed_forward import Clamp
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.config import MoEConfig
 from forge_plugins_moe.dispatch import Assignments, count_by_expert
-from forge_plugins_moe.experts import Clamp, Experts
+from forge_plugins_moe.experts import Experts
 from forge_plugins_moe.overlap import Meanwhile
 from forge_plugins_moe.routing_check import refuse_form, refuse_values
 from forge_plugins_moe.shared_experts import SharedExperts
@@ -53,7 +54,9 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig, *, dim: int, build: Builder) -> None:
         super().__init__()
-        activation = config.activation or getattr(config.dense.config, "activation", "silu")
+        own: Any = config if config.activation is not None else config.dense.config
+        activation = getattr(own, "activation", "silu")
+        clamp = Clamp(own.activation_limit, own.activation_slope) if activation == "clamped_swiglu" else None
         hidden_dim = _width(config, dim)
         self.config = config
         self.router = build(config.router, dim=dim, n_experts=config.n_experts)
@@ -68,13 +71,13 @@ class MoE(nn.Module):
             hidden_dim,
             activation,
             bias=config.bias,
-            clamp=Clamp(config.activation_limit, config.activation_slope) if activation == "clamped_swiglu" else None,
+            clamp=clamp,
             scale_gradients=config.scale_gradients,
         )
         self.shared: SharedExperts | None = None
         if config.shared_experts:
             width = config.shared_experts * (config.shared_hidden_dim or hidden_dim)
-            self.shared = SharedExperts(dim, width, activation, gated=config.shared_gate)
+            self.shared = SharedExperts(dim, width, activation, clamp=clamp, gated=config.shared_gate)
         self.register_buffer("load", torch.empty(config.n_experts), persistent=False)
         self.register_buffer("dropped", torch.empty(config.n_experts), persistent=False)
         self.register_buffer("last_load", torch.empty(config.n_experts), persistent=False)

@@ -11,8 +11,9 @@ import attrs
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
-from forge_plugins_dense.decoder_layout import Table, tables_of_layers, windows_from_hf, windows_to_hf
+from forge_plugins_dense.decoder_layout import Table
 from forge_plugins_dense.huggingface import check_complete
+from forge_plugins_dense.huggingface_layers import tables_of_windows, windows_from_hf, windows_to_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout
 from forge_plugins_hf.weight_layout import ReadPart, Recipe
 from forge_plugins_moe.config import MoEConfig
@@ -68,8 +69,7 @@ class GptOssLayout(RelativeLayout):
                 f"GptOssForCausalLM with hidden_act = {hf['hidden_act']!r} is not supported; only silu is"
             )
         windows = windows_from_hf(hf, lambda number: number % 2 == 0)
-        usual, layers = tables_of_layers([{"window": window} for window in windows])
-        return super().read(hf) | {"attention_sinks": True, **usual, "layers": layers}
+        return super().read(hf) | {"attention_sinks": True, **tables_of_windows(windows)}
 
     def model_table(self, config_json: Mapping[str, Any]) -> Table:
         table = self.decoder_table(config_json)

@@ -7,7 +7,7 @@ What a decoder has beside its sparse layers is translated by ``forge_plugins_den
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -15,6 +15,12 @@ import attrs
 from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface as dense
 from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.huggingface_layers import (
+    used_windows_from_hf,
+    used_windows_to_hf,
+    windows_to_hf,
+    without_windows,
+)
 from forge_plugins_moe import huggingface_deepseek as deepseek
 from forge_plugins_moe import huggingface_deepseek_v2 as deepseek_v2
 from forge_plugins_moe import huggingface_glm4 as glm4
@@ -52,6 +58,8 @@ class Architecture:
     """Whether files may have a layer after the last one, which predicts further tokens."""
     partial_rotary: bool = False
     """Whether it may rotate a part of a head's features."""
+    windows: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
+    """The window of each layer, 0 for none, given theirs; none where its attention has none."""
     read: Callable[[Mapping[str, Any], Table], None]
     """Put what is special into a table ``[model]``, given theirs."""
     write: Callable[[TransformerConfig, Table], None]
@@ -76,7 +84,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Table:
     for key, supported in {"hidden_act": "silu", **architecture.supported}.items():
         if hf.get(key, supported) != supported:
             raise ConfigError(f"{architecture.name} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
-    table = dense.decoder_from_hf(hf, architecture.name, partial=architecture.partial_rotary)
+    windows = architecture.windows and architecture.windows(hf)
+    table = dense.decoder_from_hf(hf, architecture.name, partial=architecture.partial_rotary, windows=windows)
     table["feed_forward"] = {
         "name": "moe",
         "n_experts": next(hf[key] for key in (architecture.n_experts, "num_local_experts") if key in hf),
@@ -153,7 +162,7 @@ def _as_dense(config: TransformerConfig) -> TransformerConfig:
     latent = config.latent_attention
     head_dim = config.head_dim if latent is None else latent.rotary_dim
     apart = {"attention_bias": "none", "rotary_fraction": 1.0, "qk_norm_over": "head", "latent_attention": None}
-    return attrs.evolve(config, feed_forward=moe_of(config).dense, head_dim=head_dim, **apart)
+    return attrs.evolve(without_windows(config), feed_forward=moe_of(config).dense, head_dim=head_dim, **apart)
 
 
 def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator[str]:
@@ -162,6 +171,8 @@ def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator
         yield f"attention_bias must be {' or '.join(architecture.biases)}"
     if config.rotary_fraction != 1 and not architecture.partial_rotary:
         yield "rotary_fraction must be 1"
+    if config.windows and architecture.windows is None:
+        yield "there must be no window"
     if (moe.activation or mlp_of(config).activation) != "silu":
         yield "the activation must be silu"
     if moe.bias or getattr(moe.router.config, "gate_bias", False):
@@ -225,26 +236,31 @@ def write_softmax_router(config: TransformerConfig, table: Table) -> None:
     table["router_aux_loss_coef"] = router.balance * len(sparse_layers(config)) / router.top_k
 
 
-def _refuse_window(hf: Mapping[str, Any], window: int | None) -> None:
-    if window is not None and window < hf["max_position_embeddings"]:
-        raise ConfigError(
-            f"sliding_window = {window} is not supported, as attention here has no window. It makes no difference to "
-            f"sequences of up to {window} tokens: set max_position_embeddings = {window} to keep to them"
-        )
+def _mixtral_windows(hf: Mapping[str, Any]) -> list[int]:
+    """In all layers; one as long as the longest sequence makes no difference."""
+    hf.get("use_sliding_window")  # transformers goes by sliding_window alone
+    window = hf.get("sliding_window") or 0
+    return [window if window < hf["max_position_embeddings"] else 0] * hf["num_hidden_layers"]
 
 
 def _read_mixtral(hf: Mapping[str, Any], table: Table) -> None:
-    _refuse_window(hf, hf.get("sliding_window"))
     read_softmax_router({key: value for key, value in hf.items() if key != "norm_topk_prob"}, table)
 
 
 def _write_mixtral(config: TransformerConfig, table: Table) -> None:
     write_softmax_router(config, table)
-    table["sliding_window"] = None
+    table["sliding_window"] = windows_to_hf(config)["sliding_window"]
+    del table["use_sliding_window"]
+
+
+def _problem_of_windows(config: TransformerConfig) -> Iterator[str]:
+    if len(config.windows) > 1:
+        yield "all layers must have the same window"
 
 
 def _mixtral_problems(config: TransformerConfig) -> Iterator[str]:
     yield from all_sparse_problems(config)
+    yield from _problem_of_windows(config)
     if not is_normalized(softmax_router(config)):
         yield "without qk_norm, the weights of a token must sum to 1"
 
@@ -258,10 +274,26 @@ MIXTRAL = Architecture(
     width="intermediate_size",
     layer="block_sparse_moe",
     matrices={"gate": "w1", "up": "w3", "down": "w2"},
+    windows=_mixtral_windows,
     read=_read_mixtral,
     write=_write_mixtral,
     problems=_mixtral_problems,
 )
+
+
+def _qwen3_windows(hf: Mapping[str, Any]) -> list[int]:
+    """In all layers or in none.
+
+    Raises:
+        ConfigError: in some, as early versions of transformers read such a file and later ones do not.
+    """
+    windows, first = used_windows_from_hf(hf, lambda _: True), hf.get("max_window_layers") or 0
+    if hf.get("use_sliding_window", False) and hf["sliding_window"] and (first or 0 in windows):
+        what = f"max_window_layers = {first}" if first else "layer_types of 'full_attention'"
+        raise ConfigError(
+            f"Qwen3MoeForCausalLM with {what} is not supported beside use_sliding_window, which is for all layers"
+        )
+    return windows
 
 
 def _read_qwen3(hf: Mapping[str, Any], table: Table) -> None:
@@ -281,6 +313,12 @@ def _read_sparse_layers(hf: Mapping[str, Any], table: Table) -> None:
 
 
 def _write_qwen3(config: TransformerConfig, table: Table) -> None:
+    _write_qwen(config, table)
+    if config.windows:
+        table |= used_windows_to_hf(config)
+
+
+def _write_qwen(config: TransformerConfig, table: Table) -> None:
     write_softmax_router(config, table)
     table["norm_topk_prob"] = is_normalized(softmax_router(config))
     table["attention_bias"] = config.attention_bias == "all"
@@ -288,18 +326,35 @@ def _write_qwen3(config: TransformerConfig, table: Table) -> None:
     table["mlp_only_layers"] = sorted({*range(config.n_layers)}.difference(sparse_layers(config)))
 
 
+def _qwen3_problems(config: TransformerConfig) -> Iterator[str]:
+    yield from _softmax_problems(config)
+    yield from _problem_of_windows(config)
+
+
 QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.001},
+    defaults={
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": 4096,
+    },
     supported={},
     n_experts="num_experts",
     width="moe_intermediate_size",
     biases=("none", "all"),
+    windows=_qwen3_windows,
     read=_read_qwen3,
     write=_write_qwen3,
-    problems=_softmax_problems,
+    problems=_qwen3_problems,
 )
+
+
+def _qwen2_windows(hf: Mapping[str, Any]) -> list[int]:
+    """In every second layer below ``max_window_layers``, where ``layer_types`` does not say."""
+    last = hf["max_window_layers"]
+    return used_windows_from_hf(hf, lambda number: number % 2 == 0 and number < last)
 
 
 def _read_qwen2(hf: Mapping[str, Any], table: Table) -> None:
@@ -311,7 +366,8 @@ def _read_qwen2(hf: Mapping[str, Any], table: Table) -> None:
 
 def _write_qwen2(config: TransformerConfig, table: Table) -> None:
     moe = moe_of(config)
-    _write_qwen3(config, table)
+    _write_qwen(config, table)
+    table |= used_windows_to_hf(config) | {"max_window_layers": config.n_layers}
     table["qkv_bias"] = config.attention_bias == "qkv"
     width = moe.shared_hidden_dim or expert_width(config)
     table["shared_expert_intermediate_size"] = moe.shared_experts * width
@@ -326,12 +382,13 @@ def _qwen2_problems(config: TransformerConfig) -> Iterator[str]:
 QWEN2_MOE = Architecture(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
-    defaults=QWEN3_MOE.defaults | {"qkv_bias": True},
+    defaults=QWEN3_MOE.defaults | {"qkv_bias": True, "max_window_layers": 28},
     supported={},
     n_experts="num_experts",
     width="moe_intermediate_size",
     shared="shared_expert",
     biases=("qkv", "none"),
+    windows=_qwen2_windows,
     read=_read_qwen2,
     write=_write_qwen2,
     problems=_qwen2_problems,

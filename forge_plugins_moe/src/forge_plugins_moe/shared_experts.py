@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from forge_core.contracts.model import Initializer, ShardRole
-from forge_plugins_dense.config import Activation, MLPConfig
-from forge_plugins_dense.feed_forward import MLP
+from forge_plugins_dense.config import MLPConfig
+from forge_plugins_dense.feed_forward import MLP, Clamp
 from forge_plugins_dense.initial_values import normal
+from forge_plugins_moe.config import ExpertActivation
 
 
 class SharedExperts(MLP):
@@ -19,8 +19,11 @@ class SharedExperts(MLP):
     is the same however the layer is cut.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, activation: Activation, *, gated: bool) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, activation: ExpertActivation, *, clamp: Clamp | None, gated: bool
+    ) -> None:
         super().__init__(MLPConfig(hidden_dim=hidden_dim, activation=activation), dim=dim)
+        self.clamp = clamp
         self.share = nn.Linear(dim, 1, bias=False) if gated else None
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,9 +31,7 @@ class SharedExperts(MLP):
         if self.share is None:
             return super().forward(hidden, valid)
         share = self.share(hidden).sigmoid()
-        if self.gate is not None:
-            return self.down(F.silu(self.gate(hidden)) * self.up(hidden) * share)
-        return self.down((F.gelu if self.activation == "gelu" else F.relu)(self.up(hidden)) * share)
+        return self.down(self.raised(hidden) * share)
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         super().init_weights(rng, prefix, residual_std, std)

@@ -263,7 +263,9 @@ def _refuse_layer(layer: str, part: MoE, dense: Mapping[str, torch.Tensor], how:
         )
     if part.config.bias or part.config.activation == "clamped_swiglu":
         key = "bias" if part.config.bias else "activation"
-        raise ConfigError(f"{layer}: a dense layer has no such {key}; leave out {key} in the sparse model")
+        raise ConfigError(
+            f"{layer}: {key} of experts does not come from a dense layer; leave out {key} in the sparse model"
+        )
     if part.config.n_experts % how.granularity:
         raise ConfigError(
             f"granularity = {how.granularity}: {part.config.n_experts} experts are not whole copies of a dense layer "

@@ -57,6 +57,10 @@ def test_heads_that_flex_attention_has_no_kernel_for_are_refused(tiny_config):
 def test_settings_of_the_mlp_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="has no effect beside hidden_dim"):
         MLPConfig(hidden_dim=64, multiplier=1.3)
+    with pytest.raises(ValueError, match='has no effect without activation = "clamped_swiglu"'):
+        MLPConfig(activation_limit=3.0)
+    with pytest.raises(ValueError, match="clamped_swiglu has a gate; remove gated"):
+        MLPConfig(activation="clamped_swiglu", gated=False)
 
 
 def test_llama3_scaling_needs_a_range_of_frequencies():
@@ -170,6 +174,12 @@ def test_what_asks_for_more_than_causal_order_is_named(tiny_config):
     assert tiny_config().beyond_causal == ""
     assert tiny_config(layers=(LayerConfig(at=1, attention_sinks=True),)).beyond_causal == "attention_sinks"
     assert tiny_config(window=8, attention_sinks=True).beyond_causal == "window"
+
+
+def test_a_number_of_layers_that_initial_values_do_not_depend_on_is_told(tiny_config):
+    found = [key for key, _ in tiny_config(init_depth="layer", init_layers=4).check(job())]
+    assert found == ["init_layers"]
+    assert [*tiny_config(init_layers=4).check(job()), *tiny_config(init_depth="layer").check(job())] == []
 
 
 def test_keys_of_attention_have_no_effect_without_attention(tiny_config):

@@ -43,7 +43,17 @@ FAMILIES = {
         weight_layouts.LlamaLayout,
         transformers.LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=LINEAR),
     ),
-    "qwen3": (weight_layouts.LlamaLayout, transformers.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True)),
+    "qwen3": (
+        weight_layouts.LlamaLayout,
+        transformers.Qwen3Config(
+            **SHAPE,
+            head_dim=16,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
     "mistral": (weight_layouts.MistralLayout, transformers.MistralConfig(**SHAPE, sliding_window=5, head_dim=16)),
     "qwen2": (
         weight_layouts.Qwen2Layout,

@@ -115,6 +115,13 @@ def test_configurations_of_transformers_4_are_read(mlp):
     assert (config.rope_theta, config.rope_scaling) == (500.0, Llama3Scaling(factor=4.0, original_max_seq_len=16))
 
 
+def test_files_of_qwen3_without_layer_types_have_windows_where_transformers_has_them():
+    hf = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1).to_dict()
+    assert hf["layer_types"] == ["full_attention", "sliding_attention"]
+    without = {key: value for key, value in hf.items() if key != "layer_types"}
+    assert config_from_hf(without) == config_from_hf(hf)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -133,6 +140,8 @@ def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
         hf_config(tiny_config(norm="layernorm"), vocab_size=50)
     with pytest.raises(ConfigError, match="gated mlp"):
         hf_config(tiny_config(feed_forward=mlp(activation="gelu")), vocab_size=50)
+    with pytest.raises(ConfigError, match='activation = "clamped_swiglu" has no Hugging Face form'):
+        hf_config(tiny_config(feed_forward=mlp(activation="clamped_swiglu")), vocab_size=50)
     with pytest.raises(ConfigError, match="window = 8 has no Hugging Face form like Llama's"):
         hf_config(tiny_config(window=8), vocab_size=50)
     with pytest.raises(ConfigError, match="qk_norm_over"):

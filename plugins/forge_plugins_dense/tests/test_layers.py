@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -100,6 +101,31 @@ def test_mlp_is_its_formula(activation, formula):
     torch.testing.assert_close(mlp(x), formula(mlp, x))
     assert mlp.active_parameters() == (3 if activation == "silu" else 2) * 8 * 24
     assert set(mlp.parallel_plan()) == {name.removesuffix(".weight") for name in mlp.parameter_roles()}
+
+
+def test_clamped_swiglu_is_its_formula_and_ends_gradients_at_the_limit():
+    torch.manual_seed(0)
+    config = MLPConfig(
+        hidden_dim=24, activation="clamped_swiglu", activation_limit=0.3, activation_slope=1.3, bias=True
+    )
+    mlp = MLP(config, dim=8, layer=0, n_layers=1, build=None)
+    x = torch.randn(2, 3, 8)
+
+    exact, precise = copy.deepcopy(mlp).double(), x.double()
+    gate, up = exact.gate(precise), exact.up(precise)
+    assert (gate > 0.3).any()
+    assert (gate < -0.3).any()
+    assert (up.abs() > 0.3).any()
+    g, u = gate.clamp(max=0.3), up.clamp(-0.3, 0.3)
+    formula = exact.down((u + 1) * g / (1 + torch.exp(-1.3 * g)))
+
+    torch.testing.assert_close(mlp(x).double(), formula, atol=1e-6, rtol=1e-5)
+    found = torch.autograd.grad(mlp(x).square().sum(), [*mlp.parameters()])
+    expected = torch.autograd.grad(formula.square().sum(), [*exact.parameters()])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+    assert mlp.active_parameters() == 3 * 8 * 24
+    assert set(mlp.parallel_plan()) == {"gate", "up", "down"}
 
 
 def test_default_width_of_the_mlp_is_llamas():

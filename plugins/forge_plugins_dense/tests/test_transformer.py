@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from forge_core.contracts.loss import LossSum
 from forge_core.errors import ConfigError
+from forge_core.train.initialisation import initialise
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
 from forge_plugins_dense.mask import document_block_mask, document_mask
@@ -134,6 +135,23 @@ def test_initial_weights_have_the_published_distribution(tiny_model):
     assert deviations["blocks.7.attention.o.weight"] == pytest.approx(residual, rel=0.03)
     assert deviations["blocks.0.feed_forward.down.weight"] == pytest.approx(residual, rel=0.03)
     assert torch.equal(model.blocks["3"].attention_norm.weight, torch.ones(256))
+
+
+def test_initial_weights_by_layer_have_the_published_distribution_on_every_stage(tiny_model):
+    keys = {"dim": 256, "n_layers": 4, "n_heads": 8, "init_std": 0.02}
+    usual, by_layer = tiny_model(**keys), tiny_model(**keys, init_depth="layer")
+    drawn = {name: one.clone() for name, one in by_layer.named_parameters()}
+
+    for name, parameter in usual.named_parameters():
+        writes = name.endswith(("attention.o.weight", "feed_forward.down.weight"))
+        layer = int(name.split(".")[1]) if writes else 3
+        torch.testing.assert_close(drawn[name], parameter * math.sqrt(4 / (layer + 1)), msg=name)
+    assert drawn["blocks.2.attention.o.weight"].std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.03)
+
+    for layer in ("0", "1"):  # as the last stage of a pipeline
+        del by_layer.blocks[layer]
+    initialise(by_layer, seed=0)
+    assert all(torch.equal(one, drawn[name]) for name, one in by_layer.named_parameters())
 
 
 def test_the_seed_and_the_name_alone_decide_initial_weights(tiny_model):

@@ -37,7 +37,9 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_theta=5000.0),
     "tied": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
     "llama with biases": lambda: transformers.LlamaConfig(
         **SHAPE,
         attention_bias=True,
@@ -87,7 +89,7 @@ MODELS = {
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**OLD, rotary_pct=0.5),
     "gpt_neox one after the other": lambda: transformers.GPTNeoXConfig(**OLD, use_parallel_residual=False),
-    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, **EXPERTS),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, **EXPERTS, sliding_window=5),
     "olmoe": lambda: transformers.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
         **{**SHAPE, "num_key_value_heads": 4},
@@ -314,7 +316,7 @@ def test_a_tokenizer_in_another_format_is_refused_and_the_command_that_is_named_
 @pytest.mark.parametrize(
     ("kind", "keys", "sentence"),
     [
-        ("qwen3", {"use_sliding_window": True}, "Qwen3ForCausalLM with use_sliding_window = True is not supported"),
+        ("olmoe", {"use_sliding_window": True}, "OlmoeForCausalLM with use_sliding_window = True is not supported"),
         (
             "mistral",
             {"rope_parameters": {"rope_type": "dynamic"}},

@@ -52,10 +52,11 @@ _GPT = [  # biases, learned positions, attention and feed-forward layer side by 
 ]
 _LORA = ["parallel.passes.lora={rank=4, alpha=16.0, exclude=['blocks.1.feed_forward.*']}"]
 _GPT_DROPPING = [*_GPT, "model.residual_dropout=0.2", "model.embedding_dropout=0.1"]
-_GPT_OSS = [  # every second layer with a window, sinks in all but one, biases; heads that tp2 with fsdp2 leaves uneven
+_GPT_OSS = [  # every second with a window, sinks in all but one, biases, a clamp; heads that tp2×fsdp2 leaves uneven
     *("model.n_heads=6", "model.n_kv_heads=2", "model.head_dim=8", "model.init_std=0.06"),
     *("model.qk_norm=false", "model.attention_bias=all", "model.window=8", "model.attention_sinks=true"),
     "model.layers=[{at='1::2', window=0}, {at=2, attention_sinks=false}]",
+    'model.feed_forward={name="mlp", hidden_dim=48, activation="clamped_swiglu", activation_limit=0.1, bias=true}',
 ]
 _LONG_ROPE = (
     "model.long_rope={short_factor=[1.0, 1.5], long_factor=[3.0, 9.0], original_max_seq_len=%d, attention_factor=1.2}"
@@ -135,7 +136,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         "model.n_kv_heads=8",
         "model.latent_attention={kv_rank=24, q_rank=16, plain_dim=4, rotary_dim=4, value_dim=6}",
     ],
-    "moe": [_MOE],
+    "moe": ["model.init_depth=layer", _MOE],
     "moe biased": [_MOE_BIASED],
     "moe packed": [
         _MOE,

@@ -33,6 +33,7 @@ Activation = Literal["silu", "gelu", "relu"]
 """Of experts."""
 AttentionBias = Literal["none", "qkv", "all"]
 QKNormOver = Literal["head", "all"]
+InitDepth = Literal["model", "layer"]
 
 _MOST = 10**14
 """Parameters; the largest models that have been trained have some 10¹²."""
@@ -262,10 +263,14 @@ class TransformerConfig:
     multi_token: MultiTokenConfig | None = None
     """In training, also predict tokens further ahead; by default the next one only."""
     init_std: float = attrs.field(default=0.02, validator=gt(0))
-    """Standard deviation of initial weights; for projections into the residual stream, divided by
-    √(2 · init_layers)."""
+    """Standard deviation of initial weights; for projections into the residual stream, divided as ``init_depth``
+    says."""
+    init_depth: InitDepth = "model"
+    """``model`` divides by √(2 · init_layers) in all layers (GPT-2), ``layer`` by √(2 · n) in the n-th layer, counted
+    from 1, so that what a layer adds is smaller the deeper it is (torchtitan)."""
     init_layers: int | None = attrs.field(default=None, validator=optional(gt(0)))
-    """By default ``n_layers``. The parametrization ``complete_p`` sets it."""
+    """By default ``n_layers``. The parametrization ``complete_p`` sets it; it says nothing with ``init_depth =
+    "layer"``."""
     embed_multiplier: float = attrs.field(default=1.0, validator=gt(0))
     """Factor on the embedding of tokens (Gemma: √dim)."""
     output_multiplier: float = attrs.field(default=1.0, validator=gt(0))
@@ -440,6 +445,8 @@ class TransformerConfig:
                 f'"all" needs all heads of a position, and parallel.tp = {tp} puts them on several ranks',
             )
         yield from self._idle_keys()
+        if self.init_layers is not None and self.init_depth == "layer":
+            yield "init_layers", 'has no effect beside init_depth = "layer"; remove one of the two'
         if self.attention_dropout:
             yield from self._check_dropped_weights(job)
         if self.attention in CUDA_KERNELS and job.run.device in ("cpu", "mps"):

@@ -251,35 +251,6 @@ def _given(*tensors: torch.Tensor, fused: Fused, parameter: str) -> torch.Tensor
     return joined.T.contiguous() if fused.transposed and parameter == "weight" else joined
 
 
-def tables_of_layers(each: Sequence[Mapping[str, Any]]) -> tuple[Table, list[Table]]:
-    """What most layers have, and the tables ``layers`` of those that have something else.
-
-    Args:
-        each: the keys of every layer, the same ones, with values that are as hashable as numbers.
-    """
-    kinds = list(dict.fromkeys(tuple(one.items()) for one in each))
-    where = {kind: [number for number, one in enumerate(each) if tuple(one.items()) == kind] for kind in kinds}
-    usual = max(kinds, key=lambda kind: len(where[kind]))
-    tables = [
-        {"at": at, **{key: value for key, value in kind if value != dict(usual)[key]}}
-        for kind in kinds
-        if kind != usual
-        for at in _selections(where[kind], len(each))
-    ]
-    return dict(usual), tables
-
-
-def _selections(numbers: list[int], n_layers: int) -> list[int | str]:
-    """``LayerConfig.at`` for layers, in as few tables as slices can say."""
-    if len(numbers) == 1:
-        return [numbers[0]]
-    step = numbers[1] - numbers[0]
-    stop = next((stop for stop in (n_layers, numbers[-1] + 1) if list(range(numbers[0], stop, step)) == numbers), None)
-    if stop is None:
-        return list(numbers)
-    return [f"{numbers[0]}:{'' if stop == n_layers else stop}{f':{step}' if step > 1 else ''}"]
-
-
 def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
     """Keys in which the model that a table stands for computes something else."""
     table = dict(table)
@@ -335,27 +306,3 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_alike, one, other))
     return bool(one == other)
-
-
-def windows_from_hf(hf: Mapping[str, Any], slides: Callable[[int], bool]) -> list[int]:
-    """The window of each layer, 0 for none.
-
-    Args:
-        slides: whether a layer has one where ``layer_types`` does not say.
-
-    Raises:
-        ConfigError: a layer is of a kind that is neither full nor sliding attention.
-    """
-    window, n_layers = hf.get("sliding_window"), hf["num_hidden_layers"]
-    kinds = hf.get("layer_types") or ["sliding_attention" if slides(n) else "full_attention" for n in range(n_layers)]
-    for kind in kinds:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise ConfigError(f"layer_types of {kind!r} is not supported; full_attention and sliding_attention are")
-    return [window or 0 if kind == "sliding_attention" else 0 for kind in kinds]
-
-
-def windows_to_hf(config: TransformerConfig) -> Table:
-    """``layer_types`` and ``sliding_window`` of a model whose layers have one window or none."""
-    windows = [config.layer(number).window for number in range(config.n_layers)]
-    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-    return {"layer_types": kinds, "sliding_window": max(windows) or None}

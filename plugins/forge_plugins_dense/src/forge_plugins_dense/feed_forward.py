@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +13,19 @@ from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_core.contracts.observation import Site
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.initial_values import normal, zeros
+
+
+@attrs.frozen
+class Clamp:
+    """SwiGLU as gpt-oss has it."""
+
+    limit: float
+    slope: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """``(u + 1) · g · σ(slope · g)`` of the clamped ``gate`` and ``up``, all of one shape."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(self.slope * gate))
 
 
 class MLP(nn.Module):
@@ -24,13 +38,21 @@ class MLP(nn.Module):
         self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
         self.down = nn.Linear(hidden_dim, dim, bias=config.bias)
         self.activation = config.activation
-        self.activate = _ACTIVATIONS[config.activation]
+        is_clamped = config.activation == "clamped_swiglu"
+        self.clamp = Clamp(config.activation_limit, config.activation_slope) if is_clamped else None
 
     def forward(self, hidden: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``; padding is computed along, which changes nothing elsewhere."""
+        return self.down(self.raised(hidden))
+
+    def raised(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``(B, S, D)`` to ``(B, S, H)``, what the last product is given."""
+        if self.gate is not None and self.clamp is not None:
+            return self.clamp(self.gate(hidden), self.up(hidden))
+        activate = _ACTIVATIONS[self.activation]
         if self.gate is not None:
-            return self.down(self.activate(self.gate(hidden)) * self.up(hidden))
-        return self.down(self.activate(self.up(hidden)))
+            return activate(self.gate(hidden)) * self.up(hidden)
+        return activate(self.up(hidden))
 
     def init_weights(self, rng: Initializer, prefix: str, residual_std: float, std: float) -> None:
         for name, matrix in (("gate", self.gate), ("up", self.up), ("down", self.down)):

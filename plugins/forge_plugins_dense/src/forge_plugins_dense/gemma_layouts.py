@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from forge_plugins_dense.config import TransformerConfig
-from forge_plugins_dense.decoder_layout import DecoderLayout, Table, tables_of_layers, windows_from_hf, windows_to_hf
+from forge_plugins_dense.decoder_layout import DecoderLayout, Table
 from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf
+from forge_plugins_dense.huggingface_layers import tables_of_layers, tables_of_windows, windows_from_hf, windows_to_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout
 
 
@@ -74,8 +75,7 @@ class Gemma2Layout(GemmaLayout):
 
     def _beyond_llama(self, hf: Mapping[str, Any]) -> Table:
         windows = windows_from_hf(hf, lambda number: number % 2 == 0)
-        usual, layers = tables_of_layers([{"window": window} for window in windows])
-        return super()._beyond_llama(hf) | {**usual, "layers": layers}
+        return super()._beyond_llama(hf) | tables_of_windows(windows)
 
 
 class Gemma3Layout(GemmaLayout):

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.huggingface_layers import (
+    tables_of_windows,
+    used_windows_from_hf,
+    used_windows_to_hf,
+    without_windows,
+)
 from forge_plugins_dense.rope_config import LongRope
 
 T = TypeVar("T")
@@ -117,24 +123,28 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the architecture is another one, or uses something that the transformer has not.
     """
-    return decoder_from_hf(hf, _architecture(hf))
+    architecture = _architecture(hf)
+    windows = None
+    if architecture == "Qwen3ForCausalLM":
+        first = hf.get("max_window_layers", 28)  # Qwen3Config's default
+        windows = used_windows_from_hf(hf, lambda number: number >= first)
+    return decoder_from_hf(hf, architecture, windows=windows)
 
 
-def decoder_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = False) -> dict[str, Any]:
+def decoder_from_hf(
+    hf: Mapping[str, Any], architecture: str, *, partial: bool = False, windows: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Same as ``config_from_hf``, of the parts of any architecture that are alike in the decoders of Hugging Face.
 
     Args:
         partial: as for ``rope_from_hf``.
+        windows: that of each layer, 0 for none; by default, a ``config.json`` that asks for one is refused.
 
     Raises:
         ConfigError: it uses something that the transformer has not.
     """
-    for key, supported in _SUPPORTED.items():
-        if hf.get(key, supported) != supported:
-            raise ConfigError(f"{architecture} with {key} = {hf[key]!r} is not supported; only {supported!r} is")
-
-    _refuse_windows(hf, architecture)
-
+    if windows is None:
+        _refuse_windows(hf, architecture)
     table: dict[str, Any] = {
         "name": "transformer",
         "dim": hf["hidden_size"],
@@ -156,7 +166,7 @@ def decoder_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool =
     head_dim = hf.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else None)  # Qwen3Config's default
     if head_dim is not None:
         table["head_dim"] = head_dim
-    return table | rope_from_hf(hf, architecture, partial=partial)
+    return table | rope_from_hf(hf, architecture, partial=partial) | (tables_of_windows(windows) if windows else {})
 
 
 def mlp_from_hf(hf: Mapping[str, Any], architecture: str, key: str = "hidden_act") -> dict[str, Any]:
@@ -227,8 +237,10 @@ def rope_from_hf(hf: Mapping[str, Any], architecture: str, *, partial: bool = Fa
 
 
 def _refuse_windows(hf: Mapping[str, Any], architecture: str) -> None:
-    """``sliding_window`` and ``max_window_layers`` say nothing without ``use_sliding_window``, which is not supported;
-    ``layer_types`` says the same once more."""
+    """``sliding_window`` and ``max_window_layers`` say nothing without ``use_sliding_window``; ``layer_types`` says the
+    same once more."""
+    if hf.get("use_sliding_window", False):
+        raise ConfigError(f"{architecture} with use_sliding_window = True is not supported; only False is")
     for kind in hf.get("layer_types") or ():
         if kind != "full_attention":
             raise ConfigError(f"{architecture} with layer_types of {kind!r} is not supported; only 'full_attention' is")
@@ -298,17 +310,25 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
-        **_SUPPORTED,
+        "use_sliding_window": False,
         "hidden_act": activation_to_hf(feed_forward),
         "attention_bias": config.attention_bias == "all",
         "attention_dropout": config.attention_dropout,
         "mlp_bias": feed_forward.bias,
+        **(used_windows_to_hf(config) if config.windows else {}),
     }
 
 
 def activation_to_hf(feed_forward: MLPConfig) -> str:
-    """Their name of an activation."""
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == feed_forward.activation)
+    """Their name of an activation.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    for theirs, ours in ACTIVATIONS.items():
+        if ours == feed_forward.activation:
+            return theirs
+    raise ConfigError(f'activation = "{feed_forward.activation}" has no Hugging Face form in a dense layer')
 
 
 def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -345,9 +365,6 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     return rope
 
 
-_SUPPORTED = {"use_sliding_window": False}
-
-
 def _architecture(hf: Mapping[str, Any]) -> str:
     known = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     found = (hf.get("architectures") or [known.get(hf.get("model_type", ""), hf.get("model_type"))])[0]
@@ -367,6 +384,8 @@ def refuse_further_parts(config: TransformerConfig) -> None:
 
 def _check_representable(config: TransformerConfig) -> MLPConfig:
     refuse_further_parts(config)
+    if config.qk_norm:  # Qwen3, which has windows
+        config = without_windows(config)
     feed_forward = config.feed_forward.config
     if not isinstance(feed_forward, MLPConfig) or not feed_forward.is_gated:
         raise ConfigError("only a transformer whose feed_forward is a gated mlp has a Hugging Face form like Llama's")

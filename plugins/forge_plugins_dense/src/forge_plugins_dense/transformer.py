@@ -169,17 +169,22 @@ class Transformer(nn.Module):
 
     def init_weights(self, rng: Initializer) -> None:
         std = self.config.init_std
-        residual_std = std / math.sqrt(2 * (self.config.init_layers or self.config.n_layers))
         if self.embed is not None:
             rng.fill("embed.weight", self.embed.weight, normal(std))
             if self.config.learned_positions:
                 rng.fill("embed.positions.weight", self.embed.positions.weight, normal(std))
         for layer, block in self.blocks.items():
-            block.init_weights(rng, f"blocks.{layer}.", residual_std, std)
+            block.init_weights(rng, f"blocks.{layer}.", std / math.sqrt(2 * self._depth_of(int(layer))), std)
         if self.norm is not None:
             init_norm(self.norm, rng, "norm.")
         if self._has_own_head():
             rng.fill("head.weight", self.head.weight, normal(std))
+
+    def _depth_of(self, layer: int) -> int:
+        """The layers that initial values of a layer are divided for."""
+        if self.config.init_depth == "layer":
+            return layer + 1
+        return self.config.init_layers or self.config.n_layers
 
     def parallel_plan(self) -> dict[str, ShardRole]:
         plan: dict[str, ShardRole] = {}

@@ -16,11 +16,14 @@ from forge_plugins_dense.decoder_layout import (
     Fused,
     Table,
     rows,
-    tables_of_layers,
-    windows_from_hf,
-    windows_to_hf,
 )
 from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf, rope_to_hf
+from forge_plugins_dense.huggingface_layers import (
+    tables_of_layers,
+    tables_of_windows,
+    used_windows_from_hf,
+    used_windows_to_hf,
+)
 from forge_plugins_dense.rope_config import LongRope
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
 
@@ -125,17 +128,12 @@ class Qwen2Layout(RelativeLayout):
     }
 
     def read(self, hf: Mapping[str, Any]) -> Table:
-        first, has_windows = hf["max_window_layers"], hf["use_sliding_window"]
-        windows = windows_from_hf(hf, lambda number: has_windows and number >= first)
-        usual, layers = tables_of_layers([{"window": window} for window in windows])
-        return super().read(hf) | {"attention_bias": "qkv", **usual, "layers": layers}
+        first = hf["max_window_layers"]
+        windows = used_windows_from_hf(hf, lambda number: number >= first)
+        return super().read(hf) | {"attention_bias": "qkv", **tables_of_windows(windows)}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
-        windows = windows_to_hf(config)
-        kinds = windows["layer_types"]
-        sliding = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
-        table = super().write(config, vocab_size) | windows | {"use_sliding_window": bool(sliding)}
-        return table | {"max_window_layers": sliding[0] if sliding else config.n_layers}
+        return super().write(config, vocab_size) | used_windows_to_hf(config)
 
 
 class Olmo2Layout(RelativeLayout):
@@ -173,8 +171,7 @@ class SmolLM3Layout(RelativeLayout):
         hf["max_window_layers"]  # left over from Qwen 2: transformers goes by no_rope_layers
         every = hf["no_rope_layer_interval"]
         has_rope = hf["no_rope_layers"] or [(number + 1) % every != 0 for number in range(hf["num_hidden_layers"])]
-        uses = hf["use_sliding_window"]
-        windows = windows_from_hf(hf, lambda number: uses and not has_rope[number])
+        windows = used_windows_from_hf(hf, lambda number: not has_rope[number])
         each = [
             {"rotary_fraction": 1.0 if turned else 0.0, "window": window}
             for turned, window in zip(has_rope, windows, strict=True)
@@ -184,10 +181,8 @@ class SmolLM3Layout(RelativeLayout):
 
     def write(self, config: TransformerConfig, vocab_size: int) -> Table:
         turned = [int(config.layer(number).rotary_fraction > 0) for number in range(config.n_layers)]
-        windows = windows_to_hf(config)
         return super().write(config, vocab_size) | {
-            **windows,
-            "use_sliding_window": windows["sliding_window"] is not None,
+            **used_windows_to_hf(config),
             "no_rope_layers": turned,
             "mlp_bias": config.feed_forward.config.bias,
         }
