@@ -23,7 +23,7 @@ BY_DAY = {  # each pass and schedule, and a layout of most trainings; what puts 
     *("ahead-accumulation4", "ahead-tp2-whole-positions", "ahead-pp2-1f1b", "ahead-cp2-moe-packed"),
     *("windows-ac-full", "windows-cp2-packed", "windows-and-sinks-tp2-chunked"),
     *("long-rope-packed-cp2", "attention-dropout-cp2", "attention-dropout-pp2-tp2"),
-    *("lora-ac-full", "lora-moe-ep2", "complete-p-pp2"),
+    *("lora-ac-full", "lora-moe-ep2", "chat-fsdp2", "chat-cp2", "complete-p-pp2"),
     *("muon-accumulation4", "muon-tp2", "muon-pp2", "factored-tp2", "factored-pp2"),
     *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2", "split-tp2"),
     *("joint-cp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),

@@ -61,6 +61,10 @@ _GPT_OSS = [  # every second layer with a window, sinks in all but one, biases; 
 _LONG_ROPE = (
     "model.long_rope={short_factor=[1.0, 1.5], long_factor=[3.0, 9.0], original_max_seq_len=%d, attention_factor=1.2}"
 )
+_CHAT = (  # answers alone are learned from, documents packed and apart, chats that are too long cut
+    'data={name="chat", path="chats.jsonl", too_long="cut", validation=0.1, '
+    'tokenizer={name="bytes", chat_template="chat.jinja"}}'
+)
 _MIXTURE = [  # with other weights from the sixth step on
     (
         'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
@@ -118,6 +122,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "long rope": [_LONG_ROPE % 16],
     "long rope packed": [_LONG_ROPE % 12, *_PACKED],  # documents on both sides
     "lora": _LORA,
+    "chat": [_CHAT],
     "lora bf16": [*_LORA, "train.precision=bf16"],
     "lora moe": ["parallel.passes.lora.rank=4", _MOE],
     "biases and dropout": _GPT_DROPPING,
@@ -519,6 +524,7 @@ CELLS: Mapping[str, Cell] = {
     **decoder_cells("windows"),
     **decoder_cells("biases"),
     **decoder_cells("lora"),
+    **decoder_cells("chat"),
     "lora-fsdp2-bf16": Cell(2, [HALF], "lora bf16", BF16),
     "lora-moe-ep2": Cell(2, [EP2, HALF], "lora moe"),
     **decoder_cells("biases and dropout"),
