@@ -1,5 +1,5 @@
 """Writes the pages that are made of data: the configuration reference, commands and their JSON, events, and tables of
-hooks, passes, sites, layouts of fusions and moved modules.
+families, hooks, passes, sites, layouts of fusions and moved modules.
 
 ``docs/conf.py`` calls it at every build; ``python docs/generate_reference.py FOLDER`` does the same by hand. Only the
 table of sites imports torch, to build small models: config classes are free of it.
@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_args, get_origin
 import attrs
 from command_reference import command_reference  # these lie beside this file
 from event_reference import event_reference
+from families import families
 from json_reference import json_reference
 from layouts_of_fusions import trained_layouts
 from markdown_table import table
@@ -45,6 +46,7 @@ def write_reference(folder: Path) -> None:
         "config-reference.md": config_reference(catalog),
         **{f"{_page_of(kind)}.md": kind_reference(catalog, kind) for kind in _kinds(catalog)},
         "events.md": event_reference(),
+        "families.md": family_table(catalog),
         "fusions.md": fusion_tables(catalog),
         "hooks.md": hook_table(catalog),
         "json.md": json_reference(catalog),
@@ -206,6 +208,25 @@ def fusion_tables(catalog: Catalog) -> Iterator[str]:
         yield "None of them refuses an axis of `[parallel]` altogether. Some of their keys do."
         return
     yield from table(("fusion", "axis", "because"), refused)
+
+
+def family_table(catalog: Catalog) -> Iterator[str]:
+    """Each architecture that is read and written, with its shapes, keys and tests."""
+    yield "# Families of published models"
+    yield ""
+    yield "Generated from the installed weight layouts, from `configs/model`, and from the tests that compare a family"
+    yield "with `transformers`. *Shapes* have the published number of parameters. *Keys* are those of `[model]` that"
+    yield "the shapes set beside sizes and the feed-forward layer."
+    yield ""
+    rows = (
+        (_code(one.architecture), _code(one.layout), *(_codes(each) for each in (one.shapes, one.keys, one.tests)))
+        for one in families(catalog)
+    )
+    yield from table(("architecture", "layout", "shapes", "keys", "compared in"), rows)
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(map(_code, names))
 
 
 def smallest_plugins(pages: Path) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import tomllib
@@ -14,7 +15,7 @@ import attrs
 import pytest
 
 from doc_pages import DOCS, HOOKS, HOOKS_OF_PACKAGES, PAGES, ROOT
-from forge_core.config.builder import config_class
+from forge_core.config.builder import ComponentBuilder, config_class
 from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
 from forge_core.registry.catalog import CatalogEntry
@@ -25,7 +26,7 @@ from forge_core.registry.hookspecs import ForgeSpecs, specifications
 GENERATED = tuple(
     f"generated/{name}.md"
     for name in [
-        *("commands", "config-reference", "events", "fusions", "hooks", "json", "moved-modules"),
+        *("commands", "config-reference", "events", "families", "fusions", "hooks", "json", "moved-modules"),
         *("passes", "sites", "smallest"),
     ]
 )
@@ -161,6 +162,26 @@ def test_the_table_of_fusions_has_the_layouts_that_are_trained(tmp_path):
     assert layouts["EP2 × FSDP2"]["`moma`"] == "✓"
     assert layouts["PP2 (ZBVZeroBubble) × FSDP2"]["`joint_decoder`"] == "✓, packed, frozen and thawed"
     assert layouts["TP2"]["`mixture_of_transformers`"] == "✓"
+
+
+def test_the_table_of_families_has_every_architecture_with_its_shapes_and_tests(tmp_path):
+    generate_reference(tmp_path)
+    lines = (tmp_path / "families.md").read_text(encoding="utf-8").splitlines()
+    rows = {cells[0]: cells[1:] for line in lines if len(cells := [one.strip() for one in line.split("|")[1:-1]]) > 1}
+    catalog = discover()
+    build = ComponentBuilder(catalog)
+
+    entries = [entry.qualified_name for entry in catalog.components("weight_layout")]
+    layouts = {name: build(build.resolve("weight_layout", name)) for name in entries}
+    of_layouts = {f"`{one}`": f"`{name}`" for name, layout in layouts.items() for one in layout.architectures}
+    assert len(of_layouts) > 20
+    assert {name: cells[0] for name, cells in rows.items() if name.startswith("`")} == of_layouts
+    shapes = {shape for cells in rows.values() for shape in re.findall(r"`(\w+)`", cells[1])}
+    published = ROOT / "plugins" / "forge_plugins_hf" / "tests" / "published_models.json"
+    assert shapes == json.loads(published.read_text(encoding="utf-8")).keys()
+    assert "`qk_norm_over`" in rows["`Olmo2ForCausalLM`"][2]
+    assert rows["`GptOssForCausalLM`"][3] == "`forge_plugins_moe/tests/test_gpt_oss.py`"
+    assert [name for name in of_layouts if not rows[name][3]] == [], "no test compares them with transformers"
 
 
 def test_the_table_of_moved_modules_has_every_old_name(tmp_path):

@@ -39,7 +39,12 @@ role           sharded                       reads                        gives
 =============  ============================  ===========================  ==================================
 
 A ``column`` module is an ``nn.Linear``; or it has ``out_features`` and, in place of ``weight``, one ``bias`` of so many
-numbers, and its forward sees those of this rank.
+numbers, and its forward sees those of this rank. A norm over features of all ranks is ``column``, too: it has
+``out_features`` and a ``weight`` of so many numbers, reads and gives this rank's features, and is given by keyword
+``mean_square``, ``(…, 1)`` fp32, that of all ranks' features.
+
+A ``replicate`` module whose work depends on which features or heads a rank has, such as one that drops some, has an
+attribute ``part``, 0, which becomes the number of the rank along ``tp``.
 
 The gradients of what is whole on each rank:
 
@@ -53,9 +58,9 @@ The gradients of what is whole on each rank:
   features; what they read and give is whole on each rank, and is no residual stream.
 
 Examples: a norm before attention is ``sequence``; a norm right after the embedding, or of what a layer gives, is
-``residual``; a norm of queries is ``replicate``; an encoder of images beside the decoder is a ``tower``. Without
-``sequence`` modules a module without a role works on whole activations; with them, every module that has parameters
-has a role."""
+``residual``; a norm of each head is ``replicate``, one over all heads ``column``; an encoder of images beside the
+decoder is a ``tower``. Without ``sequence`` modules a module without a role works on whole activations; with them,
+every module that has parameters has a role."""
 
 ParameterRole = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
 """The role of a parameter to an optimizer. ``head`` is the output matrix when it is not tied to the embedding."""

@@ -33,6 +33,9 @@ AFTERNOONS = [
     DOCS / f"{name}.md" for name in ("write-a-router", "write-an-optimizer", "write-a-mirror", "describe-a-cluster")
 ]
 
+WEIGHT_LAYOUT = DOCS / "describe-a-weight-layout.md"
+"""Has the package that the page of its hook leads to."""
+
 BASE = """
 [model]
 name = "transformer"
@@ -120,7 +123,7 @@ def packages_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         project = tomllib.loads((folder / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert project["entry-points"]["forge.v1"] == {name: f"{name.replace('-', '_')}.plugin"}
         install(folder / name, name)
-    for page in HOOK_PAGES:
+    for page in (*HOOK_PAGES, WEIGHT_LAYOUT):
         for block in plugin_files(page):
             file = folder / "files" / block.caption  # beside a package of its name, it would be imported in its place
             file.parent.mkdir(exist_ok=True)

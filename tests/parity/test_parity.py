@@ -22,8 +22,8 @@ BY_DAY = {  # each pass and schedule, and a layout of most trainings; what puts 
     *("moe-ep2-expert-choice-chunks2", "moe-pp2-expert-choice"),
     *("ahead-accumulation4", "ahead-tp2-whole-positions", "ahead-pp2-1f1b", "ahead-cp2-moe-packed"),
     *("windows-ac-full", "windows-cp2-packed", "windows-and-sinks-tp2-chunked"),
-    *("long-rope-packed-cp2", "attention-dropout-cp2", "attention-dropout-pp2"),
-    *("lora-ac-full", "lora-moe-ep2", "complete-p-pp2"),
+    *("long-rope-packed-cp2", "attention-dropout-cp2", "attention-dropout-pp2-tp2"),
+    *("lora-ac-full", "lora-moe-ep2", "chat-fsdp2", "chat-cp2", "complete-p-pp2"),
     *("muon-accumulation4", "muon-tp2", "muon-pp2", "factored-tp2", "factored-pp2"),
     *("eight-bit-fsdp2", "lion-fsdp2", "schedule-free-fsdp2", "split-tp2"),
     *("joint-cp2", "joint-packed-pp2", "joint-mrope-pp2", "joint-padded-pp2"),
@@ -73,7 +73,7 @@ EXCHANGED_BY_DAY = {
     *(("moe-ep2", "moe-accumulation4"), ("moe-ep2", "moe-pp2-ep2"), ("packed-accumulation4", "fsdp2-packed")),
     *(("muon-accumulation4", "muon-fsdp2"), ("muon-pp2", "muon-tp2")),
     *(("factored-tp2", "factored-fsdp2"), ("crossed-fsdp2", "crossed-tp2")),
-    *(("attention-dropout-cp2", "attention-dropout-pp2"), ("fsdp2-fp8-gathered-ac-full", "bf16")),
+    *(("attention-dropout-cp2", "attention-dropout-pp2-tp2"), ("fsdp2-fp8-gathered-ac-full", "bf16")),
 }
 """Each family is read by the next one, and of other trainings what is hardest."""
 assert {*EXCHANGES} >= EXCHANGED_BY_DAY

@@ -73,13 +73,6 @@ def test_yarn_needs_a_range_of_frequencies():
         YarnScaling(factor=4.0, original_max_seq_len=64, beta_slow=2.0, beta_fast=2.0)
 
 
-def test_a_norm_over_all_heads_cannot_be_cut(tiny_config):
-    config = tiny_config(qk_norm=True, qk_norm_over="all")
-
-    assert [key for key, _ in config.check(job(tp=2))] == ["qk_norm_over"]
-    assert list(config.check(job())) == []
-
-
 def job(*, seq_len: int = 64, tp: int = 1, pp: int = 1, device: str = "auto") -> SimpleNamespace:
     return SimpleNamespace(
         train=SimpleNamespace(seq_len=seq_len),

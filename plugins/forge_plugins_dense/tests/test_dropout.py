@@ -90,6 +90,15 @@ def test_attention_drops_weights_after_its_softmax(causal):
     torch.testing.assert_close(evaluated.double(), weights @ repeated[1], atol=1e-6, rtol=1e-5)
 
 
+def test_a_rank_with_a_part_of_the_heads_drops_what_one_with_all_does():
+    whole = drop_weights(torch.ones(2, 6, 24, 24), 0.3, NOISE)
+
+    parts = [drop_weights(torch.ones(2, 2, 24, 24), 0.3, NOISE, part) for part in range(3)]
+
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert not torch.equal(parts[0], parts[1])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("keys", [ALL, *({key: rate} for key, rate in ALL.items())], ids=str)
 def test_a_model_drops_the_same_for_a_token_however_a_batch_is_cut(tiny_model, tokens, keys):
@@ -177,8 +186,13 @@ def test_layouts_that_cannot_drop_weights_are_refused(tiny_config):
         return [key for key, _ in config.check(job)]
 
     config = tiny_config(**ALL)
-    assert found(config, "auto", tp=2) == found(config, "cuda", cp=2) == ["attention_dropout"]
-    assert found(config, "cpu", cp=2) == found(tiny_config(residual_dropout=0.1), "cuda", tp=2, cp=2) == []
+    assert found(config, "cuda", cp=2) == ["attention_dropout"]
+    assert (
+        found(config, "cuda", tp=2)
+        == found(config, "cpu", cp=2)
+        == found(tiny_config(residual_dropout=0.1), "cuda", tp=2, cp=2)
+        == []
+    )
     assert config.beyond_causal == "attention_dropout"
     q = torch.zeros(1, 4, 8, 8)
     with pytest.raises(ConfigError, match=r"attention_dropout: context parallelism on CUDA"):

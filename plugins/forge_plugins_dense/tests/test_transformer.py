@@ -19,6 +19,7 @@ from forge_core.train.initialisation import initialise
 from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.config import Llama3Scaling, TransformerConfig
 from forge_plugins_dense.mask import document_block_mask, document_mask
+from forge_plugins_dense.norm import NormOverHeads
 from forge_plugins_dense.rope import rotary_tables
 from forge_plugins_dense.transformer import Transformer
 
@@ -115,6 +116,24 @@ def test_roles_and_plan_name_what_each_tensor_is(tiny_model):
     assert plan["blocks.1.attention.o"] == plan["blocks.0.feed_forward.down"] == "row"
     assert (plan["embed"], plan["head"], plan["norm"]) == ("embedding", "vocab", "sequence")
     assert plan["blocks.0.attention.q_norm"] == "replicate"
+    assert tiny_model(qk_norm=True, qk_norm_over="all").parallel_plan()["blocks.0.attention.q_norm"] == "column"
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_norm_over_all_heads_of_which_some_are_elsewhere_is_the_same_part_of_the_whole(zero_centered):
+    rng = torch.Generator().manual_seed(0)
+    norm = NormOverHeads(12, 1e-3, zero_centered=zero_centered)
+    norm.weight.data = torch.randn(12, generator=rng)
+    part = NormOverHeads(12, 1e-3, zero_centered=zero_centered)
+    part.weight.data = norm.weight.data[8:]
+    hidden = torch.randn(2, 5, 12, generator=rng)
+
+    found = part(hidden[..., 8:], mean_square=hidden.square().mean(-1, keepdim=True))
+
+    torch.testing.assert_close(found, norm(hidden)[..., 8:])
+    wide, weight = hidden.double(), norm.weight.double() + zero_centered
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    torch.testing.assert_close(norm(hidden).double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_operations_of_the_recompute_plan_exist(tiny_model):

@@ -19,7 +19,8 @@ from forge_core.errors import ConfigError, PluginError
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.train.build import materialise
-from forge_plugins_parallel.tensor_parallel import matched_plan
+from forge_plugins_parallel.config import TensorParallelConfig
+from forge_plugins_parallel.tensor_parallel import TensorParallel, matched_plan
 from forge_testing.component_case import builder
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SmallModel, small_job
@@ -154,12 +155,11 @@ def rank_of_two() -> Iterator[PassContext]:
 LOSS = builder()(builder().resolve("loss", "cross_entropy"))
 
 
-def decoder(context: PassContext, *passes: dict[str, Any]) -> Any:
+def decoder(context: PassContext, *passes: dict[str, Any], **keys: Any) -> Any:
     build = ComponentBuilder(discover())
+    shape = {"name": "transformer", "dim": 16, "n_layers": 4, "n_heads": 2}
     with torch.device("meta"):
-        model: Any = build(
-            build.resolve("model", {"name": "transformer", "dim": 16, "n_layers": 4, "n_heads": 2}), vocab_size=32
-        )
+        model: Any = build(build.resolve("model", shape | keys), vocab_size=32)
     for table in passes:
         model, _ = build(build.resolve("parallel_pass", table)).apply(model, context)
     materialise(model, CPU, seed=0)
@@ -189,6 +189,15 @@ def test_selective_recomputation_sums_nothing_over_ranks_again(
     assert (made.scatters, made.gathers) == (scatters, gathers)
 
 
+def test_a_norm_over_all_heads_reads_and_gives_the_features_of_a_rank(rank_of_two: PassContext) -> None:
+    model = decoder(rank_of_two, qk_norm=True, qk_norm_over="all")
+    ends = TensorParallel(TensorParallelConfig()).layout(model)
+
+    assert ends["blocks.0.attention.q_norm"].inputs[0] == ends["blocks.0.attention.q_norm"].output
+    assert ends["blocks.0.attention.q_norm"].output == ends["blocks.0.attention.q"].output != ()
+    assert ends["blocks.0.attention.q"].inputs == {}
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")  # torch.compile does
 @pytest.mark.parametrize(
@@ -196,13 +205,13 @@ def test_selective_recomputation_sums_nothing_over_ranks_again(
 )
 def test_a_compiled_block_is_one_graph(rank_of_two: PassContext, checkpointing: dict[str, Any]) -> None:
     passes = {"name": "tensor_parallel"}, {"name": "activation_checkpointing", **checkpointing}
-    model = decoder(rank_of_two, *passes)
+    model = decoder(rank_of_two, *passes, qk_norm=True, qk_norm_over="all", attention_dropout=0.1)
     torch.compiler.reset()
     counters.clear()
     for block in model.blocks.values():
         block.compile(backend="aot_eager", fullgraph=True)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
 
-    model.train()(tokens, targets=tokens, loss=LOSS).total.backward()
+    model.train()(tokens, targets=tokens, loss=LOSS, noise=tokens).total.backward()
 
     assert counters["stats"]["unique_graphs"] == 1

@@ -38,8 +38,9 @@ _FROZEN_THEN_THAWED = (  # whole blocks, and with them whole units of FSDP and a
     'phases=[{at=1, train=["blocks.2.*", "blocks.3.*", "head.*"]}, {at=4, lr_scale={"blocks.0.*"=0.5, "embed.*"=2.0}}]'
 )
 
-_GEMMA = [  # windows, capped logits, norms on both sides; a layer without a window, two without rotary positions
+_GEMMA = [  # windows, capped logits, norms on both sides and of all heads; a layer without a window, two not rotated
     *("model.norm=zero_centered_rmsnorm", "model.norm_placement=both", "model.embed_multiplier=5.0"),
+    "model.qk_norm_over=all",
     *("model.attention_softcap=2.0", "model.output_softcap=3.0", "model.window=8", "model.rope_factor=2.0"),
     "model.layers=[{at=1, window=0, rope_theta=500.0, rope_factor=1.0}, {at='2:', rotary_fraction=0.0}]",
     'model.feed_forward={name="mlp", hidden_dim=48, activation="gelu_tanh", gated=true}',
@@ -60,6 +61,10 @@ _GPT_OSS = [  # every second with a window, sinks in all but one, biases, a clam
 ]
 _LONG_ROPE = (
     "model.long_rope={short_factor=[1.0, 1.5], long_factor=[3.0, 9.0], original_max_seq_len=%d, attention_factor=1.2}"
+)
+_CHAT = (  # answers alone are learned from, documents packed and apart, chats that are too long cut
+    'data={name="chat", path="chats.jsonl", too_long="cut", validation=0.1, '
+    'tokenizer={name="bytes", chat_template="chat.jinja"}}'
 )
 _MIXTURE = [  # with other weights from the sixth step on
     (
@@ -107,7 +112,7 @@ _NOISY_EXPERTS = _MODALITY_EXPERTS.replace("predictor=true", "predictor=true, gu
 TRAININGS: Mapping[str, Sequence[str]] = {
     # What one process is trained with; each is a run that its cells are compared with.
     "plain": [],
-    "tied": ["model.tie_embeddings=true"],
+    "tied": ["model.tie_embeddings=true", "model.qk_norm_over=all"],  # norms of all heads besides
     "even vocabulary": ["model.vocab_size=264"],  # the 257 bytes and separator are divided by no number of ranks here
     "layernorm": ["model.norm=layernorm", "model.norm_placement=output"],
     "windows": _GEMMA,
@@ -118,6 +123,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "long rope": [_LONG_ROPE % 16],
     "long rope packed": [_LONG_ROPE % 12, *_PACKED],  # documents on both sides
     "lora": _LORA,
+    "chat": [_CHAT],
     "lora bf16": [*_LORA, "train.precision=bf16"],
     "lora moe": ["parallel.passes.lora.rank=4", _MOE],
     "biases and dropout": _GPT_DROPPING,
@@ -519,6 +525,7 @@ CELLS: Mapping[str, Cell] = {
     **decoder_cells("windows"),
     **decoder_cells("biases"),
     **decoder_cells("lora"),
+    **decoder_cells("chat"),
     "lora-fsdp2-bf16": Cell(2, [HALF], "lora bf16", BF16),
     "lora-moe-ep2": Cell(2, [EP2, HALF], "lora moe"),
     **decoder_cells("biases and dropout"),
@@ -527,7 +534,8 @@ CELLS: Mapping[str, Cell] = {
     "attention-dropout-compiled": Cell(1, [f"{COMPILE}=true"], "attention dropout"),
     "attention-dropout-fsdp2": Cell(2, [HALF], "attention dropout"),
     "attention-dropout-cp2": Cell(2, [CP2], "attention dropout"),
-    "attention-dropout-pp2": Cell(2, pp2("1F1B"), "attention dropout"),
+    "attention-dropout-tp2": Cell(2, [TP2], "attention dropout"),
+    "attention-dropout-pp2-tp2": Cell(4, [*pp2("1F1B"), TP2], "attention dropout"),
     "attention-dropout-hsdp2x2": Cell(4, [QUARTER, COPIES], "attention dropout"),
     **decoder_cells("windows and sinks"),
     "windows-and-sinks-cp2-packed": Cell(2, [CP2], "windows and sinks packed"),
@@ -703,7 +711,7 @@ MUON_FAMILIES = ("muon-accumulation4", "muon-fsdp2", "muon-tp2-fsdp2", "muon-pp2
 """The same for an optimizer of whole matrices."""
 DROPOUT_FAMILIES = (
     *("attention-dropout-accumulation4", "attention-dropout-fsdp2", "attention-dropout-cp2"),
-    "attention-dropout-pp2",
+    "attention-dropout-pp2-tp2",
 )
 """The same for noise."""
 LOOKING_FAMILIES = ("crossed-accumulation4", "crossed-fsdp2", "crossed-tp2", "crossed-pp2")

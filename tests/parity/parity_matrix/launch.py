@@ -51,6 +51,7 @@ class Launcher:
         self._folder = folder
         self._python = python
         _write_texts(folder)
+        _write_chats(folder)
         _write_pictures(folder / "pictures")
         _write_distribution(folder / "site")
         self.failures: dict[str, str] = {}
@@ -199,6 +200,16 @@ def _write_texts(folder: Path) -> None:
         (folder / name).mkdir()
         for i, text in enumerate(texts):
             (folder / name / f"{i}.txt").write_text(text)
+
+
+def _write_chats(folder: Path) -> None:
+    """Conversations of two to six turns, of 20 tokens to more than a sample has, with the template to write them by."""
+    turns = "{% for one in messages %}<{{ one.role[0] }}>{{ one.content }}\\n{% endfor %}"
+    (folder / "chat.jinja").write_text(turns + "{% if add_generation_prompt %}<a>{% endif %}")
+    with (folder / "chats.jsonl").open("w") as chats:
+        for i in range(120):
+            said = [("user", str(i)), ("assistant", str(i * 7919 % 97))] * (1 + i % 3)
+            chats.write(json.dumps({"messages": [{"role": who, "content": words} for who, words in said]}) + "\n")
 
 
 def _write_pictures(folder: Path) -> None:

@@ -27,7 +27,7 @@ from forge_plugins_dense.config import AttentionBackend, TransformerConfig
 from forge_plugins_dense.dropout import drop_weights
 from forge_plugins_dense.initial_values import normal, zeros
 from forge_plugins_dense.mask import causal_mask
-from forge_plugins_dense.norm import init_norm, make_norm, norm_roles
+from forge_plugins_dense.norm import NormOverHeads, init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotate
 from forge_plugins_dense.sinks import Sinks, beside_sinks, rescale
 
@@ -89,10 +89,15 @@ class Attention(nn.Module):
         self.qk_norm_over = config.qk_norm_over
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if config.qk_norm:
-            heads = (config.n_heads, config.kv_heads) if config.qk_norm_over == "all" else (1, 1)
+        if config.qk_norm and config.qk_norm_over == "all":
+            zero_centered = config.norm == "zero_centered_rmsnorm"
+            self.q_norm, self.k_norm = (
+                NormOverHeads(n * self.head_dim, config.norm_eps, zero_centered=zero_centered)
+                for n in (config.n_heads, config.kv_heads)
+            )
+        elif config.qk_norm:
             name = "rmsnorm" if config.norm == "layernorm" else config.norm
-            self.q_norm, self.k_norm = (make_norm(name, n * self.head_dim, config.norm_eps) for n in heads)
+            self.q_norm, self.k_norm = (make_norm(name, self.head_dim, config.norm_eps) for _ in range(2))
 
     def forward(self, hidden: torch.Tensor, surroundings: BlockInputs, cache: LayerCache | None = None) -> torch.Tensor:
         """``(B, S, D)`` to ``(B, S, D)``."""
@@ -143,12 +148,13 @@ class Attention(nn.Module):
             rng.fill(f"{prefix}sinks.bias", self.sinks.bias, zeros)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
-        """Whole heads on each rank. The norms of heads work on whichever heads a rank has, with the same weights; norms
-        over all heads are refused by the config."""
+        """Whole heads on each rank. The norms of single heads work on those that a rank has, with the same weights."""
         plan: dict[str, ShardRole] = {"q": "column", "k": "column", "v": "column", "o": "row"}
         if self.sinks is not None:
             plan["sinks"] = "column"
-        return plan | dict.fromkeys(self._norms(), "replicate")
+        if self.core.dropout:
+            plan["core"] = "replicate"
+        return plan | dict.fromkeys(self._norms(), "column" if self.qk_norm_over == "all" else "replicate")
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``FeedForward.parameter_roles``."""
@@ -206,6 +212,7 @@ class AttentionCore(nn.Module):
         self.softcap = softcap
         self.dropout = dropout
         self.pad_values = pad_values
+        self.part = 0  # of the heads, the one that is here
 
     def forward(
         self,
@@ -231,7 +238,7 @@ class AttentionCore(nn.Module):
                     "model.attention_dropout: context parallelism on CUDA keeps no weights that could be dropped; set "
                     "it to 0, or parallel.cp = 1"
                 )
-            drop = functools.partial(drop_weights, rate=self.dropout, noise=noise)
+            drop = functools.partial(drop_weights, rate=self.dropout, noise=noise, part=self.part)
             return _attend_explicitly(q, k, v, mask, causal, self.softcap, sinks, drop)
         backend: AttentionBackend = "auto" if cached else self.backend
         if not self.pad_values:

@@ -439,11 +439,6 @@ class TransformerConfig:
                 "n_kv_heads",
                 f"{self.kv_heads} key-value heads cannot be shared out evenly to parallel.tp = {tp} ranks",
             )
-        if self.qk_norm_over == "all" and tp > 1:
-            yield (
-                "qk_norm_over",
-                f'"all" needs all heads of a position, and parallel.tp = {tp} puts them on several ranks',
-            )
         yield from self._idle_keys()
         if self.init_layers is not None and self.init_depth == "layer":
             yield "init_layers", 'has no effect beside init_depth = "layer"; remove one of the two'
@@ -453,10 +448,7 @@ class TransformerConfig:
             yield "attention", f'"{self.attention}" needs CUDA, and run.device is "{job.run.device}"'
 
     def _check_dropped_weights(self, job: Job) -> Iterator[tuple[str, str]]:
-        tp, cp = job.parallel.tp, job.parallel.cp
-        if tp > 1:
-            sentence = f"a rank of parallel.tp = {tp} has a part of the heads, and would not drop what others have to"
-            yield "attention_dropout", f"{sentence}; set it to 0, or parallel.tp = 1"
+        cp = job.parallel.cp
         if cp > 1 and job.run.device == "cuda":
             sentence = f"parallel.cp = {cp} on CUDA keeps no weights that could be dropped"
             yield "attention_dropout", f"{sentence}; set it to 0, or parallel.cp = 1"

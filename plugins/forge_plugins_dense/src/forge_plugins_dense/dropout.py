@@ -40,17 +40,18 @@ class Dropout(nn.Module):
         return _dropped(hidden, self.rate, _token_bits(noise, self.place).unsqueeze(-1), features)
 
 
-def drop_weights(weights: torch.Tensor, rate: float, noise: torch.Tensor | None) -> torch.Tensor:
+def drop_weights(weights: torch.Tensor, rate: float, noise: torch.Tensor | None, part: int = 0) -> torch.Tensor:
     """Drop weights of attention.
 
     Args:
-        weights: ``(B, H, S, T)``, of all heads.
+        weights: ``(B, H, S, T)``.
         noise: as for ``Dropout``, of the queries.
+        part: which H of all heads these are; the first H are part 0.
     """
     if noise is None:
         return F.dropout(weights, rate)
     heads, keys = (torch.arange(size, device=weights.device) for size in (weights.shape[1], weights.shape[-1]))
-    pairs = _mixed(heads).view(-1, 1, 1) ^ keys
+    pairs = _mixed(heads + part * len(heads)).view(-1, 1, 1) ^ keys
     return _dropped(weights, rate, _token_bits(noise, _OF_WEIGHTS).view(len(weights), 1, -1, 1), pairs)
 
 

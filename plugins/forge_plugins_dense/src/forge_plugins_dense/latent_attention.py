@@ -74,7 +74,8 @@ class LatentAttention(nn.Module):
     def parallel_plan(self) -> dict[str, ShardRole]:
         """Whole heads on each rank, each of which computes the latents for itself."""
         roles: dict[str, ShardRole] = {"q": "column", "kv_up": "column", "o": "row"}
-        return {name: roles.get(name, "replicate") for name in self._weighted()}
+        plan: dict[str, ShardRole] = {name: roles.get(name, "replicate") for name in self._weighted()}
+        return {**plan, "core": "replicate"} if self.core.dropout else plan
 
     def parameter_roles(self) -> dict[str, ParameterRole]:
         """Same as ``FeedForward.parameter_roles``."""

@@ -24,6 +24,35 @@ class ZeroCenteredRMSNorm(nn.Module):
         return F.rms_norm(hidden.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(hidden.dtype)
 
 
+class NormOverHeads(nn.Module):
+    """RMSNorm over the features of all heads of a position (OLMo 2), which may be on several ranks; its role in a
+    parallel plan is ``column``.
+
+    Args:
+        dim: features of all heads.
+        zero_centered: whether to multiply by ``1 + weight``, as ``ZeroCenteredRMSNorm`` does.
+    """
+
+    def __init__(self, dim: int, eps: float, *, zero_centered: bool) -> None:
+        super().__init__()
+        self.out_features = dim
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps, self.zero_centered = eps, zero_centered
+
+    def forward(self, hidden: torch.Tensor, *, mean_square: torch.Tensor | None = None) -> torch.Tensor:
+        """``(…, features)`` to the same, of all heads or of this rank's.
+
+        Args:
+            mean_square: ``(…, 1)`` fp32, over the features of all ranks; ``None``: they are all here.
+        """
+        if mean_square is None:
+            if self.zero_centered:
+                return F.rms_norm(hidden.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(hidden.dtype)
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        weight = self.weight.float() + self.zero_centered
+        return (hidden.float() * torch.rsqrt(mean_square + self.eps) * weight).to(hidden.dtype)
+
+
 def make_norm(name: NormName, dim: int, eps: float) -> nn.Module:
     """A norm over the last dimension. All compute in fp32 whatever the input's dtype, and cast once, after the
     multiplication by the weight."""
@@ -35,7 +64,7 @@ def make_norm(name: NormName, dim: int, eps: float) -> nn.Module:
 def init_norm(norm: nn.Module, rng: Initializer, prefix: str) -> None:
     """Fill the norm so that it only normalises; ``prefix`` is its qualified name with a final dot."""
     for name, parameter in norm.named_parameters():
-        is_zero = name == "bias" or isinstance(norm, ZeroCenteredRMSNorm)
+        is_zero = name == "bias" or isinstance(norm, ZeroCenteredRMSNorm) or getattr(norm, "zero_centered", False)
         rng.fill(prefix + name, parameter, zeros if is_zero else ones)
 
 

@@ -63,8 +63,9 @@ class Ranks:
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """From each rank's part of a sum ``(B, S, D)`` back to the residual stream."""
-        summing = _ScatterSum if self.by_position else _Sum
-        summed: torch.Tensor = summing.apply(partial, self)  # type: ignore[no-untyped-call]  # torch's
+        if not self.by_position:
+            return sum_parts(partial, self)
+        summed: torch.Tensor = _ScatterSum.apply(partial, self)  # type: ignore[no-untyped-call]  # torch's
         return summed
 
     def read(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,6 +113,22 @@ class FeatureParallel(CutLayer):
 
     def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"bias": part_of_bias(parameters["bias"], self.ranks)}
+
+
+class FeatureNorm(CutLayer):
+    """An RMS norm over features of which each rank has some."""
+
+    out_features: int
+
+    def forward(self, part: torch.Tensor) -> torch.Tensor:
+        squares = part.float().square().sum(-1, keepdim=True)
+        # each rank norms its own features by the sum, and so has a part of the gradient of it
+        total = sum_gradients(sum_parts(squares, self.ranks), self.ranks)
+        normed: torch.Tensor = super().forward(part, mean_square=total / self.out_features)
+        return normed
+
+    def parts_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"weight": part_of_bias(parameters["weight"], self.ranks)}
 
 
 class RowParallel(CutLayer):
@@ -221,7 +238,8 @@ def local(parameter: Any) -> Any:
 
 
 def part_of_bias(bias: Any, ranks: Ranks) -> Any:
-    """This rank's part of the bias of a layer cut by output, be it cut as well or whole on every rank."""
+    """This rank's part of the bias of a layer cut by output, or of the weight of a norm, be it cut as well or whole on
+    every rank."""
     if bias is None or isinstance(bias, DTensor):
         return local(bias)
     return sum_gradients(bias, ranks)[ranks.part_of(len(bias))]
@@ -231,6 +249,12 @@ def gather_positions(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """``(B, S / n, …)`` to ``(B, S, …)``; the backward sums and scatters."""
     gathered: torch.Tensor = _GatherPositions.apply(part, ranks)  # type: ignore[no-untyped-call]  # torch's
     return gathered
+
+
+def sum_parts(partial: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum over ranks, of the same shape; the backward hands the gradient on."""
+    summed: torch.Tensor = _Sum.apply(partial, ranks)  # type: ignore[no-untyped-call]  # torch's
+    return summed
 
 
 def sum_gradients(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:

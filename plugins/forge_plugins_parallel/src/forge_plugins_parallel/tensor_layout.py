@@ -31,6 +31,7 @@ def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: boo
     ends = {name: by_role[role] for name, role in plan.items() if role in by_role}
     of_tower = _by_role((), summed=())  # whose activations are whole on every rank
     ends |= {name: of_tower[role] for name, role in plan.items() if role in of_tower and is_in_tower(name, plan)}
+    ends |= {name: Ends(inputs={0: _FEATURES}, output=_FEATURES) for name in plan if is_norm(model.get_submodule(name))}
     for name, role in plan.items():
         if role in ("row", "expert", "whole") and name.startswith("blocks."):
             for owner in _owners(name):
@@ -44,6 +45,12 @@ def tensor_layout(model: Any, plan: Mapping[str, ShardRole], *, by_position: boo
         for name in model.context_plan():  # (B, H, S, head_size), of this rank's heads
             ends[name] = Ends(inputs=dict.fromkeys(range(3), _HEADS), output=_HEADS)
     return ends
+
+
+def is_norm(module: Any) -> bool:
+    """Return whether a module with the role ``column`` norms the features of all ranks."""
+    weight = getattr(module, "weight", None)
+    return hasattr(module, "out_features") and weight is not None and weight.ndim == 1
 
 
 def is_in_tower(name: str, plan: Mapping[str, ShardRole]) -> bool:

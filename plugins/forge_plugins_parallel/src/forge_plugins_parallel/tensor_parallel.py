@@ -29,6 +29,7 @@ from forge_plugins_parallel.config import TensorParallelConfig, rank_without_row
 from forge_plugins_parallel.cut_layers import (
     POSITION,
     ColumnParallel,
+    FeatureNorm,
     FeatureParallel,
     Ranks,
     Replicated,
@@ -42,7 +43,7 @@ from forge_plugins_parallel.cut_layers import (
     own_share,
     sum_gradients,
 )
-from forge_plugins_parallel.tensor_layout import is_in_tower, tensor_layout
+from forge_plugins_parallel.tensor_layout import is_in_tower, is_norm, tensor_layout
 
 _ASYNC = "parallel.passes.tensor_parallel.async_tp"
 
@@ -168,12 +169,16 @@ def _cut(
         case "column" if not hasattr(module, "weight"):  # a number a feature, which is whole like a bias
             _refuse_uneven(name, module.out_features, "output", ranks)
             become(module, FeatureParallel, ranks)
-            _distribute(module, _bias(module, mesh, shards), mesh, cut)
+            _distribute(module, _vector(module, mesh, shards), mesh, cut)
+        case "column" if is_norm(module):
+            _refuse_uneven(name, module.out_features, "normed", ranks)
+            become(module, FeatureNorm, ranks)
+            _distribute(module, _vector(module, mesh, shards, "weight"), mesh, cut)
         case "column":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.out_features, "output", ranks)
             become(module, ColumnParallel, ranks)
-            _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)
+            _distribute(module, {"weight": Shard(0), **_vector(module, mesh, shards)}, mesh, cut)
         case "row":
             _refuse_unless(name, module, role, nn.Linear)
             _refuse_uneven(name, module.in_features, "input", ranks)
@@ -184,7 +189,7 @@ def _cut(
                 _refuse_unless(name, module, role, nn.Linear)
             _refuse_small_vocabulary(name, module.out_features, ranks)
             become(module, VocabParallelHead, ranks)
-            _distribute(module, {"weight": Shard(0), **_bias(module, mesh, shards)}, mesh, cut)
+            _distribute(module, {"weight": Shard(0), **_vector(module, mesh, shards)}, mesh, cut)
         case "embedding":
             _refuse_unless(name, module, role, nn.Embedding)
             _refuse_special_embedding(name, module)
@@ -194,6 +199,8 @@ def _cut(
         case "expert":
             _cut_experts(name, module, ranks, mesh, cut)
         case _:
+            if role == "replicate" and hasattr(module, "part"):
+                module.part = ranks.rank
             _share_out_activations(module, role, ranks)
 
 
@@ -252,10 +259,10 @@ def _sum_gradients(module: nn.Module, ranks: Ranks) -> None:
         become(module, Replicated, ranks)
 
 
-def _bias(module: Any, mesh: DeviceMesh, shards: int) -> dict[str, Placement]:
-    """A bias that cannot be shared out evenly stays whole on every rank: unlike a matrix, it has no other dimension
+def _vector(module: Any, mesh: DeviceMesh, shards: int, name: str = "bias") -> dict[str, Placement]:
+    """A vector that cannot be shared out evenly stays whole on every rank: unlike a matrix, it has no other dimension
     along which its parts could be sharded."""
-    return {"bias": Shard(0)} if module.out_features % (mesh.size() * shards) == 0 else {}
+    return {name: Shard(0)} if module.out_features % (mesh.size() * shards) == 0 else {}
 
 
 def _distribute(
