@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import fork_server
 from doc_pages import DOCS
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
+from forge_core.loading import load_model, opened
 from forge_core.registry.discovery import discover
 from forge_plugins_data.token_format import read_header
+from forge_plugins_inference.checkpoint_job import CheckpointJob
+from forge_plugins_inference.generate_in_layout import generate_in_layout
 from forge_plugins_inference.generation import generate
 from forge_testing.package import PluginConformance
 
@@ -214,6 +217,23 @@ def test_questions_are_answered_alike_in_every_layout(shared_tiny, questions, de
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["eval/exact_match/exact_match"] == 0.8
+
+
+def test_generation_goes_on_until_a_document_ends(shared_tiny, runs, questions):
+    checkpoint = find_checkpoint(shared_tiny.path("plain"), print)
+    job = CheckpointJob.of(checkpoint, (), discover, 1).load(())
+
+    with opened(checkpoint, job, discover(), print) as model, model.evaluating() as context:
+        assert not any(part.training for part in context.parts)
+        ids = [context.tokenizer.encode(prompt).tolist() for prompt in ("The ", "Two words")]
+        whole = generate_in_layout(context, ids, max_new_tokens=6)
+        assert [context.tokenizer.decode(tokens) for tokens in whole] == questions[1][:2]
+        last = whole[0][1]
+        context.tokenizer = SimpleNamespace(end_of_document=last)
+        ended = generate_in_layout(context, ids, max_new_tokens=6)
+
+    assert ended == [row[: row.index(last) + 1] if last in row else row for row in whole]
+    assert len(ended[0]) < len(whole[0])
 
 
 def test_a_command_of_others_runs_on_ranks(shared_tiny, runs, questions, make_distribution, capsys):
