@@ -10,9 +10,10 @@ import click
 from markdown_table import table  # it lies beside this file
 
 from forge_core.cli import CORE_COMMANDS
+from forge_core.commands.invocation import load_command
 from forge_core.errors import ExitCode
 from forge_core.registry.catalog import Catalog
-from forge_core.registry.imports import load_reference
+from forge_core.registry.component import Command
 
 RUN = {
     ExitCode.COMPLETED: "done; a run has reached its last step",
@@ -42,9 +43,9 @@ def command_reference(catalog: Catalog) -> Iterator[str]:
     yield "A command that says nothing of its own below ends with 0, 1 or 2."
     yield ""
     for command in CORE_COMMANDS:
-        yield from _command(command.name, command.run, "forge-core", command.summary)
-    for name, (command, plugin) in sorted(catalog.commands.items()):
-        yield from _command(name, command.run, plugin.distribution, command.summary)
+        yield from _command(command, "forge-core")
+    for _, (command, plugin) in sorted(catalog.commands.items()):
+        yield from _command(command, plugin.distribution)
 
 
 def exit_codes_of(command: click.Command) -> str:
@@ -54,13 +55,12 @@ def exit_codes_of(command: click.Command) -> str:
     return match[0] if match else ""
 
 
-def _command(name: str, run: str, distribution: str, summary: str) -> Iterator[str]:
-    loaded = load_reference(run, what=f"the command '{name}'", owner=distribution)
-    yield f"## `forge {name}`"
+def _command(command: Command, distribution: str) -> Iterator[str]:
+    yield f"## `forge {command.name}`"
     yield ""
-    yield f"{summary[:1].upper()}{summary[1:]}. From {distribution}."
+    yield f"{command.summary[:1].upper()}{command.summary[1:]}. From {distribution}."
     yield ""
-    yield from _page(f"forge {name}", loaded)
+    yield from _page(f"forge {command.name}", load_command(command, distribution))
 
 
 def _page(name: str, command: click.Command) -> Iterator[str]:

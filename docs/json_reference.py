@@ -11,10 +11,10 @@ import attrs
 import click
 from markdown_table import table  # it lies beside this file
 
+from forge_core.commands.invocation import load_command
 from forge_core.config.field_docs import field_docs
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.hookspecs import CORE_COMMANDS
-from forge_core.registry.imports import load_reference
 from forge_testing.json_output import json_option_of
 
 
@@ -43,9 +43,7 @@ def commands(catalog: Catalog) -> Iterator[tuple[str, click.Command]]:
     known = [(command, "forge-core") for command in CORE_COMMANDS]
     known += [(command, plugin.distribution) for command, plugin in catalog.commands.values()]
     for command, owner in sorted(known, key=lambda one: one[0].name):
-        yield from _with_subcommands(
-            f"forge {command.name}", load_reference(command.run, what="a command", owner=owner)
-        )
+        yield from _with_subcommands(f"forge {command.name}", load_command(command, owner))
 
 
 def _with_subcommands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import click
 
 from forge_core import __version__
+from forge_core.commands.invocation import Invocation, load_command
 from forge_core.config.describe import printable
-from forge_core.errors import ConfigError, ExitCode, ForgeError, PluginError
-from forge_core.registry.component import Command
+from forge_core.errors import ExitCode, ForgeError
 from forge_core.registry.hookspecs import CORE_COMMANDS
 from forge_core.registry.plugin_files import TRUST_VARIABLE
-
-if TYPE_CHECKING:
-    from forge_core.registry.catalog import Catalog
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, where a command does not handle it: 128 + SIGINT, as shells have it."""
@@ -63,57 +58,6 @@ def _run(arguments: Sequence[str], invocation: Invocation) -> int:
     return int(result) if isinstance(result, int) else ExitCode.COMPLETED
 
 
-class Invocation:
-    """The ``Invocation`` of ``forge_core.contracts.command``."""
-
-    def __init__(self, arguments: Sequence[str] = (), *, debug: bool = False) -> None:
-        self.arguments = tuple(arguments)
-        self.debug = debug
-        self.until_the_end = ExitStack()
-        self.disabled: tuple[str, ...] = ()
-        """Distributions named by ``--disable-plugin``."""
-        self._catalogs: dict[frozenset[str], Catalog] = {}
-        self._noted: set[str] = set()
-
-    def catalog(self, disable: Collection[str] = (), *, notes_slow: bool = True) -> Catalog:
-        from forge_core.registry.discovery import discover
-        from forge_core.registry.entry_points import canonical_distribution
-
-        wanted = frozenset(canonical_distribution(name) for name in (*self.disabled, *disable))
-        if wanted not in self._catalogs:
-            self._catalogs[wanted] = discover(wanted)
-        catalog = self._catalogs[wanted]
-        installed = {plugin.distribution for plugin in catalog.plugins}
-        for name in self.disabled:
-            if canonical_distribution(name) not in installed:
-                from forge_core.registry.suggestions import did_you_mean
-
-                near = did_you_mean(canonical_distribution(name), installed)
-                raise ConfigError(f"--disable-plugin {name}: no plugin of that name is installed.{near}")
-        if notes_slow:
-            self._note_slow(catalog)
-        return catalog
-
-    def _note_slow(self, catalog: Catalog) -> None:
-        slow = [one for one in catalog.plugins if one.is_slow and one.distribution not in self._noted]
-        for plugin in slow if slow and not _is_one_of_many(catalog) else ():
-            self._noted.add(plugin.distribution)
-            seconds = f"{plugin.import_seconds:.1f} s"
-            click.echo(f"note: importing {plugin} takes {seconds}, for which every forge command waits", err=True)
-
-
-def _is_one_of_many(catalog: Catalog) -> bool:
-    """Return whether other processes would say the same."""
-    if "RANK" in os.environ:
-        return True
-    from forge_core.distributed.cluster import find_cluster
-
-    try:
-        return find_cluster(catalog, os.environ).is_launched(os.environ)
-    except ForgeError:  # a command that needs to know says why
-        return False
-
-
 class ForgeGroup(click.Group):
     """The core's commands and those of plugins, each imported when it is called."""
 
@@ -127,9 +71,9 @@ class ForgeGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         for command in CORE_COMMANDS:
             if command.name == cmd_name:
-                return _load(command, "forge-core")
+                return load_command(command, "forge-core")
         found = _invocation(ctx).catalog().command(cmd_name)
-        return _load(found[0], found[1].distribution) if found else None
+        return load_command(found[0], found[1].distribution) if found else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -216,18 +160,6 @@ def _take(flag: str, arguments: Sequence[str]) -> tuple[list[str], bool]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours = [argument for argument in arguments[:end] if argument != flag]
     return [*ours, *arguments[end:]], len(ours) < end
-
-
-def _load(command: Command, owner: str) -> click.Command:
-    from forge_core.registry.imports import load_reference
-
-    loaded = load_reference(command.run, what=f"the command '{command.name}'", owner=owner)
-    if not isinstance(loaded, click.Command):
-        raise PluginError(
-            f"{owner}: the command '{command.name}' ({command.run}) must be a click.Command, not "
-            f"{type(loaded).__name__}. This is a bug in {owner}."
-        )
-    return loaded
 
 
 def _invocation(ctx: click.Context) -> Invocation:

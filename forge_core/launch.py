@@ -82,7 +82,6 @@ def launch(ranks: Ranks, *, max_restarts: int, checkpoints: Path, until_the_end:
     Returns:
         An ``ExitCode``, or ``INTERRUPTED``.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks.number)))
     in_vain = 0
     signals = until_the_end.enter_context(SignalsForRanks())
     while True:
@@ -112,14 +111,13 @@ def launch_command(arguments: Sequence[str], nproc: int, variables: Mapping[str,
     """Run a command of ``forge`` in so many processes on this machine, each a rank of one group, and end as they do.
 
     Args:
-        arguments: the words behind ``forge``, without ``--nproc``.
+        arguments: the words behind ``forge``.
         variables: more of the environment.
         until_the_end: signals are heeded until this is closed.
 
     Returns:
         An ``ExitCode``, or ``INTERRUPTED``.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     signals = until_the_end.enter_context(SignalsForRanks())
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         return _run_ranks(Path(folder), arguments, nproc, variables, signals).code
@@ -156,6 +154,7 @@ def _run_ranks(
     """Args:
     folder: where ranks leave how they have ended, and their stacks.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
     outcome, command = folder / "outcome", [sys.executable, *RANK_PROGRAM, *arguments]
     ranks = LocalRanks(command, number, {**variables, OUTCOME_FILE: str(outcome), LAUNCH_FOLDER: str(folder)})
     was_told = False

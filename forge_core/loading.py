@@ -132,15 +132,22 @@ class OpenModel:
     log: Callable[[str], None]
     """Prints a line, on rank 0."""
 
+    @contextmanager
+    def evaluating(self) -> Iterator[ModelEvaluator]:
+        """Put the model into evaluation mode without gradients, and give it as an ``EvaluationContext``. All ranks
+        call it together."""
+        evaluator = ModelEvaluator(self.context, self.model, self.tokenizer, self.log)
+        with evaluator.evaluating():
+            yield evaluator
+
     def evaluate(self) -> dict[str, float]:
         """All that the job asks for, by the names of ``metrics.jsonl``. All ranks call it together.
 
         Raises:
             PluginError: an evaluation gives something that is no number.
         """
-        evaluator = ModelEvaluator(self.context, self.model, self.tokenizer, self.log)
         values: dict[str, float] = {}
-        with evaluator.evaluating():
+        with self.evaluating() as evaluator:
             if self.validation is not None:
                 samples = self.context.job.eval.batches * self._samples_per_step()
                 values |= held_out_loss(evaluator, self.validation, samples)

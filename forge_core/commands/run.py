@@ -25,7 +25,6 @@ COMMAND = "FORGE_COMMAND"
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
 @click.option("--dry-run", is_flag=True, help="Build everything, stop before the first step, write nothing.")
 @click.option("--resume", metavar="auto|never|STEP|PATH", help="Short for --checkpoint.resume: where to start from.")
 @click.option(
@@ -37,7 +36,7 @@ COMMAND = "FORGE_COMMAND"
 )
 @click.pass_obj
 def run(
-    obj: Any, config: Path, overrides: tuple[str, ...], nproc: str, dry_run: bool, resume: str | None, max_restarts: int
+    obj: Any, config: Path, overrides: tuple[str, ...], dry_run: bool, resume: str | None, max_restarts: int
 ) -> None:
     """Train the job in CONFIG, or go on with it: a run that was interrupted continues from its last checkpoint.
 
@@ -47,8 +46,7 @@ def run(
     checkpoint saved, 4 non-finite loss or gradient, 5 lost another rank.
     """
     from forge_core.distributed.cluster import find_cluster, note_job  # here, as completion needs the options alone
-    from forge_core.distributed.environment import world_size_of
-    from forge_core.distributed.parent_death import end_with_launcher
+    from forge_core.distributed.environment import launched_ranks
     from forge_core.distributed.torchrun import refuse_split_brain
     from forge_core.job import disabled_plugins, dump_job, load_job
     from forge_core.run.directory import RunDirectory
@@ -59,24 +57,18 @@ def run(
         overrides = (*overrides, f"checkpoint.resume={json.dumps(resume, ensure_ascii=False)}")
     cluster = find_cluster(obj.catalog(disabled_plugins(config, overrides, options_of(run))), os.environ)
     note_job(cluster, os.environ)
-    ranks = world_size_of(os.environ, cluster)
+    ranks = launched_ranks(os.environ, cluster, obj.nproc)
     if ranks is not None:  # one rank of a group that torchrun, a cluster or `--nproc` has started
-        end_with_launcher(os.environ, cluster)
         refuse_split_brain(os.environ, cluster=cluster)
-        if nproc != "1":
-            raise ConfigError(
-                f"--nproc {nproc}: torchrun or a cluster has started this process as one of {ranks} ranks already; "
-                "leave --nproc out, or start a single process"
-            )
         if max_restarts:
             raise ConfigError("--max-restarts belongs to --nproc; here, torchrun or a cluster starts the ranks: ask it")
         _end(_explained(cluster, lambda: _run_here(obj, config, overrides, ranks, dry_run)))
-    if nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
-        load_job(config, overrides, catalog=obj.catalog, world_size=int(nproc) or None, options=options_of(run))
+    if obj.nproc.isdecimal():  # what is wrong with the job is said before torch is imported, which takes seconds
+        load_job(config, overrides, catalog=obj.catalog, world_size=int(obj.nproc) or None, options=options_of(run))
     with frozen_imports():
         from forge_core.launch import Ranks, launch, processes_asked_for
 
-    world_size = processes_asked_for(nproc)
+    world_size = processes_asked_for(obj.nproc)
     if world_size == 1 and max_restarts == 0:
         _end(_run_here(obj, config, overrides, 1, dry_run))
     job = load_job(config, overrides, catalog=obj.catalog, world_size=world_size, options=options_of(run))

@@ -8,7 +8,7 @@ exit code is 2.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,28 @@ class Invocation(Protocol):
 
         Raises:
             ConfigError: the command line disables a distribution that is not there.
+        """
+        ...
+
+    def ranks(self) -> int:
+        """The number of processes that do a command with ``ranks=True``: those that a launcher has started, of which
+        this is one, or else what ``--nproc`` asks for.
+
+        Raises:
+            ConfigError: ``--nproc`` is no number that this machine could start, or another one than the launcher's.
+        """
+        ...
+
+    def start_ranks(self, arguments: Sequence[str] | None = None) -> None:
+        """Let ranks do the rest. If ``ranks()`` are several and no launcher has started them, this starts them, each a
+        process that runs the command from its beginning, and ends the command with their exit code. On a rank, and in
+        the only process, it returns.
+
+        Args:
+            arguments: the words behind ``forge`` for each rank; by default those of this process.
+
+        Raises:
+            ConfigError: as ``ranks`` does.
         """
         ...
 

@@ -12,7 +12,7 @@ from forge_core.distributed.cluster import find_cluster
 from forge_core.distributed.parent_death import end_with_launcher
 from forge_core.errors import ConfigError, ForgeError, NotJoinedError
 
-__all__ = ["end_with_launcher", "find_cluster", "interface_problem", "refuse_unknown_host"]
+__all__ = ["end_with_launcher", "find_cluster", "interface_problem", "launched_ranks", "refuse_unknown_host"]
 __all__ += ["allow_sockets", "why_not_joined", "world_size_of"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -53,6 +53,24 @@ def world_size_of(environment: MutableMapping[str, str], cluster: ClusterEnviron
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
     return world_size
+
+
+def launched_ranks(environment: MutableMapping[str, str], cluster: ClusterEnvironment, nproc: str) -> int | None:
+    """The same of a command with ``--nproc``. A rank lives no longer than its launcher.
+
+    Raises:
+        ConfigError: also if ``--nproc`` asks for another number.
+        LostPeerError: the launcher has died already.
+    """
+    ranks = world_size_of(environment, cluster)
+    if ranks is not None:
+        end_with_launcher(environment, cluster)
+        if nproc not in ("1", "auto", str(ranks)):
+            raise ConfigError(
+                f"--nproc {nproc}: torchrun or a cluster has started this process as one of {ranks} ranks already; "
+                "leave --nproc out, or start a single process"
+            )
+    return ranks
 
 
 def _refuse_size_without_rank(environment: Mapping[str, str]) -> None:

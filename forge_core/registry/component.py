@@ -211,6 +211,9 @@ class Command:
     summary: str = attrs.field(validator=_is_summary)
     run: str = attrs.field(validator=_is_reference)
     """``"package.module:command"``, a ``click.Command`` or ``click.Group``, imported when it is called."""
+    ranks: bool = False
+    """The command has the option ``--nproc``, and goes on as several ranks where it calls
+    ``Invocation.start_ranks``."""
 
 
 @attrs.frozen(kw_only=True)

@@ -17,77 +17,44 @@ from forge_core.registry.component import Check, Command, Kind, PassComponent
 _MODULE, _FUNCTION, _CONTRACT = "torch.nn:Module", "collections.abc:Callable", "its contract, which is a base class"
 
 
-def _kind(name: str, hook: str, contract: str, summary: str, returns: str = "", **more: Any) -> Kind:
-    """A kind whose contract is in the file of its name."""
+def _kind(name: str, contract: str, summary: str, returns: str = "", **more: Any) -> Kind:
+    """A kind whose contract is in the file of its name, and whose hook has its plural."""
     contract = f"forge_core.contracts.{name}:{contract}"
     returns = contract if returns == _CONTRACT else returns
+    hook = f"forge_{name}es" if name.endswith("s") else f"forge_{name}s"
     return Kind(name=name, hook=hook, summary=summary, contract=contract, returns=returns, **more)
 
 
 CORE_KINDS = (
-    _kind("model", "forge_models", "Model", "hidden states from tokens, in blocks", _MODULE),
-    _kind("feed_forward", "forge_feed_forwards", "FeedForward", "the position-wise half of a block", _MODULE),
-    _kind("router", "forge_routers", "Router", "which experts see which token", _MODULE),
+    _kind("model", "Model", "hidden states from tokens, in blocks", _MODULE),
+    _kind("feed_forward", "FeedForward", "the position-wise half of a block", _MODULE),
+    _kind("router", "Router", "which experts see which token", _MODULE),
+    _kind("optimizer", "OptimizerFactory", "how gradients become updates", returns="torch.optim:Optimizer"),
     _kind(
-        "optimizer",
-        "forge_optimizers",
-        "OptimizerFactory",
-        "how gradients become updates",
-        returns="torch.optim:Optimizer",
-    ),
-    _kind(
-        "scheduler",
-        "forge_schedulers",
-        "Schedule",
-        "the learning rate's multiplier at each step",
-        _FUNCTION,
-        optional=("tokens_per_step",),
+        "scheduler", "Schedule", "the learning rate's multiplier at each step", _FUNCTION, optional=("tokens_per_step",)
     ),
     _kind(
         "parametrization",
-        "forge_parametrizations",
         "ParametrizationFactory",
         "initial values and rates, from the size of a model",
         "forge_core.contracts.parametrization:Parametrization",
     ),
-    _kind("loss", "forge_losses", "Loss", "what is minimised, from hidden states", _FUNCTION),
+    _kind("loss", "Loss", "what is minimised, from hidden states", _FUNCTION),
     _kind(
         "data_source",
-        "forge_data_sources",
         "DataSource",
         "the samples, by index or by position",
         optional=("seed", "samples_per_step", "phases"),
     ),
-    _kind("tokenizer", "forge_tokenizers", "Tokenizer", "text to token ids and back"),
-    _kind(
-        "parallel_pass",
-        "forge_parallel_passes",
-        "ParallelPass",
-        "a transformation of the built model",
-        descriptor=PassComponent,
-    ),
-    _kind("tracker", "forge_trackers", "Tracker", "where metrics are sent", _CONTRACT),
-    _kind(
-        "checkpoint_mirror", "forge_checkpoint_mirrors", "CheckpointMirror", "a second place for checkpoints", _CONTRACT
-    ),
-    _kind("weight_source", "forge_weight_sources", "WeightSource", "weights that are no checkpoint", _CONTRACT),
-    _kind(
-        "evaluation",
-        "forge_evaluations",
-        "Evaluation",
-        "what is measured of the model",
-        _CONTRACT,
-        optional=("tokenizer", "seq_len"),
-    ),
-    _kind("callback", "forge_callbacks", "Callback", "what else happens during a run", _CONTRACT),
-    _kind(
-        "cluster_environment",
-        "forge_cluster_environments",
-        "ClusterEnvironment",
-        "a cluster's variables: ranks, job, end",
-        _CONTRACT,
-    ),
-    _kind("supervisor", "forge_supervisors", "Supervisor", "who notices that a rank is lost, and names it", _CONTRACT),
+    _kind("tokenizer", "Tokenizer", "text to token ids and back"),
+    _kind("parallel_pass", "ParallelPass", "a transformation of the built model", descriptor=PassComponent),
+    _kind("tracker", "Tracker", "where metrics are sent", _CONTRACT),
+    _kind("checkpoint_mirror", "CheckpointMirror", "a second place for checkpoints", _CONTRACT),
+    _kind("weight_source", "WeightSource", "weights that are no checkpoint", _CONTRACT),
+    _kind("evaluation", "Evaluation", "what is measured of the model", _CONTRACT, optional=("tokenizer", "seq_len")),
+    _kind("callback", "Callback", "what else happens during a run", _CONTRACT),
+    _kind("cluster_environment", "ClusterEnvironment", "a cluster's variables: ranks, job, end", _CONTRACT),
+    _kind("supervisor", "Supervisor", "who notices that a rank is lost, and names it", _CONTRACT),
 )
 """The kinds of the core."""
 
@@ -99,23 +66,16 @@ BESIDE_COMPONENTS: Mapping[str, type[Command | Check | Kind]] = {
 """The hooks of what is no component, each with what it yields."""
 
 
+def _command(name: str, summary: str, **more: Any) -> Command:
+    """A command in the file of its name."""
+    return Command(name=name, summary=summary, run=f"forge_core.commands.{name}:{name}", **more)
+
+
 CORE_COMMANDS = (
-    Command(name="run", summary="train what a TOML file describes", run="forge_core.commands.run:run"),
-    Command(
-        name="validate",
-        summary="check a configuration and report every problem at once",
-        run="forge_core.commands.validate:validate",
-    ),
-    Command(
-        name="config",
-        summary="print the resolved configuration, its JSON Schema, or the difference of two",
-        run="forge_core.commands.config:config",
-    ),
-    Command(
-        name="plugins",
-        summary="list what is installed, and what is broken and why",
-        run="forge_core.commands.plugins:plugins",
-    ),
+    _command("run", "train what a TOML file describes", ranks=True),
+    _command("validate", "check a configuration and report every problem at once"),
+    _command("config", "print the resolved configuration, its JSON Schema, or the difference of two"),
+    _command("plugins", "list what is installed, and what is broken and why"),
 )
 """In the order in which they are listed. A plugin cannot replace one."""
 

@@ -15,9 +15,9 @@ import pytest
 from doc_pages import DOCS, ROOT, type_in, write_text
 from forge_core.cli import CORE_COMMANDS, main
 from forge_core.commands.config import config
+from forge_core.commands.invocation import load_command
 from forge_core.errors import ExitCode
 from forge_core.registry.discovery import discover
-from forge_core.registry.imports import load_reference
 from forge_testing.json_output import json_option_of
 
 RUNNING = (DOCS / "running.md").read_text(encoding="utf-8")
@@ -138,7 +138,7 @@ def test_every_command_and_option_is_in_the_reference(module):
     assert len(commands) > 20
     for name, (command, owner) in commands.items():
         assert f"\n## `forge {name}`\n" in page
-        loaded = load_reference(command.run, what="a command", owner=owner)
+        loaded = load_command(command, owner)
         for option in (one for one in loaded.params if isinstance(one, click.Option) and not one.hidden):
             assert all(re.search(rf"^\| `.*{re.escape(word)}\b", page, re.M) for word in option.opts), (
                 name,
@@ -194,7 +194,7 @@ def test_every_exit_code_is_in_the_reference_and_on_the_page_about_running(modul
 def test_what_a_command_says_of_its_exit_codes_is_found(module):
     found = {}
     for command in CORE_COMMANDS:
-        loaded = load_reference(command.run, what="a command", owner="forge-core")
+        loaded = load_command(command, "forge-core")
         found[command.name] = module["command_reference"].exit_codes_of(loaded)
 
     assert found["run"].startswith("Exit codes: 0 reached its end, 1 unexpected")

@@ -1,4 +1,4 @@
-"""A model with sites, a metric and an intervention, from wheels of others, in a layout of two kinds of parallelism."""
+"""Sites, a metric, an intervention and a command on ranks of others, from wheels, in a layout of two parallelisms."""
 
 from __future__ import annotations
 
@@ -29,25 +29,7 @@ validation = 0.5
 name = "adamw"
 lr = 1e-2
 """
-LOOK = """
-import sys
-import torch
-import forge_plugins_interp as interp
-from acme_recipes.reversal import Reversal
-
-out, *settings = sys.argv[1:]
-tokens = torch.arange(64).view(4, 16)
-with interp.open("runs/jay", settings) as run, torch.no_grad():
-    with run.observe("blocks.*.*", "logits") as plain:
-        run.model(tokens)
-    changes = [Reversal("blocks.0.z", at={"head": 3}), Reversal("blocks.1.attn_out", at={"position": -1})]
-    with run.intervene(*changes), run.observe("logits") as changed:
-        run.model(tokens)
-    if run.context.mesh.rank == 0:
-        torch.save({**plain, "changed": changed["logits"]}, out)
-"""
 LAYOUT = ["parallel.tp=2", "parallel.dp_shard=2"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +40,12 @@ def folder(installed, tmp_path_factory) -> Path:
         text = "".join(f"{n} and {number} are {n + number}.\n" for n in range(100))
         (folder / "corpus" / f"{number}.txt").write_text(text)
     (folder / "jay.toml").write_text(CONFIG)
-    (folder / "look.py").write_text(LOOK)
+    look = ["-m", "forge_core", "reversed-look", "runs/jay"]
     extract = ["-m", "forge_core", "extract", "runs/jay", "--sites", "blocks.*.*", "--samples", "6", "--out"]
     installed.in_turn(
         ["-m", "forge_core", "run", "jay.toml"],
-        ["look.py", "alone.pt"],
-        [*TORCHRUN, "look.py", "ranks.pt", *LAYOUT],
+        [*look, "alone.pt"],
+        [*look, "ranks.pt", "--nproc", "4", *LAYOUT],
         [*extract, "alone"],
         [*extract, "ranks", "--nproc", "4", *LAYOUT],
         cwd=folder,

@@ -1,22 +1,32 @@
 """``forge eval``: what a trained model is measured to be is what its run has measured, on any ranks."""
 
 import json
+import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fork_server
+from doc_pages import DOCS
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
+from forge_core.loading import load_model, opened
 from forge_core.registry.discovery import discover
 from forge_plugins_data.token_format import read_header
+from forge_plugins_inference.checkpoint_job import CheckpointJob
+from forge_plugins_inference.generate_in_layout import generate_in_layout
 from forge_plugins_inference.generation import generate
+from forge_testing.package import PluginConformance
 
 EVALUATED = ("eval.interval=10", "eval.batches=3", 'evaluations=[{name="accuracy"}]')
 SHARDED = ("run.name=sharded", "--nproc", "2", "parallel.tp=2", "train.global_batch_size=4")
+
+
+class ContinueText(PluginConformance):
+    dist = "continue-text"
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +202,8 @@ def test_questions_are_answered_as_generate_answers_them(evaluate, questions):
     assert evaluate("plain", *asked(file), "evaluations.0.samples=4")["eval/exact_match/questions"] == 4
 
 
-@pytest.mark.parametrize("degree", ["dp_shard", "tp", "cp", "pp"])
+# by day, the command of the page generates in tensor parallelism (below)
+@pytest.mark.parametrize("degree", ["dp_shard", "cp", "pp", pytest.param("tp", marks=pytest.mark.nightly)])
 def test_questions_are_answered_alike_in_every_layout(shared_tiny, questions, degree):
     command = [sys.executable, "-m", "forge_core", "eval", str(shared_tiny.path("plain")), "--nproc", "2", "--json"]
     layout = [f"parallel.{degree}=2", 'evaluations.0.stop=""']
@@ -206,6 +217,62 @@ def test_questions_are_answered_alike_in_every_layout(shared_tiny, questions, de
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["eval/exact_match/exact_match"] == 0.8
+
+
+def test_generation_goes_on_until_a_document_ends(shared_tiny, runs, questions):
+    checkpoint = find_checkpoint(shared_tiny.path("plain"), print)
+    job = CheckpointJob.of(checkpoint, (), discover, 1).load(())
+
+    with opened(checkpoint, job, discover(), print) as model, model.evaluating() as context:
+        assert not any(part.training for part in context.parts)
+        ids = [context.tokenizer.encode(prompt).tolist() for prompt in ("The ", "Two words")]
+        whole = generate_in_layout(context, ids, max_new_tokens=6)
+        assert [context.tokenizer.decode(tokens) for tokens in whole] == questions[1][:2]
+        last = whole[0][1]
+        context.tokenizer = SimpleNamespace(end_of_document=last)
+        ended = generate_in_layout(context, ids, max_new_tokens=6)
+
+    assert ended == [row[: row.index(last) + 1] if last in row else row for row in whole]
+    assert len(ended[0]) < len(whole[0])
+
+
+def test_a_command_of_others_runs_on_ranks(shared_tiny, runs, questions, make_distribution, capsys):
+    page = (DOCS / "hooks" / "forge_commands.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"^:caption: (continue_text/\w+\.py)\n(.*?)^```$", page, re.M | re.S))
+    site = make_distribution("continue-text", files=files)
+    assert sum(bool(line.strip()) for text in files.values() for line in text.splitlines()) < 40
+    words = ["continue", str(shared_tiny.path("plain")), "The "]
+
+    PluginConformance.test_commands_on_ranks_start_them(ContinueText())
+    assert main(words) == 0
+    alone = capsys.readouterr().out
+    done = fork_server.run(
+        [sys.executable, "-m", "forge_core", *words, "--nproc", "2", "parallel.tp=2"],
+        env={**shared_tiny.environment(), "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == alone
+    assert alone.startswith("The " + questions[1][0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--nproc", "two"], "--nproc: expected a positive number or auto, got 'two'"),
+        (["--nproc=2", "parallel.tp=3"], "2 ranks"),
+    ],
+)
+def test_what_is_wrong_with_ranks_of_a_command_is_told_before_they_start(
+    shared_tiny, runs, capsys, monkeypatch, arguments, sentence
+):
+    monkeypatch.setattr("forge_core.launch.launch_command", lambda *_: pytest.fail("ranks were started"))
+
+    assert main(["eval", str(shared_tiny.path("plain")), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_keys_of_an_evaluation_are_options(evaluate, runs, questions):

@@ -10,7 +10,8 @@ import click
 import numpy as np
 import pytest
 
-from forge_core.cli import Invocation, forge, main
+from forge_core.cli import forge, main
+from forge_core.commands.invocation import Invocation
 from forge_core.commands.json_output import JsonOption, print_json
 from forge_testing.json_output import check_json, json_of, json_option_of, misfits
 

@@ -51,6 +51,15 @@ DOCTOR = """
     def forge_checks():
         yield Check(name="flat", summary="flat", run="acme.flat:flat")
 """
+RANKS = COMMANDS.replace('run="acme.flat:flat"', 'run="acme.flat:flat", ranks=True')
+FLATTEN = """
+    import click
+
+    @click.command
+    @click.pass_obj
+    def flat(obj):
+        obj.start_ranks()
+"""
 METADATA = "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nRequires-Dist: forge-core>=0.1\n"
 
 
@@ -178,6 +187,16 @@ FAULTS = [
         "test_commands_are_click_commands",
         "acme.flat:flat must be a click.Command, got function",
     ),
+    (
+        {"plugin": RANKS, "flat": FLATTEN.replace("@click.pass_obj", "@click.option('--nproc')\n    @click.pass_obj")},
+        "test_commands_on_ranks_start_them",
+        "the command 'flatten' has ranks=True, which adds --nproc; leave out its own",
+    ),
+    (
+        {"plugin": RANKS, "flat": FLATTEN.replace("obj.start_ranks()", "print(obj.ranks())")},
+        "test_commands_on_ranks_start_them",
+        r"acme.flat:flat never calls start_ranks\(\) of its invocation: --nproc would do nothing",
+    ),
 ]
 
 
@@ -205,6 +224,12 @@ def test_only_what_trades_memory_can_be_compared(acme):
 
     with pytest.raises(AssertionError, match="compared is for passes of the phase checkpointing"):
         Acme().test_loads()
+
+
+def test_a_command_on_ranks_that_starts_them_passes(acme):
+    acme(plugin=RANKS, flat=FLATTEN)
+
+    Acme().test_commands_on_ranks_start_them()
 
 
 @pytest.mark.parametrize(("files", "check", "sentence"), FAULTS)

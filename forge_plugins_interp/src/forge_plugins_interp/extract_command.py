@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_core.errors import ConfigError
-from forge_plugins_inference.command_ranks import CommandRanks
 from forge_plugins_interp.site_pattern import listed
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the store; by default as computed."
 )
-@click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
 @click.pass_obj
 def extract(
     obj: Any,
@@ -67,14 +65,12 @@ def extract(
     directions: str,
     fit_samples: int | None,
     dtype: str | None,
-    nproc: str,
 ) -> None:
     """Write what RUN's model computes at some sites to a store, which any process or layout can read and go on with.
 
     OVERRIDES are settings of the job: data.path=… names the data, by default what the run holds out; parallel.tp=2 a
     layout. The same command goes on with a store that is not complete.
     """
-    ranks = CommandRanks.of(obj, nproc)
     chosen = listed(patterns)
     kept = _positions(positions)
     if kept and over != "none":
@@ -83,8 +79,7 @@ def extract(
         raise ConfigError("--directions principal: how many is missing; add --features 64")
     if fit_samples is not None and directions != "principal":
         raise ConfigError(f"--fit-samples {fit_samples}: has no effect without --directions principal; leave it out")
-    if ranks.start(obj, _without_nproc(obj)):
-        return
+    obj.start_ranks()
 
     import torch
 
@@ -119,18 +114,6 @@ def extract(
         extract(session, source, request, say if session.context.mesh.rank == 0 else lambda line: None)
         if session.context.mesh.rank == 0:
             print(f"wrote {out}")
-
-
-def _without_nproc(obj: Any) -> list[str]:
-    """The words of this command for a process that is one of several."""
-    words, left = list(obj.arguments), []
-    while words:
-        word = words.pop(0)
-        if word == "--nproc":
-            words.pop(0)
-        elif not word.startswith("--nproc="):
-            left.append(word)
-    return left
 
 
 def _positions(text: str | None) -> list[int]:

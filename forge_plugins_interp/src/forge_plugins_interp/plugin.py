@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from forge_core.api import Command, Component, Conflict, Kind, PassComponent, hookimpl
 
-FORGE_API = "1.1"
+FORGE_API = "1.3"
 
 
 @hookimpl
@@ -31,6 +31,7 @@ def forge_commands() -> Iterable[Command]:
         name="extract",
         summary="write what a model computes to a store",
         run="forge_plugins_interp.extract_command:extract",
+        ranks=True,
     )
     yield Command(
         name="lens",

@@ -12,7 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 import click
 
-from forge_core.cli import Invocation, forge, main
+from forge_core.cli import forge, main
+from forge_core.commands.invocation import Invocation
 from forge_core.commands.json_output import JsonOption
 
 

@@ -205,6 +205,17 @@ class PluginConformance:
                 f"the command {command.name!r}: {command.run} must be a click.Command, got {type(loaded).__name__}"
             )
 
+    def test_commands_on_ranks_start_them(self) -> None:
+        for command in (one for one in self.plugin().commands if one.ranks):
+            loaded = load_reference(command.run, what=f"the command '{command.name}'", owner=self.dist)
+            own = [one for one in loaded.params if "--nproc" in one.opts and one.expose_value]
+            assert not own, f"the command {command.name!r} has ranks=True, which adds --nproc; leave out its own"
+            source = inspect.getsource(import_module(command.run.partition(":")[0]))
+            assert ".start_ranks(" in source, (
+                f"the command {command.name!r} has ranks=True, and {command.run} never calls start_ranks() of its "
+                "invocation: --nproc would do nothing"
+            )
+
     def _configs(self) -> Iterator[tuple[str, type]]:
         for kind, component in self.plugin().components:
             yield f"{kind} {component.name}: {component.config or component.factory}", self._keys(kind, component)

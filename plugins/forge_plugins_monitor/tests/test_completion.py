@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.cli import Invocation, forge, main
+from forge_core.cli import forge, main
+from forge_core.commands.invocation import Invocation
 from forge_plugins_monitor.completion.words import Word, words_at
 
 FORGE = Path(sys.executable).with_name("forge")

@@ -1,12 +1,13 @@
 """``muon`` against torch's, and its iterations against the published formula."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
-from forge_plugins_optim.config import MuonConfig
+from forge_plugins_optim.config import MuonConfig, StackedMatrices
 from forge_plugins_optim.muon import Muon
 from forge_plugins_optim.newton_schulz import COEFFICIENTS, orthogonalise
 
@@ -114,6 +115,44 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own() -> None:
     Muon(config, parameters=named(apart)).step()
 
     torch.testing.assert_close(stack.detach(), torch.stack([one.detach() for one in apart]))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_each_matrix_of_a_fused_projection_is_one_of_its_own(scale: str) -> None:
+    """Beside a whole one of the same shape, over 20 steps, with parts of unlike shapes."""
+    rows, columns = (24, 4, 4), 16
+    whole, apart = drawn(6, [(32, columns)])[0], drawn(7, [(n, columns) for n in rows])
+    fused = [nn.Parameter(torch.cat(apart)), nn.Parameter(whole.clone())]
+    separate = [*map(nn.Parameter, apart), nn.Parameter(whole.clone())]
+    config = MuonConfig(lr=0.01, dtype="fp32", scale=scale)
+    declared = attrs.evolve(config, stacked=(StackedMatrices(pattern="*0", rows=rows),))
+    ours, theirs = Muon(declared, parameters=named(fused)), Muon(config, parameters=named(separate))
+
+    for step in range(20):
+        gradients = drawn(100 + step, [one.shape for one in separate])
+        fused[0].grad, fused[1].grad = torch.cat(gradients[:3]), gradients[3]
+        for parameter, gradient in zip(separate, gradients, strict=True):
+            parameter.grad = gradient
+        ours.step()
+        theirs.step()
+
+    assert largest_difference(fused, [torch.cat([one.detach() for one in separate[:3]]), separate[3]]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "sentence"),
+    [
+        ("p0", (8, 9), r"rows = \[8, 9\] add up to 17, and p0, which 'p0' matches, has 16 rows"),
+        ("[p]1", (2, 2), r"the pattern '\[p\]1' takes no parameter, because those before it take all that it matches"),
+        ("q0", (8, 8), "the pattern 'q0' matches no parameter. The nearest names are p0"),
+    ],
+)
+def test_stacked_matrices_that_do_not_fit_are_told(pattern: str, rows: tuple[int, ...], sentence: str) -> None:
+    usual = StackedMatrices(pattern="p1", rows=(1, 3))
+    config = MuonConfig(lr=0.1, stacked=(usual, StackedMatrices(pattern=pattern, rows=rows)))
+
+    with pytest.raises(ConfigError, match=sentence):
+        Muon(config, parameters=named([nn.Parameter(torch.ones(16, 4)), nn.Parameter(torch.ones(4, 4))]))
 
 
 @pytest.mark.parametrize(

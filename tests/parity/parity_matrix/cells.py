@@ -231,7 +231,9 @@ TRAININGS: Mapping[str, Sequence[str]] = {
         f"model.fusion={{name='moma', image={_NOISY_EXPERTS}}}",
         f"model.feed_forward={_NOISY_EXPERTS}",
     ],
-    "muon": [_MUON],
+    "muon": [  # beside whole matrices of the shape, two that are taken for stacked ones
+        _MUON.replace('dtype="fp32"', 'dtype="fp32", stacked=[{pattern="*.attention.q.weight", rows=[20, 12]}]')
+    ],
     "muon moe": [
         _MOE,
         _MUON,

@@ -13,7 +13,6 @@ import click
 from forge_core.commands.json_output import json_option, print_json
 from forge_core.contracts.command import options_of
 from forge_core.job import catalog_of
-from forge_plugins_inference.command_ranks import CommandRanks
 from forge_plugins_inference.evaluation_options import with_evaluation_options
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--evaluation", "names", multiple=True, help="What to measure, by name; repeat for several.")
-@click.option("--nproc", default="1", metavar="N|auto", help="Processes on this machine; auto is one a GPU.")
 @click.option(
     "--weights",
     type=click.Choice(["training", "evaluation"]),
@@ -37,7 +35,6 @@ def evaluate(
     run: Path,
     overrides: tuple[str, ...],
     names: tuple[str, ...],
-    nproc: str,
     weights: Weights | None,
     as_json: bool,
 ) -> None:
@@ -49,7 +46,7 @@ def evaluate(
     or what parallel.… says.
     """
     settings = with_evaluation_options(overrides, names, obj.catalog(), options_of(evaluate))
-    ranks = CommandRanks.of(obj, nproc)
+    ranks = obj.ranks()
 
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.config.describe import printable
@@ -57,11 +54,10 @@ def evaluate(
     from forge_plugins_inference.evaluation_job import evaluation_job
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
-    job = evaluation_job(checkpoint, names, settings, obj.catalog, ranks.number())
+    job = evaluation_job(checkpoint, names, settings, obj.catalog, ranks)
     chosen = [word for name in names for word in ("--evaluation", name)]
     chosen += ["--weights", weights] if weights else []
-    if ranks.start(obj, ["eval", str(checkpoint.path), *settings, *chosen, *(["--json"] if as_json else [])]):
-        return
+    obj.start_ranks(["eval", str(checkpoint.path), *settings, *chosen, *(["--json"] if as_json else [])])
 
     def say(line: str) -> None:
         print(line, file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ def generate_in_layout(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    has_ended: Callable[[Sequence[int]], bool],
+    has_ended: Callable[[Sequence[int]], bool] | None = None,
     inputs: FurtherEntries | None = None,
     forbidden: Sequence[int] = (),
 ) -> list[list[int]]:
@@ -34,13 +35,15 @@ def generate_in_layout(
     Args:
         prompts: token ids, the same on all ranks, none empty.
         max_new_tokens: with the longest prompt at most what the model takes.
-        has_ended: whether the new tokens of a prompt are all that is wanted of it.
+        has_ended: whether the new tokens of a prompt are all that is wanted of it; by default when the last one ends a
+            document of ``context.tokenizer``, and never without a tokenizer.
         inputs: gives further entries of a batch, such as images.
         forbidden: token ids that are never taken.
 
     Returns:
         The new tokens of each prompt, the same on all ranks.
     """
+    has_ended = has_ended or partial(_ends_document, context.tokenizer)
     new: list[list[int]] = [[] for _ in prompts]
     width = _width(context.job, max(map(len, prompts)) + max_new_tokens)
     for batch in context.batches(_Prompts(prompts, width, inputs)):
@@ -70,6 +73,10 @@ def generate_in_layout(
             if not found.keys() - ended:
                 break
     return new
+
+
+def _ends_document(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> bool:
+    return tokenizer is not None and tokens[-1] == tokenizer.end_of_document
 
 
 def _known_to_all(context: EvaluationContext, tokens: Mapping[int, int], n_prompts: int) -> dict[int, int]:

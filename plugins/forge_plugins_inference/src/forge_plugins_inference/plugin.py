@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 from forge_core.api import Command, Component, hookimpl
 
-FORGE_API = "1.1"
+FORGE_API = "1.3"
 
 
 @hookimpl
 def forge_commands() -> Iterable[Command]:
     """``forge generate`` and ``forge eval``."""
     yield Command(name="generate", summary="sample text from a run", run="forge_plugins_inference.command:generate")
-    yield Command(name="eval", summary="evaluate a run", run="forge_plugins_inference.evaluate:evaluate")
+    yield Command(name="eval", summary="evaluate a run", run="forge_plugins_inference.evaluate:evaluate", ranks=True)
 
 
 @hookimpl

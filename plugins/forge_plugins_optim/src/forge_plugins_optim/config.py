@@ -247,6 +247,18 @@ class SGDConfig(ParameterRules, SplitRules, CompileRules):
 
 
 @attrs.frozen(kw_only=True)
+class StackedMatrices:
+    """Parameters that are several matrices, one above the other: ``stacked`` of muon."""
+
+    pattern: str = attrs.field(validator=min_len(1))
+    """Qualified parameter names, such as ``"blocks.*.qkv.weight"``, as in ``groups``. The first that matches a
+    parameter counts; one that matches none is an error."""
+    rows: tuple[int, ...] = attrs.field(validator=[min_len(2), deep_iterable(ge(1))])
+    """Rows (output features) of each matrix, from above, such as ``[512, 128, 128]``. They add up to the
+    parameter's."""
+
+
+@attrs.frozen(kw_only=True)
 class MuonConfig(MatrixRules, SplitRules):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), for matrices and experts alone."""
 
@@ -262,6 +274,9 @@ class MuonConfig(MatrixRules, SplitRules):
     """The factor on a step for a matrix of m rows and n columns. ``spectral``: √max(1, m/n), so that outputs change
     alike at any shape, with learning rates about 0.02. ``match_adamw_rms``: 0.2 · √max(m, n), so that elements change
     as much as AdamW's, with its learning rates and decay (Liu et al., 2025, https://arxiv.org/abs/2502.16982)."""
+    stacked: tuple[StackedMatrices, ...] = ()
+    """Fused projections, such as queries, keys and values in one parameter: each of their matrices is orthogonalised
+    and scaled by itself."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """It cannot be all of a job's optimizer: every model has embeddings."""

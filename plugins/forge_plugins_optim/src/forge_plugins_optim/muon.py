@@ -18,6 +18,7 @@ from forge_plugins_optim.config import MUON_ALONE, MuonConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.newton_schulz import orthogonalise
 from forge_plugins_optim.parameter_groups import parameter_groups
+from forge_plugins_optim.stacked_matrices import rows_of_stacked
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -26,28 +27,49 @@ class Muon(ForeachOptimizer):
     """Momentum, orthogonalised (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
 
     With ``M ← μ M + (1 − μ) G``, a matrix moves by ``lr`` times its scale times ``orthogonalise(M)``, or with Nesterov
-    ``orthogonalise(μ M + (1 − μ) G)``. Each expert of a stack is a matrix of its own. Matrices that are spread over
-    ranks are brought together, each on one of them (``map_whole``).
+    ``orthogonalise(μ M + (1 − μ) G)``. Each expert of a stack is a matrix of its own, and so is each of ``stacked``.
+    Matrices that are spread over ranks are brought together, each on one of them (``map_whole``).
     """
 
     def __init__(self, config: MuonConfig, /, *, parameters: Sequence[NamedParameter]) -> None:
         """
         Raises:
-            ConfigError: a parameter is no matrix, or a parameter group takes no parameter.
+            ConfigError: a parameter is no matrix, a parameter group takes no parameter, or ``stacked`` does not fit.
         """
         _refuse_others(parameters)
         super().__init__(parameter_groups(parameters, config), {})
         self.splits = config.rounding == "split"
         self.update_size: UpdateSize = "spectral" if config.scale == "spectral" else "orthogonal"
         self._config = config
-        self._orthogonalise = partial(orthogonalise, iterations=config.iterations)
+        self._rows = rows_of_stacked(parameters, config.stacked)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         averages = [average for bucket in self._buckets(held) for average in self._averages(bucket)]
         spread = [_laid_out_as(one, average) for one, average in zip(held, averages, strict=True)]
-        steps = iter(map_whole(spread, self._orthogonalise))
+        steps = iter(self._orthogonal(held, spread))
         for bucket in self._buckets(held):
             self._step(group, bucket, [local_tensor(next(steps)).float() for _ in bucket])
+
+    def _orthogonal(self, held: Tensors, spread: Tensors) -> Tensors:
+        """``spread`` as orthogonal matrices; those with the same rows of stacked ones come together."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for index, one in enumerate(held):
+            alike.setdefault(self._rows.get(one, ()), []).append(index)
+        found: dict[int, torch.Tensor] = {}
+        for rows, indices in alike.items():
+            steps = map_whole([spread[index] for index in indices], partial(self._each, rows=rows))
+            found.update(zip(indices, steps, strict=True))
+        return [found[index] for index in range(len(held))]
+
+    def _each(self, whole: torch.Tensor, *, rows: tuple[int, ...]) -> torch.Tensor:
+        """Orthogonalise each of stacked matrices ``(k, m, n)``. ``_step`` scales by the whole shape: a part gets here
+        what it lacks of its own scale."""
+        if not rows:
+            return orthogonalise(whole, self._config.iterations)
+        rule, parts = self._config.scale, whole.split(rows, dim=-2)
+        factors = [_scale(rule, part.shape) / _scale(rule, whole.shape) for part in parts]
+        steps = [orthogonalise(part, self._config.iterations) for part in parts]
+        return torch.cat([step * factor for step, factor in zip(steps, factors, strict=True)], dim=-2)
 
     def _averages(self, held: Tensors) -> Tensors:
         """What is to be orthogonalised, this rank's parts in ``dtype``."""

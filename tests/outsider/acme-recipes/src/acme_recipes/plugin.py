@@ -1,6 +1,18 @@
 """Free of torch."""
 
-from forge_core.api import Component, hookimpl
+from forge_core.api import Command, Component, hookimpl
+
+FORGE_API = "1.3"
+
+
+@hookimpl
+def forge_commands():
+    yield Command(
+        name="reversed-look",
+        summary="write what a model computes, and its logits with a head reversed",
+        run="acme_recipes.look:look",
+        ranks=True,
+    )
 
 
 @hookimpl
