@@ -26,7 +26,7 @@ class Invocation:
         self.disabled: tuple[str, ...] = ()
         """Distributions named by ``--disable-plugin``."""
         self.nproc = "1"
-        """What ``--nproc`` says."""
+        """The word behind ``--nproc``."""
         self._catalogs: dict[frozenset[str], Catalog] = {}
         self._noted: set[str] = set()
 

@@ -42,8 +42,8 @@ class Invocation(Protocol):
         ...
 
     def ranks(self) -> int:
-        """The number of processes that do a command with ``ranks=True``: those that a launcher has started, of which
-        this is one, or else what ``--nproc`` asks for.
+        """The number of processes that do a command with ``ranks=True``: what a launcher has started, this one among
+        them, or else what ``--nproc`` asks for.
 
         Raises:
             ConfigError: ``--nproc`` is no number that this machine could start, or another one than the launcher's.
