@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# some machines set it, and each of the thousand processes of the tests would compile every module anew
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-fast test-nightly torture lint types docs dist clean
 

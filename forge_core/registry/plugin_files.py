@@ -12,10 +12,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.abc import ExecutionLoader
+from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from traceback import extract_tb
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from forge_core.errors import ConfigError
@@ -129,7 +129,7 @@ def _module(name: str, text: str) -> ModuleType:
     path = f"forge_file_{re.sub(r'[^0-9a-zA-Z_]', '_', name.removesuffix('.py'))}_{_digest(text)[:12]}"
     if path in sys.modules:
         return sys.modules[path]
-    loader = _TextLoader(name, text)
+    loader = _TextLoader(path, name, text)
     module = sys.modules[path] = module_from_spec(spec_from_loader(path, loader))  # type: ignore[arg-type]  # it has one
     before, start = {*HEAVY_MODULES} & sys.modules.keys(), time.perf_counter()
     try:
@@ -150,15 +150,16 @@ def _module(name: str, text: str) -> ModuleType:
     return module
 
 
-class _TextLoader(ExecutionLoader):
-    """Runs a text; tracebacks and torch.compile find its lines."""
+class _TextLoader(SourceFileLoader):
+    """Runs a text; tracebacks and torch.compile find its lines. The class that ``importlib.abc`` has for it takes 14 ms
+    of each command to import."""
 
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
+    def __init__(self, module: str, name: str, text: str) -> None:
+        super().__init__(module, name)
         self._text = text
 
-    def get_filename(self, fullname: str) -> str:
-        return self._name
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._text, self.path, "exec", dont_inherit=True)
 
     def get_source(self, fullname: str) -> str:
         return self._text
