@@ -20,8 +20,7 @@ import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
-from forge_core.errors import ConfigError
-from forge_plugins_interp.principal_components import Moments, PrincipalComponents
+from forge_plugins_interp.principal_components import PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_counts
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.store import Manifest, Store, components_file, shard_file
@@ -129,14 +128,6 @@ def test_what_is_kept(run, alone, tmp_path, options, shape):
     assert tuple(kept.shape) == shape
     if expected is not None:
         assert torch.allclose(kept, expected, atol=1e-5)
-
-
-def test_few_rows_have_few_principal_components():
-    moments = Moments()
-    moments.add(torch.randn(1, 3, 8))
-
-    with pytest.raises(ConfigError, match="8 features in 3 rows, which have at most 2 principal components"):
-        moments.components(3, "resid_post")
 
 
 def test_random_features_keep_distances():

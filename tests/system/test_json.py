@@ -64,6 +64,7 @@ CASES = {
     "lens": ["$RUN", "--prompt", "line 5"],
     "patch": ["$RUN", "--clean", "line 5", "--corrupt", "lime 5", "--answers", "a,b"],
     "probe": ["$STORE", "--column", "kind"],
+    "store spectrum": ["$STORE", "--ranks", "1-9"],
     "score": ["$STORE", "$RECORDINGS", "--null", "2"],
     "trace": ["--compare", "$TRACE", "$TRACE"],
 }

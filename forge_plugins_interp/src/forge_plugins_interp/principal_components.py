@@ -54,22 +54,31 @@ class Moments:
         self._sum = rows.sum(0) + (0 if self._sum is None else self._sum)
         self._products = rows.T @ rows + (0 if self._products is None else self._products)
 
+    @property
+    def rows(self) -> int:
+        """How many there were."""
+        return self._n
+
+    def mean_and_covariance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(D,)`` and ``(D, D)`` on the CPU, float64; the covariance is divided by the number of rows."""
+        assert self._sum is not None, "a batch was seen"
+        assert self._products is not None
+        mean = self._sum.cpu().double() / self._n
+        return mean, self._products.cpu().double() / self._n - torch.outer(mean, mean)
+
     def components(self, number: int, site: str) -> PrincipalComponents:
         """The first ``number`` of them.
 
         Raises:
             ConfigError: the site has fewer features, or has been seen in too few rows.
         """
-        assert self._sum is not None, "a batch was seen"
-        assert self._products is not None
-        width = len(self._sum)
+        mean, covariance = self.mean_and_covariance()
+        width = len(mean)
         if number > min(width, self._n - 1):
             raise ConfigError(
                 f"--features {number}: {site} has {width} features in {self._n:,} rows, which have at most "
                 f"{max(0, min(width, self._n - 1))} principal components; ask for fewer, or give more --fit-samples"
             )
-        mean = self._sum.cpu() / self._n
-        covariance = self._products.cpu().double() / self._n - torch.outer(mean, mean).double()
         variances, vectors = (found.flip(-1)[..., :number] for found in torch.linalg.eigh(covariance))
         signs = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
         total = covariance.trace().clamp_min(torch.finfo(torch.float64).tiny)
