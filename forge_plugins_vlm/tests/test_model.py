@@ -254,6 +254,42 @@ def test_the_pattern_of_attention_to_images_is_over_those_that_are_seen(make_mod
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("fusion", ["mixture_of_transformers", "moma"])
+def test_what_each_modality_computes_is_a_site_of_its_own(make_model, fusion):
+    model, given = make_model(fusion, init_std=0.3).eval(), batch(fusion, "tItI")
+    sites = model.sites()
+    halves = sorted(name.removeprefix("blocks.0.text.") for name in sites if name.startswith("blocks.0.text."))
+    seen = {}
+
+    def keep(name):
+        site = sites[name]
+        module = model.get_submodule(site.module)
+        if site.where == "output":
+            module.register_forward_hook(lambda _, args, output: seen.setdefault(name, []).append(output))
+        else:
+            module.register_forward_pre_hook(lambda _, args: seen.setdefault(name, []).append(args[site.argument]))
+
+    of_block = [name for name, site in sites.items() if name.startswith("blocks.0.") and not site.compute]
+    for name in of_block:
+        keep(name)
+    model(**given)
+
+    assert halves == sorted(
+        name.removeprefix("blocks.0.image.") for name in sites if name.startswith("blocks.0.image.")
+    )
+    of_both = {"mlp_out"} if fusion == "moma" else {"mlp_out", "mlp_in", "mlp_post", "attn_out", "q", "attn_head_out"}
+    assert of_both <= set(halves)
+    assert all(len(seen[name]) == 1 for name in of_block), seen.keys() ^ set(of_block)
+    is_image = given["image_slots"][0] != -1
+    text, image = (seen[f"blocks.0.{half}.mlp_out"][0][0] for half in ("text", "image"))
+    assert (text[is_image] == 0).all()
+    assert (image[~is_image] == 0).all()
+    assert (text[~is_image] != 0).any()
+    added = seen["blocks.0.resid_post"][0] - seen["blocks.0.resid_mid"][0]
+    assert torch.allclose(added, text + image, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("fusion", "text", "image"),
     [

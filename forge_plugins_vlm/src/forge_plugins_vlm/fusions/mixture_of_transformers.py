@@ -10,13 +10,13 @@ from torch import nn
 
 from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
-from forge_core.contracts.observation import Site
+from forge_core.contracts.observation import Site, within
 from forge_plugins_dense.attention import Attention, BlockInputs
-from forge_plugins_dense.block import Block
+from forge_plugins_dense.block import Block, sites_within
 from forge_plugins_dense.cache import LayerCache
 from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.fusions.config import MixtureOfTransformersConfig
-from forge_plugins_vlm.fusions.selected import Selected, is_image, limited
+from forge_plugins_vlm.fusions.selected import Selected, is_image, limited, selected_sites
 
 
 class MixtureOfTransformers:
@@ -98,6 +98,12 @@ class MixtureBlock(Block):
         return {"image": ["image.*"]}
 
     def sites(self) -> dict[str, Site]:
-        """Same as ``Block.sites``, without what one half alone has."""
-        halves = ("attn_in", "attn_out", "mlp_in", "mlp_out", "q", "k", "v")
-        return {name: site for name, site in super().sites().items() if name not in halves}
+        """Same as ``Block.sites``. What a modality computes by its own weights is ``text.q`` and ``image.q``, at all
+        positions; ``text.attn_out``, ``text.mlp_out`` and those of images are zero at positions of the other one."""
+        found, image = super().sites(), self.image.sites()
+        of_layer = sites_within("feed_forward", self.feed_forward)
+        halves = ("attn_in", "q", "k", "v", "attn_head_out", "mlp_in", *of_layer)
+        found |= {f"text.{name}": found.pop(name) for name in halves}
+        found |= {f"image.{name}": within("image", image[name]) for name in halves}
+        del found["attn_out"], found["mlp_out"]
+        return found | selected_sites("attn_out", "mixed") | selected_sites("mlp_out", "changed")

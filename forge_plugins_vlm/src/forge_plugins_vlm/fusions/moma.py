@@ -16,10 +16,10 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.model import Initializer, ParameterRole, Recompute, ShardRole
 from forge_core.contracts.observation import Site
 from forge_plugins_dense.attention import BlockInputs
-from forge_plugins_dense.block import Block, generating
+from forge_plugins_dense.block import Block, generating, sites_within
 from forge_plugins_vlm.config import VisionLanguageConfig
 from forge_plugins_vlm.fusions.config import MoMaConfig
-from forge_plugins_vlm.fusions.selected import Selected, is_image, limited
+from forge_plugins_vlm.fusions.selected import Selected, is_image, limited, selected_sites
 
 
 class MoMa:
@@ -42,14 +42,14 @@ class MoMaBlock(Block):
     def __init__(self, config: VisionLanguageConfig, layer: int, build: Builder, image: Any) -> None:
         super().__init__(config, layer, build)
         self.image_feed_forward = image
-        self.of_text, self.of_image = Selected(), Selected()
+        self.changed_text, self.changed_image = Selected(), Selected()
 
     def changed(self, hidden: torch.Tensor, surroundings: BlockInputs, *, generates: bool) -> torch.Tensor:
         """Same as ``Block.changed``."""
         normed, images = self.feed_forward_norm(hidden), is_image(surroundings)
         text = self._by(self.feed_forward, normed, limited(surroundings, ~images), generates)
         image = self._by(self.image_feed_forward, normed, limited(surroundings, images), generates)
-        changed: torch.Tensor = self.of_text(text, ~images) + self.of_image(image, images)
+        changed: torch.Tensor = self.changed_text(text, ~images) + self.changed_image(image, images)
         return changed if self.feed_forward_output_norm is None else self.feed_forward_output_norm(changed)
 
     def _by(self, layer: Any, normed: torch.Tensor, surroundings: BlockInputs, generates: bool) -> torch.Tensor:
@@ -68,7 +68,11 @@ class MoMaBlock(Block):
         self.image_feed_forward.init_weights(rng, f"{prefix}image_feed_forward.", residual_std, std)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
-        plan: dict[str, ShardRole] = {**super().parallel_plan(), "of_text": "residual", "of_image": "residual"}
+        plan: dict[str, ShardRole] = {
+            **super().parallel_plan(),
+            "changed_text": "residual",
+            "changed_image": "residual",
+        }
         for name, role in self.image_feed_forward.parallel_plan().items():
             plan[f"image_feed_forward.{name}" if name else "image_feed_forward"] = role
         return plan
@@ -86,5 +90,11 @@ class MoMaBlock(Block):
         return {"image": ["image_feed_forward.*"]}
 
     def sites(self) -> dict[str, Site]:
-        """Same as ``Block.sites``, with what both feed-forward layers give together as ``mlp_out`` of neither."""
-        return {name: site for name, site in super().sites().items() if name != "mlp_out"}
+        """Same as ``Block.sites``. What is inside of the feed-forward layers is that of text and of images apart, as
+        ``text.mlp_out`` and ``image.mlp_out``, which is zero at positions of the other one."""
+        found = super().sites()
+        of_text, of_image = (sites_within(name, getattr(self, name)) for name in ("feed_forward", "image_feed_forward"))
+        kept = {name: site for name, site in found.items() if name not in (*of_text, "mlp_out")}
+        kept |= {f"text.{name}": site for name, site in of_text.items()}
+        kept |= {f"image.{name}": site for name, site in of_image.items()}
+        return kept | selected_sites("mlp_out", "changed")

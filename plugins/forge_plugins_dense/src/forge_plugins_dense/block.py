@@ -155,11 +155,11 @@ class Block(nn.Module):
         found = {
             "resid_pre": Site(module="", where="input", dims=STREAM),
             "attn_in": Site(module="attention_norm", dims=STREAM),
-            **_sites_within("attention", self.attention),
+            **sites_within("attention", self.attention),
             "attn_out": Site(module="attention", dims=STREAM),
             "resid_mid": Site(module="feed_forward_norm", where="input", dims=STREAM),
             "mlp_in": Site(module="feed_forward_norm", dims=STREAM),
-            **_sites_within("feed_forward", self.feed_forward),
+            **sites_within("feed_forward", self.feed_forward),
             "mlp_out": Site(module="feed_forward", dims=STREAM),
             "resid_post": Site(module="", dims=STREAM),
         }
@@ -174,7 +174,7 @@ class Block(nn.Module):
         return {name: norm for name in names if (norm := getattr(self, name)) is not None}
 
 
-def _sites_within(name: str, module: nn.Module) -> dict[str, Site]:
+def sites_within(name: str, module: nn.Module) -> dict[str, Site]:
     """Those that a module of the block declares, seen from the block."""
     if not isinstance(module, ObservableModule):
         return {}
