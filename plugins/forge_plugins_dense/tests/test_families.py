@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import attrs
 import pytest
 import torch
@@ -291,6 +293,36 @@ def test_old_files_of_gpt2_are_read_without_the_prefix_and_with_masks(tiny_model
     )
     recipes = layout.to_forge(ours, names | {"h.0.attn.bias", "h.0.attn.masked_bias"})
     assert recipes["blocks.0.attention.k.weight"].reads == ("h.0.attn.c_attn.weight",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {},
+        {
+            "hidden_size": 2560,  # all that the file of 4B says
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        {"rope_parameters": {"full_attention": LINEAR}, "num_hidden_layers": 7, "sliding_window_pattern": 3},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}, "rope_local_base_freq": 5000.0},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}, "tie_word_embeddings": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": False}], ids=str)
+def test_what_a_file_of_gemma3_does_not_say_is_what_transformers_fills_in(text, tied):
+    layout, name = gemma_layouts.Gemma3Layout(None), {"architectures": ["Gemma3ForConditionalGeneration"]}
+    filled = transformers.Gemma3Config(text_config=copy.deepcopy(text), **tied).to_dict()
+
+    table = layout.model_table({"text_config": text, "vision_config": {}, **tied, **name})
+
+    assert table == layout.model_table(filled | name)
+    assert table["tie_embeddings"] is not bool(tied)
+    alone = transformers.Gemma3TextConfig(**copy.deepcopy(text)).to_dict()
+    assert layout.model_table(text) == layout.model_table(alone)
 
 
 NOT_DROPPING = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}

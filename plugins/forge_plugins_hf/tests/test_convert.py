@@ -15,10 +15,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
+from forge_core.errors import ConfigError
 from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_hf import model_folder
+from forge_plugins_hf.config_json import ReadKeys
+from forge_plugins_hf.layouts import layout_of_architecture
+from forge_plugins_hf.model_folder import table_of
 from forge_plugins_hf.shards import Described, Shards, write_shards
+from forge_plugins_hf.weight_source import HuggingFaceFolder
 
 SHAPE = {
     "vocab_size": 64,
@@ -175,6 +180,88 @@ def test_a_model_goes_there_and_back_and_computes_the_same(kind, tmp_path, capfd
     assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
     assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "back")("w5 w7")["input_ids"] == [5, 7]
     assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+
+def made_for_images(folder, *, named="as saved", tied=True):
+    """A model for text and images."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**SHAPE, **GEMMA, "num_hidden_layers": 6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        vision_config={**vision, "image_size": 8, "patch_size": 4, "vision_use_head": False},
+        mm_tokens_per_image=4,
+        image_token_index=63,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    if named == "in memory":
+        state = {name: one for name, one in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+        save_file(state, folder / "model.safetensors")
+    return model
+
+
+LEFT_OUT = ("vision_tower.*", "multi_modal_projector.*")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("named", "prefix"), [("as saved", ""), ("in memory", "model.")])
+def test_the_text_part_of_a_model_for_images_computes_the_same(named, prefix, tied, tmp_path, capfd):
+    folder, ours, text = (str(tmp_path / name) for name in ("hf", "ours", "text"))
+    model = made_for_images(tmp_path / "hf", named=named, tied=tied)
+    options = [part for pattern in LEFT_OUT for part in ("--leave-out", prefix + pattern)]
+    n_vision = len(model.model.vision_tower.state_dict())
+
+    assert main(["convert", folder, "--to", "forge", "--out", ours, *options]) == 0
+    said = capfd.readouterr()
+    assert f"{n_vision} tensors are left out by --leave-out '{prefix}vision_tower.*'" in said.err
+    assert f"2 tensors are left out by --leave-out '{prefix}multi_modal_projector.*'" in said.err
+    found = loaded(tmp_path / "ours/checkpoint").model.eval()
+    torch.testing.assert_close(logits(found), logits(model), atol=1e-5, rtol=1e-5)
+
+    assert main(["convert", f"{ours}/checkpoint", "--to", "huggingface", "--out", text]) == 0
+    said = capfd.readouterr()
+    assert "came from a Gemma3ForConditionalGeneration, and are written as a Gemma3ForCausalLM" in said.err
+    back = transformers.AutoModelForCausalLM.from_pretrained(text).eval()
+    assert type(back) is transformers.Gemma3ForCausalLM
+    of_text = {name.replace("language_model.", ""): one for name, one in model.state_dict().items()}
+    assert all(torch.equal(one, of_text[name]) for name, one in back.state_dict().items())
+    torch.testing.assert_close(logits(back), logits(model), atol=1e-6, rtol=1e-6)
+
+
+def test_parts_that_our_model_has_not_are_left_out_by_name_only(tmp_path, capfd):
+    folder = tmp_path / "hf"
+    n_vision = len(made_for_images(folder).model.vision_tower.state_dict())
+    options = "--leave-out 'vision_tower.*' --leave-out 'multi_modal_projector.*'"
+    sentence = (
+        f"{folder} has {n_vision + 2} tensors of parts that our model has not: vision_tower.* ({n_vision}), "
+        f"multi_modal_projector.* (2). forge convert {folder} --to forge --out OUT {options} converts the others"
+    )
+
+    assert sentence in refused(folder, capfd)
+    assert sentence in refused(folder, capfd, "--config-only")
+    installed = discover()
+    config = ReadKeys(json.loads((folder / "config.json").read_text()))
+    layout = layout_of_architecture("Gemma3ForConditionalGeneration", installed)
+    ours = ComponentBuilder(installed).resolve("model", table_of(layout, config, folder, print))
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        HuggingFaceFolder(None).open(folder, ours, installed, print)
+
+    one, both = ["--leave-out", LEFT_OUT[0]], [part for pattern in LEFT_OUT for part in ("--leave-out", pattern)]
+    assert "has 2 tensors of parts that our model has not: multi_modal_projector.* (2)" in refused(folder, capfd, *one)
+    idle = refused(folder, capfd, *both, "--leave-out", "vision_tower.e*")
+    assert f"--leave-out 'vision_tower.e*' fits no tensor of {folder} that is still there" in idle
+    needed = refused(folder, capfd, *both, "--leave-out", "*.layers.2.mlp.*")
+    assert "missing: language_model.model.layers.2.mlp.down_proj.weight" in needed
+    said = refused(folder, capfd, *both, "--config-only")
+    assert "--leave-out has no effect with --config-only: a run that reads SOURCE itself needs all of it" in said
+    changed(folder, text_config={**config["text_config"], "hidden_size": "x"})
+    assert "the key that was read last is text_config.hidden_size = 'x'" in refused(folder, capfd)
+    changed(folder, text_config={**config["text_config"], "query_norm": "l2"})
+    assert 'not supported by our model of this architecture: text_config.query_norm = "l2"' in refused(folder, capfd)
 
 
 def test_code_of_a_known_architecture_is_not_run_and_its_weights_are_taken(tmp_path, capfd):

@@ -81,8 +81,12 @@ class DecoderLayout(WeightLayout):
     """Our keys of dropout, and theirs. Models that differ in them alone count as equal."""
     prefix: ClassVar[str] = "model."
     """Of their names of tensors, which some files leave out."""
+    further_prefixes: ClassVar[tuple[str, ...]] = ()
+    """Of names in files that have more than the decoder."""
     layer: ClassVar[str] = "layers.{}."
     head: ClassVar[str] = "lm_head"
+    further_heads: ClassVar[tuple[str, ...]] = ()
+    """Names of the head in such files."""
     outside: ClassVar[Mapping[str, str]] = {"embed": "embed_tokens", "norm": "norm"}
     inside: ClassVar[Mapping[str, str]] = {
         "attention_norm": "input_layernorm",
@@ -156,14 +160,15 @@ class DecoderLayout(WeightLayout):
         return table
 
     def to_forge(self, config: TransformerConfig, names: Collection[str]) -> Mapping[str, Recipe]:
-        pairs = list(self._pairs(config))
-        if f"{self.prefix}{self.outside['embed']}.weight" not in names:
-            pairs = [(theirs.removeprefix(self.prefix), fused) for theirs, fused in pairs]
-        if f"{self.head}.weight" not in names:  # as transformers 5 calls it in memory, in every model
-            pairs = [("lm_head" if theirs == self.head else theirs, fused) for theirs, fused in pairs]
+        embed = f"{self.outside['embed']}.weight"
+        prefix = next((one for one in (self.prefix, *self.further_prefixes) if one + embed in names), "")
+        # transformers 5 calls the head of every model lm_head in memory
+        heads = (self.head, *self.further_heads, "lm_head")
+        head = next((one for one in heads if f"{one}.weight" in names), "lm_head")
+        pairs = list(self._pairs(config, prefix, head))
         spare = {name for name in names if is_derived(name) or name.endswith(self.derived or ("\0",))}
         if config.tie_embeddings:
-            spare |= {"lm_head.weight", f"{self.head}.weight"}
+            spare |= {f"{one}.weight" for one in heads}
         biased = self._biased(config)
         recipes: dict[str, Recipe] = {}
         for theirs, fused in pairs:
@@ -180,25 +185,25 @@ class DecoderLayout(WeightLayout):
                 tuple(f"{ours}.{parameter}" for ours in fused.ours),
                 functools.partial(_given, fused=fused, parameter=parameter),
             )
-            for theirs, fused in self._pairs(config)
+            for theirs, fused in self._pairs(config, self.prefix, self.head)
             for parameter in _parameters(fused, biased)
         }
 
-    def _pairs(self, config: TransformerConfig) -> Iterator[tuple[str, Fused]]:
+    def _pairs(self, config: TransformerConfig, prefix: str, head: str) -> Iterator[tuple[str, Fused]]:
         """Their names of modules, and ours."""
         has = {"embed", "norm", *(["embed.positions"] if config.learned_positions else [])}
         for ours, theirs in self.outside.items():
             if ours in has:
-                yield f"{self.prefix}{theirs}", Fused((ours,))
+                yield f"{prefix}{theirs}", Fused((ours,))
         if not config.tie_embeddings:
-            yield self.head, Fused(("head",))
+            yield head, Fused(("head",))
         fused = self.fused(config)
         apart = self.modules(config) - {ours for one in fused.values() for ours in one.ours}
         inside = {self.inside[ours]: Fused((ours,)) for ours in sorted(apart)}
         for number in range(config.n_layers):
             for theirs, one in {**inside, **fused}.items():
                 ours = tuple(f"blocks.{number}.{name}" for name in one.ours)
-                yield f"{self.prefix}{self.layer.format(number)}{theirs}", attrs.evolve(one, ours=ours)
+                yield f"{prefix}{self.layer.format(number)}{theirs}", attrs.evolve(one, ours=ours)
 
     def _biased(self, config: TransformerConfig) -> set[str]:
         """Our modules with a bias."""

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.decoder_layout import DecoderLayout, Table
 from forge_plugins_dense.huggingface import activation_to_hf, mlp_from_hf, rope_from_hf
 from forge_plugins_dense.huggingface_layers import tables_of_layers, tables_of_windows, windows_from_hf, windows_to_hf
 from forge_plugins_dense.weight_layouts import RelativeLayout
+from forge_plugins_hf.config_json import part_of
+
+_OF_IMAGES = (
+    *("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index"),
+    "initializer_range",
+)
+"""Keys beside ``text_config`` that say nothing of text."""
 
 
 class GemmaLayout(RelativeLayout):
@@ -80,12 +87,24 @@ class Gemma2Layout(GemmaLayout):
 
 class Gemma3Layout(GemmaLayout):
     """Gemma 3 for text: norms of queries and keys, five layers with a sliding window to one without, which has rotary
-    frequencies of its own."""
+    frequencies of its own. A model for text and images is read without its vision part, and written as one for text."""
 
-    architectures = ("Gemma3ForCausalLM",)
+    architectures = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
     model_type = "gemma3_text"
+    further_prefixes = ("language_model.model.", "model.language_model.")  # in files, and in memory
+    further_heads = ("language_model.lm_head",)
+    foreign = (
+        *("vision_tower.*", "multi_modal_projector.*"),
+        *("model.vision_tower.*", "model.multi_modal_projector.*"),
+    )
     defaults: ClassVar[Mapping[str, Any]] = {
         **GemmaLayout.defaults,
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "sliding_window_pattern": None,
@@ -94,19 +113,32 @@ class Gemma3Layout(GemmaLayout):
         "rope_local_base_freq": 10_000.0,
     }
 
+    def model_table(self, config_json: Mapping[str, Any]) -> Table:
+        if config_json.get("architectures") != ["Gemma3ForConditionalGeneration"]:
+            return super().model_table(config_json)
+        for key in _OF_IMAGES:
+            config_json.get(key)
+        text = part_of(config_json, "text_config")
+        text.get("tie_word_embeddings")  # transformers goes by the key beside text_config
+        tied = config_json.get("tie_word_embeddings", True)
+        return super().model_table(ChainMap({"tie_word_embeddings": tied}, cast("Table", text)))
+
     def _beyond_llama(self, hf: Mapping[str, Any]) -> Table:
         old, new = hf["sliding_window_pattern"], hf["_sliding_window_pattern"]
         pattern = old or new
         windows = windows_from_hf(hf, lambda number: (number + 1) % pattern != 0)
         rope = hf.get("rope_parameters") or {}
-        if "full_attention" not in rope:  # as transformers 4 writes it
+        if not rope.keys() & {"full_attention", "sliding_attention"}:  # as transformers 4 writes it
             everywhere = rope_from_hf(hf, self.architectures[0])
             local: Table = {"rope_theta": hf["rope_local_base_freq"], "rope_factor": 1.0}
         else:
-            _ = hf.get("rope_scaling"), hf["rope_theta"], hf["rope_local_base_freq"]  # the same once more
+            hf.get("rope_scaling")  # the same once more
             everywhere, local = (
-                rope_from_hf(ChainMap({"rope_parameters": rope[kind]}, hf), self.architectures[0])
-                for kind in ("full_attention", "sliding_attention")
+                rope_from_hf(
+                    ChainMap({"rope_parameters": {"rope_theta": hf[base]} | (rope.get(kind) or {})}, hf),
+                    self.architectures[0],
+                )
+                for kind, base in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq"))
             )
         each = [
             {

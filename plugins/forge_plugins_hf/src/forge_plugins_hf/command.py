@@ -47,6 +47,12 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     help="For --to huggingface: write these parameters alone, such as 'model.vision.connector.*', for "
     "[[checkpoint.load]].",
 )
+@click.option(
+    "--leave-out",
+    multiple=True,
+    metavar="PATTERN",
+    help="For --to forge: do without these tensors of SOURCE, such as 'vision_tower.*'.",
+)
 @click.pass_obj
 def convert(
     obj: Invocation,
@@ -58,6 +64,7 @@ def convert(
     architecture: str | None,
     config_only: bool,
     include: tuple[str, ...],
+    leave_out: tuple[str, ...],
 ) -> None:
     """Convert SOURCE. For --to forge it is a folder as downloaded from Hugging Face (config.json, safetensors, and
     tokenizer.json) or a name there, such as Qwen/Qwen3-0.6B; otherwise a run's directory (its newest checkpoint) or a
@@ -84,10 +91,19 @@ def convert(
     chosen = getattr(torch, _DTYPES[dtype]) if dtype else None
     if include and direction != "huggingface":
         raise ConfigError(f"--include has no effect with --to {direction}")
+    if leave_out and (direction != "forge" or config_only):
+        idle = "--config-only: a run that reads SOURCE itself needs all of it" if config_only else f"--to {direction}"
+        raise ConfigError(f"--leave-out has no effect with {idle}")
     if direction == "forge":
         _refuse_idle(weights, architecture, config_only=config_only, has_dtype=chosen is not None)
         architecture, n_parameters = to_forge(
-            folder_of(source), out, chosen or torch.float32, obj.catalog, say, config_only=config_only
+            folder_of(source),
+            out,
+            chosen or torch.float32,
+            obj.catalog,
+            say,
+            config_only=config_only,
+            leave_out=leave_out,
         )
         if config_only:
             click.echo(f"wrote {out / 'train.toml'}: {architecture}, {n_parameters:,} parameters; choose [data] in it")
@@ -104,7 +120,7 @@ def convert(
         n_layers = to_peft(checkpoint, out, weights, obj.catalog, architecture)
         click.echo(f"wrote {out}: adapters of {n_layers} layers, from {checkpoint.path}")
         return
-    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, architecture, include)
+    architecture = to_huggingface(checkpoint, out, chosen, weights, obj.catalog, say, architecture, include)
     click.echo(f"wrote {out}: {architecture}, from {checkpoint.path}")
 
 

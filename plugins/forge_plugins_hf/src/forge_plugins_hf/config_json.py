@@ -26,20 +26,31 @@ _SAY_NOTHING = frozenset(
 
 
 class ReadKeys(Mapping[str, Any]):
-    """A table that remembers which of its keys have been looked up."""
+    """A table that remembers which of its keys have been looked up.
 
-    def __init__(self, table: Mapping[str, Any]) -> None:
+    Args:
+        outer: the table that it is in, and its key there.
+    """
+
+    def __init__(self, table: Mapping[str, Any], outer: tuple[ReadKeys, str] | None = None) -> None:
         self._table = table
+        self._outer = outer
         self.seen: set[str] = set()
-        self.last = ""
-        """The key that was looked up last."""
+        self.last: tuple[str, Any] = ("", None)
+        """The key that was looked up last, here or in a table within, and its value."""
         self.parts: dict[str, ReadKeys] = {}
         """Tables within this one that have been opened."""
 
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
-        self.last = key
+        self._note(key, self._table.get(key))
         return self._table[key]
+
+    def _note(self, key: str, value: Any) -> None:
+        self.last = key, value
+        if self._outer is not None:
+            outer, within = self._outer
+            outer._note(f"{within}.{key}", value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)
@@ -61,7 +72,7 @@ def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = config[key]
     if not isinstance(found, Mapping):
         raise ConfigError(f"{key} must be a table, got {found!r}")
-    return config.parts.setdefault(key, ReadKeys(found)) if isinstance(config, ReadKeys) else found
+    return config.parts.setdefault(key, ReadKeys(found, (config, key))) if isinstance(config, ReadKeys) else found
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import fnmatch
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ def table_of(layout: WeightLayout, config: ReadKeys, folder: Path, say: Callable
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:  # JSON has no types
-        last = config.last
+        last, value = config.last
         raise ConfigError(
             f"{where} has a value that {architecture_in(config, folder)} cannot have; the key that was read last is "
-            f"{last} = {config.get(last)!r} ({type(error).__name__}: {error})"
+            f"{last} = {value!r} ({type(error).__name__}: {error})"
         ) from error
     if left_out := [f"{key} = {config[key]}" for key in layout.training_only if config.get(key)]:
         say(f"{where}: {', '.join(left_out)} is left out; our model trains without")
@@ -88,20 +89,25 @@ def weights_in(
     return open_shards(folder, blocks, dtype)
 
 
-def recipes_in(folder: Path, layout: WeightLayout, config: Any, shards: Shards) -> Mapping[str, Recipe]:
+def recipes_in(
+    folder: Path, layout: WeightLayout, config: Any, shards: Shards, left_out: Collection[str] = ()
+) -> Mapping[str, Recipe]:
     """How each tensor of our model is made of those of a folder.
 
     Args:
         config: our model's.
+        left_out: names of tensors that the user does without.
 
     Raises:
-        ConfigError: tensors are missing or left over, or there is a head where ``config.json`` says that it is the
-            embedding, or none where it says otherwise.
+        ConfigError: tensors are missing or left over, or belong to a part that our model has not; or there is a head
+            where ``config.json`` says that it is the embedding, or none where it says otherwise.
     """
     where = folder / "config.json"
-    heads = [name for name in shards.names if name.endswith(_HEADS)]
+    names = [name for name in shards.names if name not in left_out]
+    _refuse_foreign(folder, layout, names)
+    heads = [name for name in names if name.endswith(_HEADS)]
     try:
-        recipes = layout.to_forge(config, shards.names)
+        recipes = layout.to_forge(config, names)
     except ConfigError as error:
         is_headless = not heads and getattr(config, "tie_embeddings", None) is False
         hint = "; tie_word_embeddings is false, set it to true if the head is the embedding" if is_headless else ""
@@ -112,6 +118,21 @@ def recipes_in(folder: Path, layout: WeightLayout, config: Any, shards: Shards) 
         if head not in read and embedding is not None:
             _refuse_another_head(where, head, embedding.reads[0], shards)
     return recipes
+
+
+def _refuse_foreign(folder: Path, layout: WeightLayout, names: Collection[str]) -> None:
+    """
+    Raises:
+        ConfigError: there are tensors of parts that our model has not. The sentence has the command that converts the
+            others.
+    """
+    if found := {pattern: n for pattern in layout.foreign if (n := len(fnmatch.filter(names, pattern)))}:
+        counts = ", ".join(f"{pattern} ({n})" for pattern, n in found.items())
+        options = " ".join(f"--leave-out {pattern!r}" for pattern in found)
+        raise ConfigError(
+            f"{folder} has {sum(found.values())} tensors of parts that our model has not: {counts}. "
+            f"forge convert {folder} --to forge --out OUT {options} converts the others"
+        )
 
 
 def _refuse_another_head(where: Path, head: str, embedding: str, shards: Shards) -> None:

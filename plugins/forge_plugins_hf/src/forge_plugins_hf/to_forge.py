@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,7 @@ def to_forge(
     say: Callable[[str], None],
     *,
     config_only: bool = False,
+    leave_out: Sequence[str] = (),
 ) -> tuple[str, int]:
     """Write ``out/checkpoint/``, which ``forge generate`` and ``forge eval`` take, and ``out/train.toml``, a run that
     begins with its weights.
@@ -43,14 +45,16 @@ def to_forge(
     Args:
         folder: with ``config.json``, safetensors and, if there is one, ``tokenizer.json``.
         dtype: of the checkpoint.
-        say: is told of keys that are left out.
+        say: is told of keys and tensors that are left out.
         config_only: write ``out/train.toml`` alone, for a run that reads the folder itself.
+        leave_out: patterns of names of tensors to do without, such as ``vision_tower.*``.
 
     Returns:
         The architecture, and how many parameters the model has.
 
     Raises:
-        ConfigError: the model is not one that we have, its files are not whole, or the disk has too little room.
+        ConfigError: the model is not one that we have, its files are not whole, a pattern fits no tensor, or the disk
+            has too little room.
         SaveError: it cannot be written.
     """
     for path in (out / CHECKPOINT, out / CONFIG):
@@ -77,8 +81,11 @@ def to_forge(
     model: Any = build_on_meta(job, table["vocab_size"], ComponentBuilder(installed))
     shapes = {key.removeprefix("model."): one for key, one in model_tensors(named_parameters([model]), [model]).items()}
     shards = weights_in(folder, config, layout, dtype, say)
-    recipes = recipes_in(folder, layout, job.model.config, shards)
+    left_out = _left_out(shards.names, leave_out, folder)
+    recipes = recipes_in(folder, layout, job.model.config, shards, left_out.keys())
     _refuse_misfits(shards, recipes, shapes)
+    for pattern in leave_out:
+        say(f"{folder}: {[*left_out.values()].count(pattern)} tensors are left out by --leave-out {pattern!r}")
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     if config_only:
         out.mkdir(parents=True, exist_ok=True)
@@ -155,6 +162,23 @@ def _job(
         file = Path(name) / f"{out.absolute().name}.toml"
         file.write_text(tomli_w.dumps(job), encoding="utf-8")
         return load_job(file, catalog=catalog)
+
+
+def _left_out(names: Collection[str], patterns: Sequence[str], folder: Path) -> dict[str, str]:
+    """The first pattern that fits, by the name of the tensor.
+
+    Raises:
+        ConfigError: a pattern fits no tensor that the ones before it leave.
+    """
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        fits = [name for name in fnmatch.filter(names, pattern) if name not in found]
+        if not fits:
+            raise ConfigError(
+                f"--leave-out {pattern!r} fits no tensor of {folder} that is still there; it has {min(names)}, …"
+            )
+        found |= dict.fromkeys(fits, pattern)
+    return found
 
 
 def _train_toml(job: Job, weights: Path) -> str:

@@ -28,6 +28,7 @@ def to_huggingface(
     dtype: torch.dtype | None,
     weights: Weights | None,
     catalog: Callable[[Collection[str]], Catalog],
+    say: Callable[[str], None],
     architecture: str | None = None,
     include: Sequence[str] = (),
 ) -> str:
@@ -36,6 +37,7 @@ def to_huggingface(
     Args:
         dtype: of the files; ``None``: that of the checkpoint.
         weights: as ``TrainedModel.of`` takes them.
+        say: is told where the architecture is not that of the model that was downloaded.
         architecture: as ``TrainedModel.of`` takes it.
         include: patterns of the parameters to write, such as ``model.vision.connector.*``; none: the whole model.
 
@@ -49,6 +51,9 @@ def to_huggingface(
     """
     refuse_existing(out)
     model = TrainedModel.of(checkpoint, weights, catalog, architecture)
+    written = str(model.table["architectures"][0])
+    if architecture is None and model.origin not in (None, written):
+        say(f"note: the weights came from a {model.origin}, and are written as a {written}")
     kept = dtype or next((one for one in _NAMES if one in model.dtypes), torch.float32)
     shapes, tokenizer = model.shapes, checkpoint.path / "tokenizer"
 
@@ -68,7 +73,7 @@ def to_huggingface(
         write_shards(folder, described, make)
         give_tokenizer(tokenizer, folder, (model.state.get("tokenizer") or {}).get("end_of_document"))
         (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    return str(table["architectures"][0])
+    return written
 
 
 def _included(recipes: Mapping[str, Recipe], include: Sequence[str]) -> dict[str, Recipe]:

@@ -40,6 +40,8 @@ class TrainedModel:
     """How each of their tensors is made of ours."""
     folded: Mapping[str, Folded]
     """The weights that passes have added parameters to."""
+    origin: str | None
+    """The architecture of the model that was downloaded, if that can be found out."""
     _keys: Mapping[str, str]
 
     @classmethod
@@ -65,12 +67,14 @@ class TrainedModel:
         state = checkpoint.state()
         build_within(checkpoint, job, state["vocab_size"], build)  # refuses what does not fit it
         config = with_multipliers(job, build).config
-        layout, table = _layout(config, state["vocab_size"], _origin(job, state), installed, architecture)
+        origin = _origin(job, state)
+        layout, table = _layout(config, state["vocab_size"], origin, installed, architecture)
         table = layout.with_data(table, job.data.config, token_ids(checkpoint.path / "tokenizer" / FILE))
         keys, recipes = _keys(checkpoint, weights), layout.to_huggingface(config)
         if missing := sorted({name for recipe in recipes.values() for name in recipe.reads} - keys.keys()):
             raise ConfigError(f"{checkpoint.path} has no tensor {missing[0]}, which a conversion needs")
-        return cls(checkpoint, job, state, table, recipes, folded_weights(job, checkpoint, build, installed), keys)
+        folded = folded_weights(job, checkpoint, build, installed)
+        return cls(checkpoint, job, state, table, recipes, folded, origin, keys)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:

@@ -71,6 +71,10 @@ class WeightLayout(ABC):
     """Keys of ``config.json`` that say how a model was trained, and that ours has not, such as dropout. The command
     says which are left out."""
 
+    foreign: ClassVar[Collection[str]] = ()
+    """Patterns, as those of ``fnmatch``, of tensors in parts that our model has not, such as ``vision_tower.*``. A
+    folder that has such tensors is refused, unless the user leaves them out."""
+
     unpacks: ClassVar[Collection[str]] = ()
     """Values of ``quant_method`` in ``quantization_config`` whose tensors its recipes read as they are stored."""
 
