@@ -180,19 +180,24 @@ ON_RANKS = {
 }
 
 
+def _written(folder):
+    """All that is there, but for the bytecode that Python may write when it imports."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
 @pytest.fixture
 def refused(capfd):
     """Run the command in this process; gives back what it says on being refused."""
 
     def run(tiny, *arguments):
-        before = sorted(tiny.folder.rglob("*"))
+        before = _written(tiny.folder)
 
         code = main(["run", str(tiny.config), *arguments])
 
         said = capfd.readouterr().err
         assert code == 2, said
         assert "Traceback" not in said
-        assert sorted(tiny.folder.rglob("*")) == before
+        assert _written(tiny.folder) == before
         return said
 
     return run
@@ -303,14 +308,14 @@ def test_data_without_an_entry_that_the_model_needs_are_refused(refused, tiny, m
 
 def test_an_entry_without_a_description_is_refused_where_sequences_are_cut(tiny, make_distribution, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(make_distribution("acme-pictures", files=PICTURES)))
-    before = sorted(tiny.folder.rglob("*"))
+    before = _written(tiny.folder)
 
     done = tiny.run("--nproc", "2", "parallel.cp=2", "data={name='pictures', entry='noise'}")
 
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("parallel.cp: the data do not describe the entry 'noise' of their batches") == 1
     assert "Traceback" not in done.stderr
-    assert sorted(tiny.folder.rglob("*")) == before
+    assert _written(tiny.folder) == before
 
 
 def test_everything_that_is_wrong_is_said_at_once_with_file_and_line(refused, tiny):
