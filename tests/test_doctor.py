@@ -9,13 +9,14 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 
 import forge_core
 import fork_server
 from forge_core.cli import main
 from forge_core.contracts.check import CheckContext, Finding
 from forge_core.registry.discovery import discover
-from forge_plugins_monitor.doctor import gloo, gpus, network, plugins, storage
+from forge_plugins_monitor.doctor import gloo, gpus, network, plugins, software, storage
 from forge_plugins_monitor.doctor.together import merged
 from forge_plugins_monitor.plugin import forge_checks
 from forge_testing.json_output import json_of
@@ -60,6 +61,19 @@ def test_the_report_is_a_table_with_what_to_do(monkeypatch, capsys, tmp_path, wi
     assert "cores" in said
     assert "→ set OMP_NUM_THREADS to at most" in said
     assert ", 0 wrong" in said.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs are on the GPU here")
+@pytest.mark.parametrize(
+    ("emulated", "state", "advice"), [(True, "warning", 'train.precision = "fp32"'), (False, "fine", "")]
+)
+def test_a_cpu_that_emulates_bf16_is_a_warning(tmp_path, monkeypatch, emulated, state, advice):
+    monkeypatch.setattr("forge_core.distributed.mesh.emulates_bf16", lambda device: emulated)
+
+    (found,) = [one for one in software.look(CheckContext(tmp_path, discover())) if one.subject == "bf16"]
+
+    assert found.state == state
+    assert advice in found.advice
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a place that not even root can write to: /proc")

@@ -48,16 +48,18 @@ def test_dimensions_are_those_along_which_there_is_variance(variances, dimension
 def test_rows_that_have_no_spectrum_are_refused():
     with pytest.raises(ConfigError, match="site: a spectrum needs two rows at least, and the store has 1"):
         spectrum_of([torch.ones(1, 4)], "site")
-    with pytest.raises(ConfigError, match="site: values that are not finite"):
+    with pytest.raises(ConfigError, match="site: values that are not finite have no principal components"):
         spectrum_of([torch.tensor([[1.0], [float("inf")]])], "site")
+    with pytest.raises(ConfigError, match=r"site has 16,385 features, .* of at most 16,384; leave it out of --sites"):
+        spectrum_of([torch.zeros(2, 5, 3277)], "site")
 
 
 def test_few_rows_have_few_principal_components():
-    moments = Moments()
+    moments = Moments("resid_post")
     moments.add(torch.randn(1, 3, 8))
 
     with pytest.raises(ConfigError, match="8 features in 3 rows, which have at most 2 principal components"):
-        moments.components(3, "resid_post")
+        moments.components(3)
 
 
 def test_the_command_says_it_of_each_site_and_draws_it(store, tmp_path, capsys):

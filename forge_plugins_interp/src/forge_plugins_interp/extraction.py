@@ -112,7 +112,7 @@ class _Extraction:
             return
         kept, lengths, reduction = made_whole[: self.n_kept], self.lengths[: self.n_kept], self.request.reduction
         if self.moments is not None:
-            self.moments.setdefault(placed.name, Moments()).add(reduction.kept(placed.site, kept, lengths))
+            self.moments.setdefault(placed.name, Moments(placed.name)).add(reduction.kept(placed.site, kept, lengths))
             return
         self.values[placed.name] = reduction.rows(
             placed.site, kept, lengths, self.session.seed, self.components.get(placed.name)
@@ -147,7 +147,7 @@ class _Extraction:
             self._forward(numbers, min(self.batch_size, n_samples - start))
         moments, self.moments = self.moments, None
         n = self.request.reduction.features
-        self.components = {name: one.components(n, name) for name, one in moments.items()}
+        self.components = {name: one.components(n) for name, one in moments.items()}
 
     def _share_components(self) -> None:
         """Replicas of the model take those of one of them, to the last bit."""

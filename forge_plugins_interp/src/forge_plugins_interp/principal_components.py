@@ -38,18 +38,32 @@ class PrincipalComponents:
         return cls(**load_file(file))
 
 
-class Moments:
-    """Sums over rows, from which components follow, in float64 where the device has it."""
+_MOST_FEATURES = 16_384
+"""Of a row: 2 GiB of products."""
 
-    def __init__(self) -> None:
+
+class Moments:
+    """Sums over the rows of a site, in float64, from which its components follow."""
+
+    def __init__(self, site: str) -> None:
+        self._site = site
         self._n = 0
         self._sum: torch.Tensor | None = None
         self._products: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor) -> None:
-        """Take the rows of ``(…, D)`` into account."""
-        dtype = torch.float32 if value.device.type == "mps" else torch.float64
-        rows = value.detach().flatten(0, -2).to(dtype)
+        """Take the rows of ``(…, D)`` into account. It keeps D² numbers on the device of ``value``.
+
+        Raises:
+            ConfigError: rows have more features than there is memory for their products.
+        """
+        if value.shape[-1] > _MOST_FEATURES:
+            raise ConfigError(
+                f"{self._site} has {value.shape[-1]:,} features, and principal components are computed of at most "
+                f"{_MOST_FEATURES:,}; leave it out of --sites"
+            )
+        own = value.cpu() if value.device.type == "mps" else value  # which has no float64
+        rows = own.detach().flatten(0, -2).double()
         self._n += len(rows)
         self._sum = rows.sum(0) + (0 if self._sum is None else self._sum)
         self._products = rows.T @ rows + (0 if self._products is None else self._products)
@@ -60,23 +74,30 @@ class Moments:
         return self._n
 
     def mean_and_covariance(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(D,)`` and ``(D, D)`` on the CPU, float64; the covariance is divided by the number of rows."""
+        """``(D,)`` and ``(D, D)`` on the CPU, float64; the covariance is divided by the number of rows.
+
+        Raises:
+            ConfigError: a value is not finite.
+        """
         assert self._sum is not None, "a batch was seen"
         assert self._products is not None
-        mean = self._sum.cpu().double() / self._n
-        return mean, self._products.cpu().double() / self._n - torch.outer(mean, mean)
+        mean = self._sum.cpu() / self._n
+        covariance = self._products.cpu() / self._n - torch.outer(mean, mean)
+        if not bool(covariance.isfinite().all()):
+            raise ConfigError(f"{self._site}: values that are not finite have no principal components")
+        return mean, covariance
 
-    def components(self, number: int, site: str) -> PrincipalComponents:
+    def components(self, number: int) -> PrincipalComponents:
         """The first ``number`` of them.
 
         Raises:
-            ConfigError: the site has fewer features, or has been seen in too few rows.
+            ConfigError: the site has fewer features, or has been seen in too few rows; or a value is not finite.
         """
         mean, covariance = self.mean_and_covariance()
         width = len(mean)
         if number > min(width, self._n - 1):
             raise ConfigError(
-                f"--features {number}: {site} has {width} features in {self._n:,} rows, which have at most "
+                f"--features {number}: {self._site} has {width} features in {self._n:,} rows, which have at most "
                 f"{max(0, min(width, self._n - 1))} principal components; ask for fewer, or give more --fit-samples"
             )
         variances, vectors = (found.flip(-1)[..., :number] for found in torch.linalg.eigh(covariance))

@@ -53,14 +53,12 @@ def spectrum_of(batches: Iterable[torch.Tensor], site: str) -> Spectrum:
         site: for the error.
 
     Raises:
-        ConfigError: there are fewer than two rows, or one of them is not finite.
+        ConfigError: there are fewer than two rows, too many features, or a value that is not finite.
     """
-    moments = Moments()
+    moments = Moments(site)
     for batch in batches:
         moments.add(batch.flatten(1))
     if moments.rows < 2:
         raise ConfigError(f"{site}: a spectrum needs two rows at least, and the store has {moments.rows}")
     _, covariance = moments.mean_and_covariance()
-    if not bool(covariance.isfinite().all()):
-        raise ConfigError(f"{site}: values that are not finite have no spectrum")
     return Spectrum(variances=torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0), rows=moments.rows)
