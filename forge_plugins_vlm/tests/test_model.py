@@ -279,6 +279,8 @@ def test_what_each_modality_computes_is_a_site_of_its_own(make_model, fusion):
     )
     of_both = {"mlp_out"} if fusion == "moma" else {"mlp_out", "mlp_in", "mlp_post", "attn_out", "q", "attn_head_out"}
     assert of_both <= set(halves)
+    modules = [[sites[f"blocks.0.{half}.{name}"].module for name in halves] for half in ("text", "image")]
+    assert all(one != other for one, other in zip(*modules, strict=True))
     assert all(len(seen[name]) == 1 for name in of_block), seen.keys() ^ set(of_block)
     is_image = given["image_slots"][0] != -1
     text, image = (seen[f"blocks.0.{half}.mlp_out"][0][0] for half in ("text", "image"))

@@ -154,8 +154,7 @@ class _Extraction:
         files = {name: components_file(self.request.out, name) for name in self.components}
         if self.mesh.dp_rank == 0:
             for name, file in files.items():
-                if not file.exists():
-                    self.components[name].write(file)
+                self.components[name].write(file)
         dist.barrier()
         self.components = {name: PrincipalComponents.read(file) for name, file in files.items()}
         shares: list[list[float]] = [[] for _ in range(self.mesh.world_size)]
