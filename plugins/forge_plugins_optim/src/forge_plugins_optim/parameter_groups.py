@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
-from forge_plugins_optim.config import MatrixRules, ParameterGroup
+from forge_plugins_optim.config import MatrixRules
+from forge_plugins_optim.name_patterns import first_match, why_idle
 
 
 def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -> list[dict[str, Any]]:
@@ -34,7 +33,7 @@ def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -
     gathered: dict[tuple[Any, ...], list[Any]] = {}
     for entry in parameters:
         own_lr, own_decay = lr, rules.weight_decay if entry.role in decayed else 0.0
-        index = _first_match(entry.name, groups)
+        index = first_match(entry.name, groups)
         if index is not None:
             group = groups[index]
             taken[index] += 1
@@ -44,12 +43,12 @@ def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -
         gathered.setdefault((own_lr, own_decay, mesh), []).append(entry.parameter)
     elsewhere = parameters[0].elsewhere if parameters else ()
     names = [*(entry.name for entry in parameters), *sorted(elsewhere)]
-    taken_elsewhere = {_first_match(name, groups) for name in elsewhere}
+    taken_elsewhere = {first_match(name, groups) for name in elsewhere}
     for index, (group, count) in enumerate(zip(groups, taken, strict=True)):
         if count == 0 and index not in taken_elsewhere:
-            raise ConfigError(_idle(group, names))
-        kept = (name for name in names if _first_match(name, groups) == index)
-        if group.is_exemption and all(_first_match(name, groups[index + 1 :]) is None for name in kept):
+            raise ConfigError(why_idle("optimizer.groups", group.pattern, names, "groups"))
+        kept = (name for name in names if first_match(name, groups) == index)
+        if group.is_exemption and all(first_match(name, groups[index + 1 :]) is None for name in kept):
             raise ConfigError(
                 f"optimizer.groups: the group with the pattern {group.pattern!r} has no effect: it sets neither lr, "
                 "lr_scale nor weight_decay, and no group after it would take what it takes"
@@ -62,23 +61,3 @@ def parameter_groups(parameters: Sequence[NamedParameter], rules: MatrixRules) -
     grouped = [id(parameter) for group in result for parameter in group["params"]]
     assert sorted(grouped) == sorted({id(entry.parameter) for entry in parameters})
     return result
-
-
-def _first_match(name: str, groups: Sequence[ParameterGroup]) -> int | None:
-    """The index of the group that takes the parameter of this name."""
-    return next((i for i, group in enumerate(groups) if fnmatch.fnmatchcase(name, group.pattern)), None)
-
-
-def _idle(group: ParameterGroup, names: Sequence[str]) -> str:
-    """Why ``group`` takes no parameter."""
-    matches = fnmatch.filter(names, group.pattern)
-    if matches:
-        return (
-            f"optimizer.groups: the pattern {group.pattern!r} takes no parameter, because groups before it take all "
-            f"that it matches, such as {matches[0]!r}. The first match wins: put the narrower pattern first."
-        )
-    nearest = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]
-    return (
-        f"optimizer.groups: the pattern {group.pattern!r} matches no parameter. The nearest names are "
-        f"{', '.join(nearest)}. ('*' stands for anything, dots included.)"
-    )

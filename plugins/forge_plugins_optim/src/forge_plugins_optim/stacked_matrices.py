@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.errors import ConfigError
 from forge_plugins_optim.config import StackedMatrices
+from forge_plugins_optim.name_patterns import first_match, why_idle
 
 
 def rows_of_stacked(
@@ -23,9 +22,10 @@ def rows_of_stacked(
     """
     found: dict[torch.Tensor, tuple[int, ...]] = {}
     for entry in parameters:
-        one = _first_match(entry.name, stacked)
-        if one is None:
+        index = first_match(entry.name, stacked)
+        if index is None:
             continue
+        one = stacked[index]
         rows = entry.parameter.shape[-2]
         if sum(one.rows) != rows:
             raise ConfigError(
@@ -34,21 +34,8 @@ def rows_of_stacked(
             )
         found[entry.parameter] = one.rows
     names = [*(entry.name for entry in parameters), *(sorted(parameters[0].elsewhere) if parameters else ())]
-    taking = [_first_match(name, stacked) for name in names]
-    for one in stacked:
-        if one not in taking and fnmatch.filter(names, one.pattern):
-            raise ConfigError(
-                f"optimizer: stacked of muon: the pattern {one.pattern!r} takes no parameter, because those before it "
-                "take all that it matches. The first match wins: put the narrower pattern first."
-            )
-        if one not in taking:
-            nearest = difflib.get_close_matches(one.pattern, names, n=3, cutoff=0.3) or names[:3]
-            raise ConfigError(
-                f"optimizer: stacked of muon: the pattern {one.pattern!r} matches no parameter. The nearest names are "
-                f"{', '.join(nearest)}. ('*' stands for anything, dots included.)"
-            )
+    taking = {first_match(name, stacked) for name in names}
+    for index, one in enumerate(stacked):
+        if index not in taking:
+            raise ConfigError(why_idle("optimizer: stacked of muon", one.pattern, names, "those"))
     return found
-
-
-def _first_match(name: str, stacked: Sequence[StackedMatrices]) -> StackedMatrices | None:
-    return next((one for one in stacked if fnmatch.fnmatchcase(name, one.pattern)), None)
