@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 from forge_core.cli import main
@@ -40,5 +41,12 @@ def waits(self, step):
 HostMemory.wants = waits  # type: ignore[method-assign]
 Trainer._train_step = step  # type: ignore[method-assign]
 if killed_at == "free":
-    shutil.disk_usage = lambda path: SimpleNamespace(free=int(awaited))  # type: ignore[assignment]
+
+    def usage(path):
+        """Rank 0 of a node looks at the folder a second after rank 1 does."""
+        time.sleep(1 - int(os.environ["RANK"]) % 2)
+        Path(path).stat()
+        return SimpleNamespace(free=int(awaited))
+
+    shutil.disk_usage = usage  # type: ignore[assignment]
 sys.exit(main(sys.argv[1:]))

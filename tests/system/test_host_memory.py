@@ -309,7 +309,9 @@ def test_a_folder_that_others_can_write_to_is_refused(left):
 def test_a_memory_that_is_too_small_is_refused_before_the_first_step(shared_tiny):
     run = TwoNodes(shared_tiny, "large")
 
-    assert run.start("model.dim=64", "parallel.dp_shard=4", *MEMORY, "run.name=large", killed_at="free:0") == [2] * 4
+    codes = run.start("model.dim=64", "parallel.dp_shard=4", *MEMORY, "run.name=large", killed_at="free:0")
+
+    assert codes == [2] * 4, run.said
 
     assert "has 0 B, and two checkpoints of the 2 ranks there and of their copies of the node before" in run.said
     assert not (run.path / "metrics.jsonl").read_text()

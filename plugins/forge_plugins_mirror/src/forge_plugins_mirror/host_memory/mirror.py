@@ -154,9 +154,10 @@ class HostMemory(CheckpointMirror):
         number = nodes.number
         held = [number] if len(nodes.ranks) == 1 else [number, nodes.before(number)]
         needed = 2 * sum(of_ranks[rank] for node in held for rank in nodes.ranks[node])
+        # All ranks of a node have looked before one of them removes the folder.
+        room = run_on_all_ranks(lambda: shutil.disk_usage(folder.path).free + folder.n_bytes())
 
         def refuse() -> None:
-            room = shutil.disk_usage(folder.path).free + folder.n_bytes()
             if needed > room:
                 with suppress(OSError):  # it stays if there are checkpoints of this run
                     folder.path.rmdir()
