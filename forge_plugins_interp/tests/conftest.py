@@ -7,7 +7,7 @@ import torch
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
-from forge_plugins_interp.store import Manifest, StoredSite, write_index, write_shard
+from forge_plugins_interp.store import TOKENS, Manifest, StoredSite, write_index, write_shard
 
 JOB = """
 [run]
@@ -88,13 +88,17 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store_of_tokens(tmp_path_factory):
-    """Three samples in two shards, of 2, 1 and 3 tokens; and a site with a row a sample."""
+    """Three samples in two shards, of 2, 1 and 3 tokens, of which the last three are not all; and a site with
+    a row for each sample."""
     folder = tmp_path_factory.mktemp("tokens") / "acts"
     folder.mkdir()
     tokens, samples = random(6, 2, 4).float(), random(3, 5).float()
     for shard, (some, few) in enumerate(((tokens[:3], samples[:2]), (tokens[3:], samples[2:]))):
         write_shard(folder, "blocks.0.z", shard, {"values": some})
         write_shard(folder, "logits", shard, {"values": few})
+    length, ids = torch.tensor([2, 1]), torch.arange(3)
+    write_shard(folder, TOKENS, 0, {"values": ids, "length": length})
+    write_shard(folder, TOKENS, 1, {"values": ids, "length": torch.tensor([3]), "position": torch.tensor([1, 4, 5])})
     write_index(folder, {"stimulus_id": np.array(["a", "b", "c"]), "length": np.array([2, 1, 3])})
     sites = {
         "blocks.0.z": StoredSite(dims=("token", "head", "head_width"), sizes=(2, 4), dtype="float32"),

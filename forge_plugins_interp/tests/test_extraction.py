@@ -21,7 +21,7 @@ from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_plugins_interp.principal_components import PrincipalComponents
-from forge_plugins_interp.reduction import Reduction, token_counts
+from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.store import Manifest, Store, components_file, shard_file
 
@@ -130,11 +130,86 @@ def test_what_is_kept(run, alone, tmp_path, options, shape):
         assert torch.allclose(kept, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options", [[], ["--reduce", "last"], ["--reduce", "mean"], ["--positions", "1,-1"]], ids=" ".join
+)
+def test_tokens_that_match_are_kept(run, alone, tmp_path, options, capsys):
+    site = "blocks.1.resid_post"
+    assert extract(run, tmp_path / "digits", "--match", "[0-9]", *options) == 0
+    assert re.search(r"\d+ tokens match '\[0-9\]'", capsys.readouterr().err)
+    store = Store(tmp_path / "digits")
+
+    for sample in range(SAMPLES):
+        tokens, values = alone.tokens(sample), alone.read(site, sample)
+        where = [at for at, token in enumerate(tokens.tolist()) if chr(token) in "0123456789"]
+        of_digits = values[where]
+        expected = {"last": of_digits[-1], "mean": of_digits.mean(0), "1,-1": of_digits[[1, -1]]}
+        wanted = expected[options[1]] if options else of_digits
+        assert torch.allclose(store.read(site, sample), wanted, atol=1e-5)
+        assert store.positions(sample).tolist() == where
+        assert store.tokens(sample).tolist() == tokens[where].tolist()
+        assert store.columns["length"][sample] == len(where)
+        assert alone.positions(sample).tolist() == list(range(32))
+
+
+def test_tokens_that_are_in_few_samples(run, tmp_path, capsys):
+    """Samples without one have no row; where each must have one, the first without is named."""
+    table = tmp_path / "stimuli.csv"
+    table.write_text("stimulus_id,text\na,xyz\nb,xq\nc,q:q\n")
+    command = ["extract", str(run), "--stimuli", str(table), "--sites", "blocks.0.resid_post", "--match", "q|:"]
+    assert main([*command, "--out", str(tmp_path / "few")]) == 0
+    store = Store(tmp_path / "few")
+
+    assert store.columns["length"].tolist() == [0, 1, 3]
+    assert [store.positions(sample).tolist() for sample in range(3)] == [[], [1], [0, 1, 2]]
+    assert store.array("blocks.0.resid_post").shape == (4, 32)
+    assert [len(one) for one in store.batches("blocks.0.resid_post", 10)] == [4]
+    assert main([*command, "--reduce", "last", "--out", str(tmp_path / "last")]) == 2
+    assert "--match 'q|:': sample a has no such token" in capsys.readouterr().err
+
+
+def test_others_know_that_tokens_are_missing(run, alone, tmp_path, capsys):
+    """Labels go by the position in the sample, and stores of other tokens are not compared."""
+    assert extract(run, tmp_path / "digits", "--match", "[0-9]") == 0
+    store, labels = Store(tmp_path / "digits"), tmp_path / "labels.csv"
+    places = [(sample, at) for sample in range(SAMPLES) for at in store.positions(sample).tolist()]
+    # a label that the token itself decides: a probe that reads other rows could not know it
+    rows = [f"{sample},{at},{int(alone.tokens(sample)[at]) % 2}\n" for sample, at in places]
+    labels.write_text("stimulus_id,token,label\n" + "".join(rows))
+    command = ["probe", str(store.folder), "--labels", str(labels), "--sites", "blocks.0.resid_post"]
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)[0]
+    assert found["accuracy"] > found["majority"] + 0.1
+    labels.write_text(labels.read_text() + f"0,{next(at for at in range(32) if (0, at) not in places)},1\n")
+    assert main(command) == 2
+    assert "does not match '[0-9]'" in " ".join(capsys.readouterr().err.split())
+
+    assert main(["compare", str(alone.folder), str(store.folder), "--sites", "blocks.0.resid_post"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "keeps all tokens" in said
+    assert "tokens that match '[0-9]'" in said
+
+
+@pytest.mark.parametrize(
+    ("match", "sentence"),
+    [
+        ("(", "--match '(': no regular expression: missing ), unterminated subpattern"),
+        ("ab", "--match 'ab': no token of the vocabulary matches"),
+    ],
+)
+def test_a_pattern_of_no_token_is_refused(run, tmp_path, capsys, match, sentence):
+    assert extract(run, tmp_path / "none", "--match", match) == 2
+
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_random_features_keep_distances():
     values = torch.randn(1, 40, 600, generator=torch.Generator().manual_seed(0))
     site = Site(module="", dims=("sample", "position", "width"))
 
-    rows = Reduction(features=300).rows(site, values, torch.tensor([40]), seed=0)
+    rows = Reduction(features=300).rows(site, values, torch.ones(1, 40, dtype=torch.bool), seed=0)
 
     ratio = torch.pdist(rows) / torch.pdist(values[0])
     assert 0.8 < ratio.min() < ratio.max() < 1.2
@@ -173,7 +248,8 @@ def test_what_is_kept_stays_as_it_was_seen(lengths):
     value = torch.arange(12.0).view(2, 3, 2)
     expected = torch.cat([value[sample, :length] for sample, length in enumerate(lengths)])
 
-    rows = Reduction().rows(site, value, torch.tensor(lengths), seed=0)
+    is_token = torch.arange(3) < torch.tensor(lengths)[:, None]
+    rows = Reduction().rows(site, value, is_token, seed=0)
     value.zero_()
 
     assert torch.equal(rows, expected)
@@ -328,16 +404,16 @@ def test_a_last_document_without_targets_is_padding():
     targets = torch.tensor([[5, IGNORED, IGNORED, IGNORED], [5, 6, 7, IGNORED], [IGNORED, 5, IGNORED, IGNORED]])
     batch = {"tokens": torch.zeros(3, 4, dtype=torch.int64), "document": document, "targets": targets}
 
-    assert token_counts(batch, 3, 4).tolist() == [2, 4, 4]
+    assert token_mask(batch, 3, 4).sum(1).tolist() == [2, 4, 4]
     positions = torch.tensor([[0, 1, 2, -1]] * 3)
-    assert token_counts({**batch, "positions": positions}, 3, 4).tolist() == [3, 3, 3]
+    assert token_mask({**batch, "positions": positions}, 3, 4).sum(1).tolist() == [3, 3, 3]
 
 
 def test_rows_wait_for_a_slow_disk_in_bounded_memory(tmp_path, monkeypatch):
     written, disk = [], threading.Semaphore(0)
     monkeypatch.setattr(ShardWriter, "_write", lambda self, part: (disk.acquire(), written.append(part.shard)))
     rows = {"a": torch.empty(40, 2**20, dtype=torch.uint8)}
-    parts = [ShardPart(shard=shard, rows=rows, lengths=None, is_last=True) for shard in range(3)]
+    parts = [ShardPart(shard=shard, rows=rows, beside_tokens={}, is_last=True) for shard in range(3)]
 
     with ShardWriter(tmp_path) as writer:
         putting = threading.Thread(target=lambda: [writer.put(part) for part in parts])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -189,6 +190,15 @@ def test_logit_weights_are_those_of_gain_and_head(kind):
     rows = [row for row in logit_rows({7: found[0]}, 2) if row["effect"] == "lowers"]
     assert [row["token"] for row in rows] == found[0].argsort()[:2].tolist()
     assert [row["weight"] for row in rows] == [float(found[0].min()), float(found[0].sort().values[1])]
+
+
+def test_contexts_need_all_tokens(store, dictionary, tmp_path):
+    shutil.copytree(store, tmp_path / "digits")
+    whole = Manifest.read(store)
+    attrs.evolve(whole, origin={**whole.origin, "match": "[0-9]"}).write(tmp_path / "digits")
+
+    with pytest.raises(ConfigError, match=r"keeps only tokens that match '\[0-9\]', and contexts are of all tokens"):
+        features(dictionary, data(tmp_path / "digits"), FeaturesConfig())
 
 
 def test_directions_that_are_not_of_the_stream_have_no_logits():

@@ -57,6 +57,12 @@ class Alignment:
             raise ConfigError(
                 "some sites have a row a token, and some a row a sample; choose by --sites, or reduce all"
             )
+        first, second = self.stores
+        if kinds == {"token"} and first.match != second.match:
+            raise ConfigError(
+                f"{first.folder} keeps {_kept(first)}, and {second.folder} {_kept(second)}; extract both with the same "
+                "--match, or with --reduce mean or last"
+            )
         lengths = [store.columns["length"][numbers] for store, numbers in zip(self.stores, self.samples, strict=True)]
         if kinds == {"token"} and not np.array_equal(*lengths):
             number = int((lengths[0] != lengths[1]).argmax())
@@ -65,6 +71,10 @@ class Alignment:
                 f"stimulus {name} has {lengths[0][number]} tokens in {self.stores[0].folder}, and {lengths[1][number]} "
                 f"in {self.stores[1].folder}; extract both with --reduce mean or last"
             )
+
+
+def _kept(store: Store) -> str:
+    return "all tokens" if store.match is None else f"tokens that match {store.match!r}"
 
 
 def refuse_repeated(where: object, ids: np.ndarray) -> np.ndarray:

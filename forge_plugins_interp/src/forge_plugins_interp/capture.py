@@ -48,7 +48,8 @@ class Capture(Callback):
         self._rows: dict[str, list[torch.Tensor]] = {}
         """By site and microbatch, on ranks that write."""
         self._forwards: Counter[str] = Counter()
-        self._lengths: list[torch.Tensor] = []
+        self._are_tokens: list[torch.Tensor] = []
+        """Of each microbatch, which positions ``(B, S)`` are no padding."""
         self._tokens: list[torch.Tensor] = []
 
     def run_start(self, run: RunContext) -> None:
@@ -57,7 +58,7 @@ class Capture(Callback):
     def step_start(self, run: RunContext, step: int) -> None:
         if step % self._config.interval:
             return
-        self._rows, self._lengths, self._tokens = defaultdict(list), [], []
+        self._rows, self._are_tokens, self._tokens = defaultdict(list), [], []
         self._forwards.clear()
         for part in run.parts:
             hook = part.register_forward_pre_hook(self._look_at_inputs(run), with_kwargs=True)
@@ -74,20 +75,21 @@ class Capture(Callback):
             lengths = torch.full((len(first),), whole_length, device=first.device)
             if positions is not None and bool((positions < 0).any()):
                 lengths = run.mesh.sum_over((positions >= 0).sum(1), ("cp",))
-            self._lengths.append(lengths)
+            is_token = torch.arange(whole_length, device=first.device) < lengths[:, None]
+            self._are_tokens.append(is_token)
             if first.dtype == torch.int64 and first.shape[1] == whole_length:
-                self._tokens.append(first[torch.arange(whole_length, device=first.device) < lengths[:, None]].cpu())
+                self._tokens.append(first[is_token].cpu())
 
         return look
 
     def _take(self, run: RunContext, placed: PlacedSite, value: torch.Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        lengths = self._lengths[self._forwards[placed.name]]
+        is_token = self._are_tokens[self._forwards[placed.name]]
         self._forwards[placed.name] += 1
         made_whole = whole(value, placed.cuts)
         if _writes(run):
-            rows = self._reduction.rows(placed.site, made_whole, lengths, run.job.train.seed)
+            rows = self._reduction.rows(placed.site, made_whole, is_token, run.job.train.seed)
             self._rows[placed.name].append(rows.to("cpu", non_blocking=True))
 
     def before_optimizer_step(self, run: RunContext, context: StepContext) -> None:
@@ -112,9 +114,8 @@ class Capture(Callback):
 
     def _write(self, run: RunContext, step: int, folder: Path) -> None:
         size, dp_size, dp_rank = _data_ranks(run)
-        n_micro = len(self._lengths)
+        n_micro = len(self._are_tokens)
         self._write_manifest(run, step, folder, n_micro * dp_size * size)
-        lengths = torch.cat([one.cpu() for one in self._lengths])
         if not _writes(run):
             return
         self._writer = ShardWriter(folder)
@@ -123,8 +124,10 @@ class Capture(Callback):
             shard = {name: rows[number] for name, rows in self._rows.items()}
             if self._tokens:
                 shard[TOKENS] = self._tokens[number]
-            own = lengths[number * size : (number + 1) * size] if self._tokens else None
-            self._writer.put(ShardPart(shard=number * dp_size + dp_rank, rows=shard, lengths=own, is_last=True))
+            beside = {"length": self._are_tokens[number].sum(1).cpu()} if self._tokens else {}
+            self._writer.put(
+                ShardPart(shard=number * dp_size + dp_rank, rows=shard, beside_tokens=beside, is_last=True)
+            )
 
     def _write_manifest(self, run: RunContext, step: int, folder: Path, n_samples: int) -> None:
         """The index and the manifest, of all stages, by rank 0. The store is complete once all ranks have written: that
@@ -140,7 +143,7 @@ class Capture(Callback):
             if placed.name in self._rows
         }
         sites = {name: one for stage in run.mesh.gather_over("pp", own) for name, one in stage.items()}
-        lengths = torch.stack(self._lengths).cpu()
+        lengths = torch.stack([one.sum(1) for one in self._are_tokens]).cpu()
         for axis in ("dp_shard", "dp_replicate"):
             lengths = torch.cat(run.mesh.gather_over(axis, lengths), dim=1)
         if run.rank == 0:

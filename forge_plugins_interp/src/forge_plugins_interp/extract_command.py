@@ -12,8 +12,10 @@ from forge_plugins_interp.site_pattern import listed
 
 if TYPE_CHECKING:
     from forge_core.contracts.data_source import DataSource
+    from forge_plugins_interp.reduction import Reduction
     from forge_plugins_interp.session import Session
     from forge_plugins_interp.stimuli import Stimuli
+    from forge_plugins_interp.token_pattern import TokenPattern
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     type=click.Choice(["none", "last", "mean"]),
     help="Keep each position, the last of a sample, or the mean over a sample.",
 )
+@click.option("--match", help=r"Keep tokens whose text this regular expression matches as a whole: \s*def.")
 @click.option("--positions", help="Keep these positions of each sample, such as 0,-1; negative ones from its end.")
 @click.option("--features", default=0, type=click.IntRange(min=0), help="Project on so many directions.")
 @click.option(
@@ -60,6 +63,7 @@ def extract(
     stimuli: Path | None,
     column: str,
     over: str,
+    match: str | None,
     positions: str | None,
     features: int,
     directions: str,
@@ -98,8 +102,9 @@ def extract(
     chosen_ones: Any = {"over": over, "directions": directions}
     if fit_samples is not None:
         chosen_ones["fit_samples"] = fit_samples
-    reduction = Reduction(positions=kept, features=features, dtype=wanted, **chosen_ones)
     with open_session(run, others, catalog=obj.catalog, log=say) as session:
+        tokens = None if match is None else _tokens(session, match)
+        reduction = Reduction(tokens=tokens, positions=kept, features=features, dtype=wanted, **chosen_ones)
         source: DataSource | Stimuli = (
             session.open_data(data) if stimuli is None else _stimuli(session, stimuli, column)
         )
@@ -109,11 +114,19 @@ def extract(
             reduction=reduction,
             samples=samples,
             columns=getattr(source, "columns", {}),
-            origin=_origin(session, source, reduction.words()),
+            origin=_origin(session, source, reduction),
         )
         extract(session, source, request, say if session.context.mesh.rank == 0 else lambda line: None)
         if session.context.mesh.rank == 0:
             print(f"wrote {out}")
+
+
+def _tokens(session: Session, match: str) -> TokenPattern:
+    from forge_plugins_interp.token_pattern import TokenPattern
+
+    if session.tokenizer is None:
+        raise ConfigError("--match: the checkpoint has no tokenizer, so that its tokens have no text")
+    return TokenPattern.of(match, session.tokenizer)
 
 
 def _positions(text: str | None) -> list[int]:
@@ -135,7 +148,7 @@ def _stimuli(session: Session, path: Path, column: str) -> Stimuli:
     return Stimuli(path, column, session.tokenizer, longest=longest, multiple=2 * parallel.cp * parallel.tp)
 
 
-def _origin(session: Session, source: DataSource | Stimuli, reduced: str) -> dict[str, Any]:
+def _origin(session: Session, source: DataSource | Stimuli, reduction: Reduction) -> dict[str, Any]:
     """What decides the numbers, for the manifest; a layout does not."""
     from forge_plugins_interp.session import digest_of
 
@@ -147,6 +160,7 @@ def _origin(session: Session, source: DataSource | Stimuli, reduced: str) -> dic
         "checkpoint": digest_of(checkpoint.path),
         "data": source.fingerprint,
         "tokenizer": None if session.tokenizer is None else session.tokenizer.fingerprint,
-        "reduction": reduced,
+        "match": None if reduction.tokens is None else reduction.tokens.text,
+        "reduction": reduction.words(),
         "versions": dict(checkpoint.manifest.versions),
     }

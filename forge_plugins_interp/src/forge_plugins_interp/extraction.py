@@ -24,7 +24,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.principal_components import Moments, PrincipalComponents
-from forge_plugins_interp.reduction import Reduction, token_counts
+from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.session import ObservedModel, read_batch, refuse_unseen
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.sites import PlacedSite
@@ -74,7 +74,7 @@ class _Extraction:
         self, session: ObservedModel, source: DataSource, request: Request, log: Callable[[str], None]
     ) -> None:
         self.session, self.source, self.request, self.log = session, source, request, log
-        self.lengths, self.n_kept = torch.zeros(0, dtype=torch.int64), 0
+        self.is_kept, self.n_kept = torch.zeros(0, 0, dtype=torch.bool), 0
         self.mesh: Mesh = session.mesh
         self.n_samples = min(request.samples or len(source), len(source))
         self.batch_size = session.batch_size
@@ -101,6 +101,8 @@ class _Extraction:
         dist.barrier()
         if self.mesh.rank == 0:
             lengths = stored_lengths(request.out, manifest)
+            if (tokens := request.reduction.tokens) is not None:
+                self.log(f"{lengths.sum():,} tokens match {tokens.text!r}")
             ids = np.arange(self.n_samples)
             write_index(request.out, {"stimulus_id": ids, **request.columns, "length": lengths})
             attrs.evolve(manifest, complete=True).write(request.out)
@@ -110,12 +112,12 @@ class _Extraction:
         made_whole = whole(value, placed.cuts)
         if not self._writes():
             return
-        kept, lengths, reduction = made_whole[: self.n_kept], self.lengths[: self.n_kept], self.request.reduction
+        kept, is_kept, reduction = made_whole[: self.n_kept], self.is_kept[: self.n_kept], self.request.reduction
         if self.moments is not None:
-            self.moments.setdefault(placed.name, Moments(placed.name)).add(reduction.kept(placed.site, kept, lengths))
+            self.moments.setdefault(placed.name, Moments(placed.name)).add(reduction.kept(placed.site, kept, is_kept))
             return
         self.values[placed.name] = reduction.rows(
-            placed.site, kept, lengths, self.session.seed, self.components.get(placed.name)
+            placed.site, kept, is_kept, self.session.seed, self.components.get(placed.name)
         ).cpu()
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
@@ -124,13 +126,25 @@ class _Extraction:
         batch = read_batch(self.source, numbers)
         first = batch.get("tokens", next(iter(batch.values())))
         n_positions = first.shape[1] if "position" in self.session.batch_dims else 1
-        self.lengths = token_counts(batch, len(first), n_positions)
-        self.n_kept = n_kept
+        is_token = token_mask(batch, len(first), n_positions)
+        self.is_kept, self.n_kept = self.request.reduction.kept_tokens(batch, is_token), n_kept
+        self._refuse_none_kept(numbers)
         self.session.run_batch(self.source, batch)
         if "tokens" not in batch:
             return torch.zeros(0, dtype=torch.int64)
-        is_token = torch.arange(n_positions) < self.lengths[:n_kept, None]
-        return first[:n_kept][is_token]
+        return first[:n_kept][self.is_kept[:n_kept]]
+
+    def _refuse_none_kept(self, numbers: np.ndarray) -> None:
+        reduction = self.request.reduction
+        if reduction.tokens is None or (reduction.over == "none" and not reduction.positions):
+            return
+        lacking = numbers[: self.n_kept][~self.is_kept[: self.n_kept].any(1).numpy()]
+        if len(lacking):
+            ids = self.request.columns.get("stimulus_id", np.arange(self.n_samples))
+            raise ConfigError(
+                f"--match {reduction.tokens.text!r}: sample {ids[lacking[0]]} has no such token, and a row for each "
+                "sample is asked for; leave the sample out, or leave out --reduce and --positions"
+            )
 
     def _fit_components(self) -> None:
         """Fit them on the first samples, the same on all ranks that have a site. A store that is gone on with has
@@ -180,7 +194,7 @@ class _Extraction:
             dims = reduction.dims(placed.site)
             dtype = str(rows.dtype).removeprefix("torch.")
             stored = StoredSite(dims=dims, sizes=tuple(rows.shape[1:]), dtype=dtype, reduced=reduction.words())
-            found[placed.name] = stored, len(rows) / n
+            found[placed.name] = stored, max(len(rows) / n, 1.0)  # the first samples may have none that match
         return found
 
     def _claim(self, own: Mapping[str, tuple[StoredSite, float]], seconds: float) -> Manifest:
@@ -246,15 +260,20 @@ class _Extraction:
             n_kept = max(0, min(self.batch_size, (samples.stop if samples else 0) - int(numbers[0])))
             tokens = self._forward(np.minimum(numbers, self.n_samples - 1), n_kept)
             if shard is not None and n_kept and self._writes():
-                of_tokens = {TOKENS: tokens} if self._has_first_stage() else {}
+                has_tokens = self._has_first_stage()
                 writer.put(
                     ShardPart(
                         shard=shard,
-                        rows={**of_tokens, **self.values},
-                        lengths=self.lengths[:n_kept] if of_tokens else None,
+                        rows={**({TOKENS: tokens} if has_tokens else {}), **self.values},
+                        beside_tokens=self._beside_tokens() if has_tokens else {},
                         is_last=int(numbers[0]) + n_kept == samples.stop,
                     )
                 )
+
+    def _beside_tokens(self) -> dict[str, torch.Tensor]:
+        is_kept = self.is_kept[: self.n_kept]
+        where = {} if self.request.reduction.tokens is None else {"position": is_kept.nonzero()[:, 1]}
+        return {"length": is_kept.sum(1), **where}
 
     def _writes(self) -> bool:
         """Return whether this rank is the one that writes, of those with the same samples and layers."""

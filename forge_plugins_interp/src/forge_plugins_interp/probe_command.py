@@ -125,6 +125,8 @@ def _labelled(
     is_token = store.manifest.sites[site].dims[0] == "token"
     ends = np.cumsum(store.columns["length"])
     starts = ends - store.columns["length"]
+    if control > 1 and store.match is not None:
+        raise ConfigError(f"--control {control}: {store.folder} keeps only tokens that match {store.match!r}, not runs")
     numbers, tokens, names = _labels(store, path, column, is_token=is_token)
     if not len(numbers):
         raise ConfigError(f"--labels: none of its stimulus_id is in {store.folder}")
@@ -185,10 +187,30 @@ def _labels(store: Store, path: Path | None, column: str | None, *, is_token: bo
     known = [row for row in table if row["stimulus_id"] in places]
     numbers = np.array([places[row["stimulus_id"]] for row in known], dtype=np.int64)
     if "token" in table[0]:
-        tokens = np.array([int(row["token"]) for row in known], dtype=np.int64)
+        tokens = _kept(store, numbers, np.array([int(row["token"]) for row in known], dtype=np.int64))
     else:
         tokens = store.columns["length"][numbers] - 1
     return numbers, tokens, [row["label"] for row in known]
+
+
+def _kept(store: Store, numbers: Any, positions: Any) -> Any:
+    """Which of the tokens that a store keeps of a sample stand at these positions of it."""
+    import numpy as np
+
+    if store.match is None:
+        return positions
+    lengths = store.columns["length"]
+    of_rows = np.concatenate([store.shard_positions(shard) for shard in range(store.manifest.n_shards())])
+    of_sample = np.concatenate([np.arange(length) for length in lengths])
+    samples = np.repeat(np.arange(len(store)), lengths)
+    kept = dict(zip(zip(samples.tolist(), of_rows.tolist(), strict=True), of_sample.tolist(), strict=True))
+    wanted = list(zip(numbers.tolist(), positions.tolist(), strict=True))
+    if lacking := next((one for one in wanted if one not in kept), None):
+        raise ConfigError(
+            f"--labels: token {lacking[1]} of {store.ids[lacking[0]]} does not match {store.match!r}, and "
+            f"{store.folder} keeps only tokens that do"
+        )
+    return np.array([kept[one] for one in wanted], dtype=np.int64)
 
 
 def _table(path: Path) -> list[dict[str, str]]:

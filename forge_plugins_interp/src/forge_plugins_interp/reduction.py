@@ -13,12 +13,15 @@ from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
 from forge_core.errors import ConfigError
 from forge_plugins_interp.principal_components import PrincipalComponents
+from forge_plugins_interp.token_pattern import TokenPattern
 
 
 @attrs.frozen(kw_only=True)
 class Reduction:
     """From the values of a batch to rows of a store. All of it is optional."""
 
+    tokens: TokenPattern | None = None
+    """Go by these tokens of a sample alone: ``last`` is the last of them."""
     over: Literal["none", "last", "mean"] = "none"
     """Keep each position, the last one of a sample, or the mean over a sample."""
     positions: Sequence[int] = ()
@@ -35,7 +38,8 @@ class Reduction:
 
     def words(self) -> str:
         """For the manifest."""
-        found = [f"positions {list(self.positions)}"] if self.positions else []
+        found = [] if self.tokens is None else [f"tokens that match {self.tokens.text!r}"]
+        found += [f"positions {list(self.positions)}"] if self.positions else []
         found += [] if self.over == "none" else [self.over]
         fitted = f"principal components of the first {self.fit_samples} samples"
         named = "random features" if self.directions == "random" else fitted
@@ -54,7 +58,7 @@ class Reduction:
         self,
         site: Site,
         value: torch.Tensor,
-        lengths: torch.Tensor,
+        is_kept: torch.Tensor,
         seed: int,
         components: PrincipalComponents | None = None,
     ) -> torch.Tensor:
@@ -62,30 +66,36 @@ class Reduction:
 
         Args:
             value: the whole value, as the site has it, of the samples to keep.
-            lengths: ``(B,)``, the tokens of each sample; what lies beyond is padding.
+            is_kept: ``(B, T)`` bool, as of ``kept_tokens``. Each sample has one, unless all are kept.
             seed: of random features.
             components: of this site, for ``directions = "principal"``.
 
         Raises:
             ConfigError: a position lies beyond a sample.
         """
-        value = self.kept(site, value, lengths)
+        value = self.kept(site, value, is_kept)
         if components is not None:
             value = components.project(value)
         elif self.features:
             value = value.float() @ _directions(value.shape[-1], self.features, seed).to(value.device)
         return value if self.dtype is None else value.to(self.dtype)
 
-    def kept(self, site: Site, value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def kept(self, site: Site, value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
         """The rows of a batch with all their features, as the model computes them."""
         if "position" in site.dims:
-            return self._positions(value.movedim(site.dims.index("position"), 1), lengths)
+            return self._positions(value.movedim(site.dims.index("position"), 1), is_kept)
         return value
 
-    def _positions(self, value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def kept_tokens(self, batch: Mapping[str, torch.Tensor], is_token: torch.Tensor) -> torch.Tensor:
+        """Which positions of a batch rows come from, ``(B, T)`` bool: its tokens, or those of them that are chosen."""
+        return is_token if self.tokens is None else is_token & self.tokens.is_match[batch["tokens"]]
+
+    def _positions(self, value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
         if self.over == "none" and not self.positions:
-            return _tokens(value, lengths)
-        lengths = lengths.to(value.device)
+            return _tokens(value, is_kept)
+        is_kept = is_kept.to(value.device)
+        lengths, samples = is_kept.sum(1), torch.arange(len(value), device=value.device)
+        in_order = is_kept.int().argsort(dim=1, descending=True, stable=True)  # those that are kept come first
         if self.positions:
             wanted = torch.tensor(self.positions, device=value.device)
             index = torch.where(wanted < 0, lengths[:, None] + wanted, wanted)
@@ -93,36 +103,36 @@ class Reduction:
                 raise ConfigError(
                     f"--positions {','.join(map(str, self.positions))}: a sample has {int(lengths.min())} tokens"
                 )
-            return value[torch.arange(len(value), device=value.device)[:, None], index]
+            return value[samples[:, None], in_order.gather(1, index)]
         if self.over == "last":
-            return value[torch.arange(len(value), device=value.device), lengths - 1]
-        is_token = torch.arange(value.shape[1], device=value.device) < lengths[:, None]
-        weights = is_token.view(*is_token.shape, *[1] * (value.ndim - 2))
+            return value[samples, in_order[samples, lengths - 1]]
+        weights = is_kept.view(*is_kept.shape, *[1] * (value.ndim - 2))
         mean = value.float().where(weights, 0.0).sum(1) / lengths.view(-1, *[1] * (value.ndim - 2))
         return mean.to(value.dtype)
 
 
-def _tokens(value: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """A copy of ``value``, ``(B, T, …)``, without padding: ``(n, …)``. The device is not waited for."""
+def _tokens(value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+    """A copy of the positions of ``value``, ``(B, T, …)``, that are kept: ``(n, …)``. The device is not waited for, if
+    ``is_kept`` is on the host."""
     flat = value.flatten(0, 1)
-    if bool((lengths == value.shape[1]).all()):
+    if bool(is_kept.all()):
         return flat.clone() if flat.data_ptr() == value.data_ptr() else flat
-    is_token = torch.arange(value.shape[1]) < lengths[:, None]
-    return flat[is_token.flatten().nonzero().squeeze(1).to(value.device, non_blocking=True)]
+    return flat[is_kept.flatten().nonzero().squeeze(1).to(value.device, non_blocking=True)]
 
 
-def token_counts(batch: Mapping[str, torch.Tensor], n_samples: int, n_positions: int) -> torch.Tensor:
-    """The tokens of each sample, ``(B,)`` int64, without padding at its end: positions of −1, or in a packed sample a
-    last document without any target."""
+def token_mask(batch: Mapping[str, torch.Tensor], n_samples: int, n_positions: int) -> torch.Tensor:
+    """Which positions of each sample are tokens, ``(B, T)`` bool, and not padding at its end: positions of −1, or in a
+    packed sample a last document without any target."""
     positions, document, targets = (batch.get(name) for name in ("positions", "document", "targets"))
     if positions is not None and bool((positions < 0).any()):
-        return (positions >= 0).sum(1)
-    lengths = torch.full((n_samples,), n_positions)
-    if document is None or targets is None:
-        return lengths
-    is_last = document == document[:, -1:]
-    has_targets = ((targets != IGNORED) & is_last).any(1)
-    return torch.where(has_targets, lengths, n_positions - is_last.sum(1))
+        lengths = (positions >= 0).sum(1)
+    elif document is None or targets is None:
+        lengths = torch.full((n_samples,), n_positions)
+    else:
+        is_last = document == document[:, -1:]
+        has_targets = ((targets != IGNORED) & is_last).any(1)
+        lengths = torch.where(has_targets, n_positions, n_positions - is_last.sum(1))
+    return torch.arange(n_positions) < lengths[:, None]
 
 
 def _directions(width: int, features: int, seed: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from forge_plugins_interp.metrics.contract import RepresentationMetric
 from forge_plugins_interp.monitoring_config import RepresentationsConfig
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
-from forge_plugins_interp.reduction import Reduction, token_counts
+from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.sites import PlacedSite, sites_of_run
 
 
@@ -60,13 +60,13 @@ class Representations(Evaluation):
             forwards.clear()
             with observe(chosen, take):
                 context.predict(batch)
-            lengths = token_counts(batch, *batch["tokens"].shape)
+            is_token = token_mask(batch, *batch["tokens"].shape)
             is_sample = (batch["targets"] != IGNORED).flatten(1).any(1)
             for placed in chosen:
                 if placed.name not in forwards:
                     raise ConfigError(f"site {placed.name}: the model has not computed it in an evaluation")
                 value = torch.cat(forwards[placed.name])
-                kept = self._reduction.rows(placed.site, value, lengths, context.job.train.seed)
+                kept = self._reduction.rows(placed.site, value, is_token, context.job.train.seed)
                 rows[placed.name].append(self._of_all_ranks(context, kept[is_sample].float().cpu()))
         return {name: torch.cat(batches) for name, batches in rows.items()}
 

@@ -72,7 +72,7 @@ class ShardFile:
         for one in more.values():
             self._write(one)
         header = json.dumps(table).encode().ljust(_HEADER_BYTES - 8)
-        assert len(header) == _HEADER_BYTES - 8, "it has two tensors at most"
+        assert len(header) == _HEADER_BYTES - 8, "it has three tensors at most"
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
         self._file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Queue
@@ -22,8 +23,9 @@ class ShardPart:
     shard: int
     rows: Mapping[str, torch.Tensor]
     """By site, on the CPU."""
-    lengths: torch.Tensor | None
-    """Tokens of each of the samples, ``(n,)``; ``None`` where another rank writes the tokens."""
+    beside_tokens: Mapping[str, torch.Tensor]
+    """Of each sample its ``length`` in tokens and, if only some tokens are kept, of each token its ``position``. Empty
+    where another rank writes the tokens."""
     is_last: bool
     """No rows of this shard come after it."""
 
@@ -46,7 +48,7 @@ class ShardWriter:
         self._n_waiting, self._has_room = 0, threading.Condition()
         self._error: BaseException | None = None
         self._files: dict[str, ShardFile] = {}
-        self._lengths: list[torch.Tensor] = []
+        self._beside_tokens: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self._thread = threading.Thread(target=self._run, name="activation store")
 
     def __enter__(self) -> ShardWriter:
@@ -93,9 +95,11 @@ class ShardWriter:
                 self._files[site].append(rows)
             else:
                 self._files[site] = ShardFile(self._out, site, part.shard, rows)
-        self._lengths += [] if part.lengths is None else [part.lengths]
+        for name, values in part.beside_tokens.items():
+            self._beside_tokens[name].append(values)
         if part.is_last:
-            lengths, self._lengths = self._lengths, []
+            beside = {name: torch.cat(parts) for name, parts in self._beside_tokens.items()}
+            self._beside_tokens.clear()
             for site in list(self._files):
-                self._files[site].commit({"length": torch.cat(lengths)} if site == TOKENS and lengths else {})
+                self._files[site].commit(beside if site == TOKENS else {})
                 del self._files[site]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,11 @@ class Store:
         """Names of the sites."""
         return list(self.manifest.sites)
 
+    @property
+    def match(self) -> str | None:
+        """The regular expression of the tokens that are kept; ``None`` where all are."""
+        return self.manifest.origin.get("match")
+
     def __len__(self) -> int:
         """Samples."""
         return self.manifest.n_samples
@@ -238,16 +243,31 @@ class Store:
         for values in self.shards(site):
             whole = values if left is None else torch.cat((left, values))
             n_full = len(whole) // rows * rows
-            yield from whole[:n_full].view(-1, rows, *whole.shape[1:])
+            yield from whole[:n_full].view(n_full // rows, rows, *whole.shape[1:])
             left = whole[n_full:] if n_full < len(whole) else None
         if left is not None:
             yield left
 
     def tokens(self, sample: int) -> torch.Tensor:
         """The token ids of a sample ``(length,)``."""
+        return self._of_sample(sample, lambda shard: self._values(TOKENS, shard))
+
+    def positions(self, sample: int) -> torch.Tensor:
+        """Where the tokens of a sample, ``(length,)``, stand in it: 0, 1, …, unless only some tokens are kept."""
+        return self._of_sample(sample, self.shard_positions)
+
+    def shard_positions(self, number: int) -> torch.Tensor:
+        """Where the tokens of one shard stand in their samples, one sample after the other."""
+        with safe_open(shard_file(self.folder, TOKENS, number), framework="pt") as file:
+            if "position" in file.keys():  # noqa: SIM118  # it is no mapping
+                found: torch.Tensor = file.get_tensor("position")
+                return found
+            return torch.cat([torch.arange(int(length)) for length in file.get_tensor("length")])
+
+    def _of_sample(self, sample: int, of_shard: Callable[[int], torch.Tensor]) -> torch.Tensor:
         shard = sample // self.manifest.shard_samples
         start = self._offsets[sample] - self._offsets[self.manifest.samples_of(shard)[0]]
-        return self._values(TOKENS, shard)[start : start + self.columns["length"][sample]]
+        return of_shard(shard)[start : start + self.columns["length"][sample]]
 
     def chosen(self, patterns: str) -> list[str]:
         """The sites that names or patterns with commas between them mean; ``*`` is all.

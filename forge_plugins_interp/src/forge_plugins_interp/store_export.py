@@ -158,7 +158,7 @@ def _parquet(store: Store, sites: Sequence[str], out: Path) -> None:
         if has_tokens:
             lengths = columns["length"]
             columns = {name: np.repeat(values, lengths) for name, values in columns.items()}
-            columns["position"] = np.concatenate([np.arange(one) for one in lengths.tolist()])
+            columns["position"] = store.shard_positions(shard).numpy()
         arrays = {name: pyarrow.array(values) for name, values in columns.items()}
         for site, part in zip(sites, parts, strict=True):
             values = _numpy(part).reshape(len(part), -1)

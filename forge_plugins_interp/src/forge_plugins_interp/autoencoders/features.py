@@ -124,6 +124,11 @@ def features(
             f"data.site: {data.site} of {data.path} has {width} features, and the dictionary reads "
             f"{dictionary.config.width}; the store is not the one that it has learned from"
         )
+    if store.match is not None:
+        raise ConfigError(
+            f"data.path: {data.path} keeps only tokens that match {store.match!r}, and contexts are of all tokens; "
+            "name a store that was extracted without --match"
+        )
     for number in chosen:
         if not 0 <= number < n_latents:
             raise ConfigError(f"latent {number}: the dictionary has the latents 0 to {n_latents - 1}")

@@ -28,7 +28,7 @@ from forge_plugins_interp.autoencoders.config import ActivationsOfConfig
 from forge_plugins_interp.autoencoders.store_source import SCALED_BY, mean_scale
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.one_process import OneProcess
-from forge_plugins_interp.reduction import Reduction, token_counts
+from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.session import digest_of, inputs_of, read_batch
 from forge_plugins_interp.sites import PlacedSite, Sites
 
@@ -104,11 +104,11 @@ class ActivationsOf:
         """The rows of each site, ``(n, width)`` fp32, and which of the positions ``(B, S)`` they are."""
         batch = read_batch(self._source, indices)
         inputs = {name: entry.to(self._device) for name, entry in inputs_of(self._source, batch).items()}
-        tokens, lengths = batch["tokens"], token_counts(batch, *batch["tokens"].shape)
+        tokens, is_token = batch["tokens"], token_mask(batch, *batch["tokens"].shape)
         found: dict[str, torch.Tensor] = {}
 
         def take(placed: PlacedSite, value: torch.Tensor) -> None:
-            rows = Reduction().rows(placed.site, value, lengths, 0)
+            rows = Reduction().rows(placed.site, value, is_token, 0)
             found[placed.name] = rows.flatten(1).float().cpu()
             if len(found) == len(self._placed):
                 raise _AllSeen
@@ -122,7 +122,6 @@ class ActivationsOf:
             else:
                 missing = next(placed.name for placed in self._placed if placed.name not in found)
                 raise ConfigError(f"site {missing}: the model has not computed it")
-        is_token = torch.arange(tokens.shape[1]) < lengths[:, None]
         return [found[placed.name] for placed in self._placed], is_token.numpy()
 
 
