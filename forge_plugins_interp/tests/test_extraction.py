@@ -20,6 +20,7 @@ import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
+from forge_plugins_interp.host_copy import begin_copy, wait_for_copies
 from forge_plugins_interp.principal_components import PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
@@ -407,6 +408,18 @@ def test_a_last_document_without_targets_is_padding():
     assert token_mask(batch, 3, 4).sum(1).tolist() == [2, 4, 4]
     positions = torch.tensor([[0, 1, 2, -1]] * 3)
     assert token_mask({**batch, "positions": positions}, 3, 4).sum(1).tolist() == [3, 3, 3]
+
+
+@pytest.mark.gpu
+def test_a_copy_on_the_host_has_the_values_of_its_time():
+    value = torch.ones(2**24, device="cuda")
+
+    copy = begin_copy(value)
+    value.zero_()
+    wait_for_copies()
+
+    assert copy.is_pinned()
+    assert bool((copy == 1).all())
 
 
 def test_rows_wait_for_a_slow_disk_in_bounded_memory(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from torch import nn
 from forge_core.checkpoint.fsync import make_folder
 from forge_core.contracts.callback import Callback, RunContext, StepContext
 from forge_core.errors import ConfigError
+from forge_plugins_interp.host_copy import begin_copy, wait_for_copies
 from forge_plugins_interp.monitoring_config import CaptureConfig
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
@@ -90,15 +91,14 @@ class Capture(Callback):
         made_whole = whole(value, placed.cuts)
         if _writes(run):
             rows = self._reduction.rows(placed.site, made_whole, is_token, run.job.train.seed)
-            self._rows[placed.name].append(rows.to("cpu", non_blocking=True))
+            self._rows[placed.name].append(begin_copy(rows))
 
     def before_optimizer_step(self, run: RunContext, context: StepContext) -> None:
         if context.step % self._config.interval:
             return
         self._contexts.close()
         self._finish(run)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()  # rows are on their way to the host
+        wait_for_copies()
         self._refuse_unseen(run)
         folder = run.run_dir / "captures" / f"step_{context.step:08}"
         make_folder(folder)

@@ -21,6 +21,7 @@ from forge_core.checkpoint.manifest import as_size, lack_of_room
 from forge_core.contracts.data_source import DataSource
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError
+from forge_plugins_interp.host_copy import begin_copy, wait_for_copies
 from forge_plugins_interp.observation import observe
 from forge_plugins_interp.placement import whole
 from forge_plugins_interp.principal_components import Moments, PrincipalComponents
@@ -116,9 +117,9 @@ class _Extraction:
         if self.moments is not None:
             self.moments.setdefault(placed.name, Moments(placed.name)).add(reduction.kept(placed.site, kept, is_kept))
             return
-        self.values[placed.name] = reduction.rows(
-            placed.site, kept, is_kept, self.session.seed, self.components.get(placed.name)
-        ).cpu()
+        components = self.components.get(placed.name)
+        rows = reduction.rows(placed.site, kept, is_kept, self.session.seed, components)
+        self.values[placed.name] = begin_copy(rows)
 
     def _forward(self, numbers: np.ndarray, n_kept: int) -> torch.Tensor:
         """Run the model on a batch of samples, and keep rows of the first ``n_kept``. Returns their token ids, of which
@@ -130,6 +131,7 @@ class _Extraction:
         self.is_kept, self.n_kept = self.request.reduction.kept_tokens(batch, is_token), n_kept
         self._refuse_none_kept(numbers)
         self.session.run_batch(self.source, batch)
+        wait_for_copies()
         if "tokens" not in batch:
             return torch.zeros(0, dtype=torch.int64)
         return first[:n_kept][self.is_kept[:n_kept]]
