@@ -19,6 +19,7 @@ from forge_core.checkpoint.store import CheckpointStore
 from forge_core.cli import main
 from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
+from forge_plugins_mirror.host_memory.mirror import HostMemory
 from forge_plugins_mirror.mirror import Mirror, open_mirror
 from forge_plugins_mirror.mirroring import Mirroring
 from forge_plugins_mirror.uploader import Uploader
@@ -44,6 +45,13 @@ def wait_for_copier(monkeypatch):
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def waits_for_memory(monkeypatch):
+    """No checkpoint is left out because the one before takes longer than three of these steps."""
+    wants = HostMemory.wants
+    monkeypatch.setattr(HostMemory, "wants", lambda self, step: (self._keeper.wait(), wants(self, step))[1])
 
 
 @pytest.fixture
@@ -434,3 +442,62 @@ def slowly(self, *arguments, **more):
 
 LocalFileSystem.get_file = slowly
 """
+
+
+def _several(run, memory):
+    memory.mkdir(exist_ok=True)
+    there = f'{{name="host_memory", every=3, folder="{memory}"}}, "{run.far}"'
+    return ["checkpoint.interval=4", f'checkpoint.mirror={{name="several", mirrors=[{there}]}}']
+
+
+def test_what_is_in_memory_and_at_a_mirror_survives_the_loss_of_either(
+    run, waits_for_memory, shared_tiny, tmp_path, capsys
+):
+    several = [*_several(run, tmp_path / "memory"), "scheduler.decay_steps=10"]
+    assert run(*several, at_step=8, happens=_power_lost) == 1
+    assert run(*several, "train.steps=8") == 0
+    assert _starts(run) == ("resumed", 6)
+    assert run.steps_there() == [4, 8]
+    assert [*(tmp_path / "memory").glob("forge-*")] == []
+    _lose_disk(run)
+
+    assert run(*several) == 0
+
+    assert "step_00000008: not here; fetching it from" in capsys.readouterr().out
+    assert _starts(run) == ("resumed", 8)
+    straight = shared_tiny.completed("run.name=straight", "scheduler.decay_steps=10")
+    resumed = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in straight[8:]]
+    assert run.steps_there() == [4, 8, 10]
+
+
+def test_a_mirror_that_fails_keeps_the_others_from_nothing(run, waits_for_memory, tmp_path, capsys):
+    several = _several(run, tmp_path / "memory")
+
+    assert run(*several, at_step=3, happens=_hang_up) == 0
+
+    assert "cannot copy step_00000004" in capsys.readouterr().out
+    assert _events(run, "kept_in_memory") == [("kept_in_memory", 3), ("kept_in_memory", 6), ("kept_in_memory", 9)]
+    assert run.store.steps() == [4, 8, 10]
+    Objects.well()
+    assert run.steps_there() == []
+    assert run(*several, "train.steps=12") == 0
+    assert run.steps_there() == [4, 8, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("mirrors", "sentence"),
+    [
+        ('["/a"]', "expected at least two mirrors, got 1; one is checkpoint.mirror itself"),
+        ('["/a", "/b", "/a"]', "mirrors[2]: is mirrors[0] once more"),
+        ('[{name="host_memory", every=2}, {name="host_memory", every=3}]', "mirrors[1]: a run has one memory"),
+        ('["/a", {name="several", mirrors=["/b", "/c"]}]', "mirrors[1]: is several mirrors in turn"),
+        ('["/a", {name="host_mem"}]', "Did you mean 'host_memory'?"),
+    ],
+)
+def test_mirrors_that_are_in_each_others_way_are_refused(shared_tiny, capsys, mirrors, sentence):
+    setting = f'checkpoint.mirror={{name="several", mirrors={mirrors}}}'
+
+    assert main(["validate", str(shared_tiny.config), "checkpoint.interval=5", setting]) == 2
+
+    assert sentence in " ".join(capsys.readouterr().err.split())

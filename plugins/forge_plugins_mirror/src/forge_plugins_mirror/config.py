@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import attrs
 
+from forge_core.api import Slot
 from forge_core.config.sections import Job
+from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_mirror.mirror_url import mirror_problem, path_of, url_of_run
 
 
@@ -54,5 +57,30 @@ class HostMemoryConfig:
                 "every",
                 f"{self.every} must be less than train.steps = {job.train.steps}, at which a run saves anyway",
             )
-        if job.checkpoint.mirror_keep_last is not None:
+        is_alone = job.checkpoint.mirror is not None and job.checkpoint.mirror.config is self
+        if is_alone and job.checkpoint.mirror_keep_last is not None:
             yield "every", "one checkpoint is kept in memory: checkpoint.mirror_keep_last has no effect; remove it"
+
+
+@attrs.frozen(kw_only=True)
+class SeveralMirrorsConfig:
+    """Copies checkpoints to each of several mirrors. A start takes the newest whole one that any of them has."""
+
+    mirrors: tuple[Annotated[ComponentRef, Slot("checkpoint_mirror", default="fsspec", text_key="url")], ...]
+    """Arrays of tables: ``[[checkpoint.mirror.mirrors]]``, each with ``name`` and the keys of that mirror. A checkpoint
+    is read from the first that has it."""
+
+    def check(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Refuse less than two, and those that would be in each other's way."""
+        if len(self.mirrors) < 2:
+            yield "mirrors", f"expected at least two mirrors, got {len(self.mirrors)}; one is checkpoint.mirror itself"
+        for number, use in enumerate(self.mirrors):
+            before = self.mirrors[:number]
+            if isinstance(use.config, SeveralMirrorsConfig):
+                yield f"mirrors[{number}]", "is several mirrors in turn; name each of them here"
+            elif use in before:
+                yield f"mirrors[{number}]", f"is mirrors[{before.index(use)}] once more; take one of them out"
+            elif isinstance(use.config, HostMemoryConfig) and any(
+                isinstance(o.config, HostMemoryConfig) for o in before
+            ):
+                yield f"mirrors[{number}]", "a run has one memory of its nodes; take one host_memory out"

@@ -9,7 +9,7 @@ FORGE_API = "1.0"
 
 @hookimpl
 def forge_checkpoint_mirrors() -> Iterable[Component]:
-    """The mirror on any file system of fsspec, and that in the memory of the nodes."""
+    """The mirror on any file system of fsspec, that in the memory of the nodes, and several at once."""
     yield Component(
         name="fsspec",
         summary="checkpoints copied in the background to a path, or a URL that fsspec knows",
@@ -21,4 +21,10 @@ def forge_checkpoint_mirrors() -> Iterable[Component]:
         summary="checkpoints every few steps in the memory of each node, with a copy on the next node",
         factory="forge_plugins_mirror.host_memory.mirror:HostMemory",
         config="forge_plugins_mirror.config:HostMemoryConfig",
+    )
+    yield Component(
+        name="several",
+        summary="each checkpoint copied to several mirrors, such as the memory of the nodes and a bucket",
+        factory="forge_plugins_mirror.several:SeveralMirrors",
+        config="forge_plugins_mirror.config:SeveralMirrorsConfig",
     )
