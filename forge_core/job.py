@@ -39,29 +39,10 @@ from forge_core.registry.imports import why_undefined
 from forge_core.registry.plugin_files import PROVIDER, with_files
 from forge_core.registry.plugin_output import output_of
 
-__all__ = [
-    "SECTIONS",
-    "ConfigProblems",
-    "InvalidError",
-    "Problem",
-    "adding_passes",
-    "base_model",
-    "catalog_of",
-    "check_device",
-    "components",
-    "deprecations",
-]
-__all__ += ["data_phase", "disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain"]
-__all__ += [
-    "placed",
-    "read_document",
-    "read_regular_file",
-    "resolve_degrees",
-    "settings_of",
-    "sort_passes",
-    "structure",
-]
-__all__ += ["summary"]
+__all__ = ["SECTIONS", "ConfigProblems", "InvalidError", "Problem", "adding_passes", "base_model", "catalog_of"]
+__all__ += ["check_device", "components", "data_phase", "deprecations", "disabled_plugins", "dump_job", "job_table"]
+__all__ += ["key_path", "load_job", "notes", "placed", "plain", "read_document", "read_regular_file"]
+__all__ += ["resolve_degrees", "settings_of", "sort_passes", "structure", "summary"]
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from forge_core.checkpoint.compatibility import plugins_missing, used_plugins
+from forge_core.checkpoint.compatibility import installed, used_plugins
 from forge_core.checkpoint.contents import leads_outside, model_problem
 from forge_core.checkpoint.manifest import as_size
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
@@ -208,7 +208,8 @@ def _say_nothing(line: str) -> None:
 def with_missing_plugins(error: ConfigError, checkpoint: Checkpoint) -> ConfigError:
     """An error about a checkpoint's job, with the packages that it was written with and that are not installed."""
     used = used_plugins(checkpoint.job(), checkpoint.state().get("tokenizer"))
-    missing = plugins_missing(checkpoint.manifest.versions, used)
+    versions = checkpoint.manifest.versions
+    missing = [f"{name} {versions[name]}" for name in sorted(used) if name in versions and installed(name) is None]
     if not missing:
         return ConfigError(str(error))
     what = ", ".join(missing) + (", which is" if len(missing) == 1 else ", which are")
