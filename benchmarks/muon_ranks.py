@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_core.contracts.optimizer import NamedParameter
-from forge_core.ops.whole_matrices import map_whole
 from forge_plugins_optim.config import MuonConfig
 from forge_plugins_optim.muon import Muon
+from forge_plugins_optim.whole_matrices import map_whole
 from forge_testing.several_ranks import on_ranks
 
 LAYERS, DIM, ROUNDS = 4, 256, 15

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_vlm.contracts.image_processor import ImageProcessor, ImageProcessorConfig
 from forge_plugins_vlm.images.anyres import Anyres
 from forge_plugins_vlm.images.config import AnyresConfig, NaflexConfig, SquareConfig, TilesConfig

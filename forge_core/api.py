@@ -13,15 +13,5 @@ Use = ComponentRef
 hookimpl = pluggy.HookimplMarker("forge")
 """Marks a function of a plugin module as the implementation of the hook of the same name."""
 
-__all__ = [
-    "API_MINOR",
-    "ENTRY_POINT_GROUP",
-    "Check",
-    "Command",
-    "Component",
-    "ComponentRef",
-    "Conflict",
-    "Kind",
-    "Need",
-]
-__all__ += ["PassComponent", "Slot", "Use", "component", "hookimpl"]
+__all__ = ["API_MINOR", "ENTRY_POINT_GROUP", "Check", "Command", "Component", "ComponentRef", "Conflict", "Kind"]
+__all__ += ["Need", "PassComponent", "Slot", "Use", "component", "hookimpl"]

@@ -22,6 +22,7 @@ from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.contracts.parametrization import MODEL_KEYS
+from forge_core.contracts.warm_start import DEFAULT as WARM_START
 from forge_core.errors import ConfigError, nearest
 from forge_core.passes.order import (
     add_required,
@@ -38,29 +39,10 @@ from forge_core.registry.imports import why_undefined
 from forge_core.registry.plugin_files import PROVIDER, with_files
 from forge_core.registry.plugin_output import output_of
 
-__all__ = [
-    "SECTIONS",
-    "ConfigProblems",
-    "InvalidError",
-    "Problem",
-    "adding_passes",
-    "base_model",
-    "catalog_of",
-    "check_device",
-    "components",
-    "deprecations",
-]
-__all__ += ["data_phase", "disabled_plugins", "dump_job", "job_table", "key_path", "load_job", "notes", "plain"]
-__all__ += [
-    "placed",
-    "read_document",
-    "read_regular_file",
-    "resolve_degrees",
-    "settings_of",
-    "sort_passes",
-    "structure",
-]
-__all__ += ["summary"]
+__all__ = ["SECTIONS", "ConfigProblems", "InvalidError", "Problem", "adding_passes", "base_model", "catalog_of"]
+__all__ += ["check_device", "components", "data_phase", "deprecations", "disabled_plugins", "dump_job", "job_table"]
+__all__ += ["key_path", "load_job", "notes", "placed", "plain", "read_document", "read_regular_file"]
+__all__ += ["resolve_degrees", "settings_of", "sort_passes", "structure", "summary"]
 
 SECTIONS = tuple(field.name for field in attrs.fields(Job))
 """The keys at the root of a configuration, besides ``extends``."""
@@ -290,7 +272,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
     on_ranks = job if degrees is None else _with_degrees(job, degrees)
     problems += [*found, *found_in_passes, *_section_problems(on_ranks), *_data_phase_problems(job)]
-    problems += _base_problems(job, catalog)
+    problems += [*_base_problems(job, catalog), *_load_problems(job, catalog)]
     for path, use in components(job):
         problems += _component_problems(path, use, on_ranks, catalog)
         problems += _factory_problems(path, use, catalog)
@@ -432,6 +414,15 @@ def _base_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         yield from (
             Problem(("parametrization", "base", *problem.path[1:]), problem.sentence) for problem in error.problems
         )
+
+
+def _load_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    """The component that loads tensors of other runs is not installed."""
+    if job.checkpoint.loads:
+        try:
+            catalog.lookup("warm_start", WARM_START)
+        except ConfigError as error:
+            yield Problem(("checkpoint", "load"), str(error))
 
 
 def _data_phase_problems(job: Job) -> Iterator[Problem]:

@@ -76,7 +76,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_each_is_a_wheel_and_a_source_distribution(archives):
-    assert len(list(archives.glob("*.whl"))) == len(list(archives.glob("*.tar.gz"))) == len(FOLDERS) == 18
+    assert len(list(archives.glob("*.whl"))) == len(list(archives.glob("*.tar.gz"))) == len(FOLDERS) == 19
 
 
 def test_they_are_the_same_bytes_in_another_folder_on_another_day(archives, tmp_path):

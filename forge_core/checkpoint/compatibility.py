@@ -72,11 +72,6 @@ def used_plugins(*tables: object) -> set[str]:
     return used
 
 
-def plugins_missing(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
-    """Return the distributions of ``used`` that are not installed here, each with its version in the manifest."""
-    return [f"{name} {versions[name]}" for name in sorted(used) if name in versions and installed(name) is None]
-
-
 def plugins_changed(versions: Mapping[str, str], used: Collection[str]) -> list[str]:
     """Return the distributions of ``used`` whose version is another one now: ``acme-norm 1.0 (now 2.0)``."""
     return [

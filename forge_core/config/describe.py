@@ -65,10 +65,5 @@ def without_passwords(text: str) -> str:
     return _TOKEN.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text)) if "://" in text else text
 
 
-def has_password(url: str) -> bool:
-    """Return whether a URL gives away what opens it: a password, a signature, a token."""
-    return without_passwords(url) != url
-
-
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()

@@ -69,8 +69,8 @@ class OptimizerFactory(Protocol):
       (``HasEvaluationWeights``); one with ``members`` passes on what these say.
     * One that works with parametrizations has ``update_size``, an ``UpdateSize``; with ``members``, each has its own.
       What it decays by and adds to roots is in its groups as ``weight_decay`` and ``eps``.
-    * A step that needs whole matrices, and not this rank's parts of them, has them from
-      ``forge_core.ops.whole_matrices.map_whole``.
+    * A step that needs whole matrices, and not this rank's parts of them, brings them together itself, as ``map_whole``
+      does (``docs/write-an-optimizer.md``).
     """
 
     def __call__(

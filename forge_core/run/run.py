@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -41,7 +40,6 @@ from forge_core.run.signals import stop_on_signals
 from forge_core.run.summary import EndReport, announce, announce_complete, describe
 from forge_core.run.time_limit import TimeLimit
 from forge_core.run.trackers import Trackers
-from forge_core.run.warm_start import Loaded, load_warm_starts
 from forge_core.train.build import Built, BuiltModel, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.evaluation_weights import EvaluationWeights
@@ -103,9 +101,7 @@ def run_job(
         ):
             announce(setup, built.model, held.attempt)
             if loaded:
-                accounts = [attrs.asdict(one) for one in loaded]
-                is_array = isinstance(job.checkpoint.load, tuple)
-                setup.directory.write_facts("loaded.json", {"loads": accounts} if is_array else accounts[0])
+                setup.directory.write_facts("loaded.json", loaded)
             return _Training(setup, built, time_limit, held).run(heeded)
 
 
@@ -156,13 +152,13 @@ def _build(setup: RunSetup) -> Built:
     return Built(model, build_optimizer(job, model, build), build.words_for(job.optimizer), phases)
 
 
-def _restore(setup: RunSetup, built: Built) -> list[Loaded]:
-    """From the run's checkpoint; or from other runs' tensors, of which it returns what was loaded."""
+def _restore(setup: RunSetup, built: Built) -> Mapping[str, Any]:
+    """From the run's checkpoint; or from other runs' tensors, of which it returns the fate of each."""
     model, optimizer, say = built.model, built.optimizer, setup.console.line
     if setup.checkpoint is not None:
         restore(setup.checkpoint, model, optimizer, setup.callbacks, setup.mesh, say)
         setup.peers.beat()
-    return load_warm_starts(setup.warm_starts, model, optimizer, setup.mesh, say) if setup.warm_starts else []
+    return setup.warm_start.load(model, optimizer, setup.mesh) if setup.warm_start else {}
 
 
 def _versions(setup: RunSetup) -> dict[str, str]:

@@ -21,6 +21,8 @@ from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSource, Source
 from forge_core.contracts.scheduler import Schedule
 from forge_core.contracts.supervisor import Supervisor
+from forge_core.contracts.warm_start import DEFAULT as WARM_START
+from forge_core.contracts.warm_start import WarmStart
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
@@ -33,7 +35,6 @@ from forge_core.run.directory import RunDirectory
 from forge_core.run.global_batch import with_global_batch
 from forge_core.run.lease import Sign, refuse_if_held
 from forge_core.run.resume import Start, choose_start, refuse_if_incompatible, resume_asked_for
-from forge_core.run.warm_start import WarmStart, choose_warm_starts
 from forge_core.train.build import choose_vocab_size
 from forge_core.train.component_checks import CheckedSchedule
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations
@@ -85,7 +86,7 @@ class RunSetup(Begun):
     schedule: Schedule
     callbacks: Sequence[tuple[str, Callback]]
     events: Events
-    warm_starts: Sequence[WarmStart]
+    warm_start: WarmStart | None
     accumulation_asked_for: int
     """``train.grad_accumulation`` before ``with_global_batch``."""
 
@@ -143,12 +144,15 @@ def prepare(begun: Begun) -> RunSetup:
     """
     job, catalog, device, mesh, peers = begun.job, begun.catalog, begun.device, begun.mesh, begun.peers
     console, checkpoint = begun.console, begun.checkpoint
-    warm_starts = choose_warm_starts(job, catalog, console.line) if checkpoint is None else []
+    build = ComponentBuilder(catalog)
+    warm_start: WarmStart | None = None
+    if checkpoint is None and job.checkpoint.loads:
+        warm_start = build(build.resolve("warm_start", WARM_START), job=job, catalog=catalog, say=console.line)
+        warm_start.choose()
     accumulation_asked_for = job.train.grad_accumulation or 1
     job = with_global_batch(job, mesh.dp_size, checkpoint, console.line)
     # what a component refuses on one device and not on another is known now that `auto` is
     check_device(attrs.evolve(job, run=attrs.evolve(job.run, device=cast("Any", device.type))), catalog)
-    build = ComponentBuilder(catalog)
     source = open_source(job, job.data, "data", "train", build, peers.beat)
     begun.directory.refuse_if_unwritable()
     if job.checkpoint.frozen == "once":
@@ -188,7 +192,7 @@ def prepare(begun: Begun) -> RunSetup:
                 *callbacks,
             ]
         ),
-        warm_starts=warm_starts,
+        warm_start=warm_start,
         accumulation_asked_for=accumulation_asked_for,
     )
 

@@ -97,7 +97,7 @@ def describe(prepared: RunSetup, model: BuiltModel) -> None:
 
 def _loaded(prepared: RunSetup) -> str:
     """The checkpoints of which a fresh start takes parts."""
-    return ", ".join(str(start.checkpoint.path) for start in prepared.warm_starts)
+    return ", ".join(map(str, prepared.warm_start.sources)) if prepared.warm_start else ""
 
 
 def _start_words(prepared: RunSetup) -> str:

@@ -12,16 +12,17 @@ import torch
 
 import forge_plugins_interp as interp
 import fork_server
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
-from forge_core.loading import load_model, model_problem
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.interventions import Patch
 from forge_plugins_interp.lenses.config import TunedLensConfig
 from forge_plugins_interp.lenses.logit_lens import logit_lens
 from forge_plugins_interp.lenses.tuned_lens import TunedLens, translators_of
+from forge_plugins_weights.loading import load_model
 
 TOKENS = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(0))
 TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(16) == 15, IGNORED)

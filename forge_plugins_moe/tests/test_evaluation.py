@@ -7,8 +7,8 @@ import torch
 
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
-from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 
 CONFIG = """
 [run]

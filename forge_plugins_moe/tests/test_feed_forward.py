@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.router import Routing
 from forge_core.errors import ConfigError, PluginError
-from forge_core.loading import SeededInitializer
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.experts import Experts

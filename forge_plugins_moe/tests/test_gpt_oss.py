@@ -13,10 +13,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.errors import ConfigError
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_moe.gpt_oss_layout import GptOssLayout
 from forge_plugins_moe.mxfp4 import unpack
+from forge_plugins_weights.loading import load_model
 from trained_alike import assert_trained_alike
 
 SHAPE = {

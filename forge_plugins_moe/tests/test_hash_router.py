@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forge_core.errors import ConfigError
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import HashConfig
 from forge_plugins_moe.routers.expert_table import deal_out, read_expert_table
 from forge_plugins_moe.routers.hash import hash_router

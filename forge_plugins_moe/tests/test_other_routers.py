@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_core.errors import ConfigError
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import NoisyTopKConfig, SinkhornConfig, UniformConfig
 from forge_plugins_moe.routers.noisy_topk import NoisyTopK, chance_of_choice
 from forge_plugins_moe.routers.sinkhorn import Sinkhorn, log_plan

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from forge_core.distributed.mesh import join_process_group
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe import exchange
 from forge_testing.component_case import builder
 

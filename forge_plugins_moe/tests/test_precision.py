@@ -9,9 +9,9 @@ import torch
 
 from forge_core.checkpoint.store import Checkpoint, open_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_moe.load_history import read_loads
+from forge_plugins_weights.loading import load_model
 
 BATCH, SEQ_LEN, TOP_K = 32, 64, 2
 TOML = f"""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.routers.sigmoid_topk import SigmoidTopK
 from forge_plugins_moe.routers.softmax_topk import SoftmaxTopK

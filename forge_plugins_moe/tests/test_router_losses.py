@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core.loading import SeededInitializer
 from forge_core.ops import sequence_sum as sequences
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import NoisyTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.routers.loss import squared_variation
 from forge_plugins_moe.routers.noisy_topk import NoisyTopK

@@ -23,7 +23,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from forge_core.contracts.router import Routing
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import HashConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.routers.hash import hash_router
 from forge_plugins_moe.routers.sigmoid_topk import SigmoidTopK

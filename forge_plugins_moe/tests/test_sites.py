@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.sites import expert_outputs, weighted_sum
 from forge_testing.model import ModelConformance
 

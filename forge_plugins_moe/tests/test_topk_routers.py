@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_core.errors import ConfigError
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.router_config import SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_plugins_moe.routers.selection_bias import bias_move, rate_at
 from forge_plugins_moe.routers.sigmoid_topk import SigmoidTopK

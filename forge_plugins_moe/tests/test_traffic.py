@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.cli import main
 from forge_core.job import load_job
-from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_moe.dispatch import Assignments
 from forge_plugins_moe.visits import MeanVisits, expected_visits, visits
 from forge_plugins_plan.simulation import simulate

@@ -13,8 +13,8 @@ import torch
 import fork_server
 from forge_core.checkpoint.store import Checkpoint, open_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.loading import load_model
 
 TOML = """
 [run]

@@ -14,8 +14,8 @@ from small_vlm import FUSIONS, SMALL, WORDS
 from tokenizers import models, pre_tokenizers
 
 from forge_core.config.builder import ComponentBuilder
-from forge_core.loading import SeededInitializer
 from forge_core.registry.discovery import discover
+from forge_core.train.initialisation import SeededInitializer
 
 
 @pytest.fixture(scope="session")

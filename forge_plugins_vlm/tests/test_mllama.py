@@ -7,7 +7,7 @@ import torch
 from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
-from forge_core.loading import SeededInitializer
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_vlm.encoders.pixels import normalise
 from forge_plugins_vlm.testing.vision_encoder import VisionEncoderConformance
 

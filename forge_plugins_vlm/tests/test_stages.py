@@ -16,9 +16,9 @@ from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ExitCode
 from forge_core.job import load_job
-from forge_core.loading import build_on_meta
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
+from forge_core.train.build import build_on_meta
 from forge_core.train.phases import KnownParameters, Phases
 from forge_plugins_vlm.tasks.shapes import write_shapes
 

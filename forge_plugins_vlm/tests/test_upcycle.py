@@ -10,10 +10,10 @@ from small_vlm import entries, images
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_moe.feed_forward import MoE
 from forge_plugins_vlm.tasks.shapes import write_shapes
+from forge_plugins_weights.loading import load_model
 
 TEXT = """
 [run]

@@ -21,13 +21,13 @@ from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.errors import ConfigError
 from forge_core.job import load_job
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_hf.layouts import layout_of_architecture, layout_of_model
 from forge_plugins_inference.generation import generate
 from forge_plugins_vlm.encoders.pixels import normalise
 from forge_plugins_vlm.images.anyres import Anyres
 from forge_plugins_vlm.images.config import AnyresConfig
+from forge_plugins_weights.loading import load_model
 
 TEXT = {
     "vocab_size": 64,

@@ -172,6 +172,7 @@ def catalog() -> Catalog:
             component("fsdp", "FsdpConfig", PassComponent, phase="fsdp", serves=("dp_replicate", "dp_shard", "ep")),
         ),
         ("parallel_pass", component("compile", cls=PassComponent, phase="compile")),
+        ("warm_start", component("tensors")),
         ("callback", component("progress", "ProgressConfig")),
         ("callback", component("crashing", "CrashingConfig")),
     )

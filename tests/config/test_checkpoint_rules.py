@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
-from forge_core.job import job_table
+from forge_core.errors import ConfigError
+from forge_core.job import job_table, load_job
+from forge_core.registry.catalog import Catalog
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,19 @@ def test_a_mirror_without_its_package_is_refused_with_what_to_install(complaint)
 
     assert "checkpoint.mirror: checkpoint mirror 'fsspec' is in forge-plugins-mirror, which is not installed" in said
     assert "pip install forge-plugins-mirror" in said
+
+
+def test_a_warm_start_without_its_package_is_refused_with_what_to_install(write, catalog):
+    plugins = [
+        attrs.evolve(plugin, components=tuple(one for one in plugin.components if one[0] != "warm_start"))
+        for plugin in catalog.plugins
+    ]
+
+    with pytest.raises(ConfigError) as caught:
+        load_job(write(), ["checkpoint.load.path=x"], catalog=Catalog(plugins))
+
+    why = "checkpoint.load: warm start 'tensors' is in forge-plugins-weights, which is not installed"
+    assert f"{why}: pip install forge-plugins-weights" in str(caught.value)
 
 
 def test_a_section_that_uses_everything_is_valid_and_comes_back_from_its_table(load):

@@ -7,8 +7,8 @@ import pytest
 
 from forge_core.config.builder import ComponentBuilder
 from forge_core.job import load_job
-from forge_core.loading import build_on_meta
 from forge_core.registry.discovery import discover
+from forge_core.train.build import build_on_meta
 
 FOLDER = Path(__file__).parents[2] / "configs" / "scaling"
 SIZES = sorted(file.stem for file in FOLDER.glob("*.toml") if file.stem != "base")

@@ -19,7 +19,6 @@ import pytest
 
 import fork_server
 from doc_pages import DOCS, HOOK_PAGES, PAGES, ROOT
-from forge_core.checkpoint.export import write_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import CheckpointSection
@@ -27,6 +26,7 @@ from forge_core.contracts.checkpoint_mirror import MirrorContext, MirrorStart
 from forge_core.job import load_job
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.export import write_checkpoint
 from forge_testing.scaffold.plugin_file import write_package_from
 
 AFTERNOONS = [

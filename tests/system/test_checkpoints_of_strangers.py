@@ -14,7 +14,7 @@ from forge_core.checkpoint.manifest import describe_file, read_manifest, write_m
 from forge_core.checkpoint.store import CheckpointStore, open_checkpoint
 from forge_core.cli import main
 from forge_core.errors import ConfigError
-from forge_core.loading import build_within
+from forge_plugins_weights.loading import build_within
 
 SETTINGS = ("train.steps=2", "scheduler.warmup_steps=1", "checkpoint.interval=1")
 

@@ -13,12 +13,12 @@ import fork_server
 from doc_pages import DOCS
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model, opened
 from forge_core.registry.discovery import discover
 from forge_plugins_data.token_format import read_header
 from forge_plugins_inference.checkpoint_job import CheckpointJob
 from forge_plugins_inference.generate_in_layout import generate_in_layout
 from forge_plugins_inference.generation import generate
+from forge_plugins_weights.loading import load_model, opened
 from forge_testing.package import PluginConformance
 
 EVALUATED = ("eval.interval=10", "eval.batches=3", 'evaluations=[{name="accuracy"}]')

@@ -14,8 +14,8 @@ import fork_server
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.loading import load_model
 from parity_matrix.cells import CELLS
 from parity_matrix.launch import JOB, Launcher, Work
 

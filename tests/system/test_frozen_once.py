@@ -17,8 +17,8 @@ from forge_core.checkpoint.frozen_files import FrozenFiles
 from forge_core.checkpoint.manifest import read_manifest
 from forge_core.checkpoint.store import CheckpointStore, open_checkpoint, whole_problem
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.loading import load_model
 
 PHASES = 'phases=[{at=1, train=["blocks.1.*", "head.*", "norm.*"]}, {at=6, train=["blocks.1.*"]}]'
 SHORT = PHASES.partition(", {at=6")[0] + "]"

@@ -12,8 +12,8 @@ import torch
 
 import fork_server
 from forge_core.checkpoint.store import open_checkpoint
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = b"def read(path):\n"

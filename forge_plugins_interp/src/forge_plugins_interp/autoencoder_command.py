@@ -96,8 +96,8 @@ def recover(
 @click.pass_obj
 def export(obj: Any, run: Path, form: str, out: Path) -> None:
     """Write the autoencoder of RUN, a run's directory or a checkpoint's, as SAELens or sparsify read it."""
+    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
-    from forge_core.loading import model_problem
     from forge_plugins_interp.autoencoders.formats import write
     from forge_plugins_interp.autoencoders.splice import load_dictionary
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
@@ -29,7 +30,6 @@ from forge_core.distributed.environment import find_cluster, world_size_of
 from forge_core.distributed.mesh import Mesh, build_mesh
 from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, sort_passes
-from forge_core.loading import model_problem, opened
 from forge_core.registry.catalog import Catalog
 from forge_core.registry.discovery import discover
 from forge_core.train.build import BuiltModel, build_model
@@ -42,6 +42,7 @@ from forge_plugins_interp.interventions import WholeIntervention
 from forge_plugins_interp.observation import intervene, observe
 from forge_plugins_interp.placement import summed, whole
 from forge_plugins_interp.sites import PlacedSite, Sites
+from forge_plugins_weights.loading import opened
 
 
 class NotSeenError(ConfigError, KeyError):

@@ -17,9 +17,9 @@ from forge_core.contracts.model import Initializer, ParameterRole, Recompute, Sh
 from forge_core.contracts.observation import Site
 from forge_core.contracts.router import TOKEN_FACTS, Routing
 from forge_core.errors import ConfigError, PluginError
-from forge_core.loading import SeededInitializer
 from forge_core.ops.accumulate import accumulate
 from forge_core.ops.auxiliary_loss import attach_auxiliary_loss
+from forge_core.train.initialisation import SeededInitializer
 from forge_plugins_dense.feed_forward import Clamp
 from forge_plugins_moe.capacity import drop_beyond_capacity
 from forge_plugins_moe.config import MoEConfig

@@ -16,11 +16,11 @@ import torch
 from attrs.validators import ge, le
 from torch import nn
 
-from forge_core.checkpoint.export import model_tensors, named_parameters
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.contracts.model import canonical_name
 from forge_core.contracts.router import Routing
 from forge_core.errors import ConfigError
-from forge_core.loading import SeededInitializer, named_tensors
+from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_plugins_moe.feed_forward import MoE
 
 PRESERVED = 1e-5

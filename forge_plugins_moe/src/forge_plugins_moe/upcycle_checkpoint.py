@@ -12,18 +12,19 @@ import attrs
 import torch
 from torch import nn
 
-from forge_core.checkpoint.export import module_versions, write_checkpoint
 from forge_core.checkpoint.store import Checkpoint
+from forge_core.checkpoint.upgrading import module_versions
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
 from forge_core.config.sections import Job
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, dump_job, load_job, plain
-from forge_core.loading import build_on_meta
 from forge_core.registry.catalog import Catalog
+from forge_core.train.build import build_on_meta
 from forge_plugins_dense.config import MLPConfig
 from forge_plugins_moe.upcycle import UpcycledState, Upcycling
+from forge_plugins_weights.export import write_checkpoint
 
 CHECKPOINT = "checkpoint"
 CONFIG = "train.toml"

@@ -18,10 +18,10 @@ from forge_core.job import catalog_of
 if TYPE_CHECKING:
     from forge_core.contracts.command import Invocation
     from forge_core.contracts.model import GenerativeModel
-    from forge_core.loading import LoadedModel
     from forge_plugins_vlm.data.config import ImageTextConfig
     from forge_plugins_vlm.data.prompts import Prompt, PromptReader
     from forge_plugins_vlm.data.references import Reference
+    from forge_plugins_weights.loading import LoadedModel
 
 VIDEO = "<video>"
 """In a prompt: the frames of a video."""
@@ -80,10 +80,11 @@ def generate(
     """
     import torch
 
+    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.distributed.mesh import choose_device
-    from forge_core.loading import load_model, model_problem
     from forge_plugins_inference.generation import generate as sample
+    from forge_plugins_weights.loading import load_model
 
     checkpoint = find_checkpoint(run, _say, model_problem)
     place = choose_device(device)

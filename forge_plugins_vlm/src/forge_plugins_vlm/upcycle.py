@@ -10,13 +10,13 @@ import attrs
 import torch
 from torch import nn
 
-from forge_core.checkpoint.export import model_tensors, named_parameters
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.describe import literal
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.errors import ConfigError
 from forge_core.job import catalog_of, load_job, plain
-from forge_core.loading import build_on_meta
+from forge_core.train.build import build_on_meta
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_moe.upcycle import Drawing, UpcycledState, Upcycling

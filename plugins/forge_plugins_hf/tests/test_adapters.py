@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.loading import load_model
 
 SHAPE = {
     "vocab_size": 257,

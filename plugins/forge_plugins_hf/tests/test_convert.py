@@ -16,7 +16,6 @@ from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_hf import model_folder
 from forge_plugins_hf.config_json import ReadKeys
@@ -24,6 +23,7 @@ from forge_plugins_hf.layouts import layout_of_architecture
 from forge_plugins_hf.model_folder import table_of
 from forge_plugins_hf.shards import Described, Shards, write_shards
 from forge_plugins_hf.weight_source import HuggingFaceFolder
+from forge_plugins_weights.loading import load_model
 
 SHAPE = {
     "vocab_size": 64,

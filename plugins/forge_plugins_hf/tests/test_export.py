@@ -16,12 +16,12 @@ import transformers
 import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_core.train.trainer import Trainer
 from forge_plugins_hf import export_process
 from forge_plugins_hf.export import _held
 from forge_plugins_hf.export_process import ExportProcess
+from forge_plugins_weights.loading import load_model
 from forge_testing.callback import CallbackConformance
 from parity_matrix.launch import Launcher, Work
 from small_disk import small_disk

@@ -11,13 +11,13 @@ from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
 from forge_core.errors import ConfigError
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_plugins_hf.config_json import ReadKeys
 from forge_plugins_hf.float8_shards import Float8Shards
 from forge_plugins_hf.layouts import layout_of_architecture
 from forge_plugins_hf.quantisation import Float8Blocks
 from forge_plugins_hf.weight_source import FolderWeights
+from forge_plugins_weights.loading import load_model
 from parity_matrix.launch import Launcher, Work
 
 QUANTISED = {

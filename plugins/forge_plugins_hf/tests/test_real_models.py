@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
+from forge_plugins_weights.loading import load_model
 
 TEXT = Path(os.__file__).read_text()[:2000]
 """Python source that every machine has."""

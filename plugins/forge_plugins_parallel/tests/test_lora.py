@@ -13,11 +13,11 @@ from forge_core.cli import main
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.distributed.mesh import build_mesh, join_process_group
 from forge_core.errors import ConfigError
-from forge_core.loading import load_model
 from forge_core.registry.discovery import discover
 from forge_core.train.build import materialise
 from forge_plugins_parallel.config import LoraConfig
 from forge_plugins_parallel.lora import Lora
+from forge_plugins_weights.loading import load_model
 from forge_testing.parallel_pass import ParallelPassConformance
 from forge_testing.small_model import SEQ_LEN, SmallModel, cross_entropy, small_job
 

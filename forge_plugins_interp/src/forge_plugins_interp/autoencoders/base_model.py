@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.manifest import as_size
 from forge_core.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint, open_checkpoint
 from forge_core.errors import ConfigError
-from forge_core.loading import LoadedModel, load_model, model_problem
 from forge_plugins_interp.session import digest_of
 from forge_plugins_interp.store import Store
+from forge_plugins_weights.loading import LoadedModel, load_model
 
 _STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "shared_out")
 """Last parts of the names of sites whose values are in the residual stream, or are added to it."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.errors import ConfigError
-from forge_core.loading import model_problem
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.base_model import base_at, base_of_store, load_base, logit_weights
 from forge_plugins_interp.autoencoders.config import ActivationStoreConfig

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.batch import Entry
@@ -22,7 +23,6 @@ from forge_core.contracts.builder import Builder
 from forge_core.contracts.data_source import DataSource, PositionedSource, Split, StreamedSource
 from forge_core.distributed.mesh import choose_device
 from forge_core.errors import ConfigError
-from forge_core.loading import LoadedModel, load_model, model_problem
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.config import ActivationsOfConfig
 from forge_plugins_interp.autoencoders.store_source import SCALED_BY, mean_scale
@@ -31,6 +31,7 @@ from forge_plugins_interp.one_process import OneProcess
 from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.session import digest_of, inputs_of, read_batch
 from forge_plugins_interp.sites import PlacedSite, Sites
+from forge_plugins_weights.loading import LoadedModel, load_model
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

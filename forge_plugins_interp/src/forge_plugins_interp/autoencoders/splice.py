@@ -11,11 +11,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from forge_core.checkpoint.contents import model_problem
 from forge_core.checkpoint.store import find_checkpoint
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.loss import IGNORED
 from forge_core.errors import ConfigError
-from forge_core.loading import load_model, model_problem
 from forge_core.registry.discovery import discover
 from forge_plugins_interp.autoencoders.dictionary import Dictionary
 from forge_plugins_interp.autoencoders.formats import read
@@ -24,6 +24,7 @@ from forge_plugins_interp.interventions import WholeIntervention, Zero
 from forge_plugins_interp.observation import Change
 from forge_plugins_interp.session import Session, inputs_of, read_batch
 from forge_plugins_interp.sites import PlacedSite, Sites
+from forge_plugins_weights.loading import load_model
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from forge_core.config.describe import printable
 from forge_core.contracts.command import Invocation
 
 if TYPE_CHECKING:
-    from forge_core.loading import Weights
+    from forge_plugins_weights.loading import Weights
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -75,9 +75,9 @@ def convert(
     """
     import torch
 
+    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.errors import ConfigError
-    from forge_core.loading import model_problem
     from forge_core.run.process import keep_freed_memory
     from forge_plugins_hf.hub import folder_of
     from forge_plugins_hf.to_forge import to_forge

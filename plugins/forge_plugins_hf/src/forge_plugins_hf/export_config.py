@@ -48,7 +48,7 @@ def _refuse_model(job: Job, catalog: Catalog) -> None:
 
     model = job.model
     if job.parametrization is not None:
-        from forge_core.loading import with_multipliers  # imports torch
+        from forge_core.train.parametrization import with_multipliers  # imports torch
 
         model = with_multipliers(job, ComponentBuilder(catalog))
     vocab_size = getattr(model.config, "vocab_size", None) or 1  # any will do: the data's is not known yet

@@ -12,18 +12,20 @@ from typing import Any
 
 import torch
 
-from forge_core.checkpoint.export import model_tensors, module_versions, named_parameters, write_checkpoint
+from forge_core.checkpoint.state_dict import model_tensors, named_parameters
+from forge_core.checkpoint.upgrading import module_versions
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import dump_job, load_job
-from forge_core.loading import build_on_meta
 from forge_core.registry.catalog import Catalog
+from forge_core.train.build import build_on_meta
 from forge_plugins_hf.config_json import INCLUDE, ReadKeys, architecture_in, read_config
 from forge_plugins_hf.model_folder import layout_in, recipes_in, table_of, weights_in
 from forge_plugins_hf.shards import Shards, on_meta
 from forge_plugins_hf.tokenizer import FILE, choose_tokenizer, keep_tokenizer, token_ids
 from forge_plugins_hf.weight_layout import Recipe
+from forge_plugins_weights.export import write_checkpoint
 
 CHECKPOINT, CONFIG = "checkpoint", "train.toml"
 _SEQ_LEN = 2048

@@ -11,13 +11,13 @@ import torch
 
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.errors import ConfigError
-from forge_core.loading import Weights
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.config_json import INCLUDE
 from forge_plugins_hf.shards import Described, on_meta, write_shards
 from forge_plugins_hf.tokenizer import give_tokenizer, special_tokens
 from forge_plugins_hf.trained_model import TrainedModel, refuse_existing, written_whole
 from forge_plugins_hf.weight_layout import Recipe
+from forge_plugins_weights.loading import Weights
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

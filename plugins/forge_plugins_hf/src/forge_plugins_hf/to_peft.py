@@ -11,11 +11,11 @@ import torch
 
 from forge_core.checkpoint.store import Checkpoint
 from forge_core.errors import ConfigError
-from forge_core.loading import Weights
 from forge_core.registry.catalog import Catalog
 from forge_plugins_hf.shards import Described, write_safetensors
 from forge_plugins_hf.trained_model import TrainedModel, refuse_existing, written_whole
 from forge_plugins_hf.weight_layout import Recipe
+from forge_plugins_weights.loading import Weights
 
 FILE = "adapter_model.safetensors"
 

@@ -20,11 +20,12 @@ from forge_core.config.sections import Job
 from forge_core.contracts.parallel_pass import Folded
 from forge_core.errors import ConfigError, SaveError
 from forge_core.job import catalog_of, load_job
-from forge_core.loading import Weights, build_within, folded_weights, with_multipliers
 from forge_core.registry.catalog import Catalog
+from forge_core.train.parametrization import with_multipliers
 from forge_plugins_hf.layouts import layout_of_model
 from forge_plugins_hf.tokenizer import FILE, token_ids
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
+from forge_plugins_weights.loading import Weights, build_within, folded_weights
 
 
 @attrs.frozen

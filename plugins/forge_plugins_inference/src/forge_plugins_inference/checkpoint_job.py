@@ -16,8 +16,8 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.sections import Job
 from forge_core.errors import ConfigError
 from forge_core.job import load_job, settings_of
-from forge_core.loading import with_missing_plugins
 from forge_core.registry.catalog import Catalog
+from forge_plugins_weights.loading import with_missing_plugins
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 

@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import GenerativeModel
-    from forge_core.loading import Weights
+    from forge_plugins_weights.loading import Weights
 
 
 @attrs.frozen(kw_only=True)
@@ -85,10 +85,11 @@ def generate(
 
     import torch
 
+    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.distributed.mesh import choose_device
-    from forge_core.loading import load_model, model_problem
     from forge_plugins_inference.generation import generate as sample
+    from forge_plugins_weights.loading import load_model
 
     checkpoint = find_checkpoint(run, _say, model_problem)
     place = choose_device(device)

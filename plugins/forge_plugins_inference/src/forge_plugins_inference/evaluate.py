@@ -16,7 +16,7 @@ from forge_core.job import catalog_of
 from forge_plugins_inference.evaluation_options import with_evaluation_options
 
 if TYPE_CHECKING:
-    from forge_core.loading import Weights
+    from forge_plugins_weights.loading import Weights
 
 
 @click.command("eval", context_settings={"ignore_unknown_options": True})
@@ -48,10 +48,11 @@ def evaluate(
     settings = with_evaluation_options(overrides, names, obj.catalog(), options_of(evaluate))
     ranks = obj.ranks()
 
+    from forge_core.checkpoint.contents import model_problem
     from forge_core.checkpoint.store import find_checkpoint
     from forge_core.config.describe import printable
-    from forge_core.loading import model_problem, opened
     from forge_plugins_inference.evaluation_job import evaluation_job
+    from forge_plugins_weights.loading import opened
 
     checkpoint = find_checkpoint(run, lambda line: print(printable(line), file=sys.stderr), model_problem)
     job = evaluation_job(checkpoint, names, settings, obj.catalog, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_core.config.describe import has_password, without_passwords
+from forge_core.config.describe import without_passwords
 from forge_core.errors import nearest_hint
 
 
@@ -15,9 +15,9 @@ def mirror_problem(url: str) -> str | None:
     except ImportError:
         return "needs the package fsspec, which is not installed: pip install fsspec"
     protocol, separator, path = url.rpartition("://")
-    if has_password(url):
+    if (shown := without_passwords(url)) != url:
         return (
-            f"{without_passwords(url)!r} has credentials in it, which would be written into the run's files; leave "
+            f"{shown!r} has credentials in it, which would be written into the run's files; leave "
             f"them out and set {_variables(protocol.rpartition('::')[2])} in the environment"
         )
     if separator and not path.strip("/"):

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from forge_core.contracts.optimizer import NamedParameter, UpdateSize
 from forge_core.errors import ConfigError, and_more
 from forge_core.ops.local_tensor import local_tensor
-from forge_core.ops.whole_matrices import map_whole
 from forge_plugins_optim.config import MUON_ALONE, MuonConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.newton_schulz import orthogonalise
 from forge_plugins_optim.parameter_groups import parameter_groups
 from forge_plugins_optim.stacked_matrices import rows_of_stacked
+from forge_plugins_optim.whole_matrices import map_whole
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -1,6 +1,6 @@
 import torch
 
-from forge_core.ops.whole_matrices import map_whole
+from forge_plugins_optim.whole_matrices import map_whole
 
 
 class Cubic(torch.optim.Optimizer):

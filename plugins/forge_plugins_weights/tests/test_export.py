@@ -9,9 +9,9 @@ import torch
 from torch.serialization import get_crc32_options
 
 from forge_core.checkpoint import store
-from forge_core.checkpoint.export import write_checkpoint
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.errors import ConfigError, SaveError
+from forge_plugins_weights.export import write_checkpoint
 
 VALUES = {f"model.{i}": torch.full((3, 4), float(i)) for i in range(5)} | {"model.half": torch.ones(2).bfloat16()}
 

@@ -23,11 +23,7 @@ from forge_core.checkpoint.file_system import NamingFileSystem
 from forge_core.checkpoint.fsync import flush, flush_tree
 from forge_core.checkpoint.manifest import lack_of_room, write_manifest
 from forge_core.checkpoint.saver import Snapshot
-from forge_core.checkpoint.state_dict import model_tensors, named_parameters
-from forge_core.checkpoint.upgrading import module_versions
 from forge_core.errors import ConfigError, ForgeError, SaveError
-
-__all__ = ["model_tensors", "module_versions", "named_parameters", "write_checkpoint"]
 
 
 def write_checkpoint(

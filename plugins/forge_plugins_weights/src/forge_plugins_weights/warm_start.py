@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,19 +18,20 @@ from forge_core.checkpoint.store import Checkpoint, find_checkpoint
 from forge_core.config.problems import ConfigProblems, Problem, key_path
 from forge_core.config.sections import Job, LoadSection
 from forge_core.contracts.model import longest_first
+from forge_core.contracts.warm_start import WarmStart
 from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, nearest
 from forge_core.job import adding_passes
 from forge_core.registry.catalog import Catalog
-from forge_core.run.foreign_weights import ForeignWeights, find_foreign_weights
 from forge_core.train.build import BuiltModel
+from forge_plugins_weights.foreign_weights import ForeignWeights, find_foreign_weights
 
 _WEIGHTS = ("model.", "evaluation.")
 
 
 @attrs.frozen
-class WarmStart:
+class _Chosen:
     """A part of a checkpoint to load."""
 
     key: str
@@ -55,14 +57,54 @@ class Loaded:
     """Tensors of this run's model that keep their first values."""
 
 
-def choose_warm_starts(job: Job, catalog: Catalog, report: Callable[[str], None]) -> list[WarmStart]:
-    """Resolve ``checkpoint.load``, before anything is built. All ranks call it together.
+class LoadedTensors(WarmStart):
+    """Same as ``WarmStart``, of checkpoints and of folders that an installed ``weight_source`` reads."""
 
-    Raises:
-        ConfigError: there is no whole checkpoint; a pattern means nothing in it; what is chosen would not be the
-            state of this optimizer; or two sections load the same tensor.
-    """
-    starts: list[WarmStart] = []
+    def __init__(self, *, job: Job, catalog: Catalog, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._catalog = catalog
+        self._say = say
+        self._starts: Sequence[_Chosen] = ()
+
+    def choose(self) -> None:
+        """Resolve ``checkpoint.load``.
+
+        Raises:
+            ConfigError: there is no whole checkpoint; a pattern means nothing in it; what is chosen would not be the
+                state of this optimizer; or two sections load the same tensor.
+        """
+        self._starts = _choose_all(self._job, self._catalog, self._say)
+
+    @property
+    def sources(self) -> Sequence[Path]:
+        return [start.checkpoint.path for start in self._starts]
+
+    def load(self, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> Mapping[str, Any]:
+        """Read what was chosen into model and optimizer, each rank its own part, and report what else there is.
+
+        Raises:
+            ConfigError: a tensor has another shape or dtype here; or nothing of what was chosen has a place.
+        """
+        reads = [_load(start, model, optimizer, mesh) for start in self._starts]
+        tensors = {key for stage in mesh.gather_over("pp", sorted(model.tensors())) for key in stage}
+        fresh = sorted(tensors.difference(*reads))
+        loads = [
+            Loaded(
+                source=str(start.checkpoint.path),
+                loaded=sorted(read),
+                left_out=sorted(start.others),
+                without_a_place=sorted(there for there, here in start.here.items() if here not in read),
+                fresh=fresh,
+            )
+            for start, read in zip(self._starts, reads, strict=True)
+        ]
+        _tell(loads, self._say)
+        accounts = [attrs.asdict(one) for one in loads]
+        return {"loads": accounts} if isinstance(self._job.checkpoint.load, tuple) else accounts[0]
+
+
+def _choose_all(job: Job, catalog: Catalog, report: Callable[[str], None]) -> list[_Chosen]:
+    starts: list[_Chosen] = []
     for index, section in enumerate(job.checkpoint.loads):
         at = f"checkpoint.load[{index}]" if isinstance(job.checkpoint.load, tuple) else "checkpoint.load"
         path = section.path.expanduser()
@@ -85,37 +127,7 @@ def choose_warm_starts(job: Job, catalog: Catalog, report: Callable[[str], None]
     return starts
 
 
-def load_warm_starts(
-    starts: Sequence[WarmStart],
-    model: BuiltModel,
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    report: Callable[[str], None],
-) -> list[Loaded]:
-    """Read what was chosen into model and optimizer, each rank its own part, and report what else there is.
-
-    Raises:
-        ConfigError: a tensor has another shape or dtype here; or nothing of what was chosen has a place.
-    """
-    reads = [_load(start, model, optimizer, mesh) for start in starts]
-    tensors = {key for stage in mesh.gather_over("pp", sorted(model.tensors())) for key in stage}
-    fresh = sorted(tensors.difference(*reads))
-    accounts = []
-    for start, read in zip(starts, reads, strict=True):
-        accounts.append(
-            Loaded(
-                source=str(start.checkpoint.path),
-                loaded=sorted(read),
-                left_out=sorted(start.others),
-                without_a_place=sorted(there for there, here in start.here.items() if here not in read),
-                fresh=fresh,
-            )
-        )
-    _tell(accounts, report)
-    return accounts
-
-
-def _load(start: WarmStart, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> set[str]:
+def _load(start: _Chosen, model: BuiltModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> set[str]:
     """Read what was chosen of one checkpoint; return the keys of this run that it has, on all pipeline stages."""
     checkpoint, there = start.checkpoint, {here: there for there, here in start.here.items()}
     own = model.tensors()
@@ -148,7 +160,7 @@ def _load(start: WarmStart, model: BuiltModel, optimizer: torch.optim.Optimizer,
     return read
 
 
-def _refuse_nothing(start: WarmStart, read: Collection[str], own: Collection[str]) -> None:
+def _refuse_nothing(start: _Chosen, read: Collection[str], own: Collection[str]) -> None:
     if not read:
         raise ConfigError(
             f"{start.key}: nothing that was chosen of {start.checkpoint.path} has a place in this run: "
@@ -169,7 +181,7 @@ def _tell(accounts: Sequence[Loaded], report: Callable[[str], None]) -> None:
         report(f"not loaded, with their first values: {_some(accounts[0].fresh)}")
 
 
-def _choose(at: str, section: LoadSection, checkpoint: Checkpoint | ForeignWeights) -> WarmStart:
+def _choose(at: str, section: LoadSection, checkpoint: Checkpoint | ForeignWeights) -> _Chosen:
     keys = {*checkpoint.saved_tensors(), *_optimizer_facts(checkpoint)["values"]}
     for name, patterns in (("include", section.include), ("exclude", section.exclude)):
         _refuse_idle(f"{at}.{name}", patterns, keys, section)
@@ -182,7 +194,7 @@ def _choose(at: str, section: LoadSection, checkpoint: Checkpoint | ForeignWeigh
     if twice := [one for one, count in Counter(here.values()).items() if count > 1]:
         both = " and ".join(sorted(key for key in chosen if here[key] == twice[0]))
         raise ConfigError(f"{at}.rename: {both} would both be {twice[0]}; leave one out with exclude")
-    return WarmStart(at, checkpoint, here, frozenset(keys - chosen))
+    return _Chosen(at, checkpoint, here, frozenset(keys - chosen))
 
 
 def _refuse_idle(at: str, patterns: Sequence[str], found: Collection[str], section: LoadSection) -> None:
@@ -214,7 +226,7 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _refuse_added(job: Job, start: WarmStart, catalog: Catalog) -> None:
+def _refuse_added(job: Job, start: _Chosen, catalog: Catalog) -> None:
     """The weights alone, without what a pass has added to them, would be another model's."""
     if isinstance(start.checkpoint, ForeignWeights):
         return
@@ -230,7 +242,7 @@ def _refuse_added(job: Job, start: WarmStart, catalog: Catalog) -> None:
             )
 
 
-def _refuse_foreign_optimizer(job: Job, start: WarmStart) -> None:
+def _refuse_foreign_optimizer(job: Job, start: _Chosen) -> None:
     """State of another kind of optimizer, or only a part of what it keeps of a parameter, would fail in the first
     step."""
     state = {key for key in start.here if key.startswith("optimizer.")}

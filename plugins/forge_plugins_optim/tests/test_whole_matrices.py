@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from forge_core.errors import PluginError
-from forge_core.ops.whole_matrices import map_whole
+from forge_plugins_optim.whole_matrices import map_whole
 from forge_testing.several_ranks import on_ranks
 
 SHAPES = [(8, 6), (5, 12), (8, 6), (8, 6), (3, 4), (5, 12), (8, 6)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from forge_core.checkpoint.compatibility import plugins_missing, used_plugins
+from forge_core.checkpoint.compatibility import installed, used_plugins
 from forge_core.checkpoint.contents import leads_outside, model_problem
 from forge_core.checkpoint.manifest import as_size
 from forge_core.checkpoint.state_dict import model_tensors, named_parameters
@@ -20,7 +20,6 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.checkpoint.upgrading import module_changes
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.sections import Job
-from forge_core.config.unstructure import plain
 from forge_core.contracts.data_source import DataSource
 from forge_core.contracts.parallel_pass import Folded, PassContext
 from forge_core.contracts.tokenizer import Tokenizer
@@ -28,25 +27,12 @@ from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_ra
 from forge_core.distributed.fingerprint import refuse_unequal_ranks
 from forge_core.distributed.mesh import build_mesh, choose_device, join_process_group
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.job import adding_passes, catalog_of, load_job, sort_passes
+from forge_core.job import adding_passes, catalog_of, load_job, plain, sort_passes
 from forge_core.registry.catalog import Catalog
 from forge_core.train.build import BuiltModel, build_model, build_on_meta, cast_parameters, materialise
 from forge_core.train.evaluation import NamedEvaluation, build_evaluations, held_out_loss
-from forge_core.train.initialisation import SeededInitializer, named_tensors
 from forge_core.train.model_evaluator import ModelEvaluator
-from forge_core.train.parametrization import with_multipliers
 from forge_core.train.sources import EvaluatedData, TrainedOn
-
-__all__ = ["LoadedModel", "OpenModel", "SeededInitializer", "Weights", "build_on_meta", "build_within"]
-__all__ += [
-    "folded_weights",
-    "load_model",
-    "model_problem",
-    "named_tensors",
-    "opened",
-    "with_missing_plugins",
-    "with_multipliers",
-]
 
 Weights: TypeAlias = Literal["training", "evaluation"]
 """The weights to read of a checkpoint: the trained ones, or averages that are evaluated in their place
@@ -222,7 +208,8 @@ def _say_nothing(line: str) -> None:
 def with_missing_plugins(error: ConfigError, checkpoint: Checkpoint) -> ConfigError:
     """An error about a checkpoint's job, with the packages that it was written with and that are not installed."""
     used = used_plugins(checkpoint.job(), checkpoint.state().get("tokenizer"))
-    missing = plugins_missing(checkpoint.manifest.versions, used)
+    versions = checkpoint.manifest.versions
+    missing = [f"{name} {versions[name]}" for name in sorted(used) if name in versions and installed(name) is None]
     if not missing:
         return ConfigError(str(error))
     what = ", ".join(missing) + (", which is" if len(missing) == 1 else ", which are")
