@@ -13,16 +13,12 @@ import fork_server
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SHORT = {
-    "data": [],
     "end_to_end": ["--steps", "4", "--dim", "32", "--layers", "2", "--vocab", "500", "--seq-len", "32"],
     "ettr": ["--gpus", "1024", "--days", "9", "--lives", "2"],
-    "installation": ["--rounds", "1"],
-    "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
     "plan_cost": ["--preset", "debug_20m", "--ranks", "64"],
     "report": ["--runs", "2", "--lines", "100", "--rounds", "1"],
     "similarity": ["--layers", "3", "--stimuli", "60", "--features", "20"],
     "startup": ["--repeats", "1"],
-    "step_overhead": ["--steps", "10", "--rounds", "1"],
     "vlm": ["step", "--dim", "32", "--layers", "1", "--positions", "80", "--rounds", "1"],
 }
 LONG = {
@@ -31,8 +27,11 @@ LONG = {
     "checkpoint": ["--width", "128", "--rounds", "2"],
     "checkpoint_reads": ["--width", "64", "--rounds", "1"],
     "convert": ["--mib", "4", "--rounds", "1"],
+    "data": [],
     "host_memory": ["--width", "64", "--rounds", "2"],
+    "installation": ["--rounds", "1"],
     "look_into_demo": ["--steps", "24", "--sae-steps", "24"],
+    "losses": ["--tokens", "512", "--dim", "64", "--vocab", "4000", "--chunks", "128"],
     "lost_peers": ["--repeats", "1"],
     "lr_transfer": ["--widths", "32", "64", "--steps", "2"],
     "mixture": [],
@@ -44,6 +43,7 @@ LONG = {
     "plan_memory": [],
     "plan_time": ["--only", "dim 128, 8 layers", "--steps", "5"],
     "resume": [],
+    "step_overhead": ["--steps", "10", "--rounds", "1"],
     "store": ["--dim", "32", "--samples", "8", "--rounds", "1"],
     "windows": ["--seq-len", "256", "--window", "128", "--rounds", "1"],
 }

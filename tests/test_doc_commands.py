@@ -39,8 +39,8 @@ BY_A_READER = (
 LOOKING = ("look-into-a-model", "interventions", "stores", "compare-representations", "sparse-autoencoders")
 OF_THEIR_OWN = (("chat",), LOOKING, ("neural-recordings",), ("published-models",), ("vision-language",))
 """Pages that begin with the demo themselves, with those that go on; tests/system/test_preference.py has another one."""
-AT_NIGHT = ("published-models",)
-"""Of those, a page that takes a minute."""
+AT_NIGHT = ("moe-layouts", "chat", "neural-recordings", "published-models", "vision-language")
+"""Pages whose commands have tests of their own, of the plugins that they are of."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*BY_A_READER, *itertools.chain(*OF_THEIR_OWN))))
 
 ELSEWHERE = {
@@ -82,6 +82,7 @@ validation = 0.2
 steps = 4
 seq_len = 32
 batch_size = 2
+precision = "fp32"
 [optimizer]
 name = "adamw"
 lr = 1e-3
@@ -255,10 +256,15 @@ def wrong(type_in):
 
 
 @pytest.mark.slow
-def test_what_a_page_types_works_and_says_what_it_shows(wrong, folder, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "pages",
+    [[one for one in BY_A_READER if one not in AT_NIGHT], pytest.param(BY_A_READER, marks=pytest.mark.nightly)],
+    ids=["by-day", "all"],
+)
+def test_what_a_page_types_works_and_says_what_it_shows(wrong, folder, monkeypatch, tmp_path, pages):
     """README first; each page begins where its reader is then."""
     found = []
-    for page in ("README.md", *(f"docs/{name}.md" for name in BY_A_READER)):
+    for page in ("README.md", *(f"docs/{name}.md" for name in pages)):
         monkeypatch.chdir(folder if page == "README.md" else shutil.copytree(folder, tmp_path / page))
         found += wrong(page)
     assert not found, "\n".join(found)

@@ -119,6 +119,7 @@ for name in {[name_of(kind) for kind in WITH_EXAMPLE]}:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name_of(kind) for kind in WITH_EXAMPLE)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_can_be_installed(tmp_path: Path) -> None:
     """For every kind, as the printed commands say, with nothing installed by hand."""
@@ -185,7 +186,7 @@ def test_a_configuration_to_start_from_is_valid_and_not_written_over(tmp_path, c
     assert "first.toml exists already; choose another name" in capsys.readouterr().err
 
 
-FILES = [pytest.param(kind, marks=() if kind in ("router", "scheduler") else pytest.mark.nightly) for kind in HOOKS]
+FILES = [pytest.param(kind, marks=() if kind == "router" else pytest.mark.nightly) for kind in HOOKS]
 """By day, the examples on the pages of hooks are plugin files of the other kinds."""
 
 

@@ -1,12 +1,13 @@
 """The benchmark of training on a GPU can be tried out without one."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import fork_server
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "train_gpu.py"
 
@@ -22,7 +23,7 @@ vocab_size = 100
 
 
 def _benchmark(*arguments, script=SCRIPT):
-    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=600)
+    return fork_server.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.nightly

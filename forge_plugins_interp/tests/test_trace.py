@@ -93,7 +93,9 @@ def test_a_trace_has_everything_of_a_step_in_the_order_of_computation(alone):
         ["train.grad_accumulation=2"],
         ["parallel.cp=2"],
         ["parallel.pp=2"],
-        ["parallel.tp=2", 'parallel.passes.activation_checkpointing.mode="full"'],
+        pytest.param(
+            ["parallel.tp=2", 'parallel.passes.activation_checkpointing.mode="full"'], marks=pytest.mark.nightly
+        ),
     ],
     ids=["tp2", "fsdp2", "cp2", "pp2", "tp2 recomputed"],
 )

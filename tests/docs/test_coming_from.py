@@ -209,10 +209,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=() if "nanogpt" in str(page) else pytest.mark.nightly) for page in PAGES]
-)
+@pytest.mark.nightly  # by day, README has such commands
+@pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_types_first_works(page, reader, capfd):
     for name, text in files(page).items():
         (reader / name).write_text(text, encoding="utf-8")

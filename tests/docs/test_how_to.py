@@ -19,8 +19,8 @@ ELSEWHERE = {
 """What is not typed here, by pattern, and why."""
 
 
-BY_DAY = ("find-why-a-run-stopped", "log-a-number", "resume-and-branch", "train-on-your-data")
-"""Pages that are typed by day; the others are typed by night."""
+BY_DAY = ("find-why-a-run-stopped", "resume-and-branch")
+"""Pages that are typed by day: runs that fail, and that follow from each other. The others are typed by night."""
 
 
 def when(page: str) -> object:

@@ -33,9 +33,15 @@ SHORTER = {
     "routing.ipynb": {},
 }
 """Less training than in the notebooks as they are published."""
+BY_DAY = ("first_run.ipynb", "routing.ipynb")
+"""One that runs commands, and one that calls plugins. What the others call has tests of its own; they run by night."""
+NOTEBOOKS = [
+    pytest.param(path, id=path.name, marks=() if path.name in BY_DAY else pytest.mark.nightly)
+    for path in sorted(DOCS.glob("notebooks/*.ipynb"))
+]
 
 
-@pytest.mark.parametrize("notebook", sorted(DOCS.glob("notebooks/*.ipynb")), ids=lambda path: path.name)
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_notebooks_run(tmp_path, notebook):
     """In a copy; the outputs that a notebook is kept with are of the same kinds."""
     folder = Path(shutil.copytree(notebook.parent, tmp_path / "notebooks"))

@@ -177,14 +177,20 @@ def run_python(packages_of_pages):
 
 
 @pytest.mark.slow
-def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pages):
+@pytest.mark.parametrize(
+    "chosen",
+    [("-k", "not nothing_heavy and not prints_nothing"), pytest.param((), marks=pytest.mark.nightly)],
+    ids=["by-day", "all"],
+)
+def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pages, chosen):
+    """By day without what starts a process for each package to see what it imports, as the kits of ours do."""
     tests = sorted(str(path) for path in packages_of_pages.glob("*/tests"))
     # test modules are named after their place below this, and `ademamix.tests` would hide the package `ademamix`
     root = f"--rootdir={packages_of_pages.parent}"
 
     done = run_python(
         *("-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider"),
-        *("-p", "forked_ranks", root, *tests),
+        *("-p", "forked_ranks", root, *chosen, *tests),
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -285,12 +291,9 @@ def layouts(page: Path) -> list[str]:
     return re.findall(r"^\$ forge (run example.toml .*--run.name=.*)$", page.read_text(encoding="utf-8"), re.M)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # by day, tests/outsider/test_router.py has one of another package in such layouts
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("shown", [[1], pytest.param(range(6), marks=pytest.mark.nightly)], ids=["ep", "all"])
-def test_the_router_of_the_afternoon_trains_the_same_in_layouts_that_the_page_shows(
-    run_python, packages_of_pages, shown
-):
+def test_the_router_of_the_afternoon_trains_the_same_in_layouts_that_the_page_shows(run_python, packages_of_pages):
     page = DOCS / "write-a-router.md"
     folder = packages_of_pages / "biased-topk"
     alone = "run example.toml --run.name=alone"
@@ -299,7 +302,7 @@ def test_the_router_of_the_afternoon_trains_the_same_in_layouts_that_the_page_sh
     assert len(commands) == 6
 
     curves = {}
-    for command in (alone, *(commands[number] for number in shown)):
+    for command in (alone, *commands):
         words = [*shlex.split(command, comments=True), "--resume", "never", without_others]
         done = run_python("-m", "forge_core", *words, folder=folder)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -21,6 +21,13 @@ ELSEWHERE = {
     r"my-router/example.toml": "tests/test_new.py installs and trains what forge new writes",
 }
 """What is not typed here, by pattern, and who does it."""
+BY_NIGHT = ("choose-a-layout", "write-a-study")
+"""Skills whose commands are those of how-to pages and of the tests of plans and sweeps."""
+TYPED = [
+    pytest.param(path, id=name, marks=pytest.mark.nightly if name in BY_NIGHT else ())
+    for path in SKILLS
+    for name in [path.parent.name]
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skill", SKILLS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("skill", TYPED)
 def test_the_commands_of_a_skill_work_and_say_what_it_shows(skill, project, tmp_path):
     folder = Path(shutil.copytree(project, tmp_path / "project", symlinks=True))
     wrong = []

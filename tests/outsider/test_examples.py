@@ -38,6 +38,7 @@ def test_they_pass_their_tests_and_the_kit(gallery):
     assert all(f"{name}/tests/" in printed for name in NAMES)
 
 
+@pytest.mark.nightly
 def test_visits_of_relu_routing_go_from_half_of_all_experts_to_those_wanted(gallery):
     """The three stages of the paper: more and more experts, fewer and fewer, and then as many as are wanted."""
     folder = gallery.folder / "relu-router"
@@ -64,6 +65,7 @@ def test_the_study_of_caution_has_a_row_for_each_run(gallery):
     assert losses["true"] < losses["false"]
 
 
+@pytest.mark.nightly
 def test_chords_are_learned(gallery):
     folder = gallery.folder / "mu-law-audio"
     gallery.succeed("tones.py", "tones", cwd=folder)

@@ -1,7 +1,7 @@
 """Every optimizer goes on from a checkpoint, on every data and over every change of layout, as the run that wrote it.
 
 All pairs are here of an optimizer and a change, of an optimizer and data, of data and a change; in one launch. By day
-each optimizer goes on in one process and over one change, and each change is one's at least.
+each optimizer goes on in one process, every second one over a change too, and each change is one's.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ GRID = [
 
 
 def is_by_day(number: int) -> bool:
-    """Return whether a cell of the grid is an optimizer's in one process, or the change that it has in turn."""
+    """Return whether a cell of the grid is an optimizer's in one process, or the change that every second one has in
+    turn."""
     optimizer, change = divmod(number, len(CHANGES))
-    return change in (0, 1 + optimizer % (len(CHANGES) - 1))
+    return change == 0 or (optimizer % 2 == 1 and change == 1 + optimizer // 2)
 
 
 def straight(optimizer, data, layout) -> Work:

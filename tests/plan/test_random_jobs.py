@@ -125,8 +125,8 @@ def catalog():
 @pytest.mark.parametrize(
     ("first", "count"),
     [
-        pytest.param(0, 30, marks=pytest.mark.slow),
-        pytest.param(30, 470, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
+        pytest.param(0, 15, marks=pytest.mark.slow),
+        pytest.param(15, 485, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
     ],
 )
 def test_what_validates_builds_and_steps_and_nothing_else_does(catalog, tmp_path, monkeypatch, first, count):

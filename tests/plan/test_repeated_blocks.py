@@ -80,22 +80,24 @@ def left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (1, ["train.precision=fp32"]),
         (1, [TWICE, FULL, "model.tie_embeddings=true"]),
         (4, [TWICE, "parallel.passes.fsdp.accumulate=sharded"]),
-        (4, [SELECTIVE, "parallel.passes.fsdp.reshard_after_forward=never"]),
-        (4, [TWICE, "parallel.passes.fsdp.keep_gathered=true", "loss.name=chunked_cross_entropy"]),
         (8, ["parallel.tp=2", "parallel.dp_replicate=2", SELECTIVE]),
-        (4, ["parallel.cp=2", FULL]),
-        (1, ["model.n_layers=20", FULL, "parallel.passes.activation_checkpointing.every=2"]),
         (4, ["parallel.ep=2", *SPARSE]),
-        (4, [TWICE, FULL, *SPARSE]),
-        (4, ["parallel.passes.lora.rank=4"]),
-        (4, ["parallel.passes.compile=true", MUON]),
-        (4, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22"]),
-        pytest.param(
-            *(2, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22", FULL, "train.precision=fp32"]),
-            marks=pytest.mark.nightly,
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)  # other options of the same passes, and what takes longest
+            for case in [
+                (1, ["train.precision=fp32"]),
+                (4, [SELECTIVE, "parallel.passes.fsdp.reshard_after_forward=never"]),
+                (4, [TWICE, "parallel.passes.fsdp.keep_gathered=true", "loss.name=chunked_cross_entropy"]),
+                (4, ["parallel.cp=2", FULL]),
+                (1, ["model.n_layers=20", FULL, "parallel.passes.activation_checkpointing.every=2"]),
+                (4, [TWICE, FULL, *SPARSE]),
+                (4, ["parallel.passes.lora.rank=4"]),
+                (4, ["parallel.passes.compile=true", MUON]),
+                (4, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22"]),
+                (2, ["parallel.pp=2", "train.grad_accumulation=4", "model.n_layers=22", FULL, "train.precision=fp32"]),
+            ]
         ),
     ],
 )

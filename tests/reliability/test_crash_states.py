@@ -46,7 +46,7 @@ def problems_of(state, root):
     return judge(root, acknowledged=state.acknowledged, begun=state.begun).problems
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_every_state_a_crash_may_leave_has_what_was_acknowledged(zygote, tmp_path, background):
     states = list(states_of_four_saves(zygote, tmp_path / "saves", background=background))
 

@@ -149,6 +149,7 @@ def test_each_call_that_fails_is_named_on_all_ranks_and_nothing_acknowledged_is_
     assert read == second[-1] == {"read": LAST_WHOLE, "values": [LAST_WHOLE]}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_trains_on_and_a_later_one_resumes_from_the_newest_that_can_be_read(failing_disk, tmp_path):
     config, text = tmp_path / "small.toml", tmp_path / "text"

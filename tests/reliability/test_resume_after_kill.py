@@ -15,7 +15,7 @@ STEPS_A_KILL = 48
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.nightly)]
+    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.nightly)]
 )
 @pytest.mark.timeout(3600)
 def test_a_run_that_was_killed_as_a_whole_ends_bit_for_bit_as_one_that_was_not(tmp_path, kills):

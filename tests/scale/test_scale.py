@@ -67,6 +67,8 @@ GROWTH: Mapping[str, Callable[[float], float]] = {
     "N": lambda n: n,
 }
 """By the name in the table."""
+RESUMING = " on resuming"
+"""Ends the names of what is counted when a run goes on, which is done by night."""
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="/proc is looked at")]
 
 
@@ -78,15 +80,16 @@ def rows() -> list[tuple[str, str, str]]:
 @pytest.fixture(scope="module", params=[SIZES, pytest.param(MORE_SIZES, marks=pytest.mark.nightly)], ids=str)
 def counts(request, tmp_path_factory) -> Mapping[int, Mapping[str, Mapping[str, int]]]:
     """By number of ranks and kind of rank: of a run from its beginning, and ``… on resuming`` of its continuation."""
-    return {n: counted(tmp_path_factory.mktemp(f"of_{n}"), n) for n in request.param}
+    resumes = any(RESUMING in item.name for item in request.session.items if item.path == request.path)
+    return {n: counted(tmp_path_factory.mktemp(f"of_{n}"), n, resumes=resumes) for n in request.param}
 
 
-def counted(folder: Path, n: int) -> Mapping[str, Mapping[str, int]]:
+def counted(folder: Path, n: int, *, resumes: bool) -> Mapping[str, Mapping[str, int]]:
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("".join(f"line {i}: {i * 7919 % 9973}\n" for i in range(2000)))
     (folder / "toy.toml").write_text(TOML.format(folder=folder))
     found: dict[str, dict[str, int]] = {"rank 0": {}, "first of a node": {}, "others": {}}
-    for suffix, steps in (("", 4), (" on resuming", 8)):
+    for suffix, steps in (("", 4), (RESUMING, 8))[: 1 + resumes]:
         command = [folder, n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
         done = subprocess.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500, check=False)
         assert done.returncode == 0, (folder / "0.err").read_text()
@@ -103,7 +106,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("what", rows(), ids=" ".join)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(row, id=" ".join(row), marks=pytest.mark.nightly if RESUMING in row[0] else ()) for row in rows()],
+)
 def test_it_grows_no_faster_than_the_page_says(counts, what):
     name, kind, growth = what
     numbers = {n: of_kind[kind].get(name, 0) for n, of_kind in counts.items()}
@@ -143,19 +149,27 @@ def test_a_faster_growth_is_noticed(growth, numbers, holds):
     assert grows_like(growth, dict(zip(SIZES, numbers, strict=True))) is holds
 
 
-@pytest.mark.parametrize("n", [16, pytest.param(128, marks=pytest.mark.nightly)])
+LOST = [
+    ("killed", [13], signal.SIGKILL, r"rank 13 on \S+ has ended without a word"),
+    ("frozen", [13], signal.SIGSTOP, r"rank 13 on \S+ has given no sign of life for \d+ s, since step \d+\n"),
+    (
+        "node frozen",
+        range(8, 16),
+        signal.SIGSTOP,
+        r"rank 8 on \S+ has given no .*; rank 11 on \S+ has given .*; and 4 more\n",
+    ),
+]
+"""By name, the ranks, the signal that they are sent, and what the others say. By day, a few ranks of a run are lost in
+``tests/system/test_lost_peers.py``."""
+
+
 @pytest.mark.parametrize(
-    ("lost", "how", "sentence"),
+    ("lost", "how", "sentence", "n"),
     [
-        ([13], signal.SIGKILL, r"rank 13 on \S+ has ended without a word"),
-        ([13], signal.SIGSTOP, r"rank 13 on \S+ has given no sign of life for \d+ s, since step \d+\n"),
-        (
-            range(8, 16),
-            signal.SIGSTOP,
-            r"rank 8 on \S+ has given no .*; rank 11 on \S+ has given .*; and 4 more\n",
-        ),
+        pytest.param(*case, n, id=f"{name}-{n}", marks=() if (name, n) == ("node frozen", 16) else pytest.mark.nightly)
+        for n in (16, 128)
+        for name, *case in LOST
     ],
-    ids=["killed", "frozen", "node frozen"],
 )
 def test_who_is_lost_among_many_ranks_is_named_by_all_others(tmp_path, lost, how, sentence, n):
     command = [sys.executable, WORLD, tmp_path, n, 8, "wait", 20 if n > 32 else 8]

@@ -22,9 +22,11 @@ from parity_matrix.launch import JOB, Launcher, Work
 pytestmark = pytest.mark.slow
 SCHEDULE_FREE = 'optimizer={name="schedule_free_adamw", lr=3e-3}'
 EMA = 'callbacks=[{name="parity_probe"}, {name="ema", decay=0.7, warm_up=true}]'
-"""Of a decay with which averages and weights are far from each other after ten steps."""
+"""Of a decay with which averages and weights are far from each other after a few steps."""
 KINDS = {"schedule-free": SCHEDULE_FREE, "ema": EMA}
-OFTEN = ["scheduler.name=constant", "eval.interval=5"]
+STEPS, MORE = 6, 9
+"""Of a run, and of one that goes on with it; it is evaluated at every third."""
+OFTEN = ["scheduler.name=constant", "eval.interval=3", f"train.steps={STEPS}"]
 LAYOUTS = ("fsdp2", "tp2", "pp2-1f1b")
 RESUMED = [("plain", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2", "fsdp2"), ("tp2", "pp2-1f1b")]
 
@@ -47,12 +49,13 @@ def said(launcher):
     """All runs of this file, in one launch; the words of rank 0."""
     works = []
     for kind in KINDS:
-        works += [work(kind, name, name, "checkpoint.interval=5") for name in ("plain", *LAYOUTS)]
+        works += [work(kind, name, name, "checkpoint.interval=3") for name in ("plain", *LAYOUTS)]
         works += [work(kind, f"{name}-unevaluated", name, "eval.interval=0") for name in ("plain", "fsdp2")]
         works += [
-            work(kind, f"{writer}-to-{reader}", reader, "train.steps=15", resumes=writer) for writer, reader in RESUMED
+            work(kind, f"{writer}-to-{reader}", reader, f"train.steps={MORE}", resumes=writer)
+            for writer, reader in RESUMED
         ]
-        works += [work(kind, f"longer-{name}", name, "train.steps=15") for name in ("plain", "fsdp2")]
+        works += [work(kind, f"longer-{name}", name, f"train.steps={MORE}") for name in ("plain", "fsdp2")]
     return launcher.launch(works)
 
 
@@ -75,7 +78,7 @@ def evaluate(launcher, name, capsys, *arguments):
 def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, kind, layout):
     found, expected = evaluated(launcher, f"{kind}-{layout}"), evaluated(launcher, f"{kind}-plain")
 
-    assert [*found] == [5, 10]
+    assert [*found] == [3, STEPS]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -91,7 +94,7 @@ def test_a_checkpoint_is_evaluated_with_the_averages_that_its_run_has_evaluated(
     launcher, said, name, capsys, monkeypatch
 ):
     monkeypatch.chdir(launcher.run_dir(name).parent.parent)  # where its data are
-    in_run = evaluated(launcher, name)[10]
+    in_run = evaluated(launcher, name)[STEPS]
 
     by_default = evaluate(launcher, name, capsys)
     averages = evaluate(launcher, name, capsys, "--weights", "evaluation")
@@ -121,7 +124,7 @@ def test_a_model_that_is_loaded_has_them(launcher, said, name, monkeypatch):
             logits = loaded.model.eval()(tokens)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100).item()
 
-    assert loss(averaged) == pytest.approx(evaluated(launcher, name)[10], rel=1e-6)
+    assert loss(averaged) == pytest.approx(evaluated(launcher, name)[STEPS], rel=1e-6)
     assert not math.isclose(loss(trained_ones), loss(averaged), rel_tol=1e-3)
 
 
@@ -137,7 +140,7 @@ def test_several_processes_read_them_too(launcher, said, monkeypatch):
         assert done.returncode == 0, done.stderr
         found[weights] = json.loads(done.stdout)["eval/loss"]
 
-    assert found["evaluation"] == pytest.approx(evaluated(launcher, "ema-tp2")[10], rel=1e-6)
+    assert found["evaluation"] == pytest.approx(evaluated(launcher, "ema-tp2")[STEPS], rel=1e-6)
     assert abs(found["training"] - found["evaluation"]) > 1e-3
 
 
@@ -169,7 +172,7 @@ def test_a_run_may_begin_with_averages(launcher, said, monkeypatch, capsys):
 
     assert main(["run", str(JOB), *settings]) == 0
 
-    assert evaluated(launcher, "begun")[1] == pytest.approx(evaluated(launcher, "schedule-free-fsdp2")[10], rel=1e-6)
+    assert evaluated(launcher, "begun")[1] == pytest.approx(evaluated(launcher, "schedule-free-fsdp2")[STEPS], rel=1e-6)
 
 
 @each_kind
@@ -179,7 +182,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(launcher, said, kind, wr
 
     for values in (trained, evaluated):
         one, other = (
-            {step: loss for step, loss in values(launcher, name).items() if step > 10} for name in (found, expected)
+            {step: loss for step, loss in values(launcher, name).items() if step > STEPS} for name in (found, expected)
         )
         assert one == (other if writer == reader else pytest.approx(other, rel=1e-5))
 

@@ -23,7 +23,7 @@ ACCURACY = '{name="accuracy", samples=5, interval=10}'
 EVALUATIONS = [f'evaluations=[{HELD_OUT}, {SHORT}, {ACCURACY}, {{name="logits_loss"}}]', "eval.interval=10"]
 LAYOUTS = ("fsdp2", "tp2", "tp2-whole-positions", "cp2", "cp2-ring", "pp2-1f1b", "pp2-dualpipe-v", "tp2-fsdp2")
 SPARSE = ("moe-ep2", "moe-cp2-packed")
-BY_NIGHT = {"fsdp2", "tp2", "tp2-whole-positions", "cp2-ring", "pp2-dualpipe-v", "moe-cp2-packed"}
+BY_NIGHT = {"fsdp2", "tp2", "tp2-whole-positions", "cp2-ring", "pp2-dualpipe-v", "tp2-fsdp2", "moe-cp2-packed"}
 WRONG = {
     "a tensor": "returned a Tensor as 'loss', not a number; read a tensor with .item()",
     "nan": "returned NaN as 'loss'",

@@ -194,6 +194,7 @@ def test_files_that_cannot_be_had_any_more_are_written_again(run, tmp_path):
     assert not files.take(keys, {})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_run_leaves_whole_checkpoints_and_goes_on(run, shared_tiny):
     command = shared_tiny.command(

@@ -179,6 +179,7 @@ def test_with_parts_on_no_node_it_says_so_and_goes_on_from_the_disk(left, straig
     assert_same(left, straight)
 
 
+@pytest.mark.nightly
 def test_where_a_node_cannot_be_given_what_it_lacks_it_goes_on_from_the_disk(left, straight):
     (left.kept(1) / "job.toml").unlink()
     (left.kept(1) / "job.toml" / "in the way").mkdir(parents=True)
@@ -287,6 +288,7 @@ def test_what_another_run_has_left_in_the_same_place_is_not_taken(left):
     assert len([*left.memory.glob("node*/forge-*")]) == 2  # it is not this run's to remove
 
 
+@pytest.mark.nightly
 def test_a_copy_of_the_run_elsewhere_has_nothing_in_memory(left, shared_tiny):
     branch = TwoNodes(shared_tiny, "branch")
     shutil.rmtree(branch.path, ignore_errors=True)
@@ -345,6 +347,7 @@ def test_one_process_keeps_and_finds_its_checkpoints(shared_tiny):
     assert [line["step"] for line in run.lines()] == [*range(1, 11)]
 
 
+@pytest.mark.nightly
 def test_replicas_of_shards_find_parts_that_others_have_written(shared_tiny):
     layout = ("parallel.dp_replicate=2", "parallel.dp_shard=2")
     straight, run = TwoNodes(shared_tiny, "hybrid-straight"), TwoNodes(shared_tiny, "hybrid")

@@ -408,7 +408,7 @@ def starts(tiny):
     return [(event["event"], event["step"]) for event in events if event["event"] in ("started", "resumed")]
 
 
-@pytest.mark.parametrize("launcher", ["--nproc", "torchrun"])
+@pytest.mark.parametrize("launcher", ["--nproc", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_no_rank_outlives_a_launcher_that_is_killed(tiny, start, launcher):
     command = tiny.command(*SETTINGS)
     if launcher == "--nproc":
@@ -496,6 +496,7 @@ def link(host, state):
     subprocess.run(["ip", "-n", name, "link", "set", cable, state], check=True)
 
 
+@pytest.mark.nightly
 def test_a_cut_link_is_noticed_on_both_sides_and_no_launcher_is_left(tiny, start, two_hosts):
     hosts = start_on_two_hosts(tiny, start, two_hosts)
     wait_until(lambda: is_training(tiny), 120, *hosts)

@@ -142,6 +142,7 @@ def losses(lines):
     return [line["loss"] for line in lines]
 
 
+@pytest.mark.nightly
 def test_two_hosts_under_torchrun_have_the_loss_curve_of_one_process(tiny, two_hosts):
     single = tiny.completed("run.name=single")
     torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.207.0.1", "--master-port=29517"]

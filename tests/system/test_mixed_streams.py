@@ -69,7 +69,14 @@ def test_losses_and_tokens_of_each_source_are_logged_and_what_others_hold_out_is
     assert evaluated == {"eval/loss/text"}
 
 
-@pytest.mark.parametrize("parts", [(ONE, ONE), (ONE, TWO), (TWO, ONE)], ids=["1 to 1", "1 to 2", "2 to 1"])
+PARTS = [
+    pytest.param((ONE, ONE), id="1 to 1", marks=pytest.mark.nightly),
+    pytest.param((ONE, TWO), id="1 to 2", marks=pytest.mark.nightly),
+    pytest.param((TWO, ONE), id="2 to 1"),
+]
+
+
+@pytest.mark.parametrize("parts", PARTS)
 def test_a_run_goes_on_with_the_same_samples_on_another_number_of_ranks(
     shared_tiny, settings, straight, training_values, parts
 ):
@@ -88,7 +95,7 @@ def test_a_run_goes_on_with_the_same_samples_on_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.nightly)]
+    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.nightly)]
 )
 def test_a_run_that_is_killed_has_the_samples_of_one_that_is_not(shared_tiny, settings, training_values, kills):
     steps = 2 * kills + 10

@@ -352,7 +352,13 @@ dim = 32
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "router"), [("dense", ""), ("sparse", "highest"), ("sparse", "top1"), ("bigram", "")]
+    ("model", "router"),
+    [
+        pytest.param("dense", "", marks=pytest.mark.nightly),
+        ("sparse", "highest"),
+        pytest.param("sparse", "top1", marks=pytest.mark.nightly),
+        ("bigram", ""),
+    ],
 )
 def test_the_files_on_the_pages_of_hooks_train_the_same_under_fsdp_and_tensor_parallelism(new_tiny, model, router):
     tiny = new_tiny("pages")

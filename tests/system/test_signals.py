@@ -98,6 +98,7 @@ def steps_done(tiny, name, steps, started):
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_signals_at_different_times_stop_all_ranks_at_the_same_step(tiny, ranks):
     stop_at_different_times(tiny, ranks, runs=5)

@@ -38,7 +38,7 @@ def straight(shared_tiny, streamed):
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)]
+    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)]
 )
 def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_is_not(
     shared_tiny, streamed, training_values, kills
@@ -59,8 +59,15 @@ def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_is_not
     assert events.count('"event": "resumed"') >= kills - 1  # the first may have left nothing to go on from
 
 
+PARTS = [
+    pytest.param((ONE, ONE), id="1 to 1", marks=pytest.mark.nightly),
+    pytest.param((ONE, TWO), id="1 to 2"),
+    pytest.param((TWO, ONE), id="2 to 1", marks=pytest.mark.nightly),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [(ONE, ONE), (ONE, TWO), (TWO, ONE)], ids=["1 to 1", "1 to 2", "2 to 1"])
+@pytest.mark.parametrize("parts", PARTS)
 def test_a_run_goes_on_with_the_same_samples_on_another_number_of_ranks(
     shared_tiny, streamed, straight, training_values, parts
 ):

@@ -212,6 +212,7 @@ def test_ctrl_c_twice_leaves_at_once_and_a_closed_terminal_saves(held):
         assert run.checkpoints() == [f"step_{run.ranks + 1:08d}"]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(held):
     """A terminal that is closed under ``nohup``, with the progress bar on it; and ``| head``."""
     terminal = held(1, name="terminal", at=2, within=ON_TERMINAL, NOHUP="1").wait()

@@ -137,6 +137,7 @@ def test_adapters_are_folded_in_and_the_architecture_stays(folder):
     refuse_difference(export, folder / "runs/config/checkpoints/step_00000003")
 
 
+@pytest.mark.nightly
 def test_an_export_that_is_slower_than_saving_leaves_out_those_between(folder, capfd):
     """The first is exported though its checkpoint is removed meanwhile."""
     callback = "callbacks=[{name='export', keep_last=1, dtype='bf16', path='out'}]"
@@ -206,6 +207,7 @@ def processes_about(folder):
             yield words
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_told_to_leave_does_not_wait_for_an_export(folder, capfd, monkeypatch):
     train_step = Trainer._train_step
 

@@ -207,7 +207,7 @@ def in_layouts(trained, request):
     return {name: trained.launcher.metrics(name)[-1] for name in layouts}
 
 
-@pytest.mark.parametrize("cell", by_day_or_night(LAYOUTS, ("tp2", "cp2")))
+@pytest.mark.parametrize("cell", by_day_or_night(LAYOUTS, LAYOUTS))
 def test_they_are_in_every_layout_of_a_run(in_layouts, expected, cell):
     found = {name: value for name, value in in_layouts[cell].items() if name.startswith("eval/")}
 

@@ -105,6 +105,7 @@ def test_a_model_with_pickled_weights_only_is_refused_as_such(hub, convert, tmp_
     assert "give the folder of a downloaded model" in again.stderr
 
 
+@pytest.mark.nightly
 def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(hub, convert):
     unknown = convert("acme/unknown", HF_ENDPOINT=hub[0])
     offline = convert("acme/small", HF_HUB_OFFLINE="1")
@@ -115,6 +116,7 @@ def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(hub, conver
         assert f"`hf download {name} --local-dir FOLDER`" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_path_is_not_looked_for_on_the_hub(hub, convert, tmp_path):
     (tmp_path / "models").mkdir()
 

@@ -117,6 +117,7 @@ def test_a_replica_that_is_killed_costs_no_step_and_no_sample_and_comes_back(job
     assert have_same_bits(job)
 
 
+@pytest.mark.nightly
 def test_a_replica_with_another_job_is_refused_and_the_others_go_on(job):
     with lighthouse(None, TorchftConfig(), 1.0) as url:
         first = job.start_replica(url, 0, "train.steps=100000")
@@ -131,6 +132,7 @@ def test_a_replica_with_another_job_is_refused_and_the_others_go_on(job):
         assert job.events(0, "replicas")[-1]["count"] == 1
 
 
+@pytest.mark.nightly
 def test_a_replica_that_waits_for_others_notices_that_the_lighthouse_is_gone(job):
     with lighthouse(None, TorchftConfig(min_replicas=2), 1.0) as url:
         alone = job.start("run", "callbacks.0.min_replicas=2", **{LIGHTHOUSE: url, HOST: "127.0.0.1"})
