@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BY_DAY = {
     *("microbatches2", "accumulation4", "chunked", "fsdp1", "ac-full", "ac-selective", "ac-auto", "bf16"),
-    *("fsdp2", "fsdp2-keep-gathered-ac-full", "copies2", "hsdp2x2"),
+    *("fsdp2", "fsdp2-keep-gathered-ac-full", "fsdp2-compiled-ac-selective", "copies2", "hsdp2x2"),
     *("fsdp2-sums-shards", "tp2", "tp2-fsdp2", "tp2-tied", "tp2-latent"),
     *("pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-interleaved-zero-bubble", "pp2-zero-bubble-v"),
     *("pp2-dualpipe-v", "pp4", "pp2-fsdp2", "cp2", "cp2-ring"),
