@@ -15,6 +15,7 @@ from forge_core.errors import ConfigError, and_more
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import biased_projections, check_complete, is_derived, refuse_further_parts
+from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_hf.weight_layout import ReadPart, Recipe, WeightLayout
@@ -145,7 +146,7 @@ class DecoderLayout(WeightLayout):
     def config_json(self, config: TransformerConfig, vocab_size: int) -> Table:
         name = self.architectures[0]
         refuse_further_parts(config)
-        if not isinstance(config.feed_forward.config, MLPConfig) or config.latent_attention or config.multi_token:
+        if not isinstance(config.feed_forward.config, MLPConfig) or latent_of(config) or config.multi_token:
             raise ConfigError(f"{name} has dense layers and heads with keys and values of their own")
         table = {
             **self.write(config, vocab_size),
