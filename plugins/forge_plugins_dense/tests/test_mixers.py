@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from forge_core.api import ComponentRef
 from forge_core.config.builder import ComponentBuilder
 from forge_core.config.problems import ConfigProblems
+from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.mixer_config import AttentionMixerConfig, Heads
@@ -109,6 +111,15 @@ def test_heads_are_asked_of_each_mixer(tiny_config, latent, attention):
     assert mixed.heads == [Heads(keys=12, values=6, rotary=4), Heads(keys=8, values=8, rotary=8)]
     assert [mixed.rotary_size(mixed.layer(number)) for number in range(2)] == [4, 2]
     assert (mixed.narrowest_head, mixed.head_size) == (6, 8)
+
+
+def test_the_hybrid_of_the_repository_has_both_kinds_of_attention():
+    path = Path(__file__).parents[3] / "configs" / "hybrid_demo.toml"
+    model = load_job(path, catalog=discover()).model.config
+
+    each = [model.layer(number) for number in range(model.n_layers)]
+
+    assert [(layer.mixer.name, layer.window) for layer in each] == [*[("latent", 0)] * 3, ("attention", 64)]
 
 
 def complaints(config: Any, *, tp: int = 1, **base: Any) -> dict[str, str]:

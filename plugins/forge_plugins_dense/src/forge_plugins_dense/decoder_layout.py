@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import attrs
 
+from forge_core.api import ComponentRef
 from forge_core.errors import ConfigError, and_more
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
@@ -265,9 +266,9 @@ def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
     table["feed_forward"] = attrs.evolve(config.feed_forward, config=MLPConfig(**layer))
     table["layers"] = tuple(LayerConfig(**one) for one in table.pop("layers", ()))
     if "mixer" in table:
-        table["mixer"] = (
-            attrs.evolve(config.mixer, name=table["mixer"]["name"].split(":")[-1]) if config.mixer else True
-        )
+        name = table["mixer"]["name"].split(":")[-1]
+        unknown = ComponentRef(kind="sequence_mixer", name=name, provider="", factory="", config=None)
+        table["mixer"] = unknown if config.mixer is None else attrs.evolve(config.mixer, name=name)
     for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling), ("long_rope", LongRope)):
         if key in table:
             given = {name: tuple(one) if isinstance(one, list) else one for name, one in table[key].items()}
