@@ -88,7 +88,7 @@ def test_the_cache_keeps_the_latent_and_the_shared_keys(model, tokens):
     assert (kept.k.shape, kept.v.shape) == ((2, 1, 24, 24), (2, 1, 24, 4))
 
 
-def test_what_is_computed_is_counted(model):
+def test_what_is_computed_is_counted(model, tiny_model, latent):
     attention = sum(p.numel() for name, p in model.named_parameters() if ".attention." in name and "norm" not in name)
     rest = (
         sum(p.numel() for name, p in model.named_parameters() if ".feed_forward." in name) + model.head.weight.numel()
@@ -96,6 +96,8 @@ def test_what_is_computed_is_counted(model):
     scores_and_sums = 2 * 4 * (12 + 12) / 2 * 24  # layers, heads, features of keys and of values, positions
 
     assert model.flops_per_token(24) == 6 * (attention + rest) + 12 * scores_and_sums
+    windowed = tiny_model(n_kv_heads=None, mixer=latent(**LATENT), window=6)
+    assert windowed.flops_per_token(24) == 6 * (attention + rest) + 12 * scores_and_sums / 4
 
 
 def test_a_kernel_without_values_of_another_width_is_refused(tiny_config, latent):
