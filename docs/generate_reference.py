@@ -284,7 +284,8 @@ def _moves(moved: Mapping[str, str]) -> Iterator[str]:
 MODELS = {
     "A dense decoder": "",
     "Latent attention": """
-[model.latent_attention]
+[model.mixer]
+name = "latent"
 kv_rank = 20
 plain_dim = 8
 rotary_dim = 4

@@ -504,7 +504,7 @@ def test_files_of_qwen2_without_layer_types_have_windows_where_transformers_has_
     assert config_from_hf(without) == config_from_hf(hf)
 
 
-LATENT: dict[str, Any] = {"n_kv_heads": None, "latent_attention": {"kv_rank": 16}, "norm_eps": 1e-6}
+LATENT: dict[str, Any] = {"n_kv_heads": None, "mixer": {"name": "latent", "kv_rank": 16}, "norm_eps": 1e-6}
 GROUPED: dict[str, Any] = {
     "name": "softmax_topk",
     "order": "softmax_topk",

@@ -149,7 +149,7 @@ def refused():
         ("cross_attention", ["model.fusion.layers=[1, 1]"], "must be different numbers from 0"),
         (
             "mixture_of_transformers",
-            ["model.latent_attention={kv_rank=8, plain_dim=8, rotary_dim=8, value_dim=8}"],
+            ["model.mixer={name='latent', kv_rank=8, plain_dim=8, rotary_dim=8, value_dim=8}"],
             "each modality has projections of its own",
         ),
         (

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 STEPS = 5
 SHORT = [f"train.steps={STEPS}", f"eval.interval={STEPS}", "train.batch_size=2", "train.grad_accumulation=4"]
 JAY = ['model={name="acme-jay:jay",width=32,depth=4,looks=4}', *SHORT]
+_LINEAR = '{at="::2", mixer={name="acme-mixers:gated_linear", memory=4.0}}'
 TRAININGS = {
     "plain": JAY,
     "packed": [*JAY, "data.path=short", "data.document_mask=true"],
@@ -25,8 +26,9 @@ TRAININGS = {
         *("optimizer={name='cubic', lr=0.02}", "evaluations=[{name='surprise'}]"),
     ],
     "row-scaled": [*JAY, "optimizer={name='row_scaled', lr=1e-3}"],
-    "linear": [  # a mixer in place of attention in every second layer of our decoder
-        'model.layers=[{at="::2", mixer={name="acme-mixers:gated_linear", memory=4.0}}]',
+    "linear": [  # a mixer of a wheel in every second layer of our decoder, between two kinds of attention
+        'model.mixer={name="latent", kv_rank=24, plain_dim=6, rotary_dim=2, value_dim=6}',
+        f'model.layers=[{_LINEAR}, {{at=1, mixer="attention", window=8}}]',
         *(*SHORT, "data.path=short", "data.document_mask=true"),
     ],
     "streamed": [

@@ -21,6 +21,7 @@ from forge_plugins_dense.huggingface_layers import (
     windows_to_hf,
     without_windows,
 )
+from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_moe import huggingface_deepseek as deepseek
 from forge_plugins_moe import huggingface_deepseek_v2 as deepseek_v2
 from forge_plugins_moe import huggingface_glm4 as glm4
@@ -126,7 +127,7 @@ def architecture_of(config: TransformerConfig) -> Architecture:
     """
     moe = moe_of(config)
     if isinstance(moe.router.config, SigmoidTopKConfig):
-        architecture = GLM4_MOE if config.latent_attention is None else DEEPSEEK_V3
+        architecture = GLM4_MOE if latent_of(config) is None else DEEPSEEK_V3
     elif isinstance(moe.router.config, SoftmaxTopKConfig):
         architecture = _with_softmax(config)
     else:
@@ -141,7 +142,7 @@ def architecture_of(config: TransformerConfig) -> Architecture:
 
 def _with_softmax(config: TransformerConfig) -> Architecture:
     """The nearest of those whose router is ``softmax_topk``."""
-    if config.latent_attention is not None:
+    if latent_of(config) is not None:
         return DEEPSEEK_V2
     if config.qk_norm:
         return OLMOE if config.qk_norm_over == "all" else QWEN3_MOE
@@ -159,10 +160,10 @@ def _named(hf: Mapping[str, Any]) -> Architecture:
 
 def _as_dense(config: TransformerConfig) -> TransformerConfig:
     """The model with dense layers only, and what its sparse layers are found with left out."""
-    latent = config.latent_attention
-    head_dim = config.head_dim if latent is None else latent.rotary_dim
-    apart = {"attention_bias": "none", "rotary_fraction": 1.0, "qk_norm_over": "head", "latent_attention": None}
-    return attrs.evolve(without_windows(config), feed_forward=moe_of(config).dense, head_dim=head_dim, **apart)
+    apart: Table = {"attention_bias": "none", "rotary_fraction": 1.0, "qk_norm_over": "head"}
+    if (latent := latent_of(config)) is not None:
+        apart |= {"mixer": None, "head_dim": latent.rotary_dim}
+    return attrs.evolve(without_windows(config), feed_forward=moe_of(config).dense, **apart)
 
 
 def _problems(config: TransformerConfig, architecture: Architecture) -> Iterator[str]:

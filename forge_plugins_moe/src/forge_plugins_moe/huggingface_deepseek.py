@@ -8,6 +8,7 @@ from typing import Any
 
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_moe.router_config import SigmoidTopKConfig, TopKConfig
 from forge_plugins_moe.sparse_config import expert_width, moe_of, sparse_layers
 
@@ -53,14 +54,15 @@ def read_attention(hf: Mapping[str, Any], table: dict[str, Any]) -> None:
     width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
     if hf.get("qk_head_dim", width) != width:
         raise ConfigError(f"qk_head_dim = {hf['qk_head_dim']} is not qk_nope_head_dim + qk_rope_head_dim = {width}")
-    table["latent_attention"] = {
+    table["mixer"] = {
+        "name": "latent",
         "kv_rank": hf["kv_lora_rank"],
         "plain_dim": hf["qk_nope_head_dim"],
         "rotary_dim": hf["qk_rope_head_dim"],
         "value_dim": hf["v_head_dim"],
     }
     if hf.get("q_lora_rank") is not None:
-        table["latent_attention"]["q_rank"] = hf["q_lora_rank"]
+        table["mixer"]["q_rank"] = hf["q_lora_rank"]
     if "yarn" in table:
         table["yarn"]["logit_scale"] = _logit_scale(hf, table["yarn"])
 
@@ -106,7 +108,7 @@ def write(config: TransformerConfig, table: dict[str, Any]) -> None:
 
 def write_attention(config: TransformerConfig, table: dict[str, Any]) -> None:
     """The reverse of ``read_attention``."""
-    latent = config.latent_attention
+    latent = latent_of(config)
     assert latent is not None, "the architecture has been checked"
     table |= {
         "num_key_value_heads": config.n_heads,

@@ -15,6 +15,7 @@ import torch
 from forge_core.errors import ConfigError
 from forge_plugins_dense import huggingface as dense
 from forge_plugins_dense.config import TransformerConfig
+from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_moe.huggingface import Architecture, architecture_of
 from forge_plugins_moe.sparse_config import moe_of, sparse_layers
 
@@ -157,7 +158,7 @@ def _turn(name: str, config: TransformerConfig, *, to_pairs: bool) -> Callable[[
         name: ours.
         to_pairs: into their order.
     """
-    latent = config.latent_attention
+    latent = latent_of(config)
     if latent is None or not name.endswith(("attention.q.weight", "attention.kv_down.weight")):
         return as_it_is
     turn = latent.rotary_dim, to_pairs

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,17 @@ import torch
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.train.initialisation import initialise
 from forge_plugins_dense.config import MLPConfig, TransformerConfig
+from forge_plugins_dense.latent_config import LatentAttentionConfig
 from forge_plugins_dense.transformer import Transformer
 
 
 def build(use: ComponentRef, /, **given: Any) -> Any:
+    """As the engine does, ``build`` for factories that ask for it."""
     module, name = use.factory.split(":")
-    return getattr(importlib.import_module(module), name)(use.config, build=build, **given)
+    factory = getattr(importlib.import_module(module), name)
+    if "build" in inspect.signature(factory).parameters:
+        given["build"] = build
+    return factory(use.config, **given)
 
 
 def mlp(**keys: Any) -> ComponentRef:
@@ -25,6 +31,16 @@ def mlp(**keys: Any) -> ComponentRef:
         provider="forge-plugins-dense",
         factory="forge_plugins_dense.feed_forward:MLP",
         config=MLPConfig(**keys),
+    )
+
+
+def latent(**keys: Any) -> ComponentRef:
+    return ComponentRef(
+        kind="sequence_mixer",
+        name="latent",
+        provider="forge-plugins-dense",
+        factory="forge_plugins_dense.mixer:latent",
+        config=LatentAttentionConfig(**keys),
     )
 
 
@@ -53,6 +69,11 @@ def build_fixture() -> Callable[..., Any]:
 @pytest.fixture(name="mlp")
 def mlp_fixture() -> Callable[..., ComponentRef]:
     return mlp
+
+
+@pytest.fixture(name="latent")
+def latent_fixture() -> Callable[..., ComponentRef]:
+    return latent
 
 
 @pytest.fixture(name="tiny_config")

@@ -6,7 +6,6 @@ import pytest
 
 from forge_core.contracts.component_ref import ComponentRef
 from forge_plugins_dense.config import Llama3Scaling, MLPConfig, YarnScaling
-from forge_plugins_dense.latent_config import LatentAttentionConfig
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 
@@ -77,6 +76,7 @@ def job(*, seq_len: int = 64, tp: int = 1, pp: int = 1, device: str = "auto") ->
     return SimpleNamespace(
         train=SimpleNamespace(seq_len=seq_len),
         parallel=SimpleNamespace(tp=tp, pp=pp),
+        parametrization=None,
         run=SimpleNamespace(device=device),
     )
 
@@ -128,11 +128,8 @@ def test_a_hidden_width_that_tensor_parallelism_cannot_cut_is_told(tiny_config, 
         ({"attention_softcap": 5.0, "attention": "flash"}, '"flash" does not cap logits'),
         ({"rope_factor": 2.0, "rope_scaling": Llama3Scaling()}, "same purpose as rope_scaling"),
         ({"learned_positions": True, "multi_token": MultiTokenConfig(predictor=OTHER)}, "without their positions"),
-        ({"n_kv_heads": None, "latent_attention": LatentAttentionConfig(), "attention_bias": "all"}, "has no biases"),
-        (
-            {"n_kv_heads": None, "latent_attention": LatentAttentionConfig(), "attention_sinks": True},
-            "attention_sinks, which latent_attention does not have",
-        ),
+        ({"latent_attention": {}}, "is for files; set mixer"),
+        ({"latent_attention": {}, "mixer": OTHER}, "all layers have other mixers; remove it"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(tiny_config, keys, words):

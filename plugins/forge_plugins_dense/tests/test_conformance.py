@@ -24,17 +24,18 @@ class TestQwen3(ModelConformance):
     config = SHAPE | {"n_kv_heads": 1, "head_dim": 16, "qk_norm": True, "tie_embeddings": True}
 
 
-LATENT = {"kv_rank": 24, "plain_dim": 8, "rotary_dim": 4, "value_dim": 12}
+LATENT = {"name": "latent", "kv_rank": 24, "plain_dim": 8, "rotary_dim": 4, "value_dim": 12}
 
 
 class TestLatentAttention(ModelConformance):
     component = "forge-plugins-dense:transformer"
-    config = SHAPE | {"latent_attention": LATENT, "yarn": {"factor": 4.0, "original_max_seq_len": 16}}
+    config = SHAPE | {"mixer": LATENT, "yarn": {"factor": 4.0, "original_max_seq_len": 16}}
 
 
-class TestLatentAttentionWithNarrowQueries(ModelConformance):
+class TestLatentBesideWindows(ModelConformance):
     component = "forge-plugins-dense:transformer"
-    config = SHAPE | {"latent_attention": LATENT | {"q_rank": 16}}
+    layers = ({"at": 1, "mixer": "attention", "window": 4},)
+    config = SHAPE | {"n_kv_heads": 2, "mixer": LATENT | {"q_rank": 16}, "layers": layers}
 
 
 class TestWindowsAndSinks(ModelConformance):

@@ -182,7 +182,8 @@ def test_layouts_that_cannot_drop_weights_are_refused(tiny_config):
 
     def found(config, device, **parallel):
         degrees = SimpleNamespace(**{"tp": 1, "pp": 1, "cp": 1} | parallel)
-        job = SimpleNamespace(train=SimpleNamespace(seq_len=8), parallel=degrees, run=SimpleNamespace(device=device))
+        train, run = SimpleNamespace(seq_len=8), SimpleNamespace(device=device)
+        job = SimpleNamespace(train=train, parallel=degrees, run=run, parametrization=None)
         return [key for key, _ in config.check(job)]
 
     config = tiny_config(**ALL)

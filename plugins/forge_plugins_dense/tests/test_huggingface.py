@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from forge_core.errors import ConfigError
 from forge_plugins_dense.config import Llama3Scaling, TransformerConfig, YarnScaling
 from forge_plugins_dense.huggingface import config_from_hf, from_hf_state, hf_config, to_hf_state
-from forge_plugins_dense.latent_config import LatentAttentionConfig
 from forge_plugins_dense.rope_config import LongRope
 
 SHAPE = {
@@ -135,7 +134,7 @@ def test_what_the_transformer_has_not_is_refused(change, words):
         config_from_hf({"architectures": ["LlamaForCausalLM"], **SHAPE} | change)
 
 
-def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
+def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp, latent):
     with pytest.raises(ConfigError, match="rmsnorm"):
         hf_config(tiny_config(norm="layernorm"), vocab_size=50)
     with pytest.raises(ConfigError, match="gated mlp"):
@@ -146,8 +145,8 @@ def test_models_without_a_hugging_face_form_are_refused(tiny_config, mlp):
         hf_config(tiny_config(window=8), vocab_size=50)
     with pytest.raises(ConfigError, match="qk_norm_over"):
         hf_config(tiny_config(qk_norm=True, qk_norm_over="all"), vocab_size=50)
-    with pytest.raises(ConfigError, match="latent_attention"):
-        hf_config(tiny_config(n_kv_heads=None, latent_attention=LatentAttentionConfig()), vocab_size=50)
+    with pytest.raises(ConfigError, match='mixer = "latent" has no'):
+        hf_config(tiny_config(n_kv_heads=None, mixer=latent()), vocab_size=50)
 
 
 @pytest.mark.parametrize("key", ["output_multiplier", "residual_multiplier", "attention_multiplier"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,12 +10,12 @@ from forge_plugins_dense.attention import BlockInputs
 from forge_plugins_dense.latent_config import LatentAttentionConfig
 from forge_plugins_dense.rope import rotary_tables
 
-LATENT = LatentAttentionConfig(kv_rank=24, q_rank=16, plain_dim=8, rotary_dim=4, value_dim=12)
+LATENT = {"kv_rank": 24, "q_rank": 16, "plain_dim": 8, "rotary_dim": 4, "value_dim": 12}
 
 
 @pytest.fixture
-def model(tiny_model):
-    return tiny_model(n_kv_heads=None, latent_attention=LATENT)
+def model(tiny_model, latent):
+    return tiny_model(n_kv_heads=None, mixer=latent(**LATENT))
 
 
 @torch.no_grad()
@@ -63,11 +62,11 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_padded_values_give_the_same_and_let_the_flash_kernel_take_them(tiny_model, tokens):
-    narrow = attrs.evolve(LATENT, value_dim=8)
+def test_padded_values_give_the_same_and_let_the_flash_kernel_take_them(tiny_model, latent, tokens):
+    narrow = LATENT | {"value_dim": 8}
     logits, gradients, kernels = [], [], []
-    for latent, backend in ((narrow, "auto"), (attrs.evolve(narrow, pad_values=True), "flash")):
-        model = tiny_model(n_kv_heads=None, latent_attention=latent, attention=backend).double()
+    for keys, backend in ((narrow, "auto"), (narrow | {"pad_values": True}, "flash")):
+        model = tiny_model(n_kv_heads=None, mixer=latent(**keys), attention=backend).double()
         with Calls() as calls:
             logits.append(model(tokens))
         logits[-1].square().mean().backward()
@@ -89,7 +88,7 @@ def test_the_cache_keeps_the_latent_and_the_shared_keys(model, tokens):
     assert (kept.k.shape, kept.v.shape) == ((2, 1, 24, 24), (2, 1, 24, 4))
 
 
-def test_what_is_computed_is_counted(model):
+def test_what_is_computed_is_counted(model, tiny_model, latent):
     attention = sum(p.numel() for name, p in model.named_parameters() if ".attention." in name and "norm" not in name)
     rest = (
         sum(p.numel() for name, p in model.named_parameters() if ".feed_forward." in name) + model.head.weight.numel()
@@ -97,26 +96,25 @@ def test_what_is_computed_is_counted(model):
     scores_and_sums = 2 * 4 * (12 + 12) / 2 * 24  # layers, heads, features of keys and of values, positions
 
     assert model.flops_per_token(24) == 6 * (attention + rest) + 12 * scores_and_sums
+    windowed = tiny_model(n_kv_heads=None, mixer=latent(**LATENT), window=6)
+    assert windowed.flops_per_token(24) == 6 * (attention + rest) + 12 * scores_and_sums / 4
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"n_kv_heads": 2}, "n_kv_heads = 2; leave that out"),
-        ({"head_dim": 16}, "head_dim has no effect"),
-        ({"qk_norm": True}, "qk_norm has no effect"),
-        ({"attention": "flash", "latent_attention": LatentAttentionConfig(value_dim=64)}, "kernel or set pad_values"),
-    ],
-)
-def test_what_has_no_meaning_beside_it_is_refused(keys, words, tiny_config):
-    with pytest.raises(ValueError, match=words):
-        tiny_config(**({"n_kv_heads": None, "latent_attention": LATENT} | keys))
+def test_a_kernel_without_values_of_another_width_is_refused(tiny_config, latent):
+    keys = {"n_kv_heads": None, "attention": "flash"}
+    with pytest.raises(ValueError, match="64 and 192 features; choose another kernel, or set pad_values of the mixer"):
+        tiny_config(mixer=latent(value_dim=64), **keys)
+    with pytest.raises(ValueError, match=r"256 and 192 features; choose another kernel$"):
+        tiny_config(mixer=latent(value_dim=256), **keys)
+    assert tiny_config(mixer=latent(value_dim=64, pad_values=True), **keys).narrowest_head == 192
 
 
-def test_values_as_wide_as_keys_are_not_padded():
+def test_keys_that_no_heads_can_have_are_refused():
     with pytest.raises(ValueError, match="pads values to the 12 features of a key, and they have 12; leave it out"):
-        attrs.evolve(LATENT, pad_values=True)
+        LatentAttentionConfig(**LATENT, pad_values=True)
+    with pytest.raises(ValueError, match="must be even, because rotary embeddings turn pairs of features; got 3"):
+        LatentAttentionConfig(rotary_dim=3)
 
 
-def test_heads_need_not_divide_the_width(tiny_config):
-    assert tiny_config(n_kv_heads=None, n_heads=5, latent_attention=LATENT).head_size == 12
+def test_heads_need_not_divide_the_width(tiny_config, latent):
+    assert tiny_config(n_kv_heads=None, n_heads=5, mixer=latent(**LATENT)).head_size == 12

@@ -269,7 +269,10 @@ def test_flops_count_each_further_block_its_projection_and_the_head_again(tiny_m
 
 def test_more_depths_than_a_sequence_has_tokens_are_refused(tiny_config):
     job = SimpleNamespace(
-        train=SimpleNamespace(seq_len=8), parallel=SimpleNamespace(tp=1, pp=1), run=SimpleNamespace(device="cpu")
+        train=SimpleNamespace(seq_len=8),
+        parallel=SimpleNamespace(tp=1, pp=1),
+        run=SimpleNamespace(device="cpu"),
+        parametrization=None,
     )
 
     problems = dict(tiny_config(multi_token=multi_token(depths=8)).check(job))

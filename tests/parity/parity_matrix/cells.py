@@ -137,10 +137,9 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "phases bf16": [_FROZEN_THEN_THAWED, "train.precision=bf16"],
     "auxiliary": ['model.feed_forward={name="sized_mlp"}'],
     "bf16": ["train.precision=bf16"],
-    "latent": [
-        "model.qk_norm=false",
-        "model.n_kv_heads=8",
-        "model.latent_attention={kv_rank=24, q_rank=16, plain_dim=4, rotary_dim=4, value_dim=6}",
+    "latent": [  # every second layer; the others have heads, and rotated features, of another size
+        'model.mixer={name="latent", kv_rank=24, q_rank=16, plain_dim=6, rotary_dim=2, value_dim=6}',
+        'model.layers=[{at="1::2", mixer="attention"}]',
     ],
     "moe": ["model.init_depth=layer", _MOE],
     "moe biased": [_MOE_BIASED],
@@ -553,7 +552,7 @@ CELLS: Mapping[str, Cell] = {
     "long-rope-packed-cp2": Cell(2, [CP2], "long rope packed"),
     "long-rope-packed-pp2-cp2": Cell(4, [CP2, *pp2("ZBVZeroBubble")], "long rope packed"),
     # latent attention
-    "latent-padded-cp2-ring": Cell(2, [CP2, RING, "model.latent_attention.pad_values=true"], "latent"),
+    "latent-padded-cp2-ring": Cell(2, [CP2, RING, "model.mixer.pad_values=true"], "latent"),
     "latent-compiled-ac-selective": Cell(1, [f"{COMPILE}=true", f"{AC}.mode=selective"], "latent"),
     "tp2-latent": Cell(2, [TP2], "latent"),
     "tp2-latent-whole-positions": Cell(2, [TP2, "parallel.passes.tensor_parallel.sequence_parallel=false"], "latent"),

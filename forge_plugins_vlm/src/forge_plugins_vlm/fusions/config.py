@@ -137,7 +137,5 @@ class MoMaConfig(FusionConfig):
 
 def _refuse_other_mixers(job: Job, reason: str) -> Iterator[tuple[str, str]]:
     model = job.model.config
-    if model.latent_attention is not None or any(
-        model.layer(number).mixer not in (None,) for number in range(model.n_layers)
-    ):
-        yield "", f"{reason}, which is there for the decoder's usual attention alone; remove latent_attention and mixer"
+    if any(model.layer(number).mixer is not None for number in range(model.n_layers)):
+        yield "", f"{reason}, which is there for the decoder's usual attention alone; remove mixer"

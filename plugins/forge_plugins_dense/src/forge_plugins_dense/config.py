@@ -12,8 +12,10 @@ from attrs.validators import ge, gt, le, lt, optional
 
 from forge_core.api import ComponentRef, Slot
 from forge_plugins_dense.feed_forward_config import MLPConfig
-from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.latent_shorthand import with_latent_mixer
 from forge_plugins_dense.layer_config import Layer, LayerConfig
+from forge_plugins_dense.mixer_checks import heads_that_grow_apart, idle_keys
+from forge_plugins_dense.mixer_config import Heads, MixerConfig
 from forge_plugins_dense.multi_token_config import MultiTokenConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_dense.sparse_shorthand import with_feed_forward
@@ -35,12 +37,14 @@ AttentionBias = Literal["none", "qkv", "all"]
 QKNormOver = Literal["head", "all"]
 InitDepth = Literal["model", "layer"]
 
+_MOST_LAYERS = 10_000
 _MOST = 10**14
 """Parameters; the largest models that have been trained have some 10¹²."""
 
 
 def _divides_dim(config: TransformerConfig, _: attrs.Attribute[int], value: int) -> None:
-    if config.head_dim is not None or config.latent_attention is not None:
+    size = config.dim / value
+    if config.head_dim is not None or size % 2 == 0 or not config.has_mixer_with("head_dim"):
         return
     if config.dim % value:
         raise ValueError(f"must divide dim = {config.dim}, got {value}; or say how wide a head is with head_dim")
@@ -56,7 +60,7 @@ def _divides_n_heads(config: TransformerConfig, _: attrs.Attribute[int | None], 
 
 
 def _has_a_kernel(config: TransformerConfig, _: attrs.Attribute[str], value: str) -> None:
-    if value == "efficient" and config.kv_heads != config.n_heads:
+    if value == "efficient" and config.kv_heads != config.n_heads and config.has_mixer_with("n_kv_heads"):
         raise ValueError(
             f'"efficient" has no grouped heads, and n_kv_heads = {config.kv_heads} is not n_heads = {config.n_heads}'
         )
@@ -65,6 +69,14 @@ def _has_a_kernel(config: TransformerConfig, _: attrs.Attribute[str], value: str
             f'"flex" needs heads of at least {MIN_FLEX_FEATURES} features, and these have {config.narrowest_head}; '
             'raise head_dim, or take "auto"'
         )
+    if value == "flash":
+        for heads in config.heads:
+            if heads.keys != heads.values:
+                pad = ", or set pad_values of the mixer" if heads.values < heads.keys else ""
+                raise ValueError(
+                    f'"flash" takes values as wide as keys, and a mixer has {heads.values} and {heads.keys} features; '
+                    f"choose another kernel{pad}"
+                )
 
 
 _SCALINGS = ("rope_scaling", "yarn", "long_rope")
@@ -94,8 +106,6 @@ def _leaves_pairs(config: TransformerConfig, _: attrs.Attribute[Any], value: Any
     for fraction in [layer.rotary_fraction for layer in value] if isinstance(value, tuple) else [value]:
         if fraction in (None, 1):  # whole heads are n_heads' and head_dim's to check
             continue
-        if config.latent_attention is not None:
-            raise ValueError("has no effect on latent_attention, whose rotary_dim says what is rotated")
         if int(config.head_size * fraction) % 2:
             raise ValueError(
                 f"rotates {fraction:g} of {config.head_size} features a head, {int(config.head_size * fraction)}; "
@@ -110,18 +120,6 @@ def _selects_layers(config: TransformerConfig, _: attrs.Attribute[Any], value: t
         others = [one.name for one in attrs.fields(LayerConfig) if one.name != "at"]
         if all(getattr(layer, name) is None for name in others):
             raise ValueError(f"[{number}] changes nothing; give at least one of {', '.join(others)}")
-
-
-def _has_heads_of_its_own(config: TransformerConfig, attribute: attrs.Attribute[str], value: str) -> None:
-    if value != attribute.default and config.latent_attention is not None:
-        raise ValueError("has no effect on latent_attention, which has no biases; remove one of the two")
-
-
-def _has_heads_with_softmax(config: TransformerConfig, _: attrs.Attribute[Any], value: Any) -> None:
-    """Of ``attention_sinks`` and of ``layers``."""
-    asked = any(layer.attention_sinks for layer in value) if isinstance(value, tuple) else value
-    if asked and config.latent_attention is not None:
-        raise ValueError("asks for attention_sinks, which latent_attention does not have; remove one of the two")
 
 
 def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[float | None], value: float | None) -> None:
@@ -141,24 +139,11 @@ def _looks_up_one_position(config: TransformerConfig, _: attrs.Attribute[bool], 
         raise ValueError("multi_token reads embeddings of tokens without their positions; remove one of the two")
 
 
-def _takes_the_place_of_heads(
-    config: TransformerConfig, _: attrs.Attribute[Any], value: LatentAttentionConfig | None
-) -> None:
-    if value is None:
-        return
-    if config.kv_heads != config.n_heads:
-        raise ValueError(f"has keys and values for each head, and n_kv_heads = {config.kv_heads}; leave that out")
-    for key, default in (("head_dim", None), ("qk_norm", False)):
-        if getattr(config, key) != default:
-            raise ValueError(
-                f"says what heads are made of, so that {key} has no effect beside it; remove one of the two"
-            )
-    if config.attention == "flash" and value.key_dim != value.value_dim and not value.pad_values:
-        padded = " or set pad_values" if value.value_dim < value.key_dim else ""
-        raise ValueError(
-            f"has keys of {value.key_dim} features and values of {value.value_dim}, which "
-            f'attention = "flash" does not take; choose another kernel{padded}'
-        )
+def _is_in_place_of_attention(config: TransformerConfig, _: attrs.Attribute[Any], value: Any) -> None:
+    """Files have it, and what is left of it here has no layer to go to."""
+    if value is not None:
+        has_layers = config.has_mixer_with("n_kv_heads")
+        raise ValueError("is for files; set mixer" if has_layers else "all layers have other mixers; remove it")
 
 
 def _has_qk_norm(config: TransformerConfig, attribute: attrs.Attribute[str], value: str) -> None:
@@ -187,7 +172,7 @@ class TransformerConfig:
 
     dim: int = attrs.field(validator=gt(0))
     """Width of the residual stream."""
-    n_layers: int = attrs.field(validator=[gt(0), le(10_000)])
+    n_layers: int = attrs.field(validator=[gt(0), le(_MOST_LAYERS)])
     """Blocks."""
     n_heads: int = attrs.field(validator=[gt(0), _divides_dim])
     """Query heads."""
@@ -233,9 +218,9 @@ class TransformerConfig:
     """Add a learned vector for each of the ``max_seq_len`` positions to the embedding (GPT-2)."""
     window: int = attrs.field(default=0, validator=ge(0))
     """Positions that attention sees, the query's own and those right before it (sliding window, Mistral); 0: all."""
-    attention_bias: AttentionBias = attrs.field(default="none", validator=_has_heads_of_its_own)
+    attention_bias: AttentionBias = "none"
     """Biases of attention: of queries, keys and values (``qkv``, Qwen2), or of the output projection too (``all``)."""
-    attention_sinks: bool = attrs.field(default=False, validator=_has_heads_with_softmax)
+    attention_sinks: bool = False
     """Each head has a learned logit that takes part in its softmax and has no value, so that it need not attend to
     anything (gpt-oss)."""
     attention_softcap: float | None = attrs.field(default=None, validator=[optional(gt(0)), _has_a_capped_kernel])
@@ -285,11 +270,10 @@ class TransformerConfig:
     and ``flex`` need CUDA; ``efficient`` needs as many key-value heads as query heads, ``flex`` heads of at least 16
     features."""
 
-    latent_attention: LatentAttentionConfig | None = attrs.field(default=None, validator=_takes_the_place_of_heads)
-    """Multi-head latent attention (DeepSeek); by default there is none, and heads have keys and values of their own."""
-    layers: tuple[LayerConfig, ...] = attrs.field(
-        default=(), validator=[_selects_layers, _leaves_pairs, _has_heads_with_softmax]
-    )
+    latent_attention: Mapping[str, Any] | None = attrs.field(default=None, validator=_is_in_place_of_attention)
+    """Former spelling of the keys of ``mixer = {name = "latent"}``, in place of ``attention`` in all layers that have
+    it. Files from before still have it; write ``mixer``."""
+    layers: tuple[LayerConfig, ...] = attrs.field(default=(), validator=[_selects_layers, _leaves_pairs])
     """Layers that differ from the others, each table with ``at`` and the keys that are otherwise there."""
 
     def layer(self, number: int) -> Layer:
@@ -328,36 +312,50 @@ class TransformerConfig:
 
     @functools.cached_property
     def _each_layer(self) -> tuple[Layer, ...]:
-        layers = [self._usual_layer] * self.n_layers
+        n_layers = min(self.n_layers, _MOST_LAYERS)
+        layers = [self._usual_layer] * n_layers
         for changes in self.layers:
             given = {one.name: getattr(changes, one.name) for one in attrs.fields(Layer)}
             given = {name: value for name, value in given.items() if value is not None}
-            for number in changes.layers(self.n_layers):
+            for number in changes.layers(n_layers):
                 layers[number] = attrs.evolve(layers[number], **given)
         return tuple(layers)
+
+    @property
+    def built_layers(self) -> tuple[Layer, ...]:
+        """All layers, and that of blocks that predict further tokens, if there are any. Never empty, for validators,
+        which may see a wrong ``n_layers``."""
+        return (*self._each_layer, self._usual_layer) if self.n_predictors else self._each_layer or (self._usual_layer,)
+
+    @functools.cached_property
+    def mixers(self) -> tuple[MixerConfig, ...]:
+        """What the mixers of all layers say before the build, the same ones once."""
+        found: list[MixerConfig] = []
+        found.extend(one for layer in self.built_layers if (one := layer.mixer_config) not in found)
+        return tuple(found)
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads, the default filled in."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
-    def rotary_size(self, layer: Layer) -> int:
-        """Features a head that are rotated in a layer."""
-        if self.latent_attention is not None:
-            return self.latent_attention.rotary_dim
-        return int(self.head_size * layer.rotary_fraction)
+    def has_mixer_with(self, key: str) -> bool:
+        """Return whether some layer's mixer reads this key of the model."""
+        return any(key in mixer.reads for mixer in self.mixers)
 
     @property
-    def mean_head_size(self) -> float:
-        """The mean of a head's features of keys and of values."""
-        latent = self.latent_attention
-        return self.head_size if latent is None else (latent.plain_dim + latent.rotary_dim + latent.value_dim) / 2
+    def heads(self) -> list[Heads]:
+        """Features of the heads of each of ``mixers``, as it says."""
+        return [mixer.heads(self._own_head_size, self.rotary_fraction) for mixer in self.mixers]
+
+    def rotary_size(self, layer: Layer) -> int:
+        """Features a head that are rotated in a layer."""
+        return layer.mixer_config.heads(self._own_head_size, layer.rotary_fraction).rotary
 
     @property
     def narrowest_head(self) -> int:
-        """Features of a head, of its keys or its values, which have fewer."""
-        latent = self.latent_attention
-        return self.head_size if latent is None else min(self.head_size, latent.value_dim)
+        """Features of a head, of its keys or its values, which have fewer, in the layers where that is least."""
+        return min(min(heads.keys, heads.values) for heads in self.heads)
 
     @property
     def frequency_scaling(self) -> Llama3Scaling | YarnScaling | LongRope | None:
@@ -387,17 +385,14 @@ class TransformerConfig:
         return None if None in counts else max(count for count in counts if count is not None)
 
     def matrices(self) -> Mapping[str, tuple[int, int, ShardRole]]:
-        """Same as ``ModelConfig.matrices``, for heads with keys and values of their own and our own feed-forward
-        layer."""
-        if self.latent_attention is not None or any(layer.mixer is not None for layer in self._each_layer):
-            return {}
+        """Same as ``ModelConfig.matrices``, for mixers that know theirs and our own feed-forward layer."""
         dim = self.dim
-        queries, keys = self.n_heads * self.head_size, self.kv_heads * self.head_size
-        kinds: dict[str, tuple[int, int, ShardRole]] = {
-            "n_heads": (queries, dim, "column"),
-            "n_kv_heads": (keys, dim, "column"),
-            "head_dim": (dim, queries, "row"),
-        }
+        kinds: dict[str, tuple[int, int, ShardRole]] = {}
+        for key, mixer in self._mixers_by_key():
+            own = mixer.matrices(self)
+            if own is None:
+                return {}
+            kinds |= {f"{key}{name}" if name.startswith(".") else name: one for name, one in own.items()}
         layers = {"feed_forward": self.feed_forward}
         layers |= {
             f"layers[{i}].feed_forward": one.feed_forward for i, one in enumerate(self.layers) if one.feed_forward
@@ -410,15 +405,36 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Features a head, the default filled in; in latent attention those of keys."""
-        if self.latent_attention is not None:
-            return self.latent_attention.plain_dim + self.latent_attention.rotary_dim
+        """Features a head as ``head_dim`` says, the default filled in; where no mixer reads that, those of the widest
+        keys."""
+        if self.has_mixer_with("head_dim"):
+            return self._own_head_size
+        return max(heads.keys for heads in self.heads)
+
+    @property
+    def _own_head_size(self) -> int:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    def _mixers_by_key(self) -> Iterator[tuple[str, MixerConfig]]:
+        """Each of ``mixers``, with the first key that names it."""
+        tables = {"mixer": self._usual_layer} | {
+            f"layers[{number}].mixer": attrs.evolve(self._usual_layer, mixer=one.mixer)
+            for number, one in enumerate(self.layers)
+            if one.mixer is not None
+        }
+        for mixer in self.mixers:
+            yield next(key for key, layer in tables.items() if layer.mixer_config == mixer), mixer
 
     @classmethod
     def expand(cls, table: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-        """``num_experts`` and ``moe`` as the ``feed_forward`` that they stand for, and which keys of it they were."""
-        return with_feed_forward(table) if {"num_experts", "moe"} & table.keys() else (table, {})
+        """Shorthands as what they stand for, and which keys of that they were: ``num_experts`` and ``moe`` as
+        ``feed_forward``, ``latent_attention`` as ``mixer``."""
+        written: dict[str, str] = {}
+        for keys, write_out in (({"num_experts", "moe"}, with_feed_forward), ({"latent_attention"}, with_latent_mixer)):
+            if keys & table.keys():
+                table, made = write_out(table)
+                written |= made
+        return table, written
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is wrong with this model in this job."""
@@ -434,12 +450,13 @@ class TransformerConfig:
         tp = job.parallel.tp
         if self.n_heads % tp:
             yield "n_heads", f"{self.n_heads} heads cannot be shared out evenly to parallel.tp = {tp} ranks"
-        elif self.kv_heads % tp:
+        elif self.kv_heads % tp and self.has_mixer_with("n_kv_heads"):
             yield (
                 "n_kv_heads",
                 f"{self.kv_heads} key-value heads cannot be shared out evenly to parallel.tp = {tp} ranks",
             )
-        yield from self._idle_keys()
+        yield from idle_keys(self)
+        yield from heads_that_grow_apart(self, job)
         if self.init_layers is not None and self.init_depth == "layer":
             yield "init_layers", 'has no effect beside init_depth = "layer"; remove one of the two'
         if self.attention_dropout:
@@ -452,15 +469,3 @@ class TransformerConfig:
         if cp > 1 and job.run.device == "cuda":
             sentence = f"parallel.cp = {cp} on CUDA keeps no weights that could be dropped"
             yield "attention_dropout", f"{sentence}; set it to 0, or parallel.cp = 1"
-
-    def _idle_keys(self) -> Iterator[tuple[str, str]]:
-        """Keys of attention where no layer has any."""
-        if any(layer.mixer is None or layer.mixer.name == "attention" for layer in self._each_layer):
-            return
-        own = (
-            *("n_kv_heads", "qk_norm", "window", "attention_bias", "attention_sinks", "attention_softcap"),
-            *("latent_attention", "attention_dropout"),
-        )
-        for one in attrs.fields(TransformerConfig):
-            if one.name in own and getattr(self, one.name) != one.default:
-                yield one.name, "is about attention, and every layer has another mixer; remove it"

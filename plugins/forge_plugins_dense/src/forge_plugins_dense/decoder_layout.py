@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import attrs
 
+from forge_core.api import ComponentRef
 from forge_core.errors import ConfigError, and_more
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.feed_forward_config import MLPConfig
 from forge_plugins_dense.huggingface import biased_projections, check_complete, is_derived, refuse_further_parts
+from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_dense.layer_config import LayerConfig
 from forge_plugins_dense.rope_config import Llama3Scaling, LongRope, YarnScaling
 from forge_plugins_hf.weight_layout import ReadPart, Recipe, WeightLayout
@@ -145,7 +147,7 @@ class DecoderLayout(WeightLayout):
     def config_json(self, config: TransformerConfig, vocab_size: int) -> Table:
         name = self.architectures[0]
         refuse_further_parts(config)
-        if not isinstance(config.feed_forward.config, MLPConfig) or config.latent_attention or config.multi_token:
+        if not isinstance(config.feed_forward.config, MLPConfig) or latent_of(config) or config.multi_token:
             raise ConfigError(f"{name} has dense layers and heads with keys and values of their own")
         table = {
             **self.write(config, vocab_size),
@@ -264,9 +266,9 @@ def _differences(config: TransformerConfig, table: Table) -> Iterator[str]:
     table["feed_forward"] = attrs.evolve(config.feed_forward, config=MLPConfig(**layer))
     table["layers"] = tuple(LayerConfig(**one) for one in table.pop("layers", ()))
     if "mixer" in table:
-        table["mixer"] = (
-            attrs.evolve(config.mixer, name=table["mixer"]["name"].split(":")[-1]) if config.mixer else True
-        )
+        name = table["mixer"]["name"].split(":")[-1]
+        unknown = ComponentRef(kind="sequence_mixer", name=name, provider="", factory="", config=None)
+        table["mixer"] = unknown if config.mixer is None else attrs.evolve(config.mixer, name=name)
     for key, scaling in (("rope_scaling", Llama3Scaling), ("yarn", YarnScaling), ("long_rope", LongRope)):
         if key in table:
             given = {name: tuple(one) if isinstance(one, list) else one for name, one in table[key].items()}

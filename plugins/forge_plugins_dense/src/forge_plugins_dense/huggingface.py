@@ -20,6 +20,7 @@ from forge_plugins_dense.huggingface_layers import (
     used_windows_to_hf,
     without_windows,
 )
+from forge_plugins_dense.latent_config import latent_of
 from forge_plugins_dense.rope_config import LongRope
 
 T = TypeVar("T")
@@ -64,8 +65,8 @@ def weight_names(config: TransformerConfig) -> dict[str, str]:
 def decoder_names(config: TransformerConfig) -> dict[str, str]:
     """Same as ``weight_names``, as if the feed-forward layers were dense and some architecture were equal to this
     model."""
-    if config.latent_attention is not None:
-        attention = _LATENT | (_LATENT_Q if config.latent_attention.q_rank else {})
+    if (latent := latent_of(config)) is not None:
+        attention = _LATENT | (_LATENT_Q if latent.q_rank else {})
     else:
         attention = _ATTENTION | (_QK_NORM if config.qk_norm else {})
     inside = _INSIDE | {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in attention.items()}
@@ -395,10 +396,10 @@ def _check_representable(config: TransformerConfig) -> MLPConfig:
     for key in _LIKE_LLAMA:
         if getattr(config, key) != getattr(attrs.fields(TransformerConfig), key).default:
             raise ConfigError(f"{key} = {getattr(config, key)} has no Hugging Face form like Llama's")
+    if config.mixer is not None:
+        raise ConfigError(f'mixer = "{config.mixer.name}" has no Hugging Face form like Llama\'s')
     if config.attention_bias == "qkv":
         raise ConfigError('attention_bias = "qkv" has no Hugging Face form like Llama\'s')
-    if config.latent_attention is not None:
-        raise ConfigError("latent_attention has no Hugging Face form in a dense model")
     if config.qk_norm_over != "head":
         raise ConfigError(f'qk_norm_over = "{config.qk_norm_over}" has no Hugging Face form in a dense model')
     return feed_forward
@@ -414,7 +415,7 @@ _LIKE_LLAMA = (
         "rotary_fraction",
         "learned_positions",
     ),
-    *("parallel_residual", "embed_multiplier", "layers", "mixer"),
+    *("parallel_residual", "embed_multiplier", "layers"),
 )
 """Keys that must have their defaults."""
 

@@ -8,6 +8,7 @@ import attrs
 from attrs.validators import ge, gt, le, optional
 
 from forge_core.api import ComponentRef, Slot
+from forge_plugins_dense.mixer_config import AttentionMixerConfig, MixerConfig
 
 
 def _is_selection(_: object, __: attrs.Attribute[int | str], value: int | str) -> None:
@@ -52,11 +53,6 @@ class LayerConfig:
 
 
 @attrs.frozen(kw_only=True)
-class AttentionMixerConfig:
-    """The mixer ``attention`` has no keys: those of the model describe it."""
-
-
-@attrs.frozen(kw_only=True)
 class Layer:
     """What one layer is, everything filled in."""
 
@@ -67,3 +63,10 @@ class Layer:
     rotary_fraction: float
     feed_forward: ComponentRef
     mixer: ComponentRef | None
+
+    @property
+    def mixer_config(self) -> MixerConfig:
+        """What the decoder asks its mixer."""
+        if self.mixer is None:
+            return AttentionMixerConfig()
+        return self.mixer.config if isinstance(self.mixer.config, MixerConfig) else MixerConfig()

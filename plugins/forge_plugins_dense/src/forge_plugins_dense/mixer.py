@@ -16,6 +16,7 @@ from forge_core.contracts.model import Initializer, ParameterRole, ShardRole
 from forge_plugins_dense.attention import Attention, BlockInputs
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.latent_attention import LatentAttention
+from forge_plugins_dense.latent_config import LatentAttentionConfig
 
 
 class SequenceMixer(Protocol):
@@ -76,9 +77,12 @@ class SequenceMixerFactory(Protocol):
         ...
 
 
-def attention(_: object, /, *, model: TransformerConfig, layer: int) -> Attention | LatentAttention:
+def attention(_: object, /, *, model: TransformerConfig, layer: int) -> Attention:
     """The mixer ``attention``: as the decoder's own keys describe it."""
-    own, latent = model.layer(layer), model.latent_attention
-    if latent is not None:
-        return LatentAttention(model, latent, own.window)
+    own = model.layer(layer)
     return Attention(model, own.window, sinks=own.attention_sinks)
+
+
+def latent(config: LatentAttentionConfig, /, *, model: TransformerConfig, layer: int) -> LatentAttention:
+    """The mixer ``latent``."""
+    return LatentAttention(model, config, model.layer(layer).window)

@@ -39,9 +39,15 @@ def forge_models() -> Iterator[Component]:
 def forge_sequence_mixers() -> Iterator[Component]:
     yield Component(
         name="attention",
-        summary="grouped-query or latent attention, as the decoder's own keys describe it",
+        summary="grouped-query attention, as the decoder's own keys describe it",
         factory="forge_plugins_dense.mixer:attention",
-        config="forge_plugins_dense.layer_config:AttentionMixerConfig",
+        config="forge_plugins_dense.mixer_config:AttentionMixerConfig",
+    )
+    yield Component(
+        name="latent",
+        summary="multi-head latent attention (DeepSeek): keys and values of all heads from one narrow vector",
+        factory="forge_plugins_dense.mixer:latent",
+        config="forge_plugins_dense.latent_config:LatentAttentionConfig",
     )
 
 

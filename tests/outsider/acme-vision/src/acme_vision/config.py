@@ -61,11 +61,11 @@ class GatedPrefixConfig(FusionConfig):
 
     def check(self, job):
         yield from super().check(job)
-        n_layers, latent = job.model.config.n_layers, job.model.config.latent_attention
+        model, n_layers = job.model.config, job.model.config.n_layers
         if self.from_layer >= n_layers:
             yield "from_layer", f"is {self.from_layer}, and the last layer is {n_layers - 1}"
-        if latent is not None:
-            yield "", "images are keys of the decoder's usual attention; remove latent_attention"
+        if any(model.layer(number).mixer is not None for number in range(n_layers)):
+            yield "", "images are keys of the decoder's usual attention; remove mixer"
 
 
 @attrs.frozen(kw_only=True)
