@@ -1,4 +1,4 @@
-"""What may be wrong with a model's mixers together, and with keys that they do not read."""
+"""Checks of a model's mixers together, and of keys that they do not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keys of a sequence mixer say before the build. Nothing here imports torch."""
+"""Facts that the keys of a sequence mixer state before the build. Nothing here imports torch."""
 
 from __future__ import annotations
 
