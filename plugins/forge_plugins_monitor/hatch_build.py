@@ -22,7 +22,7 @@ class Pages(BuildHookInterface):
             raise FileNotFoundError(f"the pages of the documentation are neither in {own} nor in {tree}")
         if version == "editable":
             return
-        files = [*sorted(folder.glob("*.md")), *sorted(folder.glob("hooks/*.md"))]
+        files = [file for glob in ("*.md", "hooks/*.md", "how-to/*.md") for file in sorted(folder.glob(glob))]
         pages = {file.relative_to(folder).as_posix(): file for file in files}
         included = build_data["force_include"]
         if self.target_name == "sdist":

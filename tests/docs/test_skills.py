@@ -16,9 +16,10 @@ SKILLS = sorted(ROOT.glob("skills/*/SKILL.md"))
 ELSEWHERE = {
     r"^python3 -m venv|^pip install": "tests/outsider installs wheels in an environment of its own",
     r"^forge submit(?!.*--print)": "the tests of forge-plugins-slurm have a Slurm",
-    r"^forge sweep .*optimizer.name(?!.*--dry-run)": "tests/docs/test_how_to.py has the same grid",
+    r"^forge sweep .*--sweep optimizer.name(?!.*--dry-run)": "tests/docs/test_how_to.py has the same grid",
+    r"FOLDER|runs/own": "text of the reader; tests/docs/test_how_to.py has such a folder",
     r"^pytest my_router.py": "tests/test_new.py tests what forge new writes",
-    r"my-router/example.toml": "tests/test_new.py installs and trains what forge new writes",
+    r"^cd my-router": "tests/test_new.py installs and trains what forge new writes",
 }
 """What is not typed here, by pattern, and who does it."""
 BY_NIGHT = ("choose-a-layout", "write-a-study")

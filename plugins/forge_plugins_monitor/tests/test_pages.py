@@ -19,7 +19,8 @@ from forge_plugins_monitor.pages.terminal import markdown, see_also
 
 PACKAGE = Path(__file__).parents[1]
 DOCS = PACKAGE.parents[1] / "docs"
-FILES = sorted(path.relative_to(DOCS).as_posix() for path in [*DOCS.glob("*.md"), *DOCS.glob("hooks/*.md")])
+GLOBS = ("*.md", "hooks/*.md", "how-to/*.md")
+FILES = sorted(path.relative_to(DOCS).as_posix() for glob in GLOBS for path in DOCS.glob(glob))
 
 
 def test_pages_hooks_and_kinds_are_listed(capsys):
@@ -27,11 +28,12 @@ def test_pages_hooks_and_kinds_are_listed(capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["running", "Running"] in rows
     assert ["forge_routers", "router", "Routers"] in rows
+    assert ["report-a-bug", "Report", "a", "bug"] in rows
 
     assert main(["docs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {"name": "running", "title": "Running"} in listed
-    assert len(listed) == len(FILES) - 2  # indices
+    assert len(listed) == len(FILES) - 3  # indices
 
 
 @pytest.mark.parametrize("name", ["forge_routers", "router", "hooks/forge_routers.md"])

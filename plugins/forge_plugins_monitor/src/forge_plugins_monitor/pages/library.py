@@ -31,7 +31,7 @@ class Page:
 
 
 def pages() -> Mapping[str, Page]:
-    """All of them by name; those of hooks last.
+    """All of them by name; those of hooks and how-to pages last.
 
     Raises:
         ConfigError: the package was installed in a way that has left them out.
@@ -51,7 +51,7 @@ def _packaged() -> dict[str, str]:
 
 
 def _in_checkout() -> dict[str, str]:
-    files = [*sorted(SOURCES.glob("*.md")), *sorted(SOURCES.glob("hooks/*.md"))]
+    files = [file for glob in ("*.md", "hooks/*.md", "how-to/*.md") for file in sorted(SOURCES.glob(glob))]
     return {file.relative_to(SOURCES).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
