@@ -195,7 +195,8 @@ def test_it_says_what_needs_what(bill):
     needs = {one["ref"]: one.get("dependsOn", []) for one in bill["dependencies"]}
 
     version = forge_core.__version__
-    assert needs[f"forge-plugins-moe=={version}"] == [f"forge-core=={version}", f"forge-plugins-dense=={version}"]
+    own = [f"forge-{name}=={version}" for name in ("core", "plugins-dense", "plugins-weights")]
+    assert needs[f"forge-plugins-moe=={version}"] == own
     assert "torch" in needs[f"forge-core=={version}"]
     assert len(needs[f"forge=={version}"]) == len(FOLDERS)
 

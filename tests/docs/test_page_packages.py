@@ -337,8 +337,14 @@ def test_the_packages_of_all_pages_load(catalog_of_pages):
     assert not [f"{plugin}: {plugin.reason}" for plugin in catalog_of_pages.plugins if plugin.status != "ok"]
 
 
+@pytest.fixture(scope="module")
+def catalog_of_jobs(catalog_of_pages) -> Catalog:
+    """Without the package whose component takes the place of one of ours, as a user has one of both."""
+    return discover(["numpy-start"])
+
+
 @pytest.mark.parametrize("block", configurations(PAGES), ids=str)
-def test_configurations_are_valid(catalog_of_pages, tmp_path, block):
+def test_configurations_are_valid(catalog_of_jobs, tmp_path, block):
     """Whole ones as they are, on top of the repository's files; parts on top of a small job."""
     path = (ROOT / "configs" if "extends" in tomllib.loads(block.text) else tmp_path) / ".of-the-docs.toml"
     text = block.text
@@ -347,7 +353,7 @@ def test_configurations_are_valid(catalog_of_pages, tmp_path, block):
         text = f'extends = "base.toml"\n{text}'
     try:
         path.write_text(text, encoding="utf-8")
-        load_job(path, ["run.name=docs"], catalog=catalog_of_pages)
+        load_job(path, ["run.name=docs"], catalog=catalog_of_jobs)
     finally:
         path.unlink()
 

@@ -11,7 +11,19 @@ import forge_core
 
 pytestmark = pytest.mark.slow
 
-STANDARD = ("data", "dense", "inference", "mirror", "monitor", "optim", "parallel", "plan", "slurm", "studies")
+STANDARD = (
+    "data",
+    "dense",
+    "inference",
+    "mirror",
+    "monitor",
+    "optim",
+    "parallel",
+    "plan",
+    "slurm",
+    "studies",
+    "weights",
+)
 SMALL = ("model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=32", "train.batch_size=4")
 SHORT = ("train.steps=150", "checkpoint.interval=5", "metrics.interval=1", "eval.interval=150", "eval.batches=1")
 RUN = ("run", "first.toml", *SMALL, *SHORT)
