@@ -24,6 +24,7 @@ class Kept(CheckpointMirror):
 
     def __init__(self, place, listed):
         self.place, self.listed, self.fails, self.calls = place, listed, {}, []
+        self.is_cut_off = False
 
     def _do(self, name):
         self.calls.append(name)
@@ -36,6 +37,9 @@ class Kept(CheckpointMirror):
 
     def fetch(self, step, folder):
         self._do("fetch")
+        folder.mkdir()
+        if self.is_cut_off:
+            return "a file is cut off"
         return None if isinstance(self.listed[step], Manifest) else "cut off"
 
     def begin(self, start):
@@ -86,19 +90,31 @@ def several(three, said):
     return made
 
 
-def test_it_has_what_any_has_and_reads_the_first_that_is_whole(several, three):
+def test_it_has_what_any_has_and_reads_the_first_that_is_whole(several, three, tmp_path):
     one = several()
 
     assert one.place == "here and there and far"
     assert one.available() == {2: WHOLE, 4: WHOLE, 6: WHOLE}
     for step in (2, 4, 6):
-        assert one.fetch(step, Path("to")) is None
+        assert one.fetch(step, tmp_path / "to") is None
     assert [mirror.calls.count("fetch") for mirror in three.values()] == [1, 1, 1]
     three["a"].fails["fetch"] = MirrorError("gone")
-    assert one.fetch(2, Path("to")) is None
+    assert one.fetch(2, tmp_path / "to") is None
     three["b"].fails["fetch"] = MirrorError("gone, too")
     with pytest.raises(MirrorError, match="gone"):
-        one.fetch(2, Path("to"))
+        one.fetch(2, tmp_path / "to")
+
+
+def test_what_is_damaged_at_one_comes_from_the_next(several, three, tmp_path):
+    """Its listing does not tell. The first has left files in the folder."""
+    one = several()
+    one.available()
+    three["a"].is_cut_off = True
+
+    assert one.fetch(2, tmp_path / "to") is None
+
+    three["b"].is_cut_off = True
+    assert one.fetch(2, tmp_path / "to") == "a file is cut off"
 
 
 def test_one_that_cannot_be_listed_is_left_out_or_ends_the_start(several, three, said):
@@ -143,3 +159,28 @@ def test_a_refusal_ends_the_start_and_what_has_not_begun_is_not_closed(several, 
     one.close()
 
     assert [mirror.calls for mirror in three.values()] == [["begin", "close"], ["begin", "close"], []]
+
+
+def test_the_last_job_is_that_of_the_first_which_knows(several, three):
+    three["b"].last_job, three["c"].last_job = lambda: "[run]", lambda: "[other]"
+    assert several().last_job() == "[run]"
+
+    def away():
+        raise MirrorError("a is away")
+
+    three["a"].last_job = away
+    assert several().last_job() == "[run]"
+    three["b"].last_job = three["c"].last_job = lambda: None
+    with pytest.raises(MirrorError, match="a is away"):
+        several().last_job()
+
+
+def test_each_error_has_its_own_cause(several, three):
+    one = several()
+    three["a"].fails["saved"], three["b"].fails["saved"] = MirrorError("away"), KeyError("x")
+    one.begin(None)
+
+    with pytest.raises(MirrorError, match="away") as raised:
+        one.saved(Path("step_00000002"))
+
+    assert raised.value.__cause__ is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,8 +64,18 @@ class SeveralMirrors(CheckpointMirror):
         return dict(sorted(found.items()))
 
     def last_job(self) -> str | None:
-        answers = self._ask(self._members, lambda one: one.mirror.last_job())
-        return next((answer for answer in answers if answer is not None), None)
+        failed: MirrorError | None = None
+        for member in self._members:
+            try:
+                answer = self._ask([member], lambda one: one.mirror.last_job())[0]
+            except MirrorError as error:
+                failed = failed or error
+                continue
+            if answer is not None:
+                return answer
+        if failed is not None:
+            raise failed
+        return None
 
     def open(self, step: int) -> Checkpoint | None:
         answers = (self._ask([one], lambda one: one.mirror.open(step))[0] for one in self._with(step))
@@ -73,6 +84,8 @@ class SeveralMirrors(CheckpointMirror):
     def fetch(self, step: int, folder: Path) -> str | None:
         problem, failed = "no mirror has it whole", None
         for member in self._with(step):
+            # what the one before has left
+            self._context.run_on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
             try:
                 answer = self._ask([member], lambda one: one.mirror.fetch(step, folder))[0]
             except MirrorError as error:
@@ -160,8 +173,9 @@ class SeveralMirrors(CheckpointMirror):
             except Exception as error:  # noqa: BLE001  # told with the name of the one that has it
                 use = member.use
                 sentence = f"checkpoint.mirror: '{use.name}' fails: {type(error).__name__}: {error}"
-                failed = failed or MirrorError(f"{sentence}. This is a bug in {use.provider}.")
-                failed.__cause__ = failed.__cause__ or error
+                bug = MirrorError(f"{sentence}. This is a bug in {use.provider}.")
+                bug.__cause__ = error
+                failed = failed or bug
         if failed is not None:
             raise failed
         return answers
