@@ -20,11 +20,13 @@ import fork_server
 from forge_core.cli import main
 from forge_core.contracts.loss import IGNORED
 from forge_core.contracts.observation import Site
+from forge_core.errors import ConfigError
 from forge_plugins_interp.host_copy import begin_copy, wait_for_copies
 from forge_plugins_interp.principal_components import PrincipalComponents
 from forge_plugins_interp.reduction import Reduction, token_mask
 from forge_plugins_interp.shard_writer import ShardPart, ShardWriter
 from forge_plugins_interp.store import Manifest, Store, components_file, shard_file
+from forge_plugins_interp.token_pattern import TokenPattern
 
 SITES = "blocks.*.resid_post,blocks.*.z,logits,blocks.1.attention.o"
 SAMPLES = 7  # no number of ranks that is tried divides it
@@ -190,6 +192,14 @@ def test_others_know_that_tokens_are_missing(run, alone, tmp_path, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert "keeps all tokens" in said
     assert "tokens that match '[0-9]'" in said
+
+
+def test_ids_beyond_the_vocabulary_match_nothing_and_a_batch_needs_tokens():
+    pattern = TokenPattern("a", torch.tensor([False, True]))
+
+    assert pattern.matches(torch.tensor([[0, 1], [2, 300]])).tolist() == [[False, True], [False, False]]
+    with pytest.raises(ConfigError, match="the model reads pixels, and no tokens"):
+        Reduction(tokens=pattern).kept_tokens({"pixels": torch.zeros(1, 3)}, torch.ones(1, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(

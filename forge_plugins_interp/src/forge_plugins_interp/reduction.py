@@ -66,7 +66,7 @@ class Reduction:
 
         Args:
             value: the whole value, as the site has it, of the samples to keep.
-            is_kept: ``(B, T)`` bool, as of ``kept_tokens``. Each sample has one, unless all are kept.
+            is_kept: ``(B, T)`` bool, from ``kept_tokens``. Where a sample gets one row, it has one such position.
             seed: of random features.
             components: of this site, for ``directions = "principal"``.
 
@@ -87,8 +87,16 @@ class Reduction:
         return value
 
     def kept_tokens(self, batch: Mapping[str, torch.Tensor], is_token: torch.Tensor) -> torch.Tensor:
-        """Which positions of a batch rows come from, ``(B, T)`` bool: its tokens, or those of them that are chosen."""
-        return is_token if self.tokens is None else is_token & self.tokens.is_match[batch["tokens"]]
+        """The positions of a batch that rows come from, ``(B, T)`` bool: its tokens, or the chosen ones of them.
+
+        Raises:
+            ConfigError: some are to be chosen, and the batch has none.
+        """
+        if self.tokens is None:
+            return is_token
+        if "tokens" not in batch:
+            raise ConfigError(f"--match {self.tokens.text!r}: the model reads {', '.join(batch)}, and no tokens")
+        return is_token & self.tokens.matches(batch["tokens"])
 
     def _positions(self, value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
         if self.over == "none" and not self.positions:
@@ -121,8 +129,8 @@ def _tokens(value: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
 
 
 def token_mask(batch: Mapping[str, torch.Tensor], n_samples: int, n_positions: int) -> torch.Tensor:
-    """Which positions of each sample are tokens, ``(B, T)`` bool, and not padding at its end: positions of −1, or in a
-    packed sample a last document without any target."""
+    """The positions of each sample that are tokens, ``(B, T)`` bool, and not padding at its end: positions of −1, or in
+    a packed sample a last document without any target."""
     positions, document, targets = (batch.get(name) for name in ("positions", "document", "targets"))
     if positions is not None and bool((positions < 0).any()):
         lengths = (positions >= 0).sum(1)

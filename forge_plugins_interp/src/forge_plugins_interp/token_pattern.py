@@ -37,3 +37,8 @@ class TokenPattern:
             hint = "" if near is None else f"; it has {near!r}, which the expression must match as a whole"
             raise ConfigError(f"--match {text!r}: no token of the vocabulary matches{hint}")
         return cls(text, found)
+
+    def matches(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compare token ids of any shape, int64. An id beyond the tokenizer's vocabulary does not match."""
+        n = len(self.is_match)
+        return (tokens < n) & self.is_match[tokens.clamp(max=n - 1)]
