@@ -49,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
         make_machine(folder, os.environ)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the crashes of compiled code after which a run was done once more."""
+    crashes = Path(os.environ[MADE]) / "crashes"
+    if crashes.exists():
+        terminalreporter.section("crashes of compiled code")
+        terminalreporter.write_line(crashes.read_text())
+
+
 def pytest_collection(session: pytest.Session) -> None:
     """Look for no garbage while tests are collected: they stay until the end."""
     gc.disable()

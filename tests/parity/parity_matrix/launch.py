@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from parity_matrix.probe import Seen, seen_by
 
 JOB = Path(__file__).with_name("job.toml")
 """What is trained, unless a work says otherwise."""
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT}
 
 
 @attrs.frozen
@@ -56,11 +58,15 @@ class Launcher:
         _write_distribution(folder / "site")
         self.failures: dict[str, str] = {}
         """What became of works that did not end as they should, by name."""
+        self.crashes: dict[str, str] = {}
+        """What was said by works that a signal of compiled code has ended once, by name."""
 
     def launch(self, works: Sequence[Work], *, timeout: float = 3000) -> str:
         """Do the works in their order, over gloo; ranks that a work does not need sit it out.
 
-        A work that fails takes its processes along; the rest is done by a new launch.
+        A work that fails takes its processes along; the rest is done by a new launch. One whose process a signal of
+        compiled code has ended is done once more: a run of two ranks in a few hundred ends so in torch or gloo, after
+        many works in one process. ``crashes`` has it, and so has the end of the suite's output.
 
         Args:
             timeout: seconds for all of them.
@@ -71,18 +77,22 @@ class Launcher:
         deadline = time.monotonic() + timeout
         left, said = [*works], ""
         while left:
-            if failed := self.failures.keys() & {left[0].name, left[0].resumes}:
-                self.failures.setdefault(left[0].name, f"{', '.join(failed)} failed, which it should have resumed")
+            if without := self.failures.keys() & {left[0].name, left[0].resumes}:
+                self.failures.setdefault(left[0].name, f"{', '.join(without)} failed, which it should have resumed")
                 left = left[1:]
                 continue
-            error = self._launch_once(left, deadline)
+            failed = self._launch_once(left, deadline)
             said += self._log(0).read_text()
-            if error is None:
+            if not failed:
                 break
+            error = self._words(failed)
             unfinished = self._first_unfinished(left)
             assert unfinished < len(left), f"all works are done, and then a rank failed: {error}"
             left = left[unfinished:]
-            lost = left if time.monotonic() > deadline else left[:1]
+            is_late = time.monotonic() > deadline
+            if not is_late and _CRASHES & {*failed.values()} and self._is_new_crash(left[0].name, error):
+                continue
+            lost = left if is_late else left[:1]
             self.failures.update((work.name, error) for work in lost)
             left = left[len(lost) :]
         return said
@@ -114,8 +124,8 @@ class Launcher:
     def run_dir(self, name: str) -> Path:
         return self._folder / "runs" / name
 
-    def _launch_once(self, works: Sequence[Work], deadline: float) -> str | None:
-        """Returns what rank 0 to fail said last, or ``None``."""
+    def _launch_once(self, works: Sequence[Work], deadline: float) -> dict[int, int]:
+        """Returns the exit codes of the ranks that failed."""
         for done in self._folder.glob("done.*"):
             done.unlink()
         # A store of its own for every group. They are here and not on the first ranks, so that no port is chosen
@@ -141,10 +151,27 @@ class Launcher:
                         process.send_signal(signal.SIGABRT)  # each leaves a traceback of where it was
                 time.sleep(0.05)
             time.sleep(1)  # if one failed, the others may have something to say
-            failed = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
-        # faulthandler says first which signal it was, and then where every thread is
-        said = {rank: self._log(rank).read_text()[-16_000:] for rank in failed}
-        return "\n".join(f"rank {rank}, exit code {code}: {said[rank]}" for rank, code in failed.items()) or None
+            return {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+
+    def _words(self, failed: Mapping[int, int]) -> str:
+        """What the ranks with these exit codes said last, and where each thread was when a signal ended one."""
+        stacks = {
+            rank: "\n".join(path.read_text() for path in self._folder.glob(f"runs/*/stacks/fatal_rank_{rank}.txt"))
+            for rank in failed
+        }
+        said = {rank: self._log(rank).read_text()[-8_000:] + stacks[rank] for rank in failed}
+        return "\n".join(f"rank {rank}, exit code {code}: {said[rank]}" for rank, code in failed.items())
+
+    def _is_new_crash(self, name: str, error: str) -> bool:
+        """Note that a work has crashed, and clear what it has left; not if it did so before."""
+        if name in self.crashes:
+            return False
+        self.crashes[name] = error
+        shutil.rmtree(self.run_dir(name), ignore_errors=True)
+        if machine := os.environ.get("FORGE_TEST_MACHINE"):
+            with (Path(machine) / "crashes").open("a") as file:
+                file.write(f"{name}, done once more:\n{error}\n")
+        return True
 
     @contextmanager
     def _processes(self, ranks: int, plan: Path) -> Iterator[list[subprocess.Popen[bytes]]]:

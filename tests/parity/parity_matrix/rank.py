@@ -31,6 +31,7 @@ def main(job_toml: Path, plan: Path) -> None:
 
     A process of its own has one job, and what torch.compile keeps for it may stay; here it must not reach the next one.
     """
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of compiled code: the run's own file has those of Python
     rank, catalog, most = int(os.environ["RANK"]), discover(), _THREADS
     for number, work in enumerate(json.loads(plan.read_text())):
         if rank < work["ranks"]:
