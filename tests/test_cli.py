@@ -86,6 +86,7 @@ CONFIG = '''
         steps: tuple[int, ...] = (1, 2)
         where: Path = Path("x")
         router: Annotated[Use | None, Slot("router")] = None
+        tokens: Annotated[Use, Slot("tokenizer", default="bytes")]
 '''
 
 
@@ -281,6 +282,7 @@ def test_plugins_show_prints_the_keys_of_a_component(acme, capsys):
         ["steps", "array of integers", "[1, 2]"],
         ["where", "path", '"x"'],
         ["router", "router", "unset"],
+        ["tokens", "tokenizer", '"bytes"'],
     ]
 
 

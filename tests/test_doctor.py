@@ -61,6 +61,7 @@ def test_the_report_is_a_table_with_what_to_do(monkeypatch, capsys, tmp_path, wi
     assert "cores" in said
     assert "→ set OMP_NUM_THREADS to at most" in said
     assert ", 0 wrong" in said.splitlines()[-1]
+    assert all(line == line.rstrip() for line in said.splitlines())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs are on the GPU here")

@@ -174,14 +174,10 @@ def _plugin_table(catalog: Catalog, *, debug: bool) -> str:
         if debug and plugin.traceback:
             text += [f"{indent}  {trace}" for trace in plugin.traceback.splitlines()]
     for plugin in catalog.plugins:
-        if plugin.heavy:
-            libraries = ", ".join(plugin.heavy)
-            text.append(
-                f"warning: importing {plugin.distribution} also imports {libraries}: every forge command waits for it"
-            )
-        if plugin.is_slow:
-            seconds = f"{plugin.import_seconds:.1f} s"
-            text.append(f"warning: importing {plugin.distribution} takes {seconds}: every forge command waits for it")
+        also = f"also imports {', '.join(plugin.heavy)}" if plugin.heavy else ""
+        slow = f"takes {plugin.import_seconds:.1f} s" if plugin.is_slow else ""
+        for cost in filter(None, (also, slow)):
+            text.append(f"warning: importing {plugin.distribution} {cost}: every forge command waits for it")
     text += [f"conflict: {conflict}" for conflict in catalog.conflicts()]
     return "\n".join(text)
 
@@ -205,9 +201,12 @@ def _keys(config: type) -> list[Key]:
 
 def _default(field: attrs.Attribute[Any]) -> str:
     """The default as one would write it in TOML."""
+    from forge_core.config.converter import slot_of
+
     default = field.default
     if default is attrs.NOTHING:
-        return "required"
+        slot = slot_of(field.type)
+        return "required" if slot is None or slot.default is None else json.dumps(slot.default)
     if default is not None and hasattr(default, "takes_self"):  # an attrs.Factory
         if default.takes_self:
             return "follows from others"

@@ -115,5 +115,6 @@ def _table(findings: Sequence[Finding]) -> str:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     with console.capture() as capture:
         console.print(table)
+    lines = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())  # rich fills them up to the width
     counts = {state: sum(one.state == state for one in findings) for state in colours}
-    return f"{capture.get()}\n{', '.join(f'{count} {state}' for state, count in counts.items())}"
+    return f"{lines}\n{', '.join(f'{count} {state}' for state, count in counts.items())}"
