@@ -59,8 +59,8 @@ def test_layers_are_compared_with_the_first_evaluation(alone):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.dp_shard=2", "train.batch_size=1"],
-        ["parallel.tp=2"],
+        pytest.param(["parallel.dp_shard=2", "train.batch_size=1"], marks=pytest.mark.nightly),
+        pytest.param(["parallel.tp=2"], marks=pytest.mark.nightly),
         ["parallel.pp=2", "train.grad_accumulation=2", "train.batch_size=1"],
     ],
     ids=["fsdp2", "tp2", "pp2"],

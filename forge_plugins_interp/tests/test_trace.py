@@ -90,7 +90,7 @@ def test_a_trace_has_everything_of_a_step_in_the_order_of_computation(alone):
     "layout",
     [
         pytest.param(["parallel.tp=2"], marks=pytest.mark.nightly),
-        ["train.grad_accumulation=2"],
+        pytest.param(["train.grad_accumulation=2"], marks=pytest.mark.nightly),
         ["parallel.cp=2"],
         ["parallel.pp=2"],
         pytest.param(
