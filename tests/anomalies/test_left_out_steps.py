@@ -12,6 +12,7 @@ from parity_matrix.launch import Launcher, Work
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DATA = [
+    "model.n_layers=2",
     'data={name="numbered"}',
     "train.steps=8",
     "eval.interval=0",
@@ -57,7 +58,11 @@ POISONED = {  # name: the reference that leaves out the same steps, the number o
     "gradient-nan": ("one", 1, [*DATA, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
     "loss-inf": ("one", 1, [*DATA, poison("loss", "inf=true", FIRST_MIDDLE_LAST), RARELY]),
     "host": ("host-reference", 1, [*DATA, *PLAIN, poison("gradient", "inf=true", FIRST_MIDDLE_LAST)]),
-    "grouped": ("grouped-reference", 1, [*DATA, GROUPED, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)]),
+    "grouped": (
+        "grouped-reference",
+        1,
+        [*DATA, "model.n_layers=4", GROUPED, poison("gradient", "nan=true", FIRST_MIDDLE_LAST)],
+    ),
     "schedule-free": (
         "schedule-free-reference",
         1,
@@ -79,7 +84,7 @@ BY_NIGHT = {"loss-inf", "ema-host", "gradient-inf-of-one"}
 REFERENCES = {
     "one": (1, [*DATA, leave_out()]),
     "host-reference": (1, [*DATA, *PLAIN, leave_out()]),
-    "grouped-reference": (1, [*DATA, GROUPED, leave_out()]),
+    "grouped-reference": (1, [*DATA, "model.n_layers=4", GROUPED, leave_out()]),
     "schedule-free-reference": (1, [*DATA, SCHEDULE_FREE, leave_out()]),
     "ema-reference": (1, [*DATA, leave_out(more=EMA)]),
     "ema-host-reference": (1, [*DATA, *PLAIN, leave_out(more=EMA)]),
