@@ -10,7 +10,7 @@ from faults.history import problems_of
 from faults.job import SmallJob
 from forge_core.checkpoint.store import open_checkpoint
 
-STEPS_A_KILL = 48
+STEPS_A_KILL = 24
 """More than two kills may be apart, so that each attempt gets further than the one before it."""
 
 
@@ -20,16 +20,16 @@ STEPS_A_KILL = 48
 @pytest.mark.timeout(3600)
 def test_a_run_that_was_killed_as_a_whole_ends_bit_for_bit_as_one_that_was_not(tmp_path, kills):
     steps = STEPS_A_KILL * kills
-    straight = SmallJob(tmp_path / "straight", steps=steps, interval=7, popen=fork_server.Popen)
+    straight = SmallJob(tmp_path / "straight", steps=steps, interval=5, popen=fork_server.Popen)
     straight.start()
     assert straight.wait() == 0, straight.output[-3000:]
-    killed = SmallJob(tmp_path / "killed", steps=steps, interval=7, popen=fork_server.Popen)
+    killed = SmallJob(tmp_path / "killed", steps=steps, interval=5, popen=fork_server.Popen)
     chosen = random.Random(kills)
 
     for kill in range(kills):
         killed.start()
         # past what was done before, so that every attempt gets on, and at a moment that nothing is aligned to
-        assert killed.wait_for(1 + (steps - 40) * kill // kills + chosen.randrange(30)), killed.output[-3000:]
+        assert killed.wait_for(1 + (steps - 20) * kill // kills + chosen.randrange(15)), killed.output[-3000:]
         killed.kill_all()
     killed.start()
     assert killed.wait() == 0, killed.output[-3000:]

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
+
 WORLD = Path(__file__).with_name("forked_world.py")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 SIZES = (4, 8, 16)
@@ -91,7 +93,7 @@ def counted(folder: Path, n: int, *, resumes: bool) -> Mapping[str, Mapping[str,
     found: dict[str, dict[str, int]] = {"rank 0": {}, "first of a node": {}, "others": {}}
     for suffix, steps in (("", 4), (RESUMING, 8))[: 1 + resumes]:
         command = [folder, n, OF_A_NODE, "train", folder / "toy.toml", f"train.steps={steps}"]
-        done = subprocess.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500, check=False)
+        done = fork_server.run([sys.executable, WORLD, *map(str, command)], env=environment(), timeout=500)
         assert done.returncode == 0, (folder / "0.err").read_text()
         of_rank = [json.loads((folder / f"counts_{rank}.json").read_text()) for rank in range(n)]
         others = [one for rank, one in enumerate(of_rank) if rank % OF_A_NODE]
@@ -173,7 +175,7 @@ LOST = [
 )
 def test_who_is_lost_among_many_ranks_is_named_by_all_others(tmp_path, lost, how, sentence, n):
     command = [sys.executable, WORLD, tmp_path, n, 8, "wait", 20 if n > 32 else 8]
-    world = subprocess.Popen([*map(str, command)], env=environment(), start_new_session=True)
+    world = fork_server.Popen([*map(str, command)], env=environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + 300
         while not (tmp_path / "step").exists() or int((tmp_path / "step").read_text() or 0) < 3:
@@ -213,7 +215,7 @@ def test_a_run_that_loses_ranks_and_goes_on_with_fewer_has_one_unbroken_record(t
         """Start so many ranks; after three more steps, do something to their processes. Returns the exit code."""
         before = len(steps())
         command = [sys.executable, WORLD, tmp_path, n, OF_A_NODE, "train", tmp_path / "toy.toml", *LIMITS]
-        world = subprocess.Popen([*map(str, command)], env=environment(), start_new_session=True)
+        world = fork_server.Popen([*map(str, command)], env=environment(), start_new_session=True)
         deadline = time.monotonic() + 400
         while interrupt and len(steps()) < before + 3:
             assert world.poll() is None, (tmp_path / "0.err").read_text()

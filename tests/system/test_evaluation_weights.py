@@ -29,8 +29,18 @@ STEPS, MORE = 6, 9
 OFTEN = ["scheduler.name=constant", "eval.interval=3", f"train.steps={STEPS}"]
 LAYOUTS = ("fsdp2", "tp2", "pp2-1f1b")
 RESUMED = [("plain", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2", "fsdp2"), ("tp2", "pp2-1f1b")]
+BY_DAY = {
+    *("schedule-free-plain", "schedule-free-fsdp2", "schedule-free-pp2-1f1b"),
+    *("ema-plain", "ema-fsdp2", "ema-tp2"),
+    *("schedule-free-fsdp2-unevaluated", "ema-plain-unevaluated"),
+    *("schedule-free-plain-to-fsdp2", "schedule-free-longer-plain", "ema-fsdp2-to-fsdp2", "ema-longer-fsdp2"),
+}
+"""Runs: of each kind one process and two layouts, so that each layout is there once, and one that is resumed."""
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+
+def by_day_or_night(names):
+    """For ``parametrize``: runs by their names."""
+    return [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in names]
 
 
 def work(kind, name, layout, *settings, resumes=None):
@@ -45,8 +55,8 @@ def launcher(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def said(launcher):
-    """All runs of this file, in one launch; the words of rank 0."""
+def said(request, launcher):
+    """All runs of this file, or those of the day, in one launch; the words of rank 0."""
     works = []
     for kind in KINDS:
         works += [work(kind, name, name, "checkpoint.interval=3") for name in ("plain", *LAYOUTS)]
@@ -56,7 +66,9 @@ def said(launcher):
             for writer, reader in RESUMED
         ]
         works += [work(kind, f"longer-{name}", name, f"train.steps={MORE}") for name in ("plain", "fsdp2")]
-    return launcher.launch(works)
+    items = [item for item in request.session.items if item.path == request.path]
+    is_night = any(item.get_closest_marker("nightly") for item in items)
+    return launcher.launch([work for work in works if is_night or work.name in BY_DAY])
 
 
 def trained(launcher, name):
@@ -73,23 +85,30 @@ def evaluate(launcher, name, capsys, *arguments):
     return json.loads(capsys.readouterr().out)["eval/loss"]
 
 
-@each_kind
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, kind, layout):
-    found, expected = evaluated(launcher, f"{kind}-{layout}"), evaluated(launcher, f"{kind}-plain")
+@pytest.mark.parametrize("name", by_day_or_night(f"{kind}-{layout}" for kind in KINDS for layout in LAYOUTS))
+def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, name):
+    kind = next(kind for kind in KINDS if name.startswith(kind))
+    found, expected = evaluated(launcher, name), evaluated(launcher, f"{kind}-plain")
 
     assert [*found] == [3, STEPS]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@each_kind
-@pytest.mark.parametrize("name", ["plain", "fsdp2"])
-def test_training_does_not_notice_that_it_is_evaluated(launcher, said, kind, name):
+@pytest.mark.parametrize(
+    "name", by_day_or_night(f"{kind}-{layout}-unevaluated" for kind in KINDS for layout in ("plain", "fsdp2"))
+)
+def test_training_does_not_notice_that_it_is_evaluated(launcher, said, name):
     """Bit for bit. FSDP keeps the root's parameters gathered after an evaluation, with the values of then."""
-    assert trained(launcher, f"{kind}-{name}") == trained(launcher, f"{kind}-{name}-unevaluated")
+    assert trained(launcher, name.removesuffix("-unevaluated")) == trained(launcher, name)
 
 
-@pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in KINDS for name in ("plain", *LAYOUTS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("schedule-free-pp2-1f1b", "ema-tp2") else pytest.mark.nightly)
+        for name in (f"{kind}-{layout}" for kind in KINDS for layout in ("plain", *LAYOUTS))
+    ],
+)
 def test_a_checkpoint_is_evaluated_with_the_averages_that_its_run_has_evaluated(
     launcher, said, name, capsys, monkeypatch
 ):
@@ -105,7 +124,13 @@ def test_a_checkpoint_is_evaluated_with_the_averages_that_its_run_has_evaluated(
     assert abs(training - in_run) > 1e-3
 
 
-@pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in KINDS for name in ("fsdp2", "tp2")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("schedule-free-fsdp2", "ema-tp2") else pytest.mark.nightly)
+        for name in (f"{kind}-{layout}" for kind in KINDS for layout in ("fsdp2", "tp2"))
+    ],
+)
 def test_a_model_that_is_loaded_has_them(launcher, said, name, monkeypatch):
     """Its loss on the held-out data is that of the run; what a model is exported from is this one."""
     monkeypatch.chdir(launcher.run_dir(name).parent.parent)
@@ -175,8 +200,14 @@ def test_a_run_may_begin_with_averages(launcher, said, monkeypatch, capsys):
     assert evaluated(launcher, "begun")[1] == pytest.approx(evaluated(launcher, "schedule-free-fsdp2")[STEPS], rel=1e-6)
 
 
-@each_kind
-@pytest.mark.parametrize(("writer", "reader"), RESUMED)
+@pytest.mark.parametrize(
+    ("kind", "writer", "reader"),
+    [
+        pytest.param(kind, *pair, marks=[] if f"{kind}-{'-to-'.join(pair)}" in BY_DAY else pytest.mark.nightly)
+        for kind in KINDS
+        for pair in RESUMED
+    ],
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(launcher, said, kind, writer, reader):
     found, expected = f"{kind}-{writer}-to-{reader}", f"{kind}-longer-{'fsdp2' if writer == reader else 'plain'}"
 

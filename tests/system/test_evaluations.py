@@ -44,7 +44,8 @@ def launcher(tmp_path_factory):
 def said(request, launcher):
     """The runs of all selected tests, in one launch; the words of rank 0."""
     cells = selected_cells(request)
-    plain = [Work(name, 1, [*TRAININGS[name], *EVALUATIONS]) for name in ("plain", "moe", "moe packed")]
+    trainings = {"plain", *(CELLS[cell].training for cell in (*LAYOUTS, *SPARSE) if cell in cells)}
+    plain = [Work(name, 1, [*TRAININGS[name], *EVALUATIONS]) for name in sorted(trainings)]
     wrong = [
         Work(
             f"wrong-{given.replace(' ', '-')}",

@@ -456,7 +456,7 @@ def test_a_second_trainer_of_a_run_is_refused_and_told_who_has_it(tiny, start):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_another_attempt_has_taken_over_ends_at_its_next_save_on_all_ranks(tiny, start_ranks, ranks):
     """It had been stopped for too long, and trains on without knowing."""
-    processes = start_ranks(ranks, "checkpoint.interval=50")
+    processes = start_ranks(ranks, "checkpoint.interval=20")
     wait_until(lambda: list((tiny.path() / "checkpoints").glob("step_*")), 60, *processes)
     sign = json.loads((tiny.path() / "lease.json").read_text())
     (tiny.path() / "lease.json").write_text(json.dumps({**sign, "attempt": "b" * 32, "host": "node7"}))

@@ -38,7 +38,7 @@ def settings(shared_tiny):
     texts = [file.read_text()[:200] for file in sorted((shared_tiny.folder / "text").iterdir())]
     for name, part in (("corpus", texts[:8]), ("other", texts[8:])):
         datasets.Dataset.from_dict({"text": part}).save_to_disk(str(shared_tiny.folder / name))
-    keys = ["train.global_batch_size=4", "checkpoint.interval=1", "checkpoint.keep_last=2", "eval.interval=4"]
+    keys = ["train.global_batch_size=4", "checkpoint.interval=0", "eval.interval=4"]
     phases = "phases=[{at=4, data={weights={corpus=0.1, other=0.6}}}]"
     return [mixture(shared_tiny.folder), *keys, phases, "scheduler={name='constant'}"]
 
@@ -94,22 +94,33 @@ def test_a_run_goes_on_with_the_same_samples_on_another_number_of_ranks(
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.nightly)]
-)
-def test_a_run_that_is_killed_has_the_samples_of_one_that_is_not(shared_tiny, settings, training_values, kills):
-    steps = 2 * kills + 10
-    settings = [*settings, *TWO, f"train.steps={steps}"]
-    straight = shared_tiny.completed(*settings, f"run.name=unkilled-{kills}")
-    name = f"killed-{kills}"
-    settings += ["data.workers=3", "data.prefetch=7"]
-    for seed in range(kills):
-        shared_tiny.kill_after(4 + 2 * seed, name, *settings, pause=random.Random(seed).random() * 0.02)
+OFTEN = ["checkpoint.interval=1", "checkpoint.keep_last=2", "data.workers=3", "data.prefetch=7"]
 
-    done = shared_tiny.completed(*settings, f"run.name={name}")
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_has_the_samples_of_one_that_is_not(shared_tiny, settings, straight, training_values):
+    shared_tiny.kill_after(5, "killed", *settings, *ONE, *OFTEN, "train.steps=12")
+
+    done = shared_tiny.completed(*settings, *ONE, *OFTEN, "train.steps=12", "run.name=killed")
 
     assert training_values(done) == training_values(straight)
-    events = (shared_tiny.path(name) / "events.jsonl").read_text()
+    assert '"event": "resumed"' in (shared_tiny.path("killed") / "events.jsonl").read_text()
+
+
+@pytest.mark.nightly
+def test_two_ranks_that_are_killed_again_and_again_have_the_samples_of_those_that_are_not(
+    shared_tiny, settings, training_values
+):
+    kills = 10
+    settings = [*settings, *TWO, f"train.steps={2 * kills + 10}"]
+    straight = shared_tiny.completed(*settings, "run.name=two-unkilled")
+    for seed in range(kills):
+        shared_tiny.kill_after(4 + 2 * seed, "two-killed", *settings, *OFTEN, pause=random.Random(seed).random() * 0.02)
+
+    done = shared_tiny.completed(*settings, *OFTEN, "run.name=two-killed")
+
+    assert training_values(done) == training_values(straight)
+    events = (shared_tiny.path("two-killed") / "events.jsonl").read_text()
     assert events.count('"event": "resumed"') >= kills
 
 

@@ -178,7 +178,8 @@ def test_the_demo_goes_from_one_command_to_the_next(tmp_path, monkeypatch, capsy
     assert commands == page.partition("```\n")[2].partition("```")[0].splitlines()
 
     demo = Path("configs/demo.toml")  # cut short
-    short = {"dim = 192": "dim = 48", "n_layers = 4": "n_layers = 1", "steps = 400": "steps = 40", "**/*.py": "a*.py"}
+    short = {"dim = 192": "dim = 48", "n_layers = 4": "n_layers = 1", "steps = 400": "steps = 24", "**/*.py": "a*.py"}
+    short["batch_size = 16"] = "batch_size = 4"
     for long, brief in short.items():
         assert long in demo.read_text()
         demo.write_text(demo.read_text().replace(long, brief))
@@ -189,7 +190,7 @@ def test_the_demo_goes_from_one_command_to_the_next(tmp_path, monkeypatch, capsy
             lines = Path(words[-1]).read_text().splitlines(keepends=True)
             Path(words[-1]).write_text("".join(lines[:80]))
         else:
-            steps = ["train.steps=40", "eval.batches=1"] if words[1] == "run" else []
+            steps = ["train.steps=24", "eval.batches=1"] if words[1] == "run" else []
             assert main([*words[1:], *steps]) == 0, capsys.readouterr().err
 
     lines = [json.loads(line) for line in Path("runs/dpo_demo/metrics.jsonl").read_text().splitlines()]

@@ -43,31 +43,31 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_steps_then_ten_more_equal_twenty(shared_tiny, training_values, layout):
-    overrides = [*LAYOUTS[layout], "scheduler.decay_steps=20"]  # the same schedule, however many steps are asked for
+def test_five_steps_then_five_more_equal_ten(shared_tiny, training_values, layout):
+    overrides = [*LAYOUTS[layout], "scheduler.decay_steps=10"]  # the same schedule, however many steps are asked for
     name = layout.replace(" ", "-").replace(",", "")
 
-    straight = shared_tiny.completed(*overrides, f"run.name={name}-straight", "train.steps=20")
-    shared_tiny.completed(*overrides, f"run.name={name}-halved", "train.steps=10")
-    resumed = shared_tiny.completed(*overrides, f"run.name={name}-halved", "train.steps=20")
+    straight = shared_tiny.completed(*overrides, f"run.name={name}-straight", "train.steps=10")
+    shared_tiny.completed(*overrides, f"run.name={name}-halved", "train.steps=5")
+    resumed = shared_tiny.completed(*overrides, f"run.name={name}-halved", "train.steps=10")
 
     assert training_values(resumed) == training_values(straight)
-    checkpoints = [shared_tiny.path(f"{name}-{half}") / "checkpoints/step_00000020" for half in ("straight", "halved")]
+    checkpoints = [shared_tiny.path(f"{name}-{half}") / "checkpoints/step_00000010" for half in ("straight", "halved")]
     assert_same_checkpoint(*checkpoints)
 
 
 def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_losses(shared_tiny):
-    whole = ["scheduler.decay_steps=20", "train.global_batch_size=4"]
-    straight = shared_tiny.completed(*whole, "run.name=one-process", "train.steps=20")
+    whole = ["scheduler.decay_steps=10", "train.global_batch_size=4"]
+    straight = shared_tiny.completed(*whole, "run.name=one-process", "train.steps=10")
     two = ["--nproc", "2", "train.batch_size=2", "eval.interval=5"]
 
-    shared_tiny.completed(*whole, *two, "run.name=two-then-one", "train.steps=10")
+    shared_tiny.completed(*whole, *two, "run.name=two-then-one", "train.steps=5")
     environment = json.loads((shared_tiny.path("two-then-one") / "environment.json").read_text())
     assert shlex.split(environment["command"])[:5] == ["forge", "run", str(shared_tiny.config), *whole]
-    moved = shared_tiny.completed(*whole, "run.name=two-then-one", "train.steps=20")
+    moved = shared_tiny.completed(*whole, "run.name=two-then-one", "train.steps=10")
 
     losses = [line for line in moved if "loss" in line]
-    assert [line["step"] for line in losses] == list(range(1, 21))
+    assert [line["step"] for line in losses] == list(range(1, 11))
     for line, reference in zip(losses, straight, strict=True):
         assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
@@ -75,20 +75,20 @@ def test_a_run_of_two_ranks_goes_on_in_one_process_with_the_same_samples_and_los
 
 @pytest.fixture(scope="module")
 def moved(shared_tiny):
-    """Of two ranks with two sequences each, at step 10."""
-    two = ["--nproc", "2", "train.batch_size=2", "scheduler.decay_steps=20", "run.name=moved"]
-    shared_tiny.completed(*two, "train.steps=10")
+    """Of two ranks with two sequences each, at step 4."""
+    two = ["--nproc", "2", "train.batch_size=2", "scheduler.decay_steps=10", "run.name=moved"]
+    shared_tiny.completed(*two, "train.steps=4")
     return shared_tiny
 
 
 def test_the_global_batch_stays_on_another_number_of_ranks_without_being_asked_for(moved, capfd):
-    schedule = "scheduler.decay_steps=20"
-    straight = moved.completed(schedule, "train.batch_size=4", "run.name=straight", "train.steps=20")
+    schedule = "scheduler.decay_steps=10"
+    straight = moved.completed(schedule, "train.batch_size=4", "run.name=straight", "train.steps=10")
 
-    for steps in (14, 17):  # the second time, the checkpoint is one of an accumulation that nobody has asked for
+    for steps in (6, 8):  # the second time, the checkpoint is one of an accumulation that nobody has asked for
         moved.completed(schedule, "train.batch_size=2", "run.name=moved", f"train.steps={steps}")
         assert "train.global_batch_size stays 4, as in step_000000" in capfd.readouterr().out
-    back = moved.completed("--nproc", "2", schedule, "train.batch_size=2", "run.name=moved", "train.steps=20")
+    back = moved.completed("--nproc", "2", schedule, "train.batch_size=2", "run.name=moved", "train.steps=10")
 
     assert [line["tokens"] for line in back] == [line["tokens"] for line in straight]
     for key in ("loss", "grad_norm"):
@@ -106,7 +106,7 @@ def test_the_global_batch_stays_on_another_number_of_ranks_without_being_asked_f
 )
 def test_whoever_changes_a_key_of_the_batch_gets_what_he_asks_for(moved, asked, batch):
     job = load_job(moved.config, asked, catalog=discover(), world_size=1)
-    checkpoint = open_checkpoint(moved.path("moved") / "checkpoints/step_00000010")
+    checkpoint = open_checkpoint(moved.path("moved") / "checkpoints/step_00000004")
 
     train = with_global_batch(job, 1, checkpoint, lambda line: None).train
 
@@ -122,7 +122,7 @@ def test_whoever_changes_a_key_of_the_batch_gets_what_he_asks_for(moved, asked, 
 )
 def test_a_global_batch_that_the_ranks_cannot_make_up_is_refused_with_the_numbers(moved, ranks, said):
     job = load_job(moved.config, ["train.batch_size=2"], catalog=discover(), world_size=ranks)
-    checkpoint = open_checkpoint(moved.path("moved") / "checkpoints/step_00000010")
+    checkpoint = open_checkpoint(moved.path("moved") / "checkpoints/step_00000004")
 
     with pytest.raises(ConfigError, match=f"a global batch of 4 sequences, which is no multiple of .* = {said}"):
         with_global_batch(job, ranks, checkpoint, lambda line: None)

@@ -240,7 +240,7 @@ def test_torchrun_starts_the_same_run_and_the_working_folder_is_no_source_of_mod
     for name in ("random", "atexit", "forge_plugins_dense"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the working folder')")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    settings = ["train.batch_size=2"]
+    settings = ["train.batch_size=2", "train.steps=4"]
     done = subprocess.run(
         [*torchrun, "-m", "forge_core", "run", str(tiny.config), *settings],
         env=tiny.environment(),

@@ -119,9 +119,8 @@ SETTINGS = {
 }
 
 
-def stop_in(tiny, ranks, moments, told=range(RANKS), timeout=240):
-    """Each moment on each rank that is told; returns the last step of each run."""
-    cases = [(moment, rank) for moment in moments for rank in told]
+def stop_in(tiny, ranks, cases, timeout=240):
+    """Each moment on the rank that is told; returns the last step of each run."""
     runs = [
         {"overrides": [*ENDLESS, *SETTINGS[moment], f"run.name={moment}-{rank}"], "moment": moment, "rank": rank}
         for moment, rank in cases
@@ -139,9 +138,16 @@ def stop_in(tiny, ranks, moments, told=range(RANKS), timeout=240):
     return dict(zip(cases, [step for _, step, _ in first], strict=True))
 
 
+TOLD = [("step", 1), ("evaluation", 0), ("writing", 1), ("data", 0)]
+THE_OTHERS = [("step", 0), ("evaluation", 1), ("writing", 0), ("data", 1)]
+
+
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_whatever_it_is_doing(tiny, ranks):
-    last = stop_in(tiny, ranks, ["step", "evaluation", "writing", "data"])
+@pytest.mark.parametrize(
+    "cases", [TOLD, pytest.param([*TOLD, *THE_OTHERS], marks=pytest.mark.nightly)], ids=["one", "each"]
+)
+def test_a_signal_to_one_rank_stops_all_whatever_it_is_doing(tiny, ranks, cases):
+    last = stop_in(tiny, ranks, cases)
 
     assert max(last.values()) <= 4 + 8, last  # the time of a step or two; writing goes on beside training
     assert not [line for line in tiny.metrics("evaluation-0") if "eval/loss" in line]  # given up
@@ -150,6 +156,6 @@ def test_a_signal_to_one_rank_stops_all_whatever_it_is_doing(tiny, ranks):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_signal_to_one_rank_while_it_compiles_stops_all_after_that_step(tiny, ranks):
-    last = stop_in(tiny, ranks, ["compiling"], told=[1], timeout=800)  # a second one would find it compiled
+    last = stop_in(tiny, ranks, [("compiling", 1)], timeout=800)  # a second one would find it compiled
 
     assert max(last.values()) <= 3, last

@@ -16,16 +16,21 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from forge_plugins_slurm.cluster import read_cluster
 
 STEPS = 60
+"""By night, when more happens to a run."""
+FEW = 24
 LAUNCHERS = ["srun", "torchrun"]
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory, make_slurm_job):
     """Metrics and tensors of the run that nobody interrupts."""
-    job = make_slurm_job(tmp_path_factory.mktemp("reference"))
-    done = job.forge("run", job.config, "--nproc", "2", f"train.steps={STEPS}")
+    return uninterrupted(make_slurm_job(tmp_path_factory.mktemp("reference")), STEPS)
+
+
+def uninterrupted(job, steps: int):
+    done = job.forge("run", job.config, "--nproc", "2", f"train.steps={steps}")
     assert done.returncode == 0, done.stdout + done.stderr
-    return training(job.path("tiny")), tensors(job.path("tiny"))
+    return training(job.path("tiny")), tensors(job.path("tiny"), steps)
 
 
 def training(run: Path) -> list[tuple]:
@@ -33,7 +38,7 @@ def training(run: Path) -> list[tuple]:
     return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
 
 
-def tensors(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     """With torch's own reader: what is compared is what lies on the disk."""
     reader = FileSystemReader(run / f"checkpoints/step_{step:08d}")
     entries = reader.read_metadata().state_dict_metadata
@@ -47,9 +52,9 @@ def tensors(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 class Story:
     """One run on a cluster, and what becomes of it."""
 
-    def __init__(self, cluster, job, name: str, *arguments: str, time: str = "30") -> None:
-        self.cluster, self.job, self.name = cluster, job, name
-        self.id = job.submit(cluster, name, f"train.steps={STEPS}", *arguments, time=time)
+    def __init__(self, cluster, job, name: str, *arguments: str, time: str = "30", steps: int = STEPS) -> None:
+        self.cluster, self.job, self.name, self._steps = cluster, job, name, steps
+        self.id = job.submit(cluster, name, f"train.steps={steps}", *arguments, time=time)
 
     @property
     def state(self) -> str:
@@ -77,7 +82,7 @@ class Story:
         metrics, weights = reference
         run = self.job.path(self.name)
         assert training(run) == metrics
-        found = tensors(run)
+        found = tensors(run, self._steps)
         assert found.keys() == weights.keys()
         assert [key for key in found if not torch.equal(found[key], weights[key])] == []
 
@@ -107,9 +112,11 @@ class Story:
             raise AssertionError(f"{error}\n-- output.log\n{self.job.log(self.name)}") from None
 
 
-def test_a_preempted_run_comes_back_and_ends_as_if_nothing_had_happened(slurm_cluster, slurm_job, reference):
+def test_a_preempted_run_comes_back_and_ends_as_if_nothing_had_happened(slurm_cluster, slurm_job):
     """Within its grace time it saves and leaves, which Slurm alone would count as completed."""
-    story = Story(slurm_cluster(grace=30), slurm_job, "preempted", "callbacks=[{name='pace'}]")
+    reference = uninterrupted(slurm_job, FEW)
+    slow = "callbacks=[{name='pace', seconds=0.3}]"  # so that it is not over before it is preempted
+    story = Story(slurm_cluster(grace=30), slurm_job, "preempted", slow, steps=FEW)
 
     story.reaches(5)
     story.cluster.preempt()
@@ -119,7 +126,7 @@ def test_a_preempted_run_comes_back_and_ends_as_if_nothing_had_happened(slurm_cl
     story.lost_nothing()
     story.equals(reference)
     (row,) = json.loads(slurm_job.forge("runs", "runs/preempted", "--json", cluster=story.cluster).stdout)
-    assert (row["state"], row["step"], row["checkpoint"]) == ("finished", STEPS, STEPS)
+    assert (row["state"], row["step"], row["checkpoint"]) == ("finished", FEW, FEW)
     assert row["columns"]["job"]["job_id"] == story.id
 
 

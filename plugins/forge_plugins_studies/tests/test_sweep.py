@@ -66,7 +66,9 @@ def test_each_combination_is_a_run_and_the_same_command_leaves_them_as_they_are(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_a_signal_saves_the_run_that_is_on_and_the_same_command_goes_on(study):
+    """The runs of the first command are no forks: a process of its own starts them."""
     command = [sys.executable, "-m", "forge_core", "sweep", str(study), *SWEEP, "train.steps=100000", "eval.interval=0"]
     runs = study.parent / "runs"
     sweep = fork_server.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -165,6 +167,7 @@ def test_side_by_side_each_has_gpus_of_its_own(study, monkeypatch, capsys):
     assert not (study.parent / "runs").exists()
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_no_more_run_side_by_side_than_was_asked_for(tmp_path):
     tasks = [Task(name=str(i), arguments=["--version"], log=tmp_path / f"{i}.log") for i in range(4)]
     running, most, places = set(), 0, []
@@ -182,6 +185,7 @@ def test_no_more_run_side_by_side_than_was_asked_for(tmp_path):
     assert all("0.1" in task.log.read_text() for task in tasks)
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_each_place_has_its_own_environment(tmp_path):
     tasks = [Task(name=str(i), arguments=["plugins"], log=tmp_path / f"{i}.log") for i in range(2)]
     disabled = ["forge-plugins-plan", "forge-plugins-mirror"]
@@ -214,6 +218,7 @@ def test_a_run_that_is_stopped_before_it_listens_is_stopped_and_no_other_is_star
     assert {name: one.code for name, one in ended.items()} == {"0": 3}
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_the_last_line_is_that_of_this_attempt(tmp_path):
     task = Task(name="a", arguments=["no-such-command"], log=tmp_path / "a.log")
     task.log.write_text("done: 10 steps\n")
