@@ -23,7 +23,7 @@ from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
 from forge_core.config.unstructure import plain
 from forge_core.errors import ConfigError
-from forge_core.registry.catalog import CatalogEntry, Plugin
+from forge_core.registry.catalog import Catalog, CatalogEntry, Plugin
 from forge_core.registry.component import Component, PassComponent
 from forge_core.registry.discovery import discover
 from forge_core.registry.entry_points import canonical_distribution
@@ -40,7 +40,7 @@ class PluginConformance:
     def plugin(self) -> Plugin:
         """The plugin as discovery sees it."""
         wanted = canonical_distribution(self.dist)
-        for plugin in discover().plugins:
+        for plugin in _installed().plugins:
             if plugin.distribution == wanted:
                 return plugin
         raise AssertionError(
@@ -108,7 +108,7 @@ class PluginConformance:
                 )
 
     def test_defaults_survive_a_resolved_job(self) -> None:
-        build, distribution = ComponentBuilder(discover()), self.plugin().distribution
+        build, distribution = ComponentBuilder(_installed()), self.plugin().distribution
         for kind, component in self.plugin().components:
             cls = self._keys(kind, component)
             if any(_is_required(field) for field in attrs.fields(attrs.resolve_types(cls, include_extras=True))):
@@ -144,7 +144,7 @@ class PluginConformance:
                 )
 
     def test_settings_that_passes_offer_for_comparison_are_valid(self) -> None:
-        build, distribution = ComponentBuilder(discover()), self.plugin().distribution
+        build, distribution = ComponentBuilder(_installed()), self.plugin().distribution
         for kind, component in self.plugin().components:
             for settings in component.compared if isinstance(component, PassComponent) else ():
                 try:
@@ -211,8 +211,7 @@ class PluginConformance:
         return sorted({component.config.partition(":")[0] for _, component in self.plugin().components} - {""})
 
     def _fresh_interpreter(self) -> _Imports:
-        path = tuple(entry for entry in sys.path if entry)
-        return _imports(self._entry_module(), tuple(self._config_modules()), self.plugin().distribution, path)
+        return _imports(self._entry_module(), tuple(self._config_modules()), self.plugin().distribution, _path())
 
     def _configs(self) -> Iterator[tuple[str, type]]:
         for kind, component in self.plugin().components:
@@ -222,10 +221,25 @@ class PluginConformance:
         """The class whose fields are the component's keys."""
         if component.config:
             return self._load(component, component.config, "config class")
-        return config_class(CatalogEntry(component, self.plugin()), discover().kinds[kind])[0]
+        return config_class(CatalogEntry(component, self.plugin()), _installed().kinds[kind])[0]
 
     def _load(self, component: Component, reference: str, what: str) -> Any:
         return load_reference(reference, what=f"the {what} of '{component.name}'", owner=self.dist)
+
+
+def _installed() -> Catalog:
+    return _installed_on(_path())
+
+
+@cache
+def _installed_on(path: tuple[str, ...]) -> Catalog:
+    """Remembered, as nearly every check asks for it: reading what is installed takes longer than most of them do."""
+    return discover()
+
+
+def _path() -> tuple[str, ...]:
+    """Where modules and distributions are looked for."""
+    return tuple(entry for entry in sys.path if entry)
 
 
 @attrs.frozen
