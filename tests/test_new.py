@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_its_code_is_formatted_and_clean(packages: Path) -> None:
 
 
 def test_its_example_runs(packages: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """For every kind that can have one. In one process, since importing torch takes longer than training."""
+    """For every kind that can have one, in one process."""
     program = f"""
 import os
 from forge_core.cli import main
@@ -113,7 +114,7 @@ for name in {[name_of(kind) for kind in WITH_EXAMPLE]}:
     os.chdir({str(packages)!r} + "/" + name)
     assert main(["run", "example.toml", "--run.dir={tmp_path}", f"--run.name={{name}}"]) == 0, name
 """
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    run = fork_server.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run.returncode == 0, run.stdout + run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name_of(kind) for kind in WITH_EXAMPLE)
@@ -198,14 +199,14 @@ def test_a_plugin_file_and_the_package_around_it_pass_at_once(kind, tmp_path, ca
     assert printed.startswith(f"my_own.py: a plugin file with the {kind.replace('_', ' ')} 'my_own'. Next:\n")
     assert '    files = ["my_own.py"]\n' in printed
 
-    tested = fork_pytest("my_own.py")
-    assert re.search(r"\d+ passed", tested), tested
     assert main(["new", kind, "good-one", "--from", "my_own.py"]) == 0
     source = (tmp_path / "good-one" / "src" / "good_one" / f"{kind}.py").read_text()
     assert "component" not in source
     project = tomllib.loads((tmp_path / "good-one" / "pyproject.toml").read_text())["project"]
     assert ("forge-plugins-moe" in project["dependencies"]) is (kind == "router")
-    assert re.search(r"\d+ passed", fork_pytest("good-one"))
+    passed = fork_pytest("my_own.py", "good-one")
+    assert passed.keys() == {"my_own.py", "good-one/tests/test_plugin.py", f"good-one/tests/test_{kind}.py"}
+    assert passed["my_own.py"] == passed[f"good-one/tests/test_{kind}.py"] > 3
     trained = fork_server.run(
         [sys.executable, "-m", "forge_core", "run", "example.toml"],
         cwd=tmp_path / "good-one",
@@ -218,22 +219,22 @@ def test_a_plugin_file_and_the_package_around_it_pass_at_once(kind, tmp_path, ca
 
 @pytest.fixture
 def fork_pytest(tmp_path: Path):
-    """Run pytest on files of this folder, with packages in it installed; returns what it printed."""
+    """Run pytest in this folder, with packages in it installed; returns how many tests of each file have passed."""
 
-    def run(path: str) -> str:
+    def run(*paths: str) -> Counter[str]:
         sources = [str(Path(fork_server.__file__).parent)]
         for project in tmp_path.glob("*/pyproject.toml"):
             sources.append(str(installed_by_hand(project.parent)))
-        options = ["-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "-p", "forked_ranks"]
+        options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "-p", "forked_ranks"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), path],
+            [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), *paths],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return Counter(re.findall(r"^(\S+\.py)::\S+ PASSED", done.stdout, re.MULTILINE))
 
     return run
 

@@ -89,20 +89,19 @@ def test_layers_that_cannot_be_cut_are_refused(tmp_path, encoder, sentence):
         job_of(tmp_path, f"model.encoder={encoder}", *CUT)
 
 
-BY_DAY = ("siglip",)
+LAYOUTS = {"tp2": (2, CUT), "tp2-fsdp2": (4, [*CUT, "train.batch_size=2"])}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names",
+    ("names", "layouts"),
     [
-        pytest.param(BY_DAY, id="by-day"),
-        pytest.param([name for name in ENCODERS if name not in BY_DAY], id="by-night", marks=pytest.mark.nightly),
+        pytest.param(["siglip"], {"tp2": LAYOUTS["tp2"]}, id="by-day"),
+        pytest.param(ENCODERS, LAYOUTS, id="all", marks=pytest.mark.nightly),
     ],
 )
-def test_cut_encoders_compute_what_whole_ones_do(tmp_path_factory, names):
+def test_cut_encoders_compute_what_whole_ones_do(tmp_path_factory, names, layouts):
     launcher = Launcher(tmp_path_factory.mktemp("cut"))
-    layouts = {"tp2": (2, CUT), "tp2-fsdp2": (4, [*CUT, "train.batch_size=2"])}
     works = []
     for name in names:
         keys = [f"model.encoder={ENCODERS[name]}", "model.connector.name=linear", "train.steps=4", "eval.interval=4"]

@@ -235,7 +235,7 @@ def test_what_is_trained_is_told_at_each_change_and_after_a_resume(folder, strai
     assert [log.count(f"trained from step {step} on:") for step in range(1, 9)] == [0, 0, 0, 0, 1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("step", [2, 3, 4, 6])
+@pytest.mark.parametrize("step", [3, 6, *(pytest.param(step, marks=pytest.mark.nightly) for step in (2, 4))])
 def test_a_resume_at_the_border_of_stages_is_bit_identical(folder, straight, step):
     """After step 3 the encoder thaws, and after step 6 it is frozen again."""
     lines, run = straight

@@ -50,6 +50,7 @@ source = { name = "text_files", path = "corpus", pattern = "**/2*.txt", validati
 steps = 24
 seq_len = 32
 batch_size = 2
+precision = "fp32"
 
 [optimizer]
 name = "adamw"

@@ -1,4 +1,4 @@
-"""Packages from outside the tree (the folders ``acme-*``), installed beside ours from wheels alone."""
+"""Packages from outside the tree (the folders ``acme-*`` and ``examples``), installed beside ours from wheels alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -23,6 +24,7 @@ from forge_testing.scaffold.package import write_package
 HERE = Path(__file__).parent
 OURS = [folder for folder in FOLDERS if folder.name != "forge_train"]
 """The core, and plugins."""
+EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 
 collect_ignore_glob = ["acme-*"]  # their tests run where they are installed
 
@@ -54,10 +56,14 @@ class Installation:
         """A ``forge`` command that must succeed; returns what it printed."""
         return succeed(self.python.with_name("forge"), *arguments, cwd=cwd)
 
+    def trained(self, *arguments: str | Path, cwd: Path) -> str:
+        """The same for a command that needs torch, by a fork of a process that has imported it."""
+        return succeed(self.python, "-m", "forge_core", *arguments, cwd=cwd, run=fork_server.run)
+
     def interrupted(self, *arguments: str, cwd: Path) -> int:
         """The exit code of a ``forge`` command to which Ctrl-C comes after its first checkpoint."""
-        command = [self.python.with_name("forge"), *arguments]
-        process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = [self.python, "-m", "forge_core", *arguments]
+        process = fork_server.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         while process.poll() is None and not list(cwd.glob("runs/*/checkpoints/latest")):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -70,7 +76,8 @@ class Installation:
 
     def refused(self, *arguments: str | Path, cwd: Path) -> str:
         """A ``forge`` command that must end with exit code 2; returns what it said."""
-        done = run(self.python.with_name("forge"), *arguments, cwd=cwd)
+        command = [self.python.with_name("forge"), *arguments]
+        done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
         assert done.returncode == 2, done.stdout + done.stderr
         return " ".join(done.stderr.split())
 
@@ -116,9 +123,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     folder = tmp_path_factory.mktemp("outsiders")
     outsiders = [shutil.copytree(path, folder / path.name) for path in sorted(HERE.glob("acme-*"))]
     outsiders.append(write_package("router", "acme-gate", folder))
+    outsiders += [shutil.copytree(path, folder / path.name) for path in EXAMPLES]
     installation = fresh_environment(folder)
-    installation.pip("install", "-q", "--no-deps", *built([*outsiders, *OURS], folder / "wheels"))
-    fork_server.serve(installation.python)
+    installation.pip("install", "-q", *built([*outsiders, *OURS], folder / "wheels"))
+    for outsider in outsiders:
+        shutil.rmtree(outsider / "src")
     return installation
 
 
@@ -127,12 +136,6 @@ def built(folders: Sequence[Path], wheels: Path) -> list[Path]:
     wheels.mkdir()
     succeed(sys.executable, "-c", BUILD, wheels, *folders, cwd=wheels)
     return sorted(wheels.glob("*.whl"))
-
-
-@pytest.fixture(scope="session")
-def build_wheels() -> Callable[[Sequence[Path], Path], list[Path]]:
-    """``built``, for tests."""
-    return built
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +160,9 @@ def fresh_environment(folder: Path) -> Installation:
     for module in ("fork_server.py", "forked_ranks.py"):
         shutil.copy(Path(fork_server.__file__).with_name(module), folder / "tools")
     (folder / "tools" / "in_turn.py").write_text(IN_TURN)
-    return Installation(folder)
+    installation = Installation(folder)
+    fork_server.serve(installation.python)
+    return installation
 
 
 def see_third_parties(venv: Path, links: Path) -> None:
@@ -172,16 +177,11 @@ def see_third_parties(venv: Path, links: Path) -> None:
     (site / "third_parties.pth").write_text(str(links))
 
 
-def succeed(*command: str | Path, cwd: Path) -> str:
+def succeed(*command: str | Path, cwd: Path, run: Callable[..., Any] = subprocess.run) -> str:
     """Run a command that must succeed, and return what it printed."""
-    done = run(*command, cwd=cwd)
+    done = run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{command} exits with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command away from the source tree."""
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
 
 
 def environment() -> dict[str, str]:

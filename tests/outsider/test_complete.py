@@ -68,14 +68,14 @@ def first(complete, tmp_path_factory):
     complete.forge("validate", "first.toml", cwd=folder)
     assert complete.interrupted(*RUN, cwd=folder) == 3
     before = metrics(folder / "runs" / "first")
-    complete.forge(*RUN, cwd=folder)
+    complete.trained(*RUN, cwd=folder)
     return folder, before
 
 
 def test_a_new_configuration_trains_is_interrupted_and_resumes(complete, first):
     folder, before = first
 
-    complete.forge(*RUN, "run.name=straight", cwd=folder)
+    complete.trained(*RUN, "run.name=straight", cwd=folder)
 
     resumed = metrics(folder / "runs" / "first")
     assert 5 <= len(before) < 150
@@ -88,11 +88,11 @@ def test_a_new_configuration_trains_is_interrupted_and_resumes(complete, first):
 def test_what_it_has_trained_is_evaluated_sampled_reported_and_converted(complete, first):
     folder, _ = first
 
-    evaluated = complete.forge("eval", "runs/first", cwd=folder)
-    sampled = complete.forge("generate", "runs/first", "--prompt", "def ", "--max-new-tokens", "8", cwd=folder)
+    evaluated = complete.trained("eval", "runs/first", cwd=folder)
+    sampled = complete.trained("generate", "runs/first", "--prompt", "def ", "--max-new-tokens", "8", cwd=folder)
     complete.forge("report", "runs", "--out", "report.html", cwd=folder)
-    complete.forge("convert", "runs/first", "--to", "huggingface", "--out", "exported", cwd=folder)
-    complete.forge("convert", "exported", "--to", "forge", "--out", "back", cwd=folder)
+    complete.trained("convert", "runs/first", "--to", "huggingface", "--out", "exported", cwd=folder)
+    complete.trained("convert", "exported", "--to", "forge", "--out", "back", cwd=folder)
 
     assert "eval/loss" in evaluated
     assert len(sampled) > len("def ")

@@ -81,7 +81,7 @@ def test_they_are_listed_beside_ours(installed) -> None:
     table = installed.forge("plugins", cwd=installed.folder)
 
     plugins = {plugin["distribution"]: plugin for plugin in listed["plugins"]}
-    outsiders = {path.name for path in installed.folder.glob("acme-*")}
+    outsiders = {path.parent.name for path in installed.folder.glob("*/pyproject.toml")}
     assert set(plugins) == outsiders | installed.ours
     assert {plugin["status"] for plugin in plugins.values()} == {"ok"}
     assert plugins["acme-recipes"]["version"] == "2.1.0"
@@ -97,13 +97,13 @@ def test_another_package_can_be_started(installed, tmp_path: Path) -> None:
 
 
 def test_they_pass_the_kit(installed) -> None:
-    """One that ``forge new`` has written, too."""
-    packages = sorted(installed.folder.glob("acme-*/tests"))
+    """And their own tests: what ``forge new`` has written, and the examples, too."""
+    packages = sorted(installed.folder.glob("*/tests"))
 
     printed = installed.tested(*packages)
 
     assert all(f"{tests.parent.name}/tests/" in printed for tests in packages)
-    assert len(packages) == 6
+    assert len(packages) == 9
 
 
 def test_a_recipe_trains_by_name_and_resumes_exactly(installed, tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_a_recipe_trains_by_name_and_resumes_exactly(installed, tmp_path: Path) 
     (tmp_path / "config.toml").write_text(CONFIG)
 
     installed.forge("validate", "config.toml", cwd=tmp_path)
-    installed.forge("run", "config.toml", cwd=tmp_path)
+    installed.trained("run", "config.toml", cwd=tmp_path)
     assert [line["step"] for line in metrics(tmp_path / "runs" / "config")] == [1, 2, 3, 4]
-    installed.forge("run", "config.toml", "--train.steps=8", cwd=tmp_path)
-    installed.forge("run", "config.toml", "--train.steps=8", "--run.name=straight", cwd=tmp_path)
+    installed.trained("run", "config.toml", "--train.steps=8", cwd=tmp_path)
+    installed.trained("run", "config.toml", "--train.steps=8", "--run.name=straight", cwd=tmp_path)
 
     resumed, straight = metrics(tmp_path / "runs" / "config"), metrics(tmp_path / "runs" / "straight")
     assert resumed == straight

@@ -61,6 +61,8 @@ CELLS = {  # the ranks, the training that is to be reproduced, and the layout
     "pp2": (2, "packed", [PP2]),
     "pp2-zero-bubble": (2, "plain", [PP2, ZERO_BUBBLE]),
     "cp2": (2, "packed", [CP2]),
+    "cp2-full": (2, "packed", [CP2, FULL]),
+    "fsdp2-cubic": (2, "cubic", [HALF]),
     "pp2-tp2-zero-bubble": (4, "packed", [PP2, TP2, ZERO_BUBBLE]),
     "pp2-fsdp2": (4, "plain", [PP2, HALF]),
     "tp2-fsdp2": (4, "plain", [TP2, HALF]),
@@ -84,7 +86,7 @@ def warm(source: str) -> list[str]:
 BY_NIGHT = {  # by day, each pass and each training is there once, but for compile, which takes a minute
     *("selective", "compile-selective", "fsdp2-full", "tp2-whole-stream", "tp2-selective", "tp2-compile"),
     *("pp2-zero-bubble", "fsdp2", "fsdp2-tied", "tp2", "pp2", "pp2-fsdp2", "tp2-fsdp2", "cp2-tp2", "compile-linear"),
-    *("tp2-fsdp2-linear", "tp2-tied", "pp2-tp2-zero-bubble"),
+    *("tp2-fsdp2-linear", "tp2-tied", "pp2-tp2-zero-bubble", "full", "cp2", "tp2-fsdp2-cubic"),
 }
 assert CELLS.keys() >= BY_NIGHT
 
@@ -94,7 +96,7 @@ def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest
     """The runs of all selected tests share one launch of four ranks, of the environment that has nothing but wheels."""
     chosen = selected_cells(request)
     launcher = Launcher(tmp_path_factory.mktemp("jay"), python=installed.python)
-    works = [Work(f"alone-{name}", 1, settings) for name, settings in TRAININGS.items()]
+    works = [Work(f"alone-{name}", 1, TRAININGS[name]) for name in trainings_of(chosen)]
     for name, (ranks, training, layout) in CELLS.items():
         if name in chosen:
             works.append(Work(name, ranks, [*TRAININGS[training], *layout]))
@@ -107,6 +109,11 @@ def launcher(request: pytest.FixtureRequest, installed, tmp_path_factory: pytest
         works.append(Work("alone-row-scaled-warm", 1, [*TRAININGS["row-scaled"], *warm("alone-row-scaled")]))
     launcher.launch(works)
     return launcher
+
+
+def trainings_of(cells: set[str]) -> list[str]:
+    """What has to be reproduced in these cells; all of it, if none is chosen."""
+    return sorted({CELLS[cell][1] for cell in cells}) or [*TRAININGS]
 
 
 @pytest.mark.timeout(1500)  # of which the launch is nearly all
@@ -128,9 +135,10 @@ def test_steps_have_the_losses_and_gradient_norms_of_one_process(launcher: Launc
     assert norms == [norms[0]] * ranks
 
 
-def test_the_trainings_differ_from_each_other(launcher: Launcher) -> None:
+def test_the_trainings_differ_from_each_other(launcher: Launcher, request: pytest.FixtureRequest) -> None:
     """Else a cell could not tell that documents or the tie had been lost."""
-    losses = [launcher.metrics(f"alone-{training}")[STEPS - 1]["loss"] for training in TRAININGS]
+    trainings = trainings_of(selected_cells(request))
+    losses = [launcher.metrics(f"alone-{training}")[STEPS - 1]["loss"] for training in trainings]
 
     assert min(abs(one / other - 1) for one in losses for other in losses if one is not other) > 1e-4
 
@@ -203,7 +211,7 @@ def test_a_pass_stands_where_its_neighbours_tell_it_to(installed, job) -> None:
     """By name alone, and by the order of the configuration, they would stand the other way round."""
     chosen = ["parallel.passes.acme_offload.every=3", "parallel.passes.fsdp=true", "parallel.passes.label_blocks=true"]
 
-    said = installed.forge("run", "--dry-run", job, *chosen, cwd=job.parent)
+    said = installed.trained("run", "--dry-run", job, *chosen, cwd=job.parent)
 
     assert table(said) == [
         ["acme-passes:label_blocks", "checkpointing", "12", "blocks.0–11"],

@@ -71,6 +71,12 @@ def planned(plan):
     return run
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """The job is not compared with other ways to recompute, each of which is one more simulation."""
+    monkeypatch.setattr("forge_plugins_plan.report.alternatives", lambda *job: iter(()))
+
+
 BY_DAY = ("fsdp on two ranks",)
 
 
@@ -91,7 +97,7 @@ def test_predicted_peaks_are_within_five_percent_of_what_real_runs_take(only, jo
     assert max(map(abs, errors)) < 5, benchmark.stdout
 
 
-def test_gradients_of_microbatches_are_whole_or_in_shards(planned):
+def test_gradients_of_microbatches_are_whole_or_in_shards(alone, planned):
     several = ("--world-size", "8", "--gpu", "h200", "train.grad_accumulation=4")
     plans = [planned(*several, f"parallel.passes.fsdp.accumulate={one}") for one in ("whole", "sharded", "auto")]
 
@@ -100,7 +106,7 @@ def test_gradients_of_microbatches_are_whole_or_in_shards(planned):
     assert auto == whole  # which is next to nothing on such a GPU
 
 
-def test_a_thousand_ranks_are_planned_in_one_process(planned):
+def test_a_thousand_ranks_are_planned_in_one_process(alone, planned):
     plan = planned("--world-size", "1024", "parallel.dp_replicate=8", "--gpu", "h200")
 
     assert plan["mesh"]["dp_shard"] == 128
@@ -125,13 +131,13 @@ def test_a_thousand_ranks_are_planned_in_one_process(planned):
         ),
     ],
 )
-def test_state_of_other_shapes_is_planned_with_the_bytes_that_it_has(planned, optimizer, most, tables):
+def test_state_of_other_shapes_is_planned_with_the_bytes_that_it_has(alone, planned, optimizer, most, tables):
     (stage,) = planned("--world-size", "4", "parallel.tp=2", f"optimizer={optimizer}")["stages"]
 
     assert 0 < (stage["at_peak"]["optimizer"] - tables) / stage["parameter_bytes"] <= most
 
 
-def test_an_embedding_is_not_whole_on_a_rank_while_the_logits_are(planned):
+def test_an_embedding_is_not_whole_on_a_rank_while_the_logits_are(alone, planned):
     layout = ("--world-size", "64", "--vocab-size", "8192")
     (freed,) = planned(*layout)["stages"]
     (kept,) = planned(*layout, "parallel.passes.fsdp.reshard_after_forward=never")["stages"]
@@ -173,7 +179,7 @@ def test_any_installed_pass_can_offer_ways_to_recompute(config):
     assert found == ["nothing", 'activation_checkpointing: mode = "full", every = 2']
 
 
-def test_the_text_says_how_many_ranks_share_out_experts(plan):
+def test_the_text_says_how_many_ranks_share_out_experts(alone, plan):
     code, out, said = plan("--world-size", "2", "model.num_experts=4", "parallel.ep=2")
 
     assert code == 0, out + said
@@ -217,7 +223,7 @@ def test_what_a_run_would_refuse_and_what_cannot_be_told_is_said(plan, arguments
 AUTO = "parallel.passes.activation_checkpointing.mode=auto"
 
 
-def test_what_is_recomputed_can_depend_on_the_gpu_that_is_planned_for(plan, planned, monkeypatch):
+def test_what_is_recomputed_can_depend_on_the_gpu_that_is_planned_for(alone, plan, planned, monkeypatch):
     small = attrs.evolve(_gpu("h100"), memory_gib=1 + 0.0075)
     roomy = planned("--world-size", "1", AUTO, "--gpu", "h100")
     monkeypatch.setattr("forge_plugins_plan.gpus.gpu_named", lambda _: small)
@@ -234,7 +240,7 @@ def test_what_is_recomputed_can_depend_on_the_gpu_that_is_planned_for(plan, plan
     ("settings", "of_parameter"),
     [((), 4), (("optimizer.rounding=split",), 10), (("optimizer.rounding=split", "optimizer.moments=bf16"), 6)],
 )
-def test_what_split_weights_take_is_the_optimizers(planned, settings, of_parameter):
+def test_what_split_weights_take_is_the_optimizers(alone, planned, settings, of_parameter):
     stage = planned("--world-size", "1", "train.precision=bf16_pure", *settings)["stages"][0]
 
     counts = 4 * 100  # of steps, one a parameter
@@ -244,7 +250,7 @@ def test_what_split_weights_take_is_the_optimizers(planned, settings, of_paramet
 FLOAT8 = ("--world-size", "2", "train.precision=bf16", "parallel.passes.fp8.min_dim=16")
 
 
-def test_norms_keep_on_a_gpu_their_input_and_a_number_a_row(planned):
+def test_norms_keep_on_a_gpu_their_input_and_a_number_a_row(alone, planned):
     """What a CPU keeps beside it: the input in fp32, and what it divides that by. Measured on an H200: RESULTS.md."""
     on = ("--world-size", "1", "train.precision=bf16_pure")
     of_cpu, of_gpu = (planned(*on, *gpu)["stages"][0]["largest"]["activations"] for gpu in ((), ("--gpu", "h200")))
@@ -255,7 +261,7 @@ def test_norms_keep_on_a_gpu_their_input_and_a_number_a_row(planned):
 
 @pytest.mark.nightly  # by day, the next one plans with it
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_float8_is_planned_for_a_gpu_that_has_it(planned, recipe):
+def test_float8_is_planned_for_a_gpu_that_has_it(alone, planned, recipe):
     pytest.importorskip("torchao")
 
     plan = planned(*FLOAT8, f"parallel.passes.fp8.recipe={recipe}", "--gpu", "h100")
@@ -264,7 +270,7 @@ def test_float8_is_planned_for_a_gpu_that_has_it(planned, recipe):
     assert plan["flops_per_token"] == planned("--world-size", "2")["flops_per_token"]
 
 
-def test_float8_gathered_by_fsdp_halves_what_is_gathered_of_blocks(planned):
+def test_float8_gathered_by_fsdp_halves_what_is_gathered_of_blocks(alone, planned):
     pytest.importorskip("torchao")
 
     gathered = [
@@ -370,7 +376,7 @@ PICTURES = {
 }
 
 
-def test_batches_have_what_the_data_describe(plan, planned, make_distribution):
+def test_batches_have_what_the_data_describe(alone, plan, planned, make_distribution):
     make_distribution("acme-pictures", files=PICTURES)
     viewer = ("--world-size", "2", "--vocab-size", "257", "model.name=viewer", *SHAPE)
 

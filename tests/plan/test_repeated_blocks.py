@@ -80,13 +80,14 @@ def left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (1, [TWICE, FULL, "model.tie_embeddings=true"]),
-        (4, [TWICE, "parallel.passes.fsdp.accumulate=sharded"]),
+        (4, [TWICE, "parallel.passes.fsdp.accumulate=sharded", "model.tie_embeddings=true"]),
         (8, ["parallel.tp=2", "parallel.dp_replicate=2", SELECTIVE]),
         (4, ["parallel.ep=2", *SPARSE]),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)  # other options of the same passes, and what takes longest
             for case in [
+                (1, [TWICE, FULL, "model.tie_embeddings=true"]),
+                (4, [TWICE, "parallel.passes.fsdp.accumulate=sharded"]),
                 (1, ["train.precision=fp32"]),
                 (4, [SELECTIVE, "parallel.passes.fsdp.reshard_after_forward=never"]),
                 (4, [TWICE, "parallel.passes.fsdp.keep_gathered=true", "loss.name=chunked_cross_entropy"]),

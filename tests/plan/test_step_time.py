@@ -146,17 +146,21 @@ def test_collectives_of_tensor_parallelism_carry_the_block_inputs_and_hide_behin
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("train.precision=bf16",), ("parallel.passes.activation_checkpointing.mode=full",)]
+    "settings",
+    [
+        ("train.precision=bf16",),
+        ("parallel.passes.activation_checkpointing.mode=full",),
+        pytest.param((), marks=pytest.mark.nightly),
+    ],
 )
 def test_blocks_that_are_left_out_take_what_those_take_that_are_simulated(simulated, settings):
     h100 = gpu_named("h100")
-    world = ("model.n_layers=12", *settings)
     times = []
     for shorten in (True, False):
-        (rank,) = simulated(4, *world, gpu=h100, shorten=shorten)
+        (rank,) = simulated(4, "model.n_layers=12", *settings, gpu=h100, shorten=shorten)
+        assert any(isinstance(one, Repeat) for one in rank.run) is shorten
         times.append(step_time([(rank.run, rank.optimizer.changes)], published(h100)))
 
-    assert any(isinstance(one, Repeat) for one in simulated(4, *world, gpu=h100)[0].run)
     assert times[0].seconds == pytest.approx(times[1].seconds, rel=1e-9)
     assert times[0].parts == pytest.approx(times[1].parts, rel=1e-9)
     assert times[0].hidden == pytest.approx(times[1].hidden, rel=1e-9)
@@ -286,7 +290,10 @@ def test_stages_that_wait_for_ever_are_found():
         step_time([([receive(1, 0), product(1)], ()), ([receive(0, 0), product(1)], ())], Made())
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1F1B", "Interleaved1F1B", pytest.param("GPipe", marks=pytest.mark.nightly)],  # of 1F1B's formula
+)
 def test_the_bubble_of_a_real_schedule_is_that_of_its_formula(simulated, schedule):
     """``(p - 1) / v`` microbatches of ``m``, of which each takes as long on all stages: here they have no head."""
     pp, m = 2, 4

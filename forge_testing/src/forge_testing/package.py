@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module, metadata
 from typing import Any, ClassVar, get_args
 
@@ -22,7 +23,7 @@ from forge_core.config.field_docs import field_docs
 from forge_core.config.sections import Job
 from forge_core.config.unstructure import plain
 from forge_core.errors import ConfigError
-from forge_core.registry.catalog import CatalogEntry, Plugin
+from forge_core.registry.catalog import Catalog, CatalogEntry, Plugin
 from forge_core.registry.component import Component, PassComponent
 from forge_core.registry.discovery import discover
 from forge_core.registry.entry_points import canonical_distribution
@@ -39,7 +40,7 @@ class PluginConformance:
     def plugin(self) -> Plugin:
         """The plugin as discovery sees it."""
         wanted = canonical_distribution(self.dist)
-        for plugin in discover().plugins:
+        for plugin in _installed().plugins:
             if plugin.distribution == wanted:
                 return plugin
         raise AssertionError(
@@ -68,35 +69,21 @@ class PluginConformance:
         )
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
-        (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
+        module, heavy = self._entry_module(), self._fresh_interpreter().listing
 
-        heavy = _heavy_imports(point.module)
-
-        assert not heavy, f"importing {point.module} imports {', '.join(heavy)}; every forge command has to wait for it"
+        assert not heavy, f"importing {module} imports {', '.join(heavy)}; every forge command has to wait for it"
 
     def test_validating_it_imports_nothing_heavy(self) -> None:
-        program = (
-            "from forge_core.config.builder import config_class\nfrom forge_core.registry.discovery import discover\n"
-            "catalog = discover()\n"
-            "for kind in catalog.kinds.values():\n"
-            "    for one in catalog.components(kind.name):\n"
-            f"        if one.plugin.distribution == {self.plugin().distribution!r}:\n"
-            "            config_class(one, kind)\n"
-        )
-
-        heavy = json.loads(_printed(program)[-1])
+        heavy = self._fresh_interpreter().validating
 
         assert not heavy, f"reading what can be set imports {', '.join(heavy)}; forge validate has to wait for it"
 
     def test_importing_it_prints_nothing(self) -> None:
-        (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
-        modules = sorted({component.config.partition(":")[0] for _, component in self.plugin().components} - {""})
-
-        *printed, _ = _imported(point.module, *modules)
+        printed = self._fresh_interpreter().printed
 
         assert not printed, (
-            f"importing {', '.join([point.module, *modules])} prints {printed[0]!r}; standard output belongs to the "
-            "command, whose JSON or TOML somebody may read"
+            f"importing {', '.join([self._entry_module(), *self._config_modules()])} prints {printed[0]!r}; standard "
+            "output belongs to the command, whose JSON or TOML somebody may read"
         )
 
     def test_configs_are_frozen_attrs_classes(self) -> None:
@@ -121,7 +108,7 @@ class PluginConformance:
                 )
 
     def test_defaults_survive_a_resolved_job(self) -> None:
-        build, distribution = ComponentBuilder(discover()), self.plugin().distribution
+        build, distribution = ComponentBuilder(_installed()), self.plugin().distribution
         for kind, component in self.plugin().components:
             cls = self._keys(kind, component)
             if any(_is_required(field) for field in attrs.fields(attrs.resolve_types(cls, include_extras=True))):
@@ -157,7 +144,7 @@ class PluginConformance:
                 )
 
     def test_settings_that_passes_offer_for_comparison_are_valid(self) -> None:
-        build, distribution = ComponentBuilder(discover()), self.plugin().distribution
+        build, distribution = ComponentBuilder(_installed()), self.plugin().distribution
         for kind, component in self.plugin().components:
             for settings in component.compared if isinstance(component, PassComponent) else ():
                 try:
@@ -216,6 +203,16 @@ class PluginConformance:
                 "invocation: --nproc would do nothing"
             )
 
+    def _entry_module(self) -> str:
+        (point,) = metadata.distribution(self.dist).entry_points.select(group=ENTRY_POINT_GROUP)
+        return point.module
+
+    def _config_modules(self) -> list[str]:
+        return sorted({component.config.partition(":")[0] for _, component in self.plugin().components} - {""})
+
+    def _fresh_interpreter(self) -> _Imports:
+        return _imports(self._entry_module(), tuple(self._config_modules()), self.plugin().distribution, _path())
+
     def _configs(self) -> Iterator[tuple[str, type]]:
         for kind, component in self.plugin().components:
             yield f"{kind} {component.name}: {component.config or component.factory}", self._keys(kind, component)
@@ -224,32 +221,77 @@ class PluginConformance:
         """The class whose fields are the component's keys."""
         if component.config:
             return self._load(component, component.config, "config class")
-        return config_class(CatalogEntry(component, self.plugin()), discover().kinds[kind])[0]
+        return config_class(CatalogEntry(component, self.plugin()), _installed().kinds[kind])[0]
 
     def _load(self, component: Component, reference: str, what: str) -> Any:
         return load_reference(reference, what=f"the {what} of '{component.name}'", owner=self.dist)
 
 
-def _heavy_imports(*modules: str) -> list[str]:
-    """Which heavy modules a fresh interpreter has imported after ``modules``."""
-    heavy: list[str] = json.loads(_imported(*modules)[-1])
-    return heavy
+def _installed() -> Catalog:
+    return _installed_on(_path())
 
 
-def _imported(*modules: str) -> list[str]:
-    """What a fresh interpreter prints while it imports them; the last line is the heavy modules that it has then."""
-    return _printed(f"import importlib\nfor module in {modules!r}: importlib.import_module(module)\n")
+@cache
+def _installed_on(path: tuple[str, ...]) -> Catalog:
+    """Remembered, as nearly every check asks for it: reading what is installed takes longer than most of them do."""
+    return discover()
 
 
-def _printed(program: str) -> list[str]:
-    """What a fresh interpreter prints that runs a program; the last line is the heavy modules that it has then."""
-    path = [entry for entry in sys.path if entry]
-    asked = f"import json, sys\nprint(json.dumps([name for name in {HEAVY_MODULES!r} if name in sys.modules]))"
-    run = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{program}{asked}"], capture_output=True, text=True
+def _path() -> tuple[str, ...]:
+    """Where modules and distributions are looked for."""
+    return tuple(entry for entry in sys.path if entry)
+
+
+@attrs.frozen
+class _Imports:
+    """One fresh interpreter, as it comes to know a plugin step by step."""
+
+    listing: list[str]
+    """Heavy modules that are imported with the module of the entry point."""
+    printed: list[str]
+    """Lines that it prints while it imports that module, and those of the config classes."""
+    validating: list[str]
+    """Heavy modules that are imported once it knows every key of the plugin's components."""
+
+
+@cache
+def _imports(entry_module: str, config_modules: tuple[str, ...], distribution: str, path: tuple[str, ...]) -> _Imports:
+    """Three checks ask for it: it is remembered, since starting Python takes longer than they do."""
+    program = _PROGRAM.format(
+        path=path, heavy=HEAVY_MODULES, entry=entry_module, configs=config_modules, distribution=distribution
     )
-    assert run.returncode == 0, f"{program}fails: {run.stderr.strip().splitlines()[-1]}"
-    return run.stdout.splitlines()
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, f"importing {distribution} fails: {run.stderr.strip().splitlines()[-1]}"
+    printed, _, answer = run.stdout.rstrip("\n").rpartition("\n")
+    listing, validating = json.loads(answer)
+    return _Imports(listing, printed.splitlines(), validating)
+
+
+_PROGRAM = """
+import importlib, json, os, sys
+
+sys.path[:] = {path!r}
+heavy = lambda: [name for name in {heavy!r} if name in sys.modules]
+importlib.import_module({entry!r})
+listing = heavy()
+for module in {configs!r}:
+    importlib.import_module(module)
+sys.stdout.flush()
+answer = open(os.dup(1), "w")
+os.dup2(2, 1)  # discovery imports other plugins, and what they print is not this one's
+
+from forge_core.config.builder import config_class
+from forge_core.registry.discovery import discover
+
+catalog = discover()
+for kind in catalog.kinds.values():
+    for one in catalog.components(kind.name):
+        if one.plugin.distribution == {distribution!r}:
+            config_class(one, kind)
+print(file=answer)  # where a plugin has not ended its line
+print(json.dumps([listing, heavy()]), file=answer)
+answer.close()
+"""
 
 
 def _is_required(field: attrs.Attribute[Any]) -> bool:
