@@ -120,12 +120,15 @@ def plan(
         told = report_of(job, planned, figures, seconds)
     found = None
     if searches and planned.time is not None and machine is not None:
+        from rich.console import Console
+
         from forge_plugins_plan.search import search
 
         def load(more: Sequence[str]) -> Job:
             return load_job(config, [*overrides, *more], catalog=catalog, world_size=world_size)
 
-        found = search(job, load, catalog, planned, machine)
+        with Console(stderr=True).status("layouts are looked at") as status:  # says nothing where there is no terminal
+            found = search(job, load, catalog, planned, machine, status.update)
     _echo(planned, found, told, as_json=as_json)
     if failed is not None:
         raise ConfigError(f"the build succeeds, but a step of rank {failed.rank} cannot be simulated: {failed.reason}")
@@ -175,7 +178,7 @@ def _machine(job: Job, file: Path | None, gpu: Gpu | None, ranks_of_node: int) -
 
 
 def _figures(ettr: bool, step_seconds: float | None, assume: Sequence[str]) -> Figures | None:
-    """Those that ``--ettr`` reckons with; refuses options that would do nothing, before anything is planned."""
+    """Figures that ``--ettr`` reckons with; refuses options that would do nothing, before anything is planned."""
     from forge_plugins_plan.figures import figures_with
 
     if not ettr:

@@ -13,7 +13,7 @@ from forge_core.distributed.mesh import DATA_AXES
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry.catalog import Catalog
 from forge_plugins_plan.alternatives import recomputations
-from forge_plugins_plan.clock import PARTS, busy_time, step_time
+from forge_plugins_plan.clock import PARTS, StuckError, busy_time, step_time
 from forge_plugins_plan.machine import Machine
 from forge_plugins_plan.report import Plan, needed_gib
 from forge_plugins_plan.simulation import SimulatedRank, simulate
@@ -70,7 +70,7 @@ class Search:
     """What was found, and what became of the others."""
 
     best: Sequence[Layout]
-    """Of those that fit, fastest first."""
+    """The ones that fit, fastest first."""
     too_large: Sequence[Layout]
     """Simulated, and they do not fit; fastest first."""
     considered: int
@@ -93,12 +93,14 @@ def search(
     catalog: Catalog,
     plan: Plan,
     machine: Machine,
+    tell: Callable[[str], None],
 ) -> Search:
     """The best layouts of the plan's ranks, for as many sequences a step as the job has.
 
     Args:
         load: the job with overrides on top of the user's; raises ``ConfigError`` where its rules refuse it.
         plan: of the job as it is, with times.
+        tell: called with a sentence for each layout that is looked at: a simulation takes seconds.
     """
     estimate = _Estimate(plan, machine, job)
     ways = _ways(job, catalog, plan)
@@ -114,12 +116,14 @@ def search(
     fitting: list[Layout] = []
     large: list[Layout] = []
     left: Counter[str] = Counter()
-    for one in queue:
+    for number, one in enumerate(queue):
+        done = len(fitting) + len(large)
+        tell(f"{number:,} of {len(queue):,} layouts looked at, {done} of at most {SIMULATED} simulated")
         fitting.sort(key=lambda layout: layout.seconds)
         late = len(fitting) >= BEST and estimate.seconds(one) * _ESTIMATES_ARE_OFF > fitting[BEST - 1].seconds
         if needed_gib(estimate.memory(one)) * beside[one.recomputed] > free:
             left["too large"] += 1
-        elif late or len(fitting) + len(large) == SIMULATED or of_kind[one.kind] == _OF_KIND:
+        elif late or done == SIMULATED or of_kind[one.kind] == _OF_KIND:
             left["slower"] += 1
         elif (other := _loaded(load, one)) is None:
             left["refused"] += 1
@@ -299,8 +303,10 @@ def _shards(degrees: Mapping[str, int]) -> int:
 def _simulated(job: Job, catalog: Catalog, plan: Plan, machine: Machine, one: Candidate) -> Layout | None:
     """Nothing if a step of it cannot be simulated.
 
-    Of a pipeline, the first stage and the last are, with twice as many microbatches as there are stages at most; with
-    the others come as many times of the slower one, and the bubble is ``pp - 1`` of them over the stages of a rank.
+    Of a pipeline, the first stage and the last are, with twice as many microbatches as there are stages at most. Each
+    further microbatch takes the time of the slower one. Stages between the two are taken to be as the faster one,
+    which has the smaller of embedding and head: with them, the bubble is ``pp - 1`` of its microbatches over the
+    stages of a rank.
     """
     pp, world = one.degrees["pp"], prod(plan.mesh.values())
     count = min(one.microbatches, 2 * pp) if pp > 1 else one.microbatches
@@ -312,10 +318,13 @@ def _simulated(job: Job, catalog: Catalog, plan: Plan, machine: Machine, one: Ca
         ]
     except ForgeError:
         return None
-    if any(rank.memory is None for rank in ranks):
+    if any(rank.memory is None or rank.optimizer is None for rank in ranks):
         return None
     compiled = any(phase == "compile" for phase in (each.phase for each in plan.passes))
-    parts = _parts(ranks, machine, count, one, compiled=compiled)
+    try:
+        parts = _parts(ranks, machine, count, one, compiled=compiled)
+    except StuckError:
+        return None
     seconds = sum(parts.values())
     speed = plan.tokens_per_step / seconds
     peak = max(rank.memory.peak for rank in ranks if rank.memory is not None)
@@ -334,10 +343,15 @@ def _parts(
     ranks: Sequence[SimulatedRank], machine: Machine, count: int, one: Candidate, *, compiled: bool
 ) -> dict[str, float]:
     stages = [(rank.run, rank.optimizer.changes) for rank in ranks if rank.optimizer is not None]
-    if len(stages) == 1:
+    pp, further = one.degrees["pp"], one.microbatches - count
+    if pp == 1:
         return dict(step_time(stages, machine, count, compiled=compiled).parts)
     busy = [busy_time(run, changes, machine, compiled=compiled) for run, changes in stages]
-    (run, update), rank = max(zip(busy, ranks, strict=True), key=lambda pair: pair[0][0].seconds)
+    run, update = max(busy, key=lambda each: each[0].seconds)
+    if pp == len(stages):
+        played = step_time(stages, machine, compiled=compiled)
+        return {part: played.parts[part] + run.parts[part] / count * further for part in PARTS}
     parts = {part: run.parts[part] * one.microbatches / count + update.parts[part] for part in PARTS}
-    parts["bubble"] += run.seconds / count * (one.degrees["pp"] - 1) / len(rank.built.parts)
+    fastest = min(each.seconds for each, _ in busy)
+    parts["bubble"] += fastest / count * (pp - 1) / len(ranks[0].built.parts)
     return parts
