@@ -17,7 +17,7 @@ from forge_core.registry.component import Command
 
 RUN = {
     ExitCode.COMPLETED: "done; a run has reached its last step",
-    ExitCode.UNEXPECTED: "an error that nobody foresaw; `--debug` shows the traceback",
+    ExitCode.UNEXPECTED: "an unforeseen error; `--debug` shows the traceback",
     ExitCode.INVALID: "the configuration, the data, a plugin or the command line is wrong; nothing was started",
     ExitCode.STOPPED: "stopped early, and what there was to save is saved",
     ExitCode.NON_FINITE: "a run gave up: too many steps with values that are not finite",

@@ -40,7 +40,7 @@ html_title = f"Forge {release}"
 def without_constructors_of_protocols(
     app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str, str | None] | None:
-    """Nobody constructs a protocol, and what Python makes up as its signature would only puzzle."""
+    """A protocol is never constructed, and what Python makes up as its signature would only puzzle."""
     return ("", None) if what == "class" and getattr(obj, "_is_protocol", False) else None
 
 

@@ -66,7 +66,7 @@ def config_reference(catalog: Catalog) -> Iterator[str]:
     yield "# Configuration reference"
     yield ""
     yield "Generated from the configuration classes of `forge_core` and of the installed plugins. What a key means is"
-    yield "the docstring under its field; `forge plugins show KIND NAME` prints the same for whatever else you install."
+    yield "the docstring under its field; `forge plugins show KIND NAME` prints the same for all else that you install."
     yield ""
     yield "## Sections"
     yield ""
@@ -156,7 +156,7 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
     yield ""
     yield "## Phases"
     yield ""
-    yield "Passes change a model in this order, whatever the order of the configuration:"
+    yield "Passes change a model in this order, in any order of the configuration:"
     yield ""
     yield from table(("phase", "here because"), ((f"**{phase}**", reason) for phase, reason in PHASES.items()))
     yield ""
@@ -170,7 +170,7 @@ def pass_tables(catalog: Catalog) -> Iterator[str]:
     yield ""
     yield "## Needs and conflicts"
     yield ""
-    yield "Of the pass with these values of its keys, or, where there are none, whatever its keys say."
+    yield "Of the pass with these values of its keys, or, where there are none, with any keys."
     yield ""
     found = []
     for one in passes:
@@ -242,7 +242,7 @@ def smallest_plugins(pages: Path) -> Iterator[str]:
 
 
 def _counted(source: str) -> tuple[int, int]:
-    """Lines that are not blank, and those that are in no docstring."""
+    """Lines that are not blank, and lines that are in no docstring."""
     lines = [number for number, line in enumerate(source.splitlines(), 1) if line.strip()]
     docstrings = [
         node.body[0]

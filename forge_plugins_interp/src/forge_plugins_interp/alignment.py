@@ -42,7 +42,7 @@ class Alignment:
     def refuse_other_rows(self, sites: Sequence[Sequence[str]]) -> None:
         """
         Args:
-            sites: of both stores, those that are to be compared.
+            sites: of both stores, the ones to compare.
 
         Raises:
             ConfigError: their rows are not the same things: tokens of one and samples of another, or samples that have

@@ -116,7 +116,7 @@ def export(obj: Any, run: Path, form: str, out: Path) -> None:
 @autoencoder.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A page, .html; numbers go beside it.")
-@click.option("--latents", help="Their numbers, such as 3,17; by default those that reach the strongest activations.")
+@click.option("--latents", help="Their numbers, such as 3,17; by default the ones with the strongest activations.")
 @click.option("--rows", type=click.IntRange(min=1), help="Of the store, at most; held-out samples come first.")
 @click.option("--base", type=click.Path(path_type=Path), help="The run whose activations it has learned.")
 @click.pass_obj

@@ -40,7 +40,7 @@ class Comparison:
     rows: int
     """Of a site: stimuli, or their tokens."""
     stimuli: int
-    """Those that both stores have."""
+    """In both stores."""
     sites: Sequence[ComparedSites]
     """Each of the first with each of the second."""
 

@@ -216,7 +216,7 @@ class Fn(Intervention):
 KINDS: Mapping[str, type[WholeIntervention]] = {
     one.kind: one for one in (Zero, Mean, Resample, Replace, Add, Scale, Project, Patch)
 }
-"""Those that can be written to a file, by their names there."""
+"""Interventions that can be written to a file, by their names there."""
 
 
 def to_table(change: WholeIntervention) -> dict[str, Any]:

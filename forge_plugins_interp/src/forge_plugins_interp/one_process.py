@@ -1,4 +1,4 @@
-"""The mesh of a model that this process has whole, whatever other ranks do."""
+"""The mesh of a model that this process has whole, apart from other ranks."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _told(row: Row, dims: Sequence[str]) -> PatchedPlace:
 
 
 def _answers(session: Session, texts: str | None, logits: list[torch.Tensor | None]) -> list[int]:
-    """Those that are given, or the likeliest next tokens of both prompts."""
+    """Tokens that are given, or the likeliest next tokens of both prompts."""
     from forge_plugins_interp.prompt import one_token
 
     if texts is not None:

@@ -103,7 +103,7 @@ class Reduction:
             return _tokens(value, is_kept)
         is_kept = is_kept.to(value.device)
         lengths, samples = is_kept.sum(1), torch.arange(len(value), device=value.device)
-        in_order = is_kept.int().argsort(dim=1, descending=True, stable=True)  # those that are kept come first
+        in_order = is_kept.int().argsort(dim=1, descending=True, stable=True)  # the ones that are kept come first
         if self.positions:
             wanted = torch.tensor(self.positions, device=value.device)
             index = torch.where(wanted < 0, lengths[:, None] + wanted, wanted)

@@ -175,7 +175,7 @@ class ObservedModel(ABC):
         seen: Seen,
         at: Mapping[str, int | Sequence[int]],
     ) -> None:
-        """Whole ones; those of parameters, which nobody has asked for, are dropped."""
+        """Whole ones; those of parameters, which were not asked for, are dropped."""
         copies = self.mesh.degrees["cp"]  # each rank that has the logits of a sequence differentiates them
         for placed in chosen:
             if placed.name in own:

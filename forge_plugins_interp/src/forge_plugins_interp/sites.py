@@ -52,10 +52,10 @@ class PlacedSite:
 
 @attrs.frozen(eq=False)
 class Sites:
-    """All sites of a model's parts on this rank, and the names of those that other pipeline stages hold."""
+    """All sites of a model's parts on this rank, and the names of the sites of other pipeline stages."""
 
     here: Mapping[str, PlacedSite]
-    """Those that the model declares."""
+    """Sites that the model declares."""
     elsewhere: Sequence[str]
     modules: Mapping[str, Callable[[], PlacedSite]]
     """Modules by name, which are placed once they are asked for."""
@@ -173,7 +173,7 @@ class PassLayout:
     name: str
     """Of the pass."""
     axes: Sequence[str]
-    """Those that it serves."""
+    """Names that it serves."""
     parts: Sequence[Mapping[str, Ends]]
     """The ends of the modules of each part of the model."""
 

@@ -1,4 +1,4 @@
-"""Stimuli: texts of a table, each a sample by itself, with an id and whatever else the table says of it."""
+"""Stimuli: texts of a table, each a sample by itself, with an id and what else the table says of it."""
 
 from __future__ import annotations
 

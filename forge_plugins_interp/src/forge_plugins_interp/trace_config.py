@@ -17,7 +17,7 @@ class TraceConfig:
     last: int = attrs.field(default=1, validator=ge(1))
     """The last step."""
     sites: tuple[str, ...] = ()
-    """Names or patterns of sites; by default all that modules have, without those that are computed for an observer."""
+    """Names or patterns of sites; by default all that modules have, without sites that are computed for an observer."""
     stop: bool = False
     """End the run after the last one."""
 

@@ -85,7 +85,7 @@ def wrap(
 ) -> WrappedModel:
     """Look at any module, such as a model of transformers, on one process.
 
-    Its sites are its modules by name (``model.layers.0.mlp``, ``model.layers.0.mlp.input``), and those that it
+    Its sites are its modules by name (``model.layers.0.mlp``, ``model.layers.0.mlp.input``), and the ones that it
     declares. Of a Llama-like model of transformers, our names of them (``blocks.0.resid_post``) are understood, too.
 
     Args:

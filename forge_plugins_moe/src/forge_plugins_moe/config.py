@@ -160,14 +160,14 @@ class MoEConfig:
     bias: bool = False
     """Add a bias in each matrix of the routed experts (gpt-oss)."""
     shared_experts: int = attrs.field(default=0, validator=ge(0))
-    """Experts that every token visits beside those that the router chooses. They are one layer of so many times the
+    """Experts that every token visits beside the ones that the router chooses. They are one layer of so many times the
     width, which is the same."""
     shared_hidden_dim: int | None = attrs.field(default=None, validator=[optional(gt(0)), _has_shared_experts])
     """Width of one shared expert; by default ``hidden_dim``."""
     shared_gate: bool = attrs.field(default=False, validator=_has_shared_experts)
     """Multiply what the shared experts give with the sigmoid of a learned product (Qwen2-MoE)."""
     layers: tuple[int, ...] | None = attrs.field(default=None, validator=_is_listed_once)
-    """The blocks that are sparse, from 0; by default those that ``every`` and ``first_dense`` leave."""
+    """The blocks that are sparse, from 0; by default the ones that ``every`` and ``first_dense`` leave."""
     every: int = attrs.field(default=1, validator=[gt(0), _is_alone])
     """Every n-th block is sparse, the n-th first: with 2, the blocks 1, 3, …"""
     first_dense: int = attrs.field(default=0, validator=[ge(0), _is_alone])
@@ -177,7 +177,7 @@ class MoEConfig:
     capacity_factor: float | None = attrs.field(default=None, validator=optional(gt(0)))
     """An expert takes at most ``ceil(assignments / n_experts · capacity_factor)`` tokens of a microbatch, and the rest
     of its tokens go without it, so that the result depends on ``train.batch_size`` and ``parallel.cp``. Padding makes
-    no room. By default an expert takes all, whatever their number, and in any case in evaluation and when text is
+    no room. By default an expert takes all, however many, and in any case in evaluation and when text is
     generated, so that ``eval/loss`` does not depend on how many are evaluated together."""
     drop: DropPolicy = attrs.field(default="weight", validator=_has_capacity)
     """Which assignments an expert beyond its capacity leaves out: those of least ``weight``, or the last by

@@ -62,7 +62,7 @@ class Dispatcher(Protocol):
         """The weighted sum of each token's rows, ``(T, D)`` in their dtype; multiplied and summed in fp32.
 
         Args:
-            rows: ``(R, D)``, what the experts made of those that they were given.
+            rows: ``(R, D)``, what the experts made of the rows that they were given.
         """
         ...
 
@@ -139,7 +139,7 @@ class Sorting:
     """A row for each assignment, in the order of experts, and what brings them back."""
 
     rows: torch.Tensor
-    """``(A, D)``; those that go to no expert are last."""
+    """``(A, D)``; rows that go to no expert are last."""
     counts: torch.Tensor
     """``(E,)`` int64, rows of each expert."""
     assignments: Assignments
@@ -158,7 +158,7 @@ class Sorting:
         return sum_by_token(weighted, given.token[self.order], self.n_tokens).to(rows.dtype)
 
     def without_none(self, rows: torch.Tensor) -> torch.Tensor:
-        """With zeros in the rows that go to no expert, in which a product leaves whatever was in memory."""
+        """With zeros in the rows that go to no expert, in which a product leaves what was in memory."""
         if not self.assignments.some_to_none:
             return rows
         some = torch.arange(len(rows), device=rows.device) < self.counts.sum()

@@ -23,7 +23,7 @@ class ExpertParallel:
 
     The ranks of ``ep`` are borrowed from data parallelism: they see different samples (or positions), so nothing is
     computed twice, and the gradient of an expert is whole once its tokens have come from everywhere. Parameters become
-    ``DTensor``s of their whole shape ``(E, …)``, whatever ``ep`` is, which checkpoints and norms understand; copies of
+    ``DTensor``s of their whole shape ``(E, …)`` with any ``ep``, which checkpoints and norms understand; copies of
     an expert, if there are more ranks than ``ep``, are sharded by ``fsdp``.
     """
 

@@ -49,7 +49,7 @@ class MoE(nn.Module):
 
     Raises:
         ConfigError: an expert's width is not known.
-        PluginError: the router needs to know of tokens what nobody can tell it.
+        PluginError: the router needs to know of tokens what nothing here can tell it.
     """
 
     def __init__(self, config: MoEConfig, *, dim: int, build: Builder) -> None:
@@ -97,8 +97,8 @@ class MoE(nn.Module):
         return self._routed_by(self.router, hidden, valid, facts, drops=self.training)
 
     def generate(self, hidden: torch.Tensor, valid: torch.Tensor | None = None, **facts: torch.Tensor) -> torch.Tensor:
-        """Same as ``forward``, where later tokens are not there yet. Experts take all tokens that come, whatever their
-        capacity is in training, as a text must not depend on those that are written beside it.
+        """Same as ``forward``, where later tokens are not there yet. Experts take all tokens that come, with any
+        capacity in training, as a text must not depend on the texts that are written beside it.
 
         Raises:
             ConfigError: the router needs them, and has no other for this.

@@ -23,7 +23,7 @@ def grouped_product(counts: torch.Tensor, like: torch.Tensor) -> Product:
     that fill a multiple of 16 bytes; otherwise experts take their turns, and the host waits.
 
     Args:
-        counts: ``(E,)`` int64. Rows beyond their sum give whatever was in memory.
+        counts: ``(E,)`` int64. Rows beyond their sum give what was in memory.
         like: a stack of weights ``(E, N, K)``; others have the dtype and the sizes, N and K maybe exchanged.
     """
     aligned = all(size * like.element_size() % 16 == 0 for size in like.shape[1:])

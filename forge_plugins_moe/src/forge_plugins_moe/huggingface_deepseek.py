@@ -13,7 +13,7 @@ from forge_plugins_moe.router_config import SigmoidTopKConfig, TopKConfig
 from forge_plugins_moe.sparse_config import expert_width, moe_of, sparse_layers
 
 LATENT_EPS = 1e-6
-"""What Hugging Face's norms of latents add, whatever ``rms_norm_eps`` is."""
+"""What Hugging Face's norms of latents add, with any ``rms_norm_eps``."""
 DEFAULTS = {
     "rms_norm_eps": LATENT_EPS,
     "n_group": 8,

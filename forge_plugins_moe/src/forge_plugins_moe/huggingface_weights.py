@@ -83,7 +83,7 @@ def how_to_read(names: Collection[str], config: TransformerConfig) -> dict[str, 
     """How each of our tensors is made of theirs.
 
     Args:
-        names: of those that there are.
+        names: of all that there are.
 
     Raises:
         ConfigError: as ``from_hf_state``.

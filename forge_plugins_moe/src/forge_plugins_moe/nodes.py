@@ -54,7 +54,7 @@ class NodeGroups:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, nodes: Nodes) -> NodeGroups:
-        """Made once, whoever asks how often; all ranks of ``mesh`` have to ask, and nobody else."""
+        """Made once, whoever asks how often; all ranks of ``mesh`` have to ask, and no others."""
         grid = mesh.mesh.view(nodes.count, nodes.ranks_each)
         node, place = divmod(mesh.get_local_rank(), nodes.ranks_each)
         return cls(_group(grid[:, place].tolist(), mesh), _group(grid[node].tolist(), mesh))

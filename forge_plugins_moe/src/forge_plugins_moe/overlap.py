@@ -19,7 +19,7 @@ Chunk = tuple[torch.Tensor, Assignments]
 
 @attrs.define(eq=False)
 class Meanwhile:
-    """A layer that waits for nobody, such as shared experts."""
+    """A layer that waits for no other rank, such as shared experts."""
 
     layer: nn.Module
     hidden: torch.Tensor

@@ -108,7 +108,7 @@ class TopKConfig(TokenChoiceConfig):
     packed samples. ``microbatch``: what a rank computes at a time, so that the gradient depends on
     ``train.batch_size`` and ``parallel.cp``."""
     balance_counts: BalanceCounts = attrs.field(default="unbiased", validator=_with_choice_of_counts)
-    """Which choices the loss counts: those that the scores alone would make (DeepSeek-V3), or those that are made, with
+    """Which choices the loss counts: the ones of the scores alone (DeepSeek-V3), or the ones that are made, with
     selection bias and groups."""
     z_loss: float = attrs.field(default=0.0, validator=ge(0))
     """Coefficient of the mean of ``logsumexp(logits)²``, which keeps logits small (ST-MoE: 0.001); 0 leaves it out."""

@@ -12,7 +12,7 @@ from forge_core.errors import PluginError
 
 
 def refuse_form(routing: Routing, router: str) -> None:
-    """Types, shapes and dtypes, for which nobody has to wait.
+    """Types, shapes and dtypes, which need no wait for the device.
 
     Args:
         router: its name.

@@ -51,7 +51,7 @@ class Upcycling:
     SwiGLU computes by some percent."""
     drop: float = attrs.field(default=0.0, validator=[ge(0), le(1)])
     """Fraction of each expert's hidden features that start anew, so that experts differ: their weights are drawn from a
-    normal distribution of the mean and standard deviation of those that they replace (drop-upcycling, Nakamura et al.
+    normal distribution of the mean and standard deviation of the replaced ones (drop-upcycling, Nakamura et al.
     2025, arXiv 2502.19261, section 3). The function is then not preserved."""
     seed: int = attrs.field(default=0, validator=ge(0))
     """Decides the routers' weights, and what ``drop`` draws."""

@@ -91,7 +91,7 @@ class WatchExperts(Callback):
             self._draw(run)
 
     def _draw(self, run: RunContext) -> None:
-        """If it can be; the work of the run is done, whatever becomes of the picture."""
+        """If it can be; the work of the run is done, with or without the picture."""
         try:
             draw(run.run_dir)
         except (OSError, ConfigError) as error:

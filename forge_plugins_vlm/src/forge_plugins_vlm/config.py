@@ -154,7 +154,7 @@ class VisionLanguageConfig(TransformerConfig):
 
 def _sources_of_batches(job: Job) -> Iterator[Iterator[tuple[str, Any]]]:
     """The configs of sources of images, as ``image_sources`` has them, together where batches may have several: those
-    that are trained on, and those that are measured."""
+    that are trained on, and the ones that are measured."""
     yield image_sources(job.data.config, "data")
     if job.eval.data is not None:
         yield image_sources(job.eval.data.config, "eval.data")

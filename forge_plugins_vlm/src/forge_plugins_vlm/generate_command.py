@@ -76,7 +76,7 @@ def generate(
 ) -> None:
     """Continue prompts about images by the model of RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
-    Images are processed as those that it was trained on.
+    Images are processed as the ones that it was trained on.
     """
     import torch
 

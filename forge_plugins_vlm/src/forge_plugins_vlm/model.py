@@ -123,7 +123,7 @@ class VisionLanguageModel(Transformer):
 
     def flops_beside(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Same as ``TowerModel.flops_beside``: those of the encoder, the connector and the layers that look at images
-        for the tiles that a batch has, those that fill up rows included, instead of one in ``max_seq_len`` tokens. A
+        for the tiles that a batch has, with the ones that fill up rows, instead of one in ``max_seq_len`` tokens. A
         backward of encoder and connector is counted in phases in which they are trained. The stage that has them counts
         those of all layers.
         """

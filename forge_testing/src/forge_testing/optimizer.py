@@ -297,7 +297,7 @@ class OptimizerConformance(ComponentCase):
             _compare_sharded_with_whole(self)
         except AssertionError as error:
             return str(error), ""
-        except Exception:  # noqa: BLE001 – whatever it is, the test shows it
+        except Exception:  # noqa: BLE001 – the test shows any error
             return "", traceback.format_exc()
         return "", ""
 

@@ -299,7 +299,7 @@ class RouterConformance(ComponentCase):
                     _train_step(one, hidden)
 
     def _same(self, first: Routing, second: Routing) -> bool:
-        """Return whether two routings hold the same assignments, in whatever order, with the same weights."""
+        """Return whether two routings hold the same assignments, in any order, with the same weights."""
         one, other = (_table(_without_none(routing, self.n_experts)) for routing in (first, second))
         return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 

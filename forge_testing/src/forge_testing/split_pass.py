@@ -64,7 +64,7 @@ class RankReport:
     disturbed: Sequence[str]
     """Parameters whose gradient evaluation has changed."""
     tied: Sequence[Sequence[str]] | str
-    """The names in each part of a model whose head is tied to its embedding, with those that others lend it, or the
+    """The names in each part of a model whose head is tied to its embedding, with the names that others lend it, or the
     sentence that refuses it."""
     too_small: str
     """What was raised for a model of one block that is not a refusal; empty if nothing was."""
@@ -261,7 +261,7 @@ class SplitPassConformance(ComponentCase):
             self.make().split(build_on_meta(lambda: self.make_model(n_layers=1)), context)
         except ConfigError as error:
             return "" if str(error) else "an empty ConfigError"
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+        except Exception as error:  # noqa: BLE001  # any error is told
             return f"{type(error).__name__}: {error}"
         return ""
 

@@ -29,7 +29,7 @@ def base_of_store(store: Store, folders: Sequence[Path]) -> Checkpoint:
     """The checkpoint that a store was extracted from.
 
     Args:
-        folders: where its run may be: those that have its directory.
+        folders: where its run may be: the ones that have its directory.
 
     Raises:
         ConfigError: it is in none of them.

@@ -177,7 +177,7 @@ class _Rows:
     data: ActivationStoreConfig
     limit: int
     held_out: int = 0
-    """Rows of held-out samples among those that were read last."""
+    """Rows of held-out samples among the last rows that were read."""
 
     @property
     def is_token(self) -> bool:
@@ -312,7 +312,7 @@ def _context(
 
 
 def logit_rows(weights: Mapping[int, torch.Tensor], top: int) -> list[Row]:
-    """A row for each of the tokens that a latent raises most, and of those that it lowers most.
+    """A row for each of the tokens that a latent raises most, and of the tokens that it lowers most.
 
     Args:
         weights: ``(V,)`` by latent.

@@ -13,7 +13,7 @@ class FeaturesConfig:
     rows: int = attrs.field(default=50_000, validator=ge(1))
     """Rows of the store that are read, held-out samples first; whole samples, and at least one."""
     latents: int = attrs.field(default=12, validator=ge(0))
-    """Latents with a card: those that reach the strongest activations, of those with a density between the bounds."""
+    """Latents with a card: the ones with the strongest activations, among latents with a density between the bounds."""
     least_density: float = attrs.field(default=1e-4, validator=ge(0.0))
     """A share of rows. A latent that fires less often has no card, unless it is asked for by number."""
     most_density: float = attrs.field(default=0.1, validator=gt(0.0))

@@ -98,7 +98,7 @@ class TunedLens:
 
 
 def translators_of(model: nn.Module) -> Mapping[str, Translator]:
-    """Those that the pass has added, by block; empty without it."""
+    """Translators that the pass has added, by block; empty without it."""
     found: Any = getattr(model, _NAME, {})
     return dict(found.items()) if isinstance(model, _LensModel) else {}
 

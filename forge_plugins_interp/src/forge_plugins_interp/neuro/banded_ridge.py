@@ -18,7 +18,7 @@ BAND_ALPHAS = tuple(10.0**exponent for exponent in range(-3, 7))
 _CONCENTRATIONS = (0.1, 1.0)
 """Of Dirichlet distributions: one of few bands each, one of all mixtures alike."""
 Fold = tuple[torch.Tensor, torch.Tensor]
-"""Numbers of stimuli that are fitted, and of those that are held out."""
+"""Numbers of stimuli that are fitted, and of stimuli that are held out."""
 
 
 @attrs.frozen(kw_only=True)

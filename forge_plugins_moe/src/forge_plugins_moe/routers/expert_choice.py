@@ -181,7 +181,7 @@ def by_expert(takes: torch.Tensor, scores: torch.Tensor, rows: int, auxiliary: d
         scores: ``(T, E)`` fp32, the weights.
     """
     n_experts = takes.shape[1]
-    token = takes.long().argsort(dim=0, descending=True, stable=True)[:rows]  # (rows, E), those that it takes first
+    token = takes.long().argsort(dim=0, descending=True, stable=True)[:rows]  # (rows, E), the ones that it takes first
     taken = takes.gather(0, token)
     expert = torch.where(taken, torch.arange(n_experts, device=takes.device), n_experts)
     weight = torch.where(taken, scores.gather(0, token), 0.0)

@@ -83,7 +83,7 @@ def read_expert_table(file: Path, n_experts: int, top_k: int) -> NDArray[np.int6
         content = np.load(file.expanduser(), allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"router.file: cannot read {file}: {error}") from error
-    except ValueError as error:  # numpy's words are of pickles, which nobody should load
+    except ValueError as error:  # numpy's words are of pickles, which are not to be loaded
         raise ConfigError(f"router.file: {file} must be a .npy file of integers") from error
     if not isinstance(content, np.ndarray) or content.dtype.kind not in "iu" or content.size == 0:
         raise ConfigError(f"router.file: {file} must be a .npy file of integers")

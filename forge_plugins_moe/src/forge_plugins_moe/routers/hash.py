@@ -18,7 +18,7 @@ _NEEDS = frozenset({"token_ids"})
 
 
 def hash_router(config: HashConfig, /, *, dim: int, n_experts: int, **_: object) -> nn.Module:
-    """The experts of a token are those that a fixed table has for its id (Roller et al. 2021, arXiv 2106.04426).
+    """The experts of a token are the ones that a fixed table has for its id (Roller et al. 2021, arXiv 2106.04426).
 
     Raises:
         ConfigError: there are fewer experts than ``top_k``, or the file cannot be used.

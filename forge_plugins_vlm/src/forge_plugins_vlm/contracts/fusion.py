@@ -37,7 +37,7 @@ class FusionConfig:
         """FLOPs of the forward of one row in a layer, beyond what its block counts for each position.
 
         Args:
-            image_tokens: F of the row, those that fill it up included.
+            image_tokens: F of the row, with the ones that fill it up.
             positions: S.
         """
         return 0.0

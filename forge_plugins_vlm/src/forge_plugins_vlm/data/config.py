@@ -110,7 +110,7 @@ class ImageTextConfig(AnswersConfig):
     caption_field: str = attrs.field(default="caption", validator=[min_len(1), _of_captions])
     """Of captions: the key or column of the text."""
     processor: Annotated[ComponentRef, Slot("image_processor", default="square")]
-    """What makes tiles of images. Its tiles are those that the model's encoder takes."""
+    """What makes tiles of images. Its tiles are the ones that the model's encoder takes."""
     token_grid: Grid = attrs.field(validator=from_one)
     """Rows and columns of the tokens that the model's connector gives for a tile."""
     one_token_an_image: bool = False

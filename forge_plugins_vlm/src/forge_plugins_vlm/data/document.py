@@ -103,7 +103,7 @@ class Encoder:
     Args:
         placeholder: what stands for an image in a text.
         tokens_a_tile: M.
-        one_token_an_image: an image takes one token, whatever its layout is.
+        one_token_an_image: an image takes one token, in any layout.
 
     Attributes:
         placeholder_id: the token at positions of images.

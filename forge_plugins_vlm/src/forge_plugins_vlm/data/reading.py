@@ -1,4 +1,4 @@
-"""Images, decoded when they are needed, and what becomes of those that cannot be."""
+"""Images, decoded when they are needed, and what becomes of the ones that cannot be."""
 
 from __future__ import annotations
 

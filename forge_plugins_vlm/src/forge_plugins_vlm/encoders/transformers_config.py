@@ -153,7 +153,7 @@ class FixedSizeConfig(TransformersConfig):
     """An encoder that takes tiles of one size."""
 
     size: tuple[int, int] | None = attrs.field(default=None, validator=_are_positive)
-    """Height and width of a tile, in pixels; by default those that positions were learned for. For others they are
+    """Height and width of a tile, in pixels; by default the size that positions were learned for. For others they are
     interpolated (bicubic), as ``transformers`` does."""
 
     @property

@@ -22,7 +22,7 @@ class OfSquareTiles(ImageProcessorConfig):
     """
 
     size: int = attrs.field(default=224, validator=ge(1))
-    """Height and width of a tile in pixels: those that the encoder takes."""
+    """Height and width of a tile in pixels: the size that the encoder takes."""
     resample: Resample = "bicubic"
     """The filter by which pictures are resized. Weights of an encoder want that of its processor's configuration."""
 

@@ -38,7 +38,7 @@ class VisionLanguageLayout(WeightLayout):
     input_tokens: ClassVar[int] = 0
     """Tokens at the end of the vocabulary that are read and never predicted."""
     older: ClassVar[Mapping[str, str]] = {}
-    """Beginnings of names that some files have, and those that are written."""
+    """Beginnings of names that some files have, and the ones that are written."""
 
     def __init__(self, config: object, /) -> None: ...
 
@@ -174,7 +174,7 @@ class VisionLanguageLayout(WeightLayout):
 
 
 def named(ours: str, theirs: str, keys: Mapping[str, str] | Collection[str]) -> dict[str, str]:
-    """Names of two modules, by those that tensors have in them."""
+    """Names of two modules, by the names of tensors in them."""
     pairs = keys if isinstance(keys, Mapping) else {key: key for key in keys}
     return {f"{ours}.{key}": f"{theirs}.{other}" for key, other in pairs.items()}
 

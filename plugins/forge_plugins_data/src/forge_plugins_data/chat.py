@@ -64,7 +64,7 @@ def _texts(config: ChatConfig, split: Split, template: ChatTemplate) -> Iterator
 
 
 def clock(date: str | None) -> Callable[[], datetime]:
-    """Tells templates the day, or refuses those that ask for it without one."""
+    """Tells templates the day, or refuses the ones that ask for it without one."""
 
     def now() -> datetime:
         if date is None:

@@ -75,7 +75,7 @@ def data() -> None:
     show_default=True,
     help="Text that is not UTF-8: refuse it, put U+FFFD, or leave the document out.",
 )
-@click.option("--binary", is_flag=True, help="Take text files as they are, with NUL bytes or whatever else they hold.")
+@click.option("--binary", is_flag=True, help="Take text files as they are, with NUL bytes or anything else in them.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes; by default as many as there are cores.")
 @click.option(
     "--unit-mib",

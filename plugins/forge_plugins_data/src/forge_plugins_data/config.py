@@ -50,10 +50,10 @@ class FilesConfig(HeldOutConfig):
     ``~`` is the home directory."""
     document_mask: bool = False
     """Keep documents that share a sample apart: attention does not cross from one into the next, positions start again
-    at 0, and the first token of a document is nobody's target. Otherwise a sample is plain text."""
+    at 0, and the first token of a document is no target. Otherwise a sample is plain text."""
     packing: Packing = "windows"
     """How documents become samples. ``windows`` cuts the text into samples wherever that falls. ``best_fit`` keeps
-    documents whole that fit into a sample, and puts together those that leave the least room; what is left of a sample
+    documents whole that fit into a sample, and puts together what leaves the least room; what is left of a sample
     has no targets. It finds the documents when the source is opened, about a microsecond each."""
 
     def missing(self) -> Iterable[str]:
@@ -67,7 +67,7 @@ class _HoldsOut(Protocol):
 
 
 def check_held_out(config: _HoldsOut, job: Job) -> Iterable[tuple[str, str]]:
-    """Problems of a source that holds out a part of itself, by key: nobody uses it, or there is nothing to evaluate."""
+    """Problems of a source that holds out a part of itself, by key: it is not used, or there is nothing to evaluate."""
     evaluated = job.eval.data.config if job.eval.data is not None else None
     if config is evaluated and config.validation > 0:
         yield "validation", "has no effect here: data named under [eval.data] are evaluated whole; remove it"
@@ -101,7 +101,7 @@ class TextFilesConfig(FilesConfig):
     the file out. For tokenizers that read text; ``bytes`` decodes nothing."""
     binary: bool = False
     """Take the bytes of every file as they are. Otherwise ``.gz`` and ``.zst`` are unpacked, and what is no text is
-    refused: JSON Lines, Parquet, archives, images, and whatever has NUL bytes."""
+    refused: JSON Lines, Parquet, archives, images, and any file with NUL bytes."""
 
 
 @attrs.frozen(kw_only=True)

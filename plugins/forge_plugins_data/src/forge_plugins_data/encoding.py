@@ -1,4 +1,4 @@
-"""One document to token ids, whatever its bytes are."""
+"""One document of any bytes to token ids."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class DataFacts:
     lines: int | None = None
     """Of files with conversations or answers."""
     cut: int | None = None
-    """Of these lines, those that are longer than a sample."""
+    """How many of these lines are longer than a sample."""
     skipped: int | None = None
     """And those without anything to learn."""
 

@@ -30,7 +30,7 @@ def open_mixture(
     samples_per_step: int,
     phases: Sequence[tuple[int, MixturePhase]] = (),
 ) -> Mixture | MixedStreams | MixtureSet:
-    """Open all sources; for validation, those that hold something out.
+    """Open all sources; for validation, the ones that hold something out.
 
     Raises:
         ConfigError: a source cannot be opened; sources of different tokenizers or entries; nothing is held out.
@@ -146,5 +146,5 @@ def _with_an_end(part: Part) -> DataSource:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """Sources of one run are shuffled apart from each other, and the same whatever others there are."""
+    """Sources of one run are shuffled apart from each other, and the same beside any others."""
     return int.from_bytes(hashlib.sha256(f"forge.mixture/{seed}/{name}".encode()).digest()[:8], "big")

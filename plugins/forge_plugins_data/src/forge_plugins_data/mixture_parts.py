@@ -49,7 +49,7 @@ class Part:
         return numbers if self._has_own_order else self._indexed.indices(numbers)
 
     def entry_names(self) -> set[str]:
-        """The entries of its first sample, with those that the engine counts by.
+        """The entries of its first sample, with the ones that the engine counts by.
 
         Raises:
             ConfigError: a stream has no sample.
@@ -106,7 +106,7 @@ class MixtureParts:
             if has_several_sizes(described, name) and not sides_of(entry):
                 raise ConfigError(
                     f"sources give {name} of several sizes, and one does not say which its own are (entries), so that "
-                    "they cannot be told apart; leave it out, or give all of them one size"
+                    "which is which cannot be seen; leave it out, or give all of them one size"
                 )
         has_weights = any("weights" in names_of_part for names_of_part in found.values())
         replaced = {"weights", *(name for name, entry in described.items() if entry.absent is not None)}

@@ -149,7 +149,7 @@ class PreferencePairs:
         return len(self._bounds) - 1
 
     def entries(self) -> Mapping[str, Entry]:
-        """Those that need a description."""
+        """Entries that need a description."""
         return self._config.entries()
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:

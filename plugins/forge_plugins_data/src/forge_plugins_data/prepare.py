@@ -26,7 +26,7 @@ from forge_plugins_data.tokenizer_file import FILE_NAME, TokenizerFile
 
 UNIT_SIZE = 64 * 2**20
 _ENDINGS = 5
-"""Named of those that are left out."""
+"""So many of the files that are left out are named."""
 
 
 def prepare(

@@ -42,7 +42,7 @@ class Chain:
         self.key = _key("chain", config.chain)
 
     def walk(self, key: np.uint64, numbers: np.ndarray, length: int) -> np.ndarray:
-        """Walks by their ``numbers`` ``(B,)`` int64, of those that ``key`` chooses: ``(B, length)`` int64."""
+        """Walks by their ``numbers`` ``(B,)`` int64, of the walks that ``key`` chooses: ``(B, length)`` int64."""
         order, vocab_size = self.config.order, np.uint64(self.config.vocab_size)
         place = numbers.astype(np.uint64)[:, None] * np.uint64(length) + np.arange(length, dtype=np.uint64)
         drawn = _mix(place ^ key)

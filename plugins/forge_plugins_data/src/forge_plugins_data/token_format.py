@@ -47,7 +47,7 @@ class Shard:
     tokens: int = attrs.field(validator=_COUNT)
     documents: int | None = attrs.field(default=None, validator=optional(_COUNT))
     skipped: int | None = attrs.field(default=None, validator=optional(_COUNT))
-    """Documents left out: those without any text, and those that were not UTF-8."""
+    """Documents left out: without any text, or not UTF-8."""
     max_id: int | None = attrs.field(default=None, validator=optional(_COUNT))
     """The largest id; without it the file is read once when it is opened. 0 if there are no tokens."""
     sha256: str | None = None

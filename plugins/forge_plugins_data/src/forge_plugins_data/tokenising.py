@@ -249,5 +249,5 @@ def alone_in(folder: Path) -> Iterator[bool]:
 
 
 def cores() -> int:
-    """Those that this process may use, where the system tells (Linux)."""
+    """Cores that this process may use, where the system tells (Linux)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

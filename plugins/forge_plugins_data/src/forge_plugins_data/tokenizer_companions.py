@@ -37,7 +37,7 @@ class Companions:
         """The template, of a file of its own or else of the tokenizer's configuration.
 
         Args:
-            variables: special tokens, for those that no file names.
+            variables: special tokens, for the ones that no file names.
 
         Raises:
             ConfigError: it is damaged, or jinja2 is not installed.

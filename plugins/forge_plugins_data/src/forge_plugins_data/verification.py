@@ -26,7 +26,7 @@ def damage_of(file: Path, sha256: str) -> str | None:
     if digest.hexdigest() == sha256:
         return None
     return (
-        f"{file} is damaged: its checksum is not the one of its JSON, so its ids are not those that were prepared; "
+        f"{file} is damaged: its checksum is not the one of its JSON, so its ids are not the ones that were prepared; "
         "copy it again, or prepare the data again"
     )
 

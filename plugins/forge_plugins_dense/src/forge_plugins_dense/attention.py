@@ -148,7 +148,7 @@ class Attention(nn.Module):
             rng.fill(f"{prefix}sinks.bias", self.sinks.bias, zeros)
 
     def parallel_plan(self) -> dict[str, ShardRole]:
-        """Whole heads on each rank. The norms of single heads work on those that a rank has, with the same weights."""
+        """Whole heads on each rank. The norms of single heads work on the heads of this rank, with the same weights."""
         plan: dict[str, ShardRole] = {"q": "column", "k": "column", "v": "column", "o": "row"}
         if self.sinks is not None:
             plan["sinks"] = "column"

@@ -84,7 +84,7 @@ def scores(
     if core.softcap is not None:
         logits = core.softcap * torch.tanh(logits / core.softcap)
     seen = _seen(mask, causal, q, k)
-    return logits if seen is None else logits.masked_fill_(~seen, -math.inf)  # they are nobody else's
+    return logits if seen is None else logits.masked_fill_(~seen, -math.inf)  # no other reads them
 
 
 def _seen(mask: Mask, causal: bool, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:

@@ -175,7 +175,7 @@ class Block(nn.Module):
 
 
 def sites_within(name: str, module: nn.Module) -> dict[str, Site]:
-    """Those that a module of the block declares, seen from the block."""
+    """Sites that a module of the block declares, seen from the block."""
     if not isinstance(module, ObservableModule):
         return {}
     return {key: within(name, site) for key, site in module.sites().items()}

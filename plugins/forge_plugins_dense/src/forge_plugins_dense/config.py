@@ -28,7 +28,7 @@ AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math", "flex"
 CUDA_KERNELS = ("efficient", "cudnn", "flex")
 MIN_FLEX_FEATURES = 16
 """A head's features from which on FlexAttention has a kernel for CUDA."""
-"""Those that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
+"""Kernels that exist on CUDA only; ``flash`` and ``math`` exist on the CPU too."""
 NormName = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
 NormPlacement = Literal["input", "output", "both"]
 Activation = Literal["silu", "gelu", "relu"]
@@ -188,7 +188,7 @@ class TransformerConfig:
     """The position-wise half of each block."""
     num_experts: int | None = attrs.field(default=None, validator=[optional(ge(0)), _is_written_out])
     """Makes the model sparse: short for a ``feed_forward`` named ``moe`` with so many ``n_experts``, whose ``dense``
-    layer is the ``feed_forward`` that is given. 0: dense, whatever ``moe`` says."""
+    layer is the ``feed_forward`` that is given. 0: dense, and ``moe`` is not read."""
     moe: Mapping[str, Any] | None = attrs.field(default=None, validator=_is_written_out)
     """Further keys of that layer, such as ``router``; with ``n_experts`` among them, it is sparse without
     ``num_experts``, which wins over it. ``forge plugins show feed_forward moe`` lists them."""

@@ -103,7 +103,7 @@ class DecoderLayout(WeightLayout):
         "feed_forward.up": "mlp.up_proj",
         "feed_forward.down": "mlp.down_proj",
     }
-    """Our modules of a block, and theirs; those that a model has not are not looked for."""
+    """Our modules of a block, and theirs; modules that a model does not have are not looked for."""
     derived: ClassVar[tuple[str, ...]] = ()
     """Ends of names of tensors that follow from the configuration."""
 

@@ -61,7 +61,7 @@ _OF_WEIGHTS, _OF_ROUTERS = 0, 3
 def noise_of_layer(noise: torch.Tensor, layer: int) -> torch.Tensor:
     """``(B, S)`` int64, other numbers in each layer; −1 stands for the embedding.
 
-    Layers are told apart here, and not by a number in their modules, as those that are alike share a compiled graph.
+    Layers get their numbers here, and not in their modules, as layers that are alike share a compiled graph.
     """
     return _mixed((noise & _BITS) ^ _mixed((noise >> 32) & _BITS ^ (layer + 1)))
 

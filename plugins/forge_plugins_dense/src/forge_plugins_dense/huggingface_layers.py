@@ -20,7 +20,7 @@ def tables_of_windows(windows: Sequence[int]) -> Table:
 
 
 def tables_of_layers(each: Sequence[Mapping[str, Any]]) -> tuple[Table, list[Table]]:
-    """What most layers have, and the tables ``layers`` of those that have something else.
+    """What most layers have, and the tables ``layers`` of the others.
 
     Args:
         each: the keys of every layer, the same ones, with values that are as hashable as numbers.

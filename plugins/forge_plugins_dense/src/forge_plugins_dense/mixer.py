@@ -38,7 +38,7 @@ class SequenceMixer(Protocol):
         Args:
             hidden: ``(B, S, D)``.
             surroundings: rotary tables, the mask, which positions are padding (``valid``), and ``facts``.
-            cache: what ``make_cache`` gave, or a ``LayerCache``; these positions follow those that it has seen. The
+            cache: what ``make_cache`` gave, or a ``LayerCache``; these positions follow the ones that it has seen. The
                 first call of a row may have padding on its left.
         """
         ...

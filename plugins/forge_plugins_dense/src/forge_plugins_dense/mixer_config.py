@@ -20,7 +20,7 @@ class Heads:
     """Of queries and keys."""
     values: int
     rotary: int
-    """Of queries and keys, those that are rotated; 0: none."""
+    """Features of queries and keys that are rotated; 0: none."""
 
 
 @attrs.frozen(kw_only=True)

@@ -12,7 +12,7 @@ from forge_plugins_dense.initial_values import ones, zeros
 
 
 class ZeroCenteredRMSNorm(nn.Module):
-    """RMSNorm that multiplies by ``1 + weight`` (Gemma), in fp32 whatever the input's dtype."""
+    """RMSNorm that multiplies by ``1 + weight`` (Gemma), in fp32 for inputs of any dtype."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class NormOverHeads(nn.Module):
 
 
 def make_norm(name: NormName, dim: int, eps: float) -> nn.Module:
-    """A norm over the last dimension. All compute in fp32 whatever the input's dtype, and cast once, after the
+    """A norm over the last dimension. All compute in fp32 for inputs of any dtype, and cast once, after the
     multiplication by the weight."""
     if name == "zero_centered_rmsnorm":
         return ZeroCenteredRMSNorm(dim, eps)

@@ -101,7 +101,7 @@ def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 def _fast_in_yarn(pair: torch.Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> torch.Tensor:
-    """1 for pairs that stay as they are, 0 for those that become slower, a straight line between: arXiv 2309.00071,
+    """1 for pairs that stay as they are, 0 for the ones that become slower, a straight line between: arXiv 2309.00071,
     section 3.2, with the ends of the line rounded to whole pairs, if that is asked for, as in the authors' code."""
 
     def pair_that_turns(times: float) -> float:

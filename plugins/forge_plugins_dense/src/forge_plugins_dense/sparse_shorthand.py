@@ -20,7 +20,7 @@ def with_feed_forward(table: Table) -> Expansion:
     n_experts, moe, layer = (table.get(key) for key in ("num_experts", "moe", "feed_forward"))
     if not isinstance(moe or {}, Mapping):
         return table, {}
-    if type(n_experts) is int and n_experts < 0:  # refused as it stands; of what the table stands for, nobody can tell
+    if type(n_experts) is int and n_experts < 0:  # refused as it stands; what the table stands for cannot be said
         return {key: value for key, value in table.items() if key != "moe"}, {}
     rest = {key: value for key, value in table.items() if key not in ("num_experts", "moe", "feed_forward")}
     layer = {"name": layer} if isinstance(layer, str) else layer

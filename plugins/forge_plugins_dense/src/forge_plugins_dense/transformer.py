@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         each pair of features. A model that extends this one may have others.
 
         Args:
-            facts: given to ``forward``, and those that layers ask for.
+            facts: given to ``forward``, and the ones that layers ask for.
         """
         return positions
 
@@ -430,7 +430,7 @@ class Transformer(nn.Module):
     def _facts(
         self, tokens: torch.Tensor, document: torch.Tensor | None, token_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """``BlockInputs.facts``; those that no layer asks for cost nothing."""
+        """``BlockInputs.facts``; one that no layer asks for costs nothing."""
         needs = self.needs
         facts: dict[str, torch.Tensor] = {}
         if "sequence" in needs:
@@ -488,7 +488,7 @@ class Transformer(nn.Module):
     ) -> tuple[Mask, bool]:
         """The same for positions that have been appended to a cache."""
         if document is not None:
-            raise ValueError("documents cannot be told apart inside a cache; give each a row of its own")
+            raise ValueError("a cache does not keep documents of one row apart; give each a row of its own")
         start = cache.length - tokens.shape[1]
         if cache.filled is None and (window == 0 or cache.length <= window):
             if start == 0:

@@ -37,7 +37,7 @@ class ExportProcess:
     def __init__(self, checkpoint: Path, out: Path, options: Sequence[str]) -> None:
         self._began = time.monotonic()
         convert = ["convert", str(checkpoint), "--to", "huggingface", "--out", str(out), *options]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads would hold the process up
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe without a reader would hold the process up
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(os.getpid()), sys.executable, "-m", "forge_core", *convert],
             # a tensor at a time needs no GPU, nor the cores on which the run may be training

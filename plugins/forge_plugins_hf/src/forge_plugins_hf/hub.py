@@ -46,7 +46,7 @@ def folder_of(source: Path) -> Path:
 
 
 def _files_of(name: str, commit: str) -> list[str]:
-    """The files of a model, those that are not downloaded too; none where the Hub cannot be asked."""
+    """The files of a model, downloaded or not; none where the Hub cannot be asked."""
     from huggingface_hub import HfApi
 
     try:

@@ -45,7 +45,7 @@ class Recipe:
 
 
 def stack_of(reads: tuple[str, ...]) -> Recipe:
-    """Tensors of one shape along a new first dimension. A rank reads those that it holds, and its part of each."""
+    """Tensors of one shape along a new first dimension. A rank reads the ones that it holds, and its part of each."""
 
     def read_part(read: ReadPart, part: Sequence[slice]) -> torch.Tensor:
         first, *others = part
@@ -82,7 +82,7 @@ class WeightLayout(ABC):
     def model_table(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """The table ``[model]`` that a ``config.json`` stands for, with ``vocab_size``.
 
-        Every key that it looks up is one that it knows; the command refuses those that it has not looked up, unless
+        Every key that it looks up is one that it knows; the command refuses the keys that it has not looked up, unless
         they say nothing of what the model computes. The same is asked of tables within it that it opens by
         ``forge_plugins_hf.config_json.part_of``.
 

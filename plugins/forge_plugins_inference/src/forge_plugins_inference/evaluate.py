@@ -41,7 +41,7 @@ def evaluate(
     """Evaluate RUN, a run's directory (its newest checkpoint) or a checkpoint's.
 
     Without --evaluation it measures what the job does: [eval] and [[evaluations]]. With it, the keys of the evaluation
-    are options (--samples 100), those that the job says by default, and settings of data (data.path=…) say what is
+    are options (--samples 100), by default as the job says, and settings of data (data.path=…) say what is
     evaluated, all of it. OVERRIDES are settings of the job. One process needs no layout; several take that of the run,
     or what parallel.… says.
     """

@@ -71,7 +71,7 @@ class SeveralMirrorsConfig:
     is read from the first that has it."""
 
     def check(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Refuse less than two, and those that would be in each other's way."""
+        """Refuse less than two, and mirrors that would be in each other's way."""
         if len(self.mirrors) < 2:
             yield "mirrors", f"expected at least two mirrors, got {len(self.mirrors)}; one is checkpoint.mirror itself"
         for number, use in enumerate(self.mirrors):

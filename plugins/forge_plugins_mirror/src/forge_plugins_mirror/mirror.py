@@ -207,7 +207,7 @@ class Mirror(ABC):
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """File systems raise whatever the libraries below them do."""
+        """File systems raise any error of the libraries below them."""
         self._filesystem.invalidate_cache()
         try:
             yield

@@ -26,7 +26,7 @@ class Mirroring:
         self._has_failed = False
 
     def saved(self) -> None:
-        """There is another checkpoint to copy, and those that could not be copied before are tried again."""
+        """There is another checkpoint to copy, and the ones that could not be copied before are tried again."""
         if self._copier is not None:
             self._copier.look()
 

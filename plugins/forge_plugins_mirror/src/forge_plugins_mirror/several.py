@@ -158,7 +158,7 @@ class SeveralMirrors(CheckpointMirror):
         """The answers of some members.
 
         Raises:
-            MirrorError: the first of those that a member has raised, after all others have been asked.
+            MirrorError: the first one that a member has raised, after all others have been asked.
             ForgeError: at once; the run is to end.
         """
         answers: list[T] = []

@@ -31,7 +31,7 @@ class Uploader:
     """On rank 0. One thing at a time, in a thread of its own, in the order in which it was asked for.
 
     Args:
-        attempt: of this run; another one that takes the mirror over later is told apart by it.
+        attempt: of this run; another one that takes the mirror over later has another one.
         job_toml: for the mirror, of this start.
         start: the step from which this start goes on, -1 if afresh. Later checkpoints at the mirror are put aside.
         may_commit: called before anything at the mirror changes; what it raises prevents that.

@@ -121,7 +121,7 @@ class Pruned:
     removed: Sequence[int]
     """Steps."""
     damaged: Mapping[str, str]
-    """What is wrong with each of those that were not touched, as they are damaged; by folder."""
+    """What is wrong with each damaged one, which was not touched; by folder."""
     checkpoints: int
     """How many there were."""
     bytes: int

@@ -28,7 +28,7 @@ class GpuState:
     slowed_down_by: tuple[str, ...]
     """Why its hardware has lowered its clocks, if it has."""
     free: float
-    """The part of its memory that nobody uses, this process included."""
+    """The part of its memory that no process uses, this one included."""
 
 
 class Nvml:

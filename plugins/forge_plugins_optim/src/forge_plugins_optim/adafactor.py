@@ -67,7 +67,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """This rank's part in fp32, zero in a step that is left out."""
-        assert parameter.grad is not None, "it is among those that have one"
+        assert parameter.grad is not None, "only parameters with one are updated"
         gradient = local_tensor(parameter.grad)
         if self.left_out is not None:
             gradient.masked_fill_(self.left_out.bool(), 0)

@@ -114,7 +114,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + chunk_size)
             ignored_C1 = (targets_T[chunk] == IGNORED).unsqueeze(1)
             targets_C1 = targets_T[chunk].unsqueeze(1).masked_fill(ignored_C1, 0)
-            # Zero rows instead of ignored ones keep whatever they hold, NaN too, out of all sums.
+            # Zero rows instead of ignored ones keep what they hold, NaN too, out of all sums.
             hidden_CD = hidden_TD[chunk].masked_fill(ignored_C1, 0)
 
             logits_CV, slopes_CV = _capped(F.linear(hidden_CD, weight_VD, bias_V), cap, accumulate)

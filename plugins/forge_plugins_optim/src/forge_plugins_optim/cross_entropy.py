@@ -18,7 +18,7 @@ def cross_entropy(config: CrossEntropyConfig, /) -> CrossEntropy:
 
 
 class CrossEntropy:
-    """Sum of −log softmax(logits)[target], in fp32 whatever dtype the logits have: a sum of bf16 losses would have a
+    """Sum of −log softmax(logits)[target], in fp32 for logits of any dtype: a sum of bf16 losses would have a
     resolution of 64 at 10,000 nats."""
 
     takes_weights = True

@@ -18,7 +18,7 @@ def zeros_along(parameter: torch.Tensor, shape: Sequence[int], dims: Sequence[in
     Args:
         shape: of the whole tensor.
         dims: for each dimension of ``shape``, that of the parameter along which it is cut; ``None`` for one that every
-            rank has whole, whatever of the parameter it holds.
+            rank has whole, with any part of the parameter.
     """
     local = local_tensor(parameter)
     held = [length if dim is None else local.shape[dim] for length, dim in zip(shape, dims, strict=True)]

@@ -16,7 +16,7 @@ def seed_of(name: str) -> int:
 
 
 def noise(positions: torch.Tensor, seed: int, step: torch.Tensor) -> torch.Tensor:
-    """63 random bits for each element, int64, the same in whatever part of a tensor it is.
+    """63 random bits for each element, int64, the same in any part of a tensor.
 
     Args:
         positions: of elements in the whole tensor, int64.

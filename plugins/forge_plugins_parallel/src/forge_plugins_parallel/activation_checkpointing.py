@@ -34,7 +34,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class ActivationCheckpointing:
-    """Wraps blocks and further units, whatever their class. Names of parameters stay those of the model
+    """Wraps blocks and further units of any class. Names of parameters stay those of the model
     (``canonical_name``)."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:

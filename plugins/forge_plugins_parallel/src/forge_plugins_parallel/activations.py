@@ -25,7 +25,7 @@ class BlockActivations:
     """Bytes that one block keeps from forward to backward, for one microbatch on this rank."""
 
     whole: int
-    """Without recomputation: whatever autograd saves."""
+    """Without recomputation: all that autograd saves."""
     selective: int
     """Its inputs, and the results of the operations that are kept."""
     inputs: int

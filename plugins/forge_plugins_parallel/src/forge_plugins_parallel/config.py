@@ -199,7 +199,7 @@ class PipelineConfig:
     """In which order a step's microbatches (``train.grad_accumulation``) pass the stages. ``GPipe``: all forwards, then
     all backwards. ``1F1B``: each backward as early as it can be, so that fewer activations are held.
     ``Interleaved1F1B``: several stages a rank, smaller gaps, more communication. ``InterleavedZeroBubble`` (ZB1P),
-    ``ZBVZeroBubble`` and ``DualPipeV`` fill the gaps with gradients of weights, which nobody waits for."""
+    ``ZBVZeroBubble`` and ``DualPipeV`` fill the gaps with gradients of weights, which no other stage waits for."""
     stages_per_rank: int | None = attrs.field(default=None, validator=_fits_schedule)
     """Stages that each rank along ``pp`` holds; by default 1 for ``GPipe`` and ``1F1B``, and 2 for the others."""
 
@@ -296,7 +296,7 @@ class ActivationCheckpointingConfig:
     """Recompute only every n-th block, beginning with the first. Units of a model beside its blocks, such as the layers
     of an encoder, are not counted, and all recomputed."""
     keep: tuple[str, ...] = attrs.field(default=(), validator=[_names_operations, _for_mode("selective", "auto")])
-    """Operations whose results ``selective`` keeps, in place of those that the model calls dear and of those that send:
+    """Operations whose results ``selective`` keeps, in place of the ones that the model calls dear and that send:
     names, and patterns of them, such as ``["aten.mm", "*attention*", "_c10d_functional.*"]``. One product of matrices
     (``aten.mm``, ``aten.addmm``, ``aten._scaled_mm``) stands for all."""
     products_every: int = attrs.field(default=1, validator=[ge(1), _for_mode("selective", "auto")])
@@ -332,8 +332,8 @@ class Float8Config:
     exclude: tuple[str, ...] = ()
     """Further layers to leave alone, as patterns of their names: ``"blocks.0.*"``, ``"*.down"``."""
     experts: bool = False
-    """Also multiply routed experts in float8: one scale a row, gradients of weights in ``train.precision``, whatever
-    ``recipe`` is. On GPUs with compute capability 9.0 (H100, H200), or with ``emulate``."""
+    """Also multiply routed experts in float8: one scale a row, gradients of weights in ``train.precision``, with any
+    ``recipe``. On GPUs with compute capability 9.0 (H100, H200), or with ``emulate``."""
     all_gather: bool = False
     """Let FSDP gather weights as float8, in a quarter to a half of the bytes. For ``tensorwise`` only, and for
     parameters that are sharded."""

@@ -65,7 +65,7 @@ class ContextParallel:
         model.register_forward_hook(functools.partial(_with_whole_logits, group=mesh.get_group()), with_kwargs=True)
         touched = list(model.context_plan())  # type: ignore[operator]  # declared by the model
         modules = [model.get_submodule(name) for name in touched]
-        # One object for all layers: it is what the graphs of compiled blocks are told apart by.
+        # One object for all layers: graphs of compiled blocks are looked up by it.
         if self._config.method == "ring":
             forward = attending_in_a_ring(mesh.get_group())
             for module in modules:

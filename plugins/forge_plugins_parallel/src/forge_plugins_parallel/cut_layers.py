@@ -132,7 +132,7 @@ class FeatureNorm(CutLayer):
 
 
 class RowParallel(CutLayer):
-    """A linear layer of which each rank has some input features: those that its part of the layer before gives."""
+    """A linear layer of which each rank has some input features, which its part of the layer before gives."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         summed = self.ranks.leave(super().forward(hidden))

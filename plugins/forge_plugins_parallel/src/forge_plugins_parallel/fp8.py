@@ -24,7 +24,7 @@ _KEY = "parallel.passes.fp8"
 class Float8:
     """Makes float8 layers of the linear layers in blocks that multiply by a matrix, unless they are small.
 
-    The head, the embedding and whatever the model's plan replicates (routers) stay as they are. Experts are asked to do
+    The head, the embedding and what the model's plan replicates (routers) stay as they are. Experts are asked to do
     the same with their products, if that is wanted. Parameters stay in the dtype in which they were built; they are
     rounded whenever they are used.
     """

@@ -22,7 +22,7 @@ def whole_gradient_bytes(model: nn.Module) -> float:
 
 def sums_whole(fp32_bytes: float, accumulate: Literal["auto", "sharded", "whole"], context: PassContext) -> bool:
     """Return whether each rank keeps whole gradients in fp32 until the step's last microbatch. All ranks call it
-    together, and those that share parameters get the same answer.
+    together, and modules that share parameters get the same answer.
 
     Args:
         fp32_bytes: ``whole_gradient_bytes`` of the model.

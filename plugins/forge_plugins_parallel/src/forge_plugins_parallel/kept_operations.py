@@ -38,7 +38,7 @@ class KeptOperations:
 
     @classmethod
     def of(cls, model: Any, patterns: Collection[str], products_every: int) -> KeptOperations:
-        """Those that fit ``patterns``; without patterns, those that ``model`` calls dear, and communication.
+        """Operations that fit ``patterns``; without patterns, the ones that ``model`` calls dear, and communication.
 
         Raises:
             ConfigError: a pattern fits no operation, or there are no products of which to keep each n-th.
@@ -86,7 +86,7 @@ def _fitting(pattern: str) -> list[str]:
 
 
 def _known_names() -> Iterator[str]:
-    """Without those that write into what they are given: there would be nothing to keep."""
+    """Leave out operations that write into what they are given: there would be nothing to keep."""
     for name in torch._C._dispatch_get_all_op_names():
         packet = name.partition(".")[0].replace("::", ".")
         if not packet.endswith("_"):

@@ -178,7 +178,7 @@ class PipelineExecutor:
         try:
             # a target for each microbatch is what makes the schedule ask for its loss; stages have the batches
             self._schedule.step(target=torch.empty(len(microbatches)), return_outputs=False)
-        except RuntimeError as error:  # torch wraps whatever a stage raises
+        except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, ForgeError):
                 raise error.__cause__ from None
             raise

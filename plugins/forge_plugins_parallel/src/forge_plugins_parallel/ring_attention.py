@@ -151,7 +151,7 @@ class Kernel:
     forward: Any
     backward: Any
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Of forward, beyond those that all kernels have."""
+    """Of forward, beyond the ones that all kernels have."""
     remembered: Sequence[str] = ()
     """What backward calls the further results of forward, in their order."""
     backward_options: Mapping[str, Any] = attrs.field(factory=dict)

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism, from the model's plan alone.
 
 Each rank along ``tp`` has some output features of the layers that read the residual stream (``column``), the matching
-input features of those that write to it (``row``), and some rows of embedding and head. Between them the residual
+input features of the ones that write to it (``row``), and some rows of embedding and head. Between them the residual
 stream is cut by position (Korthikanti et al. 2022, arXiv 2205.05198): a ``sequence`` module works on its rank's
 positions, and its output is gathered once for all that read it.
 """

@@ -146,7 +146,7 @@ class Calibration:
 
     @cached_property
     def _published(self) -> tuple[Links, Links] | None:
-        """What data sheets say of the GPU, for networks that nobody has measured."""
+        """What data sheets say of the GPU, for networks that were not measured."""
         names = [name for name in PUBLISHED if name.partition("-")[0].upper() in self.device]
         return published_links(PUBLISHED[names[0]]) if names else None
 

@@ -25,7 +25,7 @@ PARTS = ("products", "attention", "memory", "optimizer", "communication", "bubbl
 """What a step's time is for:
 
 * ``products``, ``attention``: of matrices, and attention, forward and backward;
-* ``memory``: whatever else forward and backward do, which takes as long as its bytes do;
+* ``memory``: what else forward and backward do, which takes as long as its bytes do;
 * ``optimizer``: its step, and the clipping of gradients;
 * ``communication``: collectives, as far as nothing is computed beside them;
 * ``bubble``: waiting for other stages of a pipeline;
@@ -95,7 +95,7 @@ def step_time(
 
 
 def busy_time(run: Timeline, changes: Timeline, machine: Machine, *, compiled: bool) -> tuple[StepTime, StepTime]:
-    """What one stage of a pipeline has to do, whatever it waits for: forward and backward, and the optimizer."""
+    """What one stage of a pipeline has to do, without its waits: forward and backward, and the optimizer."""
     ends = []
     for timeline in (run, changes):
         clock = Clock(machine, compiled)

@@ -50,9 +50,9 @@ CAUSES = (
 """The 419 unexpected interruptions of 54 days of Llama 3 405B on 16,384 H100 (The Llama 3 Herd of Models, arXiv
 2407.21783, Table 5).
 
-The table has names and counts; ``shows`` and ``takes_node`` are ours. As hangs count those of the network, those that
-were found by NCCL's watchdog, and nodes without power, whose connections stay open: 13 % (in ByteDance's 778,135 jobs,
-hangs were 9.9 % of all incidents: arXiv 2509.16293, Table 1). Whatever is of a node's hardware takes the node.
+The table has names and counts; ``shows`` and ``takes_node`` are ours. As hangs count the ones of the network, the ones
+that NCCL's watchdog found, and nodes without power, whose connections stay open: 13 % (in ByteDance's 778,135 jobs,
+hangs were 9.9 % of all incidents: arXiv 2509.16293, Table 1). A failure of a node's hardware takes the node.
 """
 
 UNEXPECTED = sum(cause.count for cause in CAUSES)

@@ -26,7 +26,7 @@ class Machine(Protocol):
         """What the host takes to ask for one operation."""
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s that MFU is a share of: a GPU's in bf16, whatever it computes in; a CPU's in ``dtype``."""
+        """FLOP/s that MFU is a share of: a GPU's in bf16, for any dtype; a CPU's in ``dtype``."""
 
     def seconds(self, work: Work) -> float:
         """What the operation takes once it has been asked for."""

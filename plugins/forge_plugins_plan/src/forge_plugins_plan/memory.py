@@ -23,10 +23,10 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 * ``parameters``: this rank's shards, and buffers;
 * ``gradients``: those of this rank's shards, as the optimizer reads them;
 * ``optimizer``: its state;
-* ``activations``: whatever forward made and has not freed;
-* ``logits``: whatever has the vocabulary as its last dimension: logits, their softmax, their gradient;
+* ``activations``: what forward made and has not freed;
+* ``logits``: what has the vocabulary as its last dimension: logits, their softmax, their gradient;
 * ``gathered``: what collectives gather into or reduce from: whole parameters of a unit, and its gradients on their way;
-* ``temporary``: whatever else backward and the optimizer make, recomputed activations included.
+* ``temporary``: what else backward and the optimizer make, recomputed activations included.
 """
 
 
@@ -62,7 +62,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.vocabulary: frozenset[int] = frozenset()
         """Last dimensions that make a tensor count as logits."""
         self.log: list[Any] = []
-        """``Change`` and ``Work`` since ``restart``, and whatever else is put there to mark a place."""
+        """``Change`` and ``Work`` since ``restart``, and what else is put there to mark a place."""
         self._at_start: Counter[str] = Counter()
         self._live: dict[int, _Storage] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}

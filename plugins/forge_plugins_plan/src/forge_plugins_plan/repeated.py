@@ -74,7 +74,7 @@ def repetitions(part: Any) -> list[Repetition]:
 
 
 def _kinds(part: Any) -> list[int]:
-    """A number for each block, equal for those that are alike."""
+    """A number for each block, equal for blocks that are alike."""
     of_model = [value for value in vars(part).values() if isinstance(value, Mapping) and {*part.blocks} <= {*value}]
     known: list[tuple[str, Any]] = []
     kinds = []
@@ -103,7 +103,7 @@ def _turns(kinds: Sequence[int], first: int, period: int) -> int:
 
 @contextmanager
 def shortened(found: Sequence[Repetition], log: list[Any]) -> Iterator[None]:
-    """Models are without the blocks that are left out, and those that are kept leave marks in ``log``."""
+    """Models are without the blocks that are left out, and the ones that are kept leave marks in ``log``."""
     whole = [(part, dict(part.blocks)) for part in {id(one.part): one.part for one in found}.values()]
     with ExitStack() as stack:
         for number, one in enumerate(found):

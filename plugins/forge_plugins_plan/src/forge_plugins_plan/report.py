@@ -126,7 +126,7 @@ def make_plan(
         machine: whose times are told.
 
     Raises:
-        ForgeError: whatever a real run would say before its first step, data apart.
+        ForgeError: what a real run would say before its first step, data apart.
     """
     build = ComponentBuilder(catalog)
     rows = vocabulary_of(job, build, vocab_size)

@@ -10,7 +10,7 @@ from forge_plugins_plan.search import Layout, Search
 from forge_plugins_plan.step_report import PART_WORDS
 
 _TOO_LARGE = 3
-"""How many of those that do not fit are told."""
+"""How many of the ones that do not fit are told."""
 
 
 def as_text(search: Search, ranks: int) -> Iterator[str]:
@@ -18,7 +18,7 @@ def as_text(search: Search, ranks: int) -> Iterator[str]:
     yield f"Layouts of {ranks:,} ranks: {search.considered:,} considered"
     yield f"  {search.batch_not_shared:>7,} degrees among which the step's sequences cannot be shared out evenly"
     yield f"  {search.over_memory:>7,} too large by an estimate"
-    yield f"  {search.slower:>7,} slower by an estimate than those that were simulated"
+    yield f"  {search.slower:>7,} slower by an estimate than the simulated ones"
     yield f"  {search.refused:>7,} refused by the rules of the job, of those whose turn came"
     if search.not_simulated:
         yield f"  {search.not_simulated:>7,} of which a step cannot be simulated"

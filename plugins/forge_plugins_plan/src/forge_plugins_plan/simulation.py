@@ -51,7 +51,7 @@ class RankMemory:
 
 @attrs.frozen
 class OptimizerStep:
-    """What the optimizer has and does, which is the same whatever is recomputed."""
+    """What the optimizer has and does, which is the same for every way to recompute."""
 
     parameters: Sequence[object]
     """What is updated, in words."""
@@ -108,7 +108,7 @@ def simulate(
         timed: record what operations do, too, of which a ``Clock`` makes times.
 
     Raises:
-        ForgeError: whatever the build of a real run would say.
+        ForgeError: what the build of a real run would say.
     """
     one = _Simulation(job, catalog, vocab_size, world_size, stage, gpu, ranks_per_node, like, timed)
     if shorten:

@@ -86,7 +86,7 @@ class Tally:
             self._at_peak.update(self.known)
 
     def _repeat(self, one: Repeat) -> None:
-        """The first time and the last: between them, whatever is there at a place grows or shrinks evenly."""
+        """The first time and the last: between them, what is there at a place grows or shrinks evenly."""
         before, known = Counter(self.current), Counter(self.known)
         self.play(one.changes)
         for counter, start in ((self.current, before), (self.known, known)):

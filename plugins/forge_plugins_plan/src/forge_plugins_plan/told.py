@@ -38,7 +38,7 @@ class ToldLayout(Layout):
     """A layout that has been simulated. Times are seconds, and sizes bytes."""
 
     why_slower: str
-    """A sentence; empty of the first, and of those that do not fit."""
+    """A sentence; empty for the first, and for layouts that do not fit."""
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +46,7 @@ class ToldSearch(Search):
     """The fastest layouts, and what became of the others."""
 
     best: Sequence[ToldLayout]
-    """Of those that fit, fastest first."""
+    """The ones that fit, fastest first."""
     too_large: Sequence[ToldLayout]
     """Simulated, and they do not fit; fastest first."""
 

@@ -20,7 +20,7 @@ COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 
 
 class Work(NamedTuple):
-    """One operation. Those that are equal take equally long."""
+    """One operation. Equal ones take equally long."""
 
     kind: str
     during: str = ""
@@ -171,7 +171,7 @@ _KINDS = {
     "all_reduce": ALL_REDUCE,
     "alltoall": ALL_TO_ALL,
     "all_to_all": ALL_TO_ALL,
-    "broadcast": ALL_GATHER,  # whatever is sent, each rank has it afterwards
+    "broadcast": ALL_GATHER,  # each rank has afterwards what is sent
     "send": SEND,
     "recv": RECEIVE,
 }
@@ -264,7 +264,7 @@ _FORMULAS = dict(_formulas())
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Those that are read: what is expanded is read once."""
+    """Tensors that are read: what is expanded is read once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1

@@ -1,4 +1,4 @@
-"""``cluster.toml``: what is true of a cluster, whatever is trained on it."""
+"""``cluster.toml``: what is true of a cluster for every job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _is_variable(_: object, attribute: attrs.Attribute[Any], name: str) -> None:
 
 @attrs.frozen(kw_only=True)
 class Cluster:
-    """The facts of one cluster. Every key can be left out; ``forge submit`` has options for those that change often."""
+    """The facts of one cluster. Every key can be left out; ``forge submit`` has options for frequent changes."""
 
     partition: str | None = attrs.field(default=None, validator=optional(_is_name))
     """Where to submit; by default Slurm's own default."""
@@ -71,7 +71,7 @@ class Cluster:
     max_failures: int = attrs.field(default=3, validator=ge(0))
     """How many crashes in a row without a new checkpoint are answered by starting again. Preemptions do not count."""
     spare_nodes: int = attrs.field(default=0, validator=ge(0))
-    """Nodes that a job has beside those that train. After a crash, the run starts again within the job. A spare node
+    """Nodes that a job has beside the training ones. After a crash, the run starts again within the job. A spare node
     replaces one that was lost."""
     modules: tuple[str, ...] = attrs.field(default=(), validator=deep_iterable(min_len(1)))
     """What to ``module load``."""

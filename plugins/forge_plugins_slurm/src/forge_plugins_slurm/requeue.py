@@ -28,7 +28,7 @@ class SlurmRequeue(Callback):
 
     def run_start(self, run: RunContext) -> None:
         if "SLURM_JOB_ID" not in self._environment:
-            run.log("slurm_requeue: this is not a Slurm job; nobody will start it again if it is stopped")
+            run.log("slurm_requeue: this is not a Slurm job; it is not started again if it is stopped")
 
     def run_end(self, run: RunContext, step: int, stopped: str) -> None:
         if not stopped or "SLURM_JOB_ID" not in self._environment:
@@ -38,7 +38,7 @@ class SlurmRequeue(Callback):
                 self._requeue(run)
             else:
                 run.log(f"stopped by {stopped}: not requeued")
-        # srun may end the others as soon as one rank has left: nobody goes before the job is requeued.
+        # srun may end the others as soon as one rank has left: none goes before the job is requeued.
         dist.barrier()
 
     def _requeue(self, run: RunContext) -> None:
@@ -77,9 +77,7 @@ def _why_not(job: str) -> str | None:
     state, reason = found.get("JobState", "RUNNING"), found.get("Reason", "")
     if state in ("RUNNING", "PENDING", "REQUEUED", "PREEMPTED", "TIMEOUT") or reason == "TimeLimit":
         return None
-    return (
-        f"Slurm is ending it ({state}); after a preemption Slurm starts it again, and if it was cancelled nobody does"
-    )
+    return f"Slurm is ending it ({state}); after a preemption Slurm starts it again, and not if it was cancelled"
 
 
 def _shown(job: str) -> str:

@@ -58,7 +58,7 @@ class Submitted:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
-@click.option("--spare-nodes", type=click.IntRange(min=0), metavar="N", help="More nodes, for those that are lost.")
+@click.option("--spare-nodes", type=click.IntRange(min=0), metavar="N", help="More nodes, to replace lost ones.")
 @click.option("--time", metavar="TIME", help="Limit of one start of the job, as Slurm writes it: 12:00:00, 2-00:00:00.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs of each node; one rank a GPU.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="N", help="For nodes without GPUs.")

@@ -74,7 +74,7 @@ def run_tasks(
 ) -> dict[str, Ended]:
     """Run all tasks, at most ``parallel`` at the same time, in their order.
 
-    The first Ctrl-C or SIGTERM asks those that run to save and stop, and starts no more; the second kills them.
+    The first Ctrl-C or SIGTERM asks the running ones to save and stop, and starts no more; the second kills them.
 
     Args:
         variables: more of the environment, for the place from 0 to ``parallel − 1`` that a task takes.

@@ -19,7 +19,7 @@ HOST = "FORGE_REPLICA_HOST"
 NAME = "FORGE_REPLICA"
 """Environment variable: what this replica is called. Replicas are numbered in the order of their names."""
 EXPECTED = "FORGE_REPLICAS_EXPECTED"
-"""Environment variable: with how many replicas to begin, set by ``forge replicas`` for those that start together."""
+"""Environment variable: with how many replicas to begin, set by ``forge replicas`` for the ones that start together."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +32,7 @@ class TorchftConfig:
     min_replicas: int = attrs.field(default=1, validator=ge(1))
     """Below so many, the others wait instead of training on."""
     timeout: float = attrs.field(default=60.0, validator=gt(0))
-    """Seconds that a replica waits for another one within a step, for its state, and for those that are started with it
+    """Seconds that a replica waits for another one within a step, for its state, and for replicas started with it
     to come. One whose process has died is noticed at once."""
     join_timeout: float = attrs.field(default=1800.0, validator=gt(0))
     """Seconds that it waits for a step to begin: for ``min_replicas``, which end it with exit code 5 if they do not

@@ -1,7 +1,7 @@
 """``python -m forge_plugins_torchft.lighthouse BIND MIN_REPLICAS JOIN_TIMEOUT HEARTBEAT_TIMEOUT``: a lighthouse.
 
 It prints its address, and ends when its standard input does: with whoever has started it. It is a process of its own
-for the lines that torchft prints with every step, which nobody can switch off.
+for the lines that torchft prints with every step, which cannot be switched off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forge_core.errors import ConfigError
 from forge_plugins_torchft.config import TorchftConfig
 
 _TICK = 50
-"""Milliseconds after which it looks again whether those that are there are enough."""
+"""Milliseconds after which it looks again whether there are enough."""
 
 
 @contextmanager

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _FINAL = (ExitCode.COMPLETED, ExitCode.INVALID, ExitCode.STOPPED, ExitCode.NON_FINITE)
 """A replica that ends so is not started again."""
 _CHATTER = re.compile(r"\S+ \[INFO\] \[torchft::")
-"""What torchft prints with every step, which nobody can switch off."""
+"""What torchft prints with every step, which cannot be switched off."""
 _LOOK_EVERY = 0.1
 """Seconds."""
 
@@ -115,7 +115,7 @@ def replicas(
 
 @attrs.define
 class _Replica:
-    """One of this machine: a process, and those that follow it."""
+    """One of this machine: a process, and its successors."""
 
     job: Job
     number: int
@@ -182,7 +182,7 @@ def _look_after(group: Sequence[_Replica], max_restarts: int, close_lighthouse: 
                     continue
                 code = one.process.returncode
                 if code == ExitCode.COMPLETED:
-                    close_lighthouse()  # one that comes now would find nobody, and train by itself
+                    close_lighthouse()  # one that comes now would find no other, and train by itself
                 one.finish()
                 is_complete = any(other.code == ExitCode.COMPLETED for other in group)
                 if code in _FINAL or signals or is_complete or one.restarts == max_restarts:
@@ -210,7 +210,7 @@ def _outcome(codes: Sequence[int | None]) -> ExitCode:
 
 @contextmanager
 def _signals_passed_on(group: Sequence[_Replica]) -> Iterator[list[int]]:
-    """Each signal that asks to stop goes to all replicas. Yields those that have come."""
+    """Each signal that asks to stop goes to all replicas. Yields the signals that have come."""
     came: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:

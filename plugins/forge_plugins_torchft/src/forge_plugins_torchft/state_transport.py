@@ -12,7 +12,7 @@ from torchft.checkpointing import HTTPTransport
 
 
 class StateTransport(HTTPTransport[Any]):
-    """Reading executes nothing: torchft's own would unpickle whatever the other side sends.
+    """Reading executes nothing: torchft's own would unpickle all that the other side sends.
 
     Args:
         host: under which others reach this machine; torchft's own takes the host's name.

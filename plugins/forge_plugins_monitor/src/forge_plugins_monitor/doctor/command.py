@@ -61,7 +61,7 @@ def _findings(check: Check, owner: str, surroundings: CheckContext) -> list[Find
         with output_of(owner):
             for finding in function(surroundings):
                 findings.append(finding)
-    except Exception as error:  # noqa: BLE001  # whatever is wrong with one check, the report is about the machine
+    except Exception as error:  # noqa: BLE001  # one check may fail in any way, the report is about the machine
         found = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         findings.append(Finding(check.name, "wrong", found, f"the check of {owner} itself has failed; report it there"))
     return findings

@@ -85,7 +85,7 @@ def _peers(count: int) -> Finding:
         "between GPUs",
         "warning",
         f"{len(apart)} of {len(pairs)} pairs do not reach each other's memory, such as {apart[0]}",
-        "`nvidia-smi topo -m` shows the links; keep tensor parallelism among those that have one",
+        "`nvidia-smi topo -m` shows the links; keep tensor parallelism among GPUs that have one",
     )
 
 

@@ -12,7 +12,7 @@ from forge_core.contracts.check import CheckContext, Finding
 from forge_core.distributed.environment import interface_problem
 
 _TORCH_SHUTDOWN = 30.0
-"""Seconds that torchrun gives its ranks after a signal, if nobody says anything else."""
+"""Seconds that torchrun gives its ranks after a signal, by default."""
 
 
 def look(_: CheckContext) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The plugins: those that do not load or do not go together, and names that several of them have."""
+"""The plugins that do not load or do not go together, and names that several of them have."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class NodeWatch:
         """What this node finds by itself, if a rank of it must know and the store does not answer: the thread may be
         waiting for it, without an end."""
         now, signs = time.monotonic(), self._signs()
-        if now - self._looked >= SILENCE:  # this process has been stopped itself: nobody has had time to answer
+        if now - self._looked >= SILENCE:  # this process has been stopped itself: no rank has had time to answer
             self._answered = now
         self._looked = now
         silent = now - self._answered
@@ -98,7 +98,7 @@ class NodeWatch:
                     return
                 self._answered = time.monotonic()
             self._ended.wait(BEAT / 4 if need or self._is_alarmed else BEAT)
-        with suppress(RuntimeError, OSError):  # their last words: nobody may be left on this node to tell of them
+        with suppress(RuntimeError, OSError):  # their last words: no process may be left on this node to tell of them
             self._publish(self._connected(), self._signs(), Need.NONE, with_signs=True)
 
     def _signs(self) -> dict[int, Sign]:

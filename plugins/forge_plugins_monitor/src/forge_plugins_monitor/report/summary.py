@@ -30,7 +30,7 @@ class Summary(ReportSection):
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """Those that are known, by name."""
+    """The known ones, by name."""
     facts = {
         "state": _state(run.events),
         "step": _steps(run),

@@ -171,7 +171,7 @@ def _cause(end: Mapping[str, Any]) -> str:
     }
     by_kind = {"SaveError": "a checkpoint could not be written", "LeaseLostError": "another start has taken it over"}
     words = by_kind.get(kind) or by_code.get(code if isinstance(code, int) else -1)
-    return f"{words}: {said}" if words else str(end.get("error") or "an error that nobody foresaw").rstrip(".")
+    return f"{words}: {said}" if words else str(end.get("error") or "an unforeseen error").rstrip(".")
 
 
 def _killer(run: Path) -> str:

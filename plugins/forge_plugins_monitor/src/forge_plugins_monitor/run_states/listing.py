@@ -147,7 +147,7 @@ def _duration(seconds: float) -> str:
 
 
 def _follow(run: Path, name: str) -> None:
-    """Until nobody trains there any more."""
+    """Until no run trains there any more."""
     file = run / name
     for line in tail(file)[-20:]:
         click.echo(printable(line))
