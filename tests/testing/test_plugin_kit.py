@@ -165,7 +165,7 @@ FAULTS = [
         # under another name: what is read from a module's source is remembered
         {"plugin": PLUGIN.replace("acme.config", "acme.terse"), "terse": CONFIG.replace('"""How high."""', "")},
         "test_every_field_is_documented",
-        "FlatConfig.height has no docstring under it",
+        "FlatConfig.height has no docstring under it, nor a line under Args: of the class",
     ),
     (
         {"config": CONFIG.replace('"""Flat."""', "")},

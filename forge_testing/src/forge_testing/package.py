@@ -157,7 +157,9 @@ class PluginConformance:
             assert cls.__doc__, f"{label} has no docstring"
             documented = field_docs(cls)
             for field in attrs.fields(cls):
-                assert field.name in documented, f"{label}.{field.name} has no docstring under it"
+                assert field.name in documented, (
+                    f"{label}.{field.name} has no docstring under it, nor a line under Args: of the class"
+                )
 
     def test_factories_take_what_the_contract_gives(self) -> None:
         kinds = {kind.name: kind for kind in (*CORE_KINDS, *self.plugin().kinds)}
