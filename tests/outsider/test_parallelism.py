@@ -155,6 +155,7 @@ def test_state_of_another_shape_goes_on_in_another_layout(launcher: Launcher, ce
         assert line[key] == pytest.approx(reference[key], rel=1e-5), key
 
 
+@pytest.mark.nightly  # by day, a pipeline has this mixer
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("cell", ["tp2-fsdp2-linear"])
 def test_a_mixer_of_another_package_goes_on_to_the_same_bits(launcher: Launcher, cell: str) -> None:

@@ -143,7 +143,7 @@ def curve(config: Path, name: str) -> list[float]:
     return [line[key] for line in map(json.loads, lines) for key in ("loss", "grad_norm")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the compiler takes most of a minute, and only a GPU has what it is for
 @pytest.mark.timeout(900)
 def test_gathers_and_scatters_of_blocks_become_one_with_their_products(tmp_path):
     config, catalog = write_job(tmp_path), discover()
