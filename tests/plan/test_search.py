@@ -101,10 +101,10 @@ def test_the_layout_that_is_simulated_first_is_one_that_sends_little_over_slow_l
 
 @pytest.mark.slow
 def test_a_pipeline_of_two_stages_takes_the_time_of_its_plan(found, planned, monkeypatch):
-    """A machine on which products alone take time, and two ranks that can share out neither three sequences nor three
-    heads."""
+    """A machine on which products alone take time, and two ranks that can share out neither nine sequences nor three
+    heads. Four microbatches are played, and five follow."""
     with_figures(monkeypatch)
-    job = ("train.batch_size=1", "train.grad_accumulation=3", "parallel.pp=2", *THREE_HEADS)
+    job = ("train.batch_size=1", "train.grad_accumulation=9", "parallel.pp=2", *THREE_HEADS)
 
     table = found(*job, ranks="2")
 

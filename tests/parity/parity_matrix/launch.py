@@ -25,6 +25,7 @@ from parity_matrix.probe import Seen, seen_by
 JOB = Path(__file__).with_name("job.toml")
 """What is trained, unless a work says otherwise."""
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT}
+"""Exit codes of a process that an error in compiled code has ended."""
 
 
 @attrs.frozen
@@ -65,8 +66,8 @@ class Launcher:
         """Do the works in their order, over gloo; ranks that a work does not need sit it out.
 
         A work that fails takes its processes along; the rest is done by a new launch. One whose process a signal of
-        compiled code has ended is done once more: a run of two ranks in a few hundred ends so in torch or gloo, after
-        many works in one process. ``crashes`` has it, and so has the end of the suite's output.
+        compiled code has ended is done once more: in three suites two runs have ended so, after many works in one
+        process, and the cause is not known. ``crashes`` has it, and so has the end of the suite's output.
 
         Args:
             timeout: seconds for all of them.

@@ -264,7 +264,7 @@ _FORMULAS = dict(_formulas())
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Tensors that are read: what is expanded is read once."""
+    """Bytes that are read: what is expanded is read once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1
