@@ -66,8 +66,8 @@ def expert_outputs(experts: Any, hidden: torch.Tensor, assignments: Assignments,
     """``(B, S, k, D)``, what each expert of ``chosen_experts`` gives for the token, before it is weighted and summed; 0
     for none. With ``tensor_parallel``, S are this rank's positions, as in the output of ``experts``.
 
-    The experts work once more, on a token for each assignment, and so in every layout, where their dispatcher sums
-    before it sends anything back.
+    The experts work once more, on a token for each assignment, and so in every layout, also where their dispatcher
+    sums before it sends anything back.
 
     Args:
         hidden: ``(B, S, D)``.

@@ -188,7 +188,7 @@ class TransformerConfig:
     """The position-wise half of each block."""
     num_experts: int | None = attrs.field(default=None, validator=[optional(ge(0)), _is_written_out])
     """Makes the model sparse: short for a ``feed_forward`` named ``moe`` with so many ``n_experts``, whose ``dense``
-    layer is the ``feed_forward`` that is given. 0: dense, and ``moe`` is not read."""
+    layer is the ``feed_forward`` that is given. 0: dense, with any ``moe``."""
     moe: Mapping[str, Any] | None = attrs.field(default=None, validator=_is_written_out)
     """Further keys of that layer, such as ``router``; with ``n_experts`` among them, it is sparse without
     ``num_experts``, which wins over it. ``forge plugins show feed_forward moe`` lists them."""

@@ -296,7 +296,7 @@ class ActivationCheckpointingConfig:
     """Recompute only every n-th block, beginning with the first. Units of a model beside its blocks, such as the layers
     of an encoder, are not counted, and all recomputed."""
     keep: tuple[str, ...] = attrs.field(default=(), validator=[_names_operations, _for_mode("selective", "auto")])
-    """Operations whose results ``selective`` keeps, in place of the ones that the model calls dear and that send:
+    """Operations whose results ``selective`` keeps, in place of the ones that the model calls dear and all that send:
     names, and patterns of them, such as ``["aten.mm", "*attention*", "_c10d_functional.*"]``. One product of matrices
     (``aten.mm``, ``aten.addmm``, ``aten._scaled_mm``) stands for all."""
     products_every: int = attrs.field(default=1, validator=[ge(1), _for_mode("selective", "auto")])
