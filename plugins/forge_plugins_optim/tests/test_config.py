@@ -151,6 +151,8 @@ def test_muon_alone_is_found_at_validation() -> None:
         (AdamWConfig(lr=0.1, rounding="split"), "rounding"),
         (LionConfig(lr=0.1, rounding="split"), "rounding"),
         (MuonConfig(lr=0.1, rounding="split"), "rounding"),
+        (SGDConfig(lr=0.1, rounding="stochastic"), "rounding"),
+        (AdafactorConfig(lr=0.1, rounding="stochastic"), "rounding"),
     ],
 )
 def test_rounding_of_nothing_is_found_at_validation(config, named) -> None:
@@ -179,8 +181,9 @@ def test_what_rounding_to_the_nearest_loses_is_said_at_validation_and_at_the_sta
     assert said("bf16") == []
     if name != "adafactor":
         assert said("bf16_pure", ', rounding="split"') == []
+    assert said("bf16_pure", ', rounding="stochastic"') == []
     if name == "adamw":
-        assert said("bf16_pure", ', rounding="stochastic"') == said("bf16_pure", ", stochastic_rounding=true") == []
+        assert said("bf16_pure", ", stochastic_rounding=true") == []
 
 
 def test_rounding_that_contradicts_itself_is_refused() -> None:
@@ -188,6 +191,8 @@ def test_rounding_that_contradicts_itself_is_refused() -> None:
         AdamWConfig(lr=0.1, rounding="split", stochastic_rounding=True)
     with pytest.raises(ValueError, match='is for rounding = "split"'):
         AdamWConfig(lr=0.1, rounding="stochastic", moments="bf16")
+    with pytest.raises(ValueError, match="what is rounded by chance is not compiled"):
+        LionConfig(lr=0.1, rounding="stochastic", compile=True)
 
 
 def test_a_last_group_with_a_pattern_only_is_refused() -> None:

@@ -58,6 +58,11 @@ class TestLion(OptimizerConformance):
     config: ClassVar = {"lr": 1e-2}
 
 
+class TestLionWithStochasticRounding(OptimizerConformance):
+    component = "forge-plugins-optim:lion"
+    config: ClassVar = {"lr": 1e-2, "rounding": "stochastic"}
+
+
 class TestMuon(OptimizerConformance):
     component = "forge-plugins-optim:muon"
     config: ClassVar = {"lr": 2e-2, "dtype": "fp32"}

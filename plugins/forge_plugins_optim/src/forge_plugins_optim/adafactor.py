@@ -15,6 +15,7 @@ from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.config import AdafactorConfig
 from forge_plugins_optim.parameter_groups import parameter_groups
 from forge_plugins_optim.state_layout import groups_across, reduce_across, zeros_along
+from forge_plugins_optim.stochastic_rounding import round_into, seed_of
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -41,6 +42,7 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(parameter_groups(parameters, config), {})
         self.update_size: UpdateSize = "parameter" if config.scale_parameter else "element"
         self._config = config
+        self._seeds = {one.parameter: seed_of(one.name) for one in parameters if config.rounding == "stochastic"}
 
     def empty_state(
         self, parameter: nn.Parameter, slot: str, shape: torch.Size, dtype: torch.dtype
@@ -151,7 +153,9 @@ class Adafactor(torch.optim.Optimizer):
         whole = parameter.float()
         whole.addcmul_(whole, lr * one.group["weight_decay"], value=-1)  # 1 − lr · decay would be rounded to fp32
         whole.sub_(update)
-        if whole is not parameter:
+        if one.parameter in self._seeds and parameter.dtype == torch.bfloat16:
+            round_into([(parameter, whole)], one.parameter, self._seeds[one.parameter], one.state["step"])
+        elif whole is not parameter:
             parameter.copy_(whole)
 
 

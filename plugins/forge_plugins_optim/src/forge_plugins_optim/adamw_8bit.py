@@ -45,7 +45,7 @@ class AdamW8bit(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas, "eps": config.eps})
-        self.splits = config.rounding == "split"
+        self.round_as(config.rounding, parameters)
         self._maps: dict[tuple[str, torch.device], DynamicMap] = {}
         self._exact = frozenset(
             one.parameter

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "expert"]
+Rounding = Literal["nearest", "stochastic", "split"]
 
 
 def _not_with_lr(group: ParameterGroup, _: attrs.Attribute[Any], value: Any) -> None:
@@ -87,43 +88,51 @@ class ParameterRules(MatrixRules):
 
 
 @attrs.frozen(kw_only=True, slots=False)  # beside another base, one of the two can have slots
-class SplitRules:
-    """The key of optimizers that can keep what rounding to bf16 cuts off."""
+class RoundingRules:
+    """The key of optimizers that lose no update to bf16."""
 
-    rounding: Literal["nearest", "split"] = "nearest"
-    """How values are rounded that are kept in bf16 (``train.precision = "bf16_pure"``). ``split``: the parameter is the
-    upper half of a weight in fp32, whose lower half the optimizer keeps, 2 bytes a parameter, with the rest of its
-    state in fp32, so that no update is lost."""
+    rounding: Rounding = "nearest"
+    """How values are rounded that are kept in bf16 (``train.precision = "bf16_pure"``). ``stochastic``: up or down by
+    chance, so that updates too small for bf16 count on average. ``split``: the parameter is the upper half of a weight
+    in fp32, whose lower half the optimizer keeps, 2 bytes a parameter, with the rest of its state in fp32, so that no
+    update is lost. Both compute in fp32."""
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Nothing is kept in bf16 in other precisions."""
-        if self.rounding != "nearest" and job.train.precision != "bf16_pure":
-            yield "rounding", _nothing_in_bf16(self.rounding, job)
+        yield from _rounds_something(self.rounding, job)
 
     def notes(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is lost to the nearest."""
         if self.rounding == "nearest" and job.train.precision == "bf16_pure":
-            yield "rounding", f'{LOST_TO_THE_NEAREST} "split" loses none'
+            yield "rounding", f"{LOST_TO_THE_NEAREST} {_LOST_TO_OTHERS}"
 
 
 LOST_TO_THE_NEAREST = (
     "values in bf16 are rounded to the nearest, and an update that is small beside a weight is lost: with adamw, by "
     "step 50 one still moves 60 % of the weights at lr 3e-4, 9 % at 3e-5, 3 % at 1e-5."
 )
+_LOST_TO_OTHERS = '"stochastic" loses none on average, "split" none at all'
 
 
-def _nothing_in_bf16(rounding: str, job: Job) -> str:
-    return (
-        f"{rounding!r} is about what is kept in bf16, and with train.precision = {job.train.precision!r} that is "
-        'nothing; leave it out, or set train.precision = "bf16_pure"'
-    )
+def _rounds_something(rounding: Rounding, job: Job, key: str = "rounding") -> Iterator[tuple[str, str]]:
+    if rounding != "nearest" and job.train.precision != "bf16_pure":
+        sentence = (
+            f"{rounding!r} is about what is kept in bf16, and with train.precision = {job.train.precision!r} that is "
+            'nothing; leave it out, or set train.precision = "bf16_pure"'
+        )
+        yield key, sentence
+
+
+def _not_by_chance(config: CompileRules, _: attrs.Attribute[Any], value: bool) -> None:
+    if value and config.rounding == "stochastic":
+        raise ValueError('does not go with rounding = "stochastic": what is rounded by chance is not compiled')
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class CompileRules:
-    """The key of optimizers whose step treats each element by itself."""
+class CompileRules(RoundingRules):
+    """The keys of optimizers whose step treats each element by itself."""
 
-    compile: bool = False
+    compile: bool = attrs.field(default=False, validator=_not_by_chance)
     """Whether a step is one kernel by torch.compile, which reads and writes each element once. It is compiled before
     the first step, in some seconds, and needs a C++ compiler on a CPU, Triton on a GPU."""
 
@@ -144,7 +153,7 @@ class AdamWConfig(ParameterRules):
     """Decay of the running means of the gradient and of its square, a step."""
     eps: float = attrs.field(default=1e-8, validator=gt(0))
     """Added to the root of the second moment."""
-    rounding: Literal["nearest", "stochastic", "split"] = "nearest"
+    rounding: Rounding = "nearest"
     """How parameters and moments are rounded that are kept in bf16 (``train.precision = "bf16_pure"``).
     ``stochastic``: up or down by chance, so that updates too small for bf16 count on average. ``split``: the parameter
     is the upper half of a weight in fp32, whose lower half the optimizer keeps, 2 bytes a parameter, so that no update
@@ -169,24 +178,22 @@ class AdamWConfig(ParameterRules):
             raise ValueError('means rounding = "stochastic", and rounding is "split"; leave one of the two out')
 
     @property
-    def keeps(self) -> Literal["nearest", "stochastic", "split"]:
+    def keeps(self) -> Rounding:
         """What both keys say about rounding."""
         return "stochastic" if self.stochastic_rounding else self.rounding
 
     def check(self, job: Job) -> Iterator[tuple[str, str]]:
         """Nothing is kept in bf16 in other precisions."""
-        if self.keeps != "nearest" and job.train.precision != "bf16_pure":
-            key = "stochastic_rounding" if self.stochastic_rounding else "rounding"
-            yield key, _nothing_in_bf16(self.keeps, job)
+        yield from _rounds_something(self.keeps, job, "stochastic_rounding" if self.stochastic_rounding else "rounding")
 
     def notes(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is lost to the nearest."""
         if self.keeps == "nearest" and job.train.precision == "bf16_pure":
-            yield "rounding", f'{LOST_TO_THE_NEAREST} "stochastic" loses none on average, "split" none at all'
+            yield "rounding", f"{LOST_TO_THE_NEAREST} {_LOST_TO_OTHERS}"
 
 
 @attrs.frozen(kw_only=True)
-class AdamW8bitConfig(ParameterRules, SplitRules):
+class AdamW8bitConfig(ParameterRules, RoundingRules):
     """AdamW with its moments in 8 bits (Dettmers et al., 2022, https://arxiv.org/abs/2110.02861)."""
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))))
@@ -199,7 +206,7 @@ class AdamW8bitConfig(ParameterRules, SplitRules):
 
 
 @attrs.frozen(kw_only=True)
-class LionConfig(ParameterRules, SplitRules, CompileRules):
+class LionConfig(ParameterRules, CompileRules):
     """Lion (Chen et al., 2023, https://arxiv.org/abs/2302.06675). Its authors use a learning rate 3 to 10 times smaller
     than AdamW's, and a weight decay as many times larger."""
 
@@ -208,7 +215,7 @@ class LionConfig(ParameterRules, SplitRules, CompileRules):
 
 
 @attrs.frozen(kw_only=True)
-class ScheduleFreeAdamWConfig(ParameterRules, SplitRules, CompileRules):
+class ScheduleFreeAdamWConfig(ParameterRules, CompileRules):
     """Schedule-free AdamW (Defazio et al., 2024, https://arxiv.org/abs/2405.15682). It evaluates an average of its
     steps, which does what a schedule's decay does elsewhere: choose the scheduler ``constant`` with a warm-up. Its
     authors use a learning rate 1 to 10 times larger than AdamW's with a schedule."""
@@ -229,7 +236,7 @@ class ScheduleFreeAdamWConfig(ParameterRules, SplitRules, CompileRules):
 
 
 @attrs.frozen(kw_only=True)
-class SGDConfig(ParameterRules, SplitRules, CompileRules):
+class SGDConfig(ParameterRules, CompileRules):
     """Stochastic gradient descent with momentum, as torch's (Sutskever et al., 2013, section 2)."""
 
     momentum: float = attrs.field(default=0.9, validator=and_(ge(0), lt(1)))
@@ -259,7 +266,7 @@ class StackedMatrices:
 
 
 @attrs.frozen(kw_only=True)
-class MuonConfig(MatrixRules, SplitRules):
+class MuonConfig(MatrixRules, RoundingRules):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), for matrices and experts alone."""
 
     momentum: float = attrs.field(default=0.95, validator=and_(ge(0), lt(1)))
@@ -303,11 +310,21 @@ class AdafactorConfig(ParameterRules):
     relative_step: bool = False
     """Whether the learning rate is multiplied by ``min(0.01, 1/√t)`` in update t. With ``lr = 1.0`` and the schedule
     ``none`` it is that of the paper."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How parameters are rounded that are kept in bf16 (``train.precision = "bf16_pure"``). ``stochastic``: up or down
+    by chance, so that updates too small for bf16 count on average."""
+
+    def check(self, job: Job) -> Iterator[tuple[str, str]]:
+        """Nothing is kept in bf16 in other precisions."""
+        yield from _rounds_something(self.rounding, job)
 
     def notes(self, job: Job) -> Iterator[tuple[str, str]]:
         """What is lost to the nearest."""
-        if job.train.precision == "bf16_pure":
-            yield "name", f'{LOST_TO_THE_NEAREST} train.precision = "bf16" loses none'
+        if self.rounding == "nearest" and job.train.precision == "bf16_pure":
+            yield (
+                "rounding",
+                f'{LOST_TO_THE_NEAREST} "stochastic" loses none on average, train.precision = "bf16" none at all',
+            )
 
 
 @attrs.frozen(kw_only=True)

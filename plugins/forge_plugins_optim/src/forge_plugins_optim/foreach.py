@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from forge_core.contracts.optimizer import NamedParameter
 from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.compiled_step import CompiledStep, Number
+from forge_plugins_optim.config import Rounding
 from forge_plugins_optim.split_weights import joined, split
+from forge_plugins_optim.stochastic_rounding import noise, positions_in, round_into, rounded, seed_of
 
 Tensors = list[torch.Tensor]
 TAIL = "tail"
@@ -30,11 +34,17 @@ class ForeachOptimizer(torch.optim.Optimizer):
     Where ``splits`` is set, a parameter in bf16 is the upper half of a weight that is exact in fp32, and the lower half
     is state (``split_weights``): ``pieces`` gives such weights, and other states, in fp32. Both halves begin as a
     parameter that has none, and go on as one in fp32 would.
+
+    Where there are ``seeds``, ``pieces`` gives fp32 copies of a parameter in bf16 and of its states, and rounds them up
+    or down by chance afterwards (``stochastic_rounding``). Chance follows from the parameter's name, the count of its
+    steps and the place of the element in the whole parameter: a resumed run goes on bit for bit, and copies on other
+    ranks stay copies. The state ``step`` is that count.
     """
 
     leaves_out = True
     left_out: torch.Tensor | None = None
     splits = False
+    seeds: Mapping[torch.Tensor, int] = MappingProxyType({})
     compiled: CompiledStep | None = None
     """Takes the place of foreach operations in ``update``."""
 
@@ -63,9 +73,32 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 self.update(group, held)
         return loss
 
+    def round_as(self, rounding: Rounding, parameters: Sequence[NamedParameter]) -> None:
+        """Keep parameters in bf16 as the key ``rounding`` says."""
+        self.splits = rounding == "split"
+        if rounding == "stochastic":
+            self.seeds = {one.parameter: seed_of(one.name) for one in parameters}
+
     def is_split(self, parameter: torch.Tensor) -> bool:
         """Return whether a tail belongs to it."""
         return self.splits and parameter.dtype == torch.bfloat16
+
+    def is_rounded_by_chance(self, parameter: torch.Tensor) -> bool:
+        """Return whether it and its states in bf16 are rounded up or down."""
+        return parameter in self.seeds and parameter.dtype == torch.bfloat16 and not self.splits
+
+    def has_copy(self, parameter: torch.Tensor) -> bool:
+        """Return whether it is updated in fp32 beside what is kept."""
+        return self.is_split(parameter) or self.is_rounded_by_chance(parameter)
+
+    def count(self, held: Tensors) -> None:
+        """Count a step, for an optimizer that needs the number for chance alone."""
+        for parameter in held:
+            if self.is_rounded_by_chance(parameter):
+                steps = self.state[parameter].setdefault("step", torch.zeros((), device=parameter.device))
+                steps.add_(1.0 if self.left_out is None else 1 - self.left_out)
+            else:  # of a run that rounded by chance before it was resumed
+                self.state.get(parameter, {}).pop("step", None)
 
     def slot(self, held: Tensors, name: str, dtype: torch.dtype | None = None) -> Tensors:
         """This rank's parts of a state of the parameters' shape and layout; zero before the first step.
@@ -96,8 +129,16 @@ class ForeachOptimizer(torch.optim.Optimizer):
         local = local_tensor(parameter)
         if self.is_split(parameter):
             _keep_halves(local, self.slot([parameter], TAIL, torch.int16)[0], values)
+        elif self.is_rounded_by_chance(parameter):
+            self.round(parameter, [(local, values)])
         elif values is not local:
             local.copy_(values)
+
+    def round(
+        self, parameter: torch.Tensor, kept: Sequence[tuple[torch.Tensor, torch.Tensor]], *, first: int = 0
+    ) -> None:
+        """Write fp32 values into a parameter and its states, as ``round_into`` does."""
+        round_into(kept, parameter, self.seeds[parameter], self.state[parameter]["step"], first=first)
 
     def parts(self, held: Tensors) -> tuple[Tensors, Tensors]:
         """This rank's parts of parameters, and of their gradients, which are zero in a step that is left out."""
@@ -114,7 +155,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         limit = 0 if _fits_a_cache(held[0]) else _BUCKET if with_copies else math.inf
         for parameter in held:
             n_elements += local_tensor(parameter).numel()
-            if bucket and (n_elements > limit or self.is_split(bucket[0]) is not self.is_split(parameter)):
+            if bucket and (n_elements > limit or self.has_copy(bucket[0]) is not self.has_copy(parameter)):
                 yield bucket
                 bucket, n_elements = [], local_tensor(parameter).numel()
             bucket.append(parameter)
@@ -124,21 +165,34 @@ class ForeachOptimizer(torch.optim.Optimizer):
         """Parameters, their gradients, and states, for an update that treats each element by itself and in place.
 
         On a CPU they come in pieces that stay in its cache from the first operation to the last. A parameter that is
-        split is put together for as long as the caller has its piece.
+        split, or rounded by chance, is in fp32 for as long as the caller has its piece.
         """
-        for bucket in self.buckets(held, with_copies=any(map(self.is_split, held))):
+        for bucket in self.buckets(held, with_copies=any(map(self.has_copy, held))):
             parameters, gradients = self.parts(bucket)
-            lists = [parameters, gradients, *(self.slot(bucket, name) for name in slots)]
-            tails = self.slot(bucket, TAIL, torch.int16) if self.is_split(bucket[0]) else []
-            for parts in _cut([*lists, *([tails] if tails else [])]):
-                if not tails:
-                    yield parts
-                    continue
-                *own, own_tails = parts
-                weights = [joined(*halves) for halves in zip(own[0], own_tails, strict=True)]
-                yield [weights, [gradient.float() for gradient in own[1]], *own[2:]]
-                for upper, lower, values in zip(own[0], own_tails, weights, strict=True):
-                    _keep_halves(upper, lower, values)
+            kept = [parameters, gradients, *(self.slot(bucket, name) for name in slots)]
+            if self.is_split(bucket[0]):
+                yield from self._put_together(kept, self.slot(bucket, TAIL, torch.int16))
+            elif self.is_rounded_by_chance(bucket[0]):
+                yield from self._rounded_afterwards(kept, bucket)
+            else:
+                yield from _cut(kept)
+
+    def _put_together(self, kept: list[Tensors], tails: Tensors) -> Iterator[list[Tensors]]:
+        for parameters, gradients, *states, own_tails in _cut([*kept, tails]):
+            weights = [joined(*halves) for halves in zip(parameters, own_tails, strict=True)]
+            yield [weights, [gradient.float() for gradient in gradients], *states]
+            for upper, lower, values in zip(parameters, own_tails, weights, strict=True):
+                _keep_halves(upper, lower, values)
+
+    def _rounded_afterwards(self, kept: list[Tensors], bucket: Tensors) -> Iterator[list[Tensors]]:
+        bits = [noise(positions_in(one), self.seeds[one], self.state[one]["step"]) for one in bucket]
+        for *own, own_bits in _cut([*kept, bits]):
+            copies = [[one.float() for one in some] for some in own]
+            yield copies
+            parameters, _, *states = zip(own, copies, strict=True)
+            for index, (some, new) in enumerate([parameters, *states]):
+                for one, values, chance in zip(some, new, own_bits, strict=True):
+                    one.copy_(rounded(values, chance >> (16 * index)))
 
     def compile(self, new_values: Callable[..., Sequence[torch.Tensor]], slots: Sequence[str], n_numbers: int) -> None:
         """Make ``compiled``, as ``CompiledStep`` takes it, for states in ``slots``.

@@ -27,12 +27,13 @@ class Lion(ForeachOptimizer):
             ConfigError: a parameter group takes no parameter.
         """
         super().__init__(parameter_groups(parameters, config), {"betas": config.betas})
-        self.splits = config.rounding == "split"
+        self.round_as(config.rounding, parameters)
         if config.compile:
             self.compile(_new_values, ["momentum"], 5)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         of_update, of_momentum = group["betas"]
+        self.count(held)
         if self.compiled:
             kept = 1 - group["lr"] * group["weight_decay"]
             numbers = [group["lr"], kept, 1 - of_update, of_momentum, 1 - of_momentum]

@@ -38,12 +38,13 @@ class Muon(ForeachOptimizer):
         """
         _refuse_others(parameters)
         super().__init__(parameter_groups(parameters, config), {})
-        self.splits = config.rounding == "split"
+        self.round_as(config.rounding, parameters)
         self.update_size: UpdateSize = "spectral" if config.scale == "spectral" else "orthogonal"
         self._config = config
         self._rows = rows_of_stacked(parameters, config.stacked)
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
+        self.count(held)
         averages = [average for bucket in self._buckets(held) for average in self._averages(bucket)]
         spread = [_laid_out_as(one, average) for one, average in zip(held, averages, strict=True)]
         steps = iter(self._orthogonal(held, spread))
@@ -73,26 +74,30 @@ class Muon(ForeachOptimizer):
 
     def _averages(self, held: Tensors) -> Tensors:
         """What is to be orthogonalised, this rank's parts in ``dtype``."""
-        config, momenta = self._config, self.slot(held, "momentum")
+        config, kept = self._config, self.slot(held, "momentum")
+        momenta = [one.float() for one in kept] if self.is_rounded_by_chance(held[0]) else kept
         gradients = [
             gradient.to(momentum.dtype) for gradient, momentum in zip(self.parts(held)[1], momenta, strict=True)
         ]
         self.decay(momenta, config.momentum)
         torch._foreach_add_(momenta, gradients, alpha=1 - config.momentum)
         averages = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta
+        for one, state, momentum in zip(held, kept, momenta, strict=True):
+            if momentum is not state:
+                self.round(one, [(state, momentum)], first=1)
         return [average.to(_DTYPES[config.dtype]) for average in averages]
 
     def _step(self, group: dict[str, Any], held: Tensors, steps: Tensors) -> None:
         torch._foreach_mul_(steps, [_scale(self._config.scale, one.shape) for one in held])
-        parameters = [self.exact(one) if self.is_split(one) else local_tensor(one) for one in held]
+        parameters = [self.exact(one) if self.has_copy(one) else local_tensor(one) for one in held]
         self.shrink(parameters, group["lr"] * group["weight_decay"])
         self.move(parameters, steps, group["lr"])
         for one, parameter in zip(held, parameters, strict=True):
             self.keep(one, parameter)
 
     def _buckets(self, held: Tensors) -> Iterator[Tensors]:
-        """Of split weights there are fp32 copies, and of their gradients."""
-        return self.buckets(held, with_copies=any(map(self.is_split, held)))
+        """Of weights that are split or rounded by chance there are fp32 copies, and of their gradients."""
+        return self.buckets(held, with_copies=any(map(self.has_copy, held)))
 
 
 def _scale(rule: str, shape: torch.Size) -> float:

@@ -14,8 +14,7 @@ from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.config import AdamWConfig
 from forge_plugins_optim.foreach import ForeachOptimizer, Tensors
 from forge_plugins_optim.parameter_groups import parameter_groups
-from forge_plugins_optim.state_layout import offset_in
-from forge_plugins_optim.stochastic_rounding import noise, rounded, seed_of
+from forge_plugins_optim.stochastic_rounding import seed_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """As torch's AdamW calls them: a resumed run may go on with either."""
@@ -29,8 +28,7 @@ class RoundedAdamW(ForeachOptimizer):
     With ``rounding = "split"`` a parameter's tail is kept, so that nothing is rounded: after any number of steps it is
     what torch's AdamW makes of fp32 parameters, bit for bit, given the same gradients and ``moments = "fp32"``.
     Otherwise it is rounded up or down by chance, as moments in bf16 are: to the nearest, an update of less than 2⁻⁹ of
-    a value would be lost in every step. Chance follows from the parameter's name, the count of its steps and the place
-    of the element in the whole parameter: a resumed run goes on bit for bit, and copies on other ranks stay copies.
+    a value would be lost in every step.
 
     fp32 parameters have fp32 moments, and nothing is rounded.
     """
@@ -47,7 +45,7 @@ class RoundedAdamW(ForeachOptimizer):
         self._moments = torch.float32 if self.splits and config.moments != "bf16" else torch.bfloat16
         if config.compile:
             self.compile(_new_values, MOMENTS, 8)
-        self._seeds = {one.parameter: seed_of(one.name) for one in parameters}
+        self.seeds = {one.parameter: seed_of(one.name) for one in parameters}
 
     def update(self, group: dict[str, Any], held: Tensors) -> None:
         for parameter in held:
@@ -105,9 +103,7 @@ class RoundedAdamW(ForeachOptimizer):
         else:
             to_round.insert(0, (local_tensor(parameter), weight))
         if to_round:
-            bits = noise(_positions(parameter), self._seeds[parameter], self.state[parameter]["step"])
-            for index, (kept, new) in enumerate(to_round):
-                kept.copy_(rounded(new, bits >> (16 * index)))
+            self.round(parameter, to_round)
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """That of its moments."""
@@ -127,16 +123,3 @@ def _new_values(
     square = decay * square + of_square * gradient * gradient
     root = (square / of_squares).sqrt() + eps
     return kept * weight - lr / correction * mean / root, mean, square
-
-
-def _positions(parameter: torch.Tensor) -> torch.Tensor:
-    """Of this rank's elements in the whole parameter, counted row by row."""
-    local = local_tensor(parameter)
-    positions = torch.zeros(local.shape, dtype=torch.int64, device=local.device)
-    stride = 1
-    for dim in reversed(range(local.ndim)):
-        first = offset_in(parameter, dim)
-        along = torch.arange(first, first + local.shape[dim], device=local.device) * stride
-        positions += along.view(-1, *[1] * (local.ndim - 1 - dim))
-        stride *= parameter.shape[dim]
-    return positions

@@ -56,7 +56,7 @@ class ScheduleFreeAdamW(ForeachOptimizer):
         """
         keys = ("betas", "eps", "r", "weight_lr_power")
         super().__init__(parameter_groups(parameters, config), {key: getattr(config, key) for key in keys})
-        self.splits = config.rounding == "split"
+        self.round_as(config.rounding, parameters)
         if config.compile:
             self.compile(_new_values, ["z", "exp_avg_sq"], 8)
         self._names = {one.parameter: one.name for one in parameters}
@@ -126,7 +126,7 @@ class ScheduleFreeAdamW(ForeachOptimizer):
     def _parts_of(self, held: Tensors, factors: _Factors) -> Iterator[tuple[Tensors, _Factors]]:
         """As ``pieces`` has them."""
         start = 0
-        for bucket in self.buckets(held, with_copies=any(map(self.is_split, held))):
+        for bucket in self.buckets(held, with_copies=any(map(self.has_copy, held))):
             yield bucket, factors.of(slice(start, start + len(bucket)))
             start += len(bucket)
 

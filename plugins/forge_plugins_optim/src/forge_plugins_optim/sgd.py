@@ -26,7 +26,7 @@ class SGD(ForeachOptimizer):
         """
         keys = {"momentum": config.momentum, "nesterov": config.nesterov, "decoupled": config.decoupled_weight_decay}
         super().__init__(parameter_groups(parameters, config), keys)
-        self.splits = config.rounding == "split"
+        self.round_as(config.rounding, parameters)
         if config.compile:
             self.compile(_new_values(config), ["momentum"] if config.momentum else [], 4)
 
@@ -34,6 +34,7 @@ class SGD(ForeachOptimizer):
         slots = ("momentum",) if group["momentum"] else ()
         for parameter in held if not slots else ():  # of a run that had momentum before it was resumed
             self.state.get(parameter, {}).pop("momentum", None)
+        self.count(held)
         if self.compiled:
             lr, decay = group["lr"], group["weight_decay"]
             added, kept = (0.0, 1 - lr * decay) if group["decoupled"] else (decay, 1.0)
