@@ -56,6 +56,15 @@ class HealthConfig:
 
 
 @attrs.frozen(kw_only=True)
+class GarbageCollectionConfig:
+    """When ``garbage_collection`` collects."""
+
+    interval: int = attrs.field(default=50, validator=gt(0))
+    """Steps between collections. Garbage that refers to itself, such as an error and its frames, takes memory until the
+    next one."""
+
+
+@attrs.frozen(kw_only=True)
 class GpuMemoryConfig:
     """Nothing to set."""
 

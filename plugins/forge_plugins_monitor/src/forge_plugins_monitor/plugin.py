@@ -34,6 +34,12 @@ def forge_callbacks() -> Iterable[Component]:
         config="forge_plugins_monitor.config:CurveExtrapolationConfig",
     )
     yield Component(
+        name="garbage_collection",
+        summary="Python's garbage is collected on all ranks in the same steps, and never between",
+        factory="forge_plugins_monitor.garbage_collection:GarbageCollection",
+        config="forge_plugins_monitor.config:GarbageCollectionConfig",
+    )
+    yield Component(
         name="gpu_memory",
         summary="what CUDA's allocator holds, and how often it ran short, in the metrics",
         factory="forge_plugins_monitor.gpu_memory:GpuMemory",
