@@ -80,9 +80,8 @@ def _kinds(part: Any) -> list[int]:
     kinds = []
     for name, block in part.blocks.items():
         held = block, [value[name] for value in of_model]
-        same = (
-            i for i, (other, of_it) in enumerate(known) if alike(held, of_it, (f"blocks.{name}", f"blocks.{other}"))
-        )
+        latest = reversed([*enumerate(known)])  # the first block is often the only one of its kind
+        same = (i for i, (other, of_it) in latest if alike(held, of_it, (f"blocks.{name}", f"blocks.{other}")))
         kind = len(known) if len(known) > _LONGEST else next(same, len(known))
         if kind == len(known):
             known.append((name, held))
