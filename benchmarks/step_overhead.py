@@ -94,7 +94,6 @@ class NothingIsSaved:
     """In place of ``Saving``: files are not what is measured here."""
 
     is_writing = False
-    optimizer_check = SimpleNamespace(note_update=lambda names: None)
 
     def finish(self, *_: object, **__: object) -> None:
         pass

@@ -18,9 +18,9 @@ PLAIN = re.split(
     r",\s*",
     """auxiliary loss, callback, catalog, cluster environment, conformance kit, connector, entry point, executor,
     factory, fingerprint, global batch, grace time, image processor, launcher, lease, manifest, mesh, microbatch,
-    mirror, parameter role, pipeline stage, plugin, qualified name, rank 0, replica, requeue, retention, rollback,
-    run directory, shard role, state transfer, step guard, step module, step timeout, supervisor, time limit, tracker,
-    vision encoder, warm start, watchdog, world size""",
+    mirror, observer, parameter role, pipeline stage, plugin, qualified name, rank 0, replica, requeue, retention,
+    rollback, run directory, shard role, state transfer, step guard, step module, step timeout, supervisor, time limit,
+    tracker, vision encoder, warm start, watchdog, world size""",
 )
 """Terms that mean one thing wherever they stand, in the singular or the plural."""
 BEHIND_AN_ARTICLE = [

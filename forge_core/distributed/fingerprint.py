@@ -16,7 +16,7 @@ from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
 from forge_core.distributed.collective_errors import any_rank
-from forge_core.distributed.supervision import chosen_supervisor
+from forge_core.distributed.supervision import chosen_supervisor, installed_observers
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import components, job_table
 from forge_core.registry.catalog import Catalog
@@ -53,7 +53,10 @@ def fingerprint(job: Job, catalog: Catalog) -> dict[str, str]:
         facts[key] = hashlib.sha256(facts[key].encode()).hexdigest()[:12]  # of a text that is too long for a message
     supervisor = chosen_supervisor(catalog, job.run)  # ranks with different ones would wait for each other
     facts["run.supervisor"] = "none" if supervisor is None else str(supervisor.provider)
-    providers = {use.provider for _, use in components(job)} | ({supervisor.provider} if supervisor else set())
+    observers = installed_observers(catalog)
+    facts["observers"] = ", ".join(use.qualified_name for use in observers) or "none"
+    beside = [*observers, *([supervisor] if supervisor else [])]
+    providers = {use.provider for use in (*beside, *(one for _, one in components(job)))}
     versions = {one.distribution: one.version for one in catalog.plugins if one.distribution in providers}
     versions |= {"forge-core": __version__, "torch": str(torch.__version__), "numpy": version("numpy")}
     versions["Python"] = ".".join(platform.python_version_tuple()[:2])

@@ -16,7 +16,7 @@ import attrs
 
 ENTRY_POINT_GROUP = "forge.v1"
 """Where plugins announce themselves. The number is the major version of the contract."""
-API_MINOR = 4
+API_MINOR = 5
 """The minor version of the contract that this core offers. A plugin states the oldest one it works with as
 ``FORGE_API = "1.0"`` in its plugin module."""
 

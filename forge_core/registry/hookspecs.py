@@ -56,6 +56,7 @@ CORE_KINDS = (
     _kind("callback", "Callback", "what else happens during a run", _CONTRACT),
     _kind("cluster_environment", "ClusterEnvironment", "a cluster's variables: ranks, job, end", _CONTRACT),
     _kind("supervisor", "Supervisor", "who notices that a rank is lost, and names it", _CONTRACT),
+    _kind("observer", "Observer", "what looks at every run", _CONTRACT),
 )
 """The kinds of the core."""
 

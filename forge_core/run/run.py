@@ -18,6 +18,7 @@ from forge_core.checkpoint.store import Checkpoint
 from forge_core.config.sections import Job
 from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
+from forge_core.contracts.observer import BadStep, Origin
 from forge_core.contracts.parallel_pass import PassContext
 from forge_core.contracts.replication import Replication
 from forge_core.contracts.supervisor import Supervisor
@@ -43,7 +44,6 @@ from forge_core.run.trackers import Trackers
 from forge_core.train.build import Built, BuiltModel, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.evaluation_weights import EvaluationWeights
-from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import ModelEvaluator
 from forge_core.train.phases import Phases
@@ -52,7 +52,7 @@ from forge_core.train.rollback import Rollback
 from forge_core.train.run import Reports, Run
 from forge_core.train.saving import Contents, Saving
 from forge_core.train.sources import entries_of
-from forge_core.train.step_guard import NonFiniteSearch, StepGuard
+from forge_core.train.step_guard import StepGuard
 from forge_core.train.step_modules import StepModules
 from forge_core.train.trainer import Trainer
 
@@ -308,8 +308,12 @@ class _Training:
         run, setup, loader = self._run, self._setup, self._setup.loader
         modules = StepModules(built.model.parts, setup.mesh)
         replicas = self._make_replicas()
-        search = NonFiniteSearch(built.model, setup.catalog, loader, setup.device)
-        guard = StepGuard(run, loader, self._saved.get("anomalies"), replicas.any_replica, search)
+
+        def examine(start: int) -> Origin | None:
+            bad = BadStep(loader.step_at(start), built.model.executor.evaluate, [*built.model.roles])
+            return next(filter(None, run.emit("find_origin", bad=bad)), None)
+
+        guard = StepGuard(run, loader, self._saved.get("anomalies"), replicas.any_replica, examine)
         metrics = Metrics(run, built.model, loader, modules, guard)
         rollback = self._make_rollback(built, guard)
         return Trainer(
@@ -399,7 +403,6 @@ class _Training:
             store=setup.store,
             mirror=setup.mirror,
             metrics=metrics,
-            optimizer_check=FirstSave(built, setup.console.line),
             replicas=replicas,
             committed=lambda saved: self._time_limit.must_hold(saved.seconds, setup.console.line),
         )

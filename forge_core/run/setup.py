@@ -27,6 +27,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
 from forge_core.distributed.mesh import Mesh, build_mesh
+from forge_core.distributed.supervision import installed_observers
 from forge_core.distributed.timeouts import Timeouts
 from forge_core.job import adding_passes, check_device, sort_passes
 from forge_core.registry.catalog import Catalog
@@ -164,6 +165,8 @@ def prepare(begun: Begun) -> RunSetup:
     evaluations = build_evaluations(job, build, evaluated, source.tokenizer)
     callbacks = [(f"plugin.{use.provider}.callback.{use.name}", build(use)) for use in job.callbacks]
     refuse_unfit_replications(callbacks, source)
+    installed = installed_observers(catalog)
+    observers = [(f"observer {use.qualified_name}", build(use, catalog=catalog)) for use in installed]
     named = zip(map(build.words_for, job.callbacks), (callback for _, callback in callbacks), strict=True)
     for line in mistaken_events(named):
         console.line(f"warning: {line}")
@@ -189,6 +192,7 @@ def prepare(begun: Begun) -> RunSetup:
                 *([("timeouts", Timeouts(job.run)), ("supervisor", peers)] if mesh.world_size > 1 else []),
                 ("console", console),
                 *(("progress bar", bar) for bar in console.progress()),
+                *observers,
                 *callbacks,
             ]
         ),

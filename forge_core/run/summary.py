@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import attrs
-from rich.console import Console
-from rich.table import Table
 
 from forge_core.checkpoint.compatibility import changes_that_matter, value_text
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import PositionedSource
+from forge_core.contracts.observer import PassTrace
 from forge_core.distributed.mesh import emulates_bf16
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table, notes
@@ -81,12 +79,16 @@ def describe(prepared: RunSetup, model: BuiltModel) -> None:
     size = f"{model.n_parameters:,} parameters, vocabulary {prepared.vocab_size:,}"
     say(f"model {prepared.job.model.qualified_name}: {size}")
     say("mesh " + ", ".join(f"{axis} {degree}" for axis, degree in _axes(prepared).items()))
-    rows = [
-        PassRow(one.use.qualified_name, _phase(prepared, one.use), prepared.mesh.gather_over("pp", [*one.touched]))
+    passes = [
+        PassTrace(one.use.qualified_name, _phase(prepared, one.use), prepared.mesh.gather_over("pp", [*one.touched]))
         for one in model.applied
     ]
-    for line in pass_table(rows) if rows else ["no pass is applied"]:
-        say(line)
+    if not prepared.events.listens("dry_run"):
+        say("passes " + (", ".join(one.name for one in passes) or "none"))
+    elif passes:
+        prepared.events.call("dry_run", say=say, passes=passes)
+    else:
+        say("no pass is applied")
     samples = f"samples of {prepared.job.train.seq_len} tokens"
     if isinstance(prepared.source, PositionedSource):
         say(f"data {samples}, without end")
@@ -117,82 +119,6 @@ def _phase(prepared: RunSetup, use: ComponentRef) -> str:
     component = prepared.catalog.lookup("parallel_pass", use.qualified_name).component
     assert isinstance(component, PassComponent), "discovery refuses anything else of this kind"
     return component.phase
-
-
-WIDTH = 120
-"""Characters of a line; names that do not fit go on below."""
-
-Name = tuple[str, ...]
-"""The components of a qualified name."""
-
-
-@attrs.frozen
-class PassRow:
-    """One pass, on all ranks along ``pp``."""
-
-    name: str
-    phase: str
-    touched: Sequence[Sequence[str]]
-    """Qualified names of modules, by rank; the empty one is the model itself."""
-
-
-def pass_table(rows: Sequence[PassRow]) -> list[str]:
-    """The lines of the table, in the order given; pipelines have a line for each of their ranks."""
-    piped = any(len(row.touched) > 1 for row in rows)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("pass", "phase", *(["rank of pp"] if piped else [])):
-        table.add_column(column, no_wrap=True)
-    table.add_column("modules", justify="right", no_wrap=True)
-    table.add_column("touched", overflow="fold")
-    for row in rows:
-        for rank, names in enumerate(row.touched):
-            first = (row.name, row.phase) if rank == 0 else ("", "")
-            table.add_row(*first, *([str(rank)] if piped else []), str(len(names)), folded(names) or "nothing")
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False).print(table)
-    return [line.rstrip() for line in text.getvalue().splitlines()]
-
-
-def folded(names: Iterable[str]) -> str:
-    """Names that differ in a number only become one: ``blocks.0–11.up``. The empty name is "the model".
-
-    >>> folded(["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.7"])
-    'embed, blocks.0–2,7'
-    """
-    parts = [tuple(name.split(".")) if name else ("the model",) for name in names]
-    for index in range(max(map(len, parts), default=0)):
-        parts = _folded_at(index, parts)
-    return ", ".join(".".join(name) for name in parts)
-
-
-def _folded_at(index: int, names: Sequence[Name]) -> list[Name]:
-    """Names that are equal but for a number at ``index`` become the first of them, with all of their numbers."""
-    numbers: dict[tuple[Name, Name], list[int]] = {}
-    for name in names:
-        if _has_number(name, index):
-            numbers.setdefault((name[:index], name[index + 1 :]), []).append(int(name[index]))
-    done: list[Name] = []
-    for name in names:
-        if not _has_number(name, index):
-            done.append(name)
-        elif found := numbers.pop((name[:index], name[index + 1 :]), None):
-            done.append((*name[:index], _ranges(found), *name[index + 1 :]))
-    return done
-
-
-def _has_number(name: Name, index: int) -> bool:
-    return index < len(name) and name[index].isdecimal()
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """``[0, 1, 2, 7]`` to ``0–2,7``."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], number]
-        else:
-            ranges.append([number])
-    return ",".join("–".join(map(str, one)) for one in ranges)
 
 
 @attrs.define

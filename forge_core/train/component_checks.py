@@ -15,14 +15,15 @@ from torch import nn
 from forge_core.contracts.batch import Entry
 from forge_core.contracts.loss import IGNORED, Loss, LossSum, apply_loss
 from forge_core.contracts.scheduler import Schedule
+from forge_core.distributed.collective_errors import run_on_all_ranks
 from forge_core.errors import ConfigError, PluginError
 
 
 class CheckedLoss:
-    """Check in each call what costs nothing. While ``is_watched``, the first call with targets is looked into, for
-    which the host waits: its count, and whether it is a sum. What is wrong there is in ``problem`` afterwards, as only
-    some ranks of a pipeline compute a loss, and all of them have to end. A loss that is compiled with its model is not
-    looked into.
+    """Check in each call what costs nothing. After ``look``, the first call with targets is looked into, for which the
+    host waits: its count, and whether it is a sum. Only some ranks of a pipeline compute a loss, and all of them have
+    to end, so that ``refuse_if_wrong`` tells what is wrong there. A loss that is compiled with its model is not looked
+    into.
 
     Args:
         words: names the component in messages.
@@ -35,6 +36,7 @@ class CheckedLoss:
         self.by_position = {name for name, one in (entries or {}).items() if one and "position" in one.dims}
         """Entries of which a part of the positions has a part."""
         self.words = words
+        self._steps_left = 0
         self.is_watched = False
         self.problem = ""
         self.sums_of_sources: torch.Tensor | None = None
@@ -52,6 +54,26 @@ class CheckedLoss:
         if sums is None and "weights" not in batch and not taken:
             return inputs, self
         return inputs, _LossOfBatch(self, batch.get("weights"), parts, sums, taken)
+
+    def look(self, steps: int) -> None:
+        """Look into a call of the next ``steps`` steps."""
+        self._steps_left, self.is_watched = steps, True
+
+    def refuse_if_wrong(self) -> None:
+        """After the last microbatch of a step, on all ranks.
+
+        Raises:
+            PluginError: what the loss has returned is not what its contract says.
+        """
+
+        def refuse() -> None:
+            if self.problem:
+                raise PluginError(self.problem)
+
+        if self._steps_left:
+            self._steps_left -= 1
+            run_on_all_ranks(refuse)
+            self.is_watched &= self._steps_left > 0
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import pluggy
 
 from forge_core.contracts.callback import Callback
+from forge_core.contracts.observer import Observer
 from forge_core.errors import PluginError, nearest
 
 EVENTS = (
@@ -24,6 +25,8 @@ EVENTS = (
     "run_end",
     "run_failed",
 )
+OBSERVED = ("dry_run", "gradients_start", "gradients_end", "update_end", "save_start", "find_origin")
+"""Events that only observers hear of."""
 
 
 class Events:
@@ -47,20 +50,22 @@ class Events:
                 (implementation.plugin_name, implementation.function, implementation.argnames)
                 for implementation in reversed(getattr(manager.hook, event).get_hookimpls())
             ]
-            for event in EVENTS
+            for event in (*EVENTS, *OBSERVED)
         }
 
     def listens(self, event: str) -> bool:
         return bool(self._listeners[event])
 
-    def call(self, event: str, **given: Any) -> None:
-        """Raises what a callback raises, with a note that names it."""
+    def call(self, event: str, **given: Any) -> list[Any]:
+        """Returns what each listener returns. Raises what a callback raises, with a note that names it."""
+        answers: list[Any] = []
         for name, function, wanted in self._listeners[event]:
             try:
-                function(*(given[argument] for argument in wanted))
+                answers.append(function(*(given[argument] for argument in wanted)))
             except Exception as error:
                 error.add_note(f"raised by {name} in {event}")
                 raise
+        return answers
 
     def call_failed(self, log: Callable[[str], None], **given: Any) -> None:
         """``run_failed``: a callback that fails here must not hide why the run failed."""
@@ -91,7 +96,8 @@ class _CallbackManager(pluggy.PluginManager):
     """Methods that override those of ``Callback`` are hook implementations; no decorator is needed."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
-        if name not in EVENTS or getattr(type(plugin), name, None) is getattr(Callback, name):
+        events = (*EVENTS, *OBSERVED) if isinstance(plugin, Observer) else EVENTS
+        if name not in events or getattr(type(plugin), name, None) is getattr(Observer, name):
             return None
         options: pluggy.HookimplOpts = {
             "wrapper": False,
@@ -104,10 +110,10 @@ class _CallbackManager(pluggy.PluginManager):
         return options
 
     def parse_hookspec_opts(self, module_or_class: object, name: str) -> pluggy.HookspecOpts | None:
-        if name not in EVENTS:
+        if name not in (*EVENTS, *OBSERVED):
             return None
         return {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
 
 
-_Events = Callback
+_Events = Observer
 """The base class is the specification."""

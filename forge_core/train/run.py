@@ -107,9 +107,9 @@ class Run:
         """Print a line, on rank 0."""
         self.context.log(line)
 
-    def emit(self, event: str, **facts: Any) -> None:
-        """Call the callbacks that listen to an event."""
-        self.events.call(event, run=self.context, **facts)
+    def emit(self, event: str, **facts: Any) -> list[Any]:
+        """Call the callbacks that listen to an event, and return what each returns."""
+        return self.events.call(event, run=self.context, **facts)
 
     def is_due(self, step: int, interval: int) -> bool:
         """Return whether something is done after ``step`` that is done every ``interval`` steps and at the last step.

@@ -28,7 +28,6 @@ from forge_core.errors import LeaseLostError
 from forge_core.job import dump_job
 from forge_core.train.build import BuiltModel
 from forge_core.train.evaluation_weights import EvaluationWeights
-from forge_core.train.first_steps import FirstSave
 from forge_core.train.metrics import Metrics
 from forge_core.train.replication import Replicas
 from forge_core.train.rollback import Rollback
@@ -139,7 +138,6 @@ class Saving:
     mirror: NoMirror
     """Copies what is committed."""
     metrics: Metrics
-    optimizer_check: FirstSave
     replicas: Replicas
     """Number 0 writes what all of them have."""
     committed: Callable[[Saved], None]
@@ -207,7 +205,7 @@ class Saving:
         must_wait = guard.has_failed or (not is_last and guard.in_a_row > 0)
         if must_wait or not guard.parameters_are_finite(parameters, step):
             return False
-        self.optimizer_check.check()
+        self.run.emit("save_start")
         return True
 
     def _begin(self, step: int, evaluated: Mapping[str, float], *, must_succeed: bool) -> None:

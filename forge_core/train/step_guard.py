@@ -7,8 +7,7 @@ when it waits for the device anyway: at logged steps, before saving, and after `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,15 +15,10 @@ import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from forge_core.contracts.model import canonical_name
+from forge_core.contracts.observer import Origin
 from forge_core.data.loader import BatchLoader
 from forge_core.errors import and_more
-from forge_core.ops.local_tensor import local_tensor
-from forge_core.registry.catalog import Catalog
-from forge_core.train.build import BuiltModel
 from forge_core.train.gradients import Gradients, Squares, all_finite
 from forge_core.train.run import Run
 
@@ -81,7 +75,7 @@ class StepGuard:
     Args:
         saved: what ``state`` returned when a checkpoint was written.
         any_replica: returns whether a flag on the device is 1 in any replica.
-        examine: looks for the first module with an output that is not finite, in the step that starts at a position.
+        examine: looks for the module at fault in the step that starts at a position.
     """
 
     origin: Origin | None = None
@@ -343,104 +337,3 @@ def _spans(ranges: Sequence[Sequence[int]]) -> list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SAID]) + and_more(len(names), _SAID)
-
-
-@attrs.frozen
-class Origin:
-    """The module whose output was the first that was not finite."""
-
-    module: str
-    """Qualified name; empty for the model itself, which then computes such a loss from finite logits."""
-    type: str
-    """Its class, and the plugin that has it."""
-    ranks: Sequence[int]
-
-    def __str__(self) -> str:
-        return f"{self.module or 'the model and its loss'} ({self.type})"
-
-
-@attrs.frozen
-class NonFiniteSearch:
-    """All ranks call it at the same step."""
-
-    model: BuiltModel
-    catalog: Catalog
-    loader: BatchLoader
-    device: torch.device
-
-    def __call__(self, start: int) -> Origin | None:
-        """Evaluate the samples of the step that starts at position ``start``. Nothing is changed by it.
-
-        Returns:
-            The first of all modules, in the order of the model, or nothing if all outputs are finite; the same on all
-            ranks.
-        """
-        for batch in self.loader.step_at(start):
-            on_device = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            own = self._first_in(on_device)
-            found = [own] * dist.get_world_size()
-            if dist.get_world_size() > 1:
-                dist.all_gather_object(found, own)
-            named = [(self._index(one[0]), rank, *one) for rank, one in enumerate(found) if one is not None]
-            if named:
-                index, _, module, kind = min(named)
-                return Origin(module, kind, [rank for other, rank, *_ in named if other == index])
-        return None
-
-    def _first_in(self, batch: dict[str, torch.Tensor]) -> tuple[str, str] | None:
-        """On this rank: a module's name, and its class."""
-        seen: list[tuple[str, nn.Module, torch.Tensor]] = []
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), self._watched(seen):
-            self.model.executor.evaluate(batch)
-        if not seen:
-            return None
-        bad = torch.stack([flag.to(self.device) for _, _, flag in seen]).tolist()
-        for (name, module, _), is_bad in zip(seen, bad, strict=True):
-            if is_bad:
-                return name, self._kind_of(module)
-        return None
-
-    @contextmanager
-    def _watched(self, seen: list[tuple[str, nn.Module, torch.Tensor]]) -> Iterator[None]:
-        """In evaluation mode, as every layout can be run without gradients there."""
-        training = [part.training for part in self.model.parts]
-        handles = []
-        for part in self.model.parts:
-            part.eval()
-            for name, module in part.named_modules():
-                handles.append(module.register_forward_hook(_noting(canonical_name(name), seen)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for part, was_training in zip(self.model.parts, training, strict=True):
-                part.train(was_training)
-
-    def _kind_of(self, module: nn.Module) -> str:
-        kind = type(module)
-        owner = self.catalog.owner_of(kind.__module__)
-        return kind.__qualname__ if owner is None else f"{kind.__qualname__} of {owner}"
-
-    def _index(self, name: str) -> int:
-        """In the order of the model's parameters; the model itself comes last, and a module without any where the one
-        around it begins."""
-        while name:
-            for index, parameter in enumerate(self.model.roles):
-                if parameter.startswith(f"{name}."):
-                    return index
-            name = name.rpartition(".")[0]
-        return len(self.model.roles)
-
-
-def _noting(name: str, seen: list[tuple[str, nn.Module, torch.Tensor]]) -> Callable[..., None]:
-    """A forward hook. Minus infinity is no fault by itself: masks and scores of what cannot be chosen have it."""
-
-    def note(module: nn.Module, _: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                local = local_tensor(leaf)
-                seen.append((name, module, ((local != local) | (local == torch.inf)).any()))
-
-    return note

@@ -15,7 +15,6 @@ from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.train.build import Built
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.executor import Batch
-from forge_core.train.first_steps import FirstSteps
 from forge_core.train.gradients import Gradients
 from forge_core.train.metrics import Metrics
 from forge_core.train.phases import table_lines
@@ -54,7 +53,7 @@ class Trainer:
         self.built.phases.split_groups(optimizer)
         self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._skips_on_device = can_skip_on_device(optimizer, self.run.device)
-        self._first_steps = FirstSteps(self._parameters, model.loss, self.built.optimizer_words)
+        model.loss.look(steps=2)
         self._may_skip = self.run.events.listens("before_optimizer_step")
 
     def train(self, *, save_first: bool) -> str:
@@ -103,10 +102,10 @@ class Trainer:
         scales = step_scales(microbatches, model.parts[0], run.mesh, run.device, self.replicas)
         LEDGER.start_step(scales.targets, run.mesh.degrees["tp"], scales.own, scales.tokens)
         batches = [to_device(batch, run.device) for batch in microbatches]
-        self._first_steps.before_gradients()
         self.metrics.begin(step)
         total = model.executor.run(batches, scales.targets)
-        self._first_steps.after_gradients(step)
+        model.loss.refuse_if_wrong()
+        run.emit("gradients_end", step=step)
         loss = self.replicas.sum_step(self._parameters, total, self._sums_of_modules) * scales.targets
         self.built.phases.drop_frozen_gradients(step)
 
@@ -139,6 +138,7 @@ class Trainer:
         self.run.consensus.is_writing = self.saving.is_writing
         self.run.emit("step_start", step=self.step)
         self._enter_phase()
+        self.run.emit("gradients_start")
         mesh, device = self.run.mesh, self.run.device
         number = self.replicas.share.index * mesh.world_size + mesh.noise_rank
         seed = (self.run.job.train.seed * 1_000_003 + self.step * 8_191 + number) % 2**63
@@ -196,7 +196,7 @@ class Trainer:
             optimizer.left_out = left_out  # type: ignore[attr-defined]  # the contract of leaves_out
             optimizer.found_inf = left_out  # type: ignore[attr-defined]  # torch's
             optimizer.step()
-            self.saving.optimizer_check.note_update(gradients.named)
+            self.run.emit("update_end", names=gradients.named)
         optimizer.zero_grad(set_to_none=True)
 
     def _undo_step(self) -> None:

@@ -213,8 +213,8 @@ def test_two_distributions_may_not_share_a_plugin_module(make_distribution):
 @pytest.mark.parametrize(
     ("group", "reason"),
     [
-        ("forge.v2", "needs plugin API v2, this is forge-core 0.1.0 (API 1.4): pip install --upgrade forge-core"),
-        ("forge.v0", "was written for plugin API v0, this is forge-core 0.1.0 (API 1.4): pip install --upgrade acme"),
+        ("forge.v2", "needs plugin API v2, this is forge-core 0.1.0 (API 1.5): pip install --upgrade forge-core"),
+        ("forge.v0", "was written for plugin API v0, this is forge-core 0.1.0 (API 1.5): pip install --upgrade acme"),
     ],
 )
 def test_another_major_version_is_incompatible_and_not_imported(make_distribution, group, reason):
@@ -243,7 +243,7 @@ def test_a_core_outside_of_what_the_metadata_ask_for_is_told(make_distribution, 
 
     plugin = find("acme")
 
-    words = f"needs forge-core{asked.strip(' ()')}, this is forge-core 0.1.0 (API 1.4): pip install --upgrade {upgrade}"
+    words = f"needs forge-core{asked.strip(' ()')}, this is forge-core 0.1.0 (API 1.5): pip install --upgrade {upgrade}"
     assert (plugin.status, plugin.reason) == ("incompatible", words)
     assert "acme.plugin" not in sys.modules
 
@@ -271,7 +271,7 @@ def test_a_later_minor_version_is_incompatible_even_if_the_import_fails(make_dis
     plugin = broken(make_distribution, f'FORGE_API = "1.7"\n{body}')
 
     assert plugin.status == "incompatible"
-    assert plugin.reason.startswith("needs plugin API >= 1.7, this is forge-core 0.1.0 (API 1.4)")
+    assert plugin.reason.startswith("needs plugin API >= 1.7, this is forge-core 0.1.0 (API 1.5)")
 
 
 @pytest.mark.parametrize("stated", ["1.0.0", "1", 1.0, "2.0"])

@@ -16,12 +16,12 @@ import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.errors import MirrorError, PluginError
-from forge_core.train.first_steps import FirstSave
 from forge_core.train.step_guard import SampleRange
 from forge_core.train.trainer import Trainer
 from forge_plugins_mirror.host_memory import keeper, mirror
 from forge_plugins_mirror.host_memory.keeper import Keeper
 from forge_plugins_mirror.host_memory.mirror import HostMemory
+from forge_plugins_monitor.observers.optimizer_state import OptimizerState
 
 RANK = Path(__file__).with_name("memory_rank.py")
 LAYOUT = ("model.n_layers=1", "train.batch_size=1", "train.global_batch_size=4")
@@ -432,10 +432,10 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_written(here, monkeypa
 def test_what_the_run_may_not_save_ends_it_before_it_is_in_memory(here, monkeypatch, capsys):
     """It is no failure of the mirror, after which training could go on."""
 
-    def check(self):
+    def check(self, run):
         raise PluginError("it keeps state that a resumed run could not be given")
 
-    monkeypatch.setattr(FirstSave, "check", check)
+    monkeypatch.setattr(OptimizerState, "save_start", check)
 
     assert here("checkpoint.on_failure=continue") != 0
 

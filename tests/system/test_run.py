@@ -193,6 +193,12 @@ def test_a_dry_run_builds_everything_and_writes_nothing(tiny, capsys):
     assert "blocks.0–1" in said
     assert not (tiny.folder / "runs").exists()
 
+    main(
+        ["run", str(tiny.config), "--dry-run", "parallel.passes.compile=true", "plugins.disable=['forge-plugins-plan']"]
+    )
+
+    assert "passes forge-plugins-parallel:compile\n" in capsys.readouterr().out, "without what makes the table"
+
 
 def _wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds

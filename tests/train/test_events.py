@@ -5,8 +5,9 @@ import pytest
 
 from forge_core.checkpoint.component_state import load_states, states_of
 from forge_core.contracts.callback import Callback
+from forge_core.contracts.observer import Observer
 from forge_core.errors import PluginError
-from forge_core.train.events import EVENTS, Events, mistaken_events
+from forge_core.train.events import EVENTS, OBSERVED, Events, mistaken_events
 
 
 class Recorder(Callback):
@@ -26,6 +27,7 @@ def test_every_event_of_the_contract_is_called_by_name():
     }
 
     assert declared == set(EVENTS)
+    assert {name for name in vars(Observer) if not name.startswith("_")} == set(OBSERVED)
 
 
 def test_callbacks_are_called_in_the_order_of_the_job_each_with_the_arguments_it_takes():
@@ -35,6 +37,20 @@ def test_callbacks_are_called_in_the_order_of_the_job_each_with_the_arguments_it
     lifecycle.call("step_end", run=None, context=SimpleNamespace(step=3))
 
     assert heard == [("first", 3), ("second", 3)]
+
+
+def test_events_of_observers_are_answered_and_callbacks_may_have_methods_of_these_names():
+    class Looks(Observer):
+        def find_origin(self, bad):
+            return bad
+
+    class Other(Callback):
+        def find_origin(self, anything):
+            raise AssertionError("this is a method of its own")
+
+    lifecycle = Events([("a", Looks()), ("b", Other())])
+
+    assert lifecycle.call("find_origin", run=None, bad="step 3") == ["step 3"]
 
 
 def test_an_event_that_nobody_overrides_has_no_listeners():

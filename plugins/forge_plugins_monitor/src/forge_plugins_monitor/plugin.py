@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from forge_core.api import Check, Command, Component, Kind, hookimpl
 
-FORGE_API = "1.1"
+FORGE_API = "1.5"
 
 
 @hookimpl
@@ -15,6 +15,26 @@ def forge_supervisors() -> Iterable[Component]:
         summary="ranks publish signs of life; which one is missing is found out, and all end",
         factory="forge_plugins_monitor.peers.peer_monitor:PeerMonitor",
         config="forge_plugins_monitor.config:PeersConfig",
+    )
+
+
+@hookimpl
+def forge_observers() -> Iterable[Component]:
+    """What is looked at in every run."""
+    yield Component(
+        name="early_update",
+        summary="whether parameters change while gradients are computed",
+        factory="forge_plugins_monitor.observers.early_update:EarlyUpdate",
+    )
+    yield Component(
+        name="non_finite_origin",
+        summary="which module was the first with a value that is not finite",
+        factory="forge_plugins_monitor.observers.non_finite_origin:NonFiniteOrigin",
+    )
+    yield Component(
+        name="optimizer_state",
+        summary="whether a resume could give an optimizer what it has",
+        factory="forge_plugins_monitor.observers.optimizer_state:OptimizerState",
     )
 
 

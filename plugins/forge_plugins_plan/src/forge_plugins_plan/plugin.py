@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from forge_core.api import Command, hookimpl
+from forge_core.api import Command, Component, hookimpl
 
-FORGE_API = "1.0"
+FORGE_API = "1.5"
 
 
 @hookimpl
@@ -14,4 +14,14 @@ def forge_commands() -> Iterable[Command]:
         name="plan",
         summary="what a job would take on N ranks: memory, time, FLOPs, passes; without a GPU",
         run="forge_plugins_plan.command:plan",
+    )
+
+
+@hookimpl
+def forge_observers() -> Iterable[Component]:
+    """What ``forge run --dry-run`` says of passes."""
+    yield Component(
+        name="pass_table",
+        summary="what each pass has touched, in a dry run",
+        factory="forge_plugins_plan.pass_table:PassTable",
     )

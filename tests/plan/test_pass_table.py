@@ -2,7 +2,8 @@
 
 import pytest
 
-from forge_core.run.summary import WIDTH, PassRow, folded, pass_table
+from forge_core.contracts.observer import PassTrace
+from forge_plugins_plan.pass_table import WIDTH, folded, pass_table
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,9 @@ def test_names_that_differ_in_numbers_are_folded(names, expected):
 
 
 def test_each_pass_has_its_line_in_the_order_given():
-    lines = pass_table([PassRow("acme:zoom", "shard", [["blocks.0", "blocks.1"]]), PassRow("a:fsdp", "fsdp", [[""]])])
+    lines = pass_table(
+        [PassTrace("acme:zoom", "shard", [["blocks.0", "blocks.1"]]), PassTrace("a:fsdp", "fsdp", [[""]])]
+    )
 
     assert [line.split() for line in lines] == [
         ["pass", "phase", "modules", "touched"],
@@ -37,7 +40,7 @@ def test_each_pass_has_its_line_in_the_order_given():
 
 def test_ranks_of_a_pipeline_have_a_line_each():
     lines = pass_table(
-        [PassRow("a:pipeline", "split", [["embed", "blocks.0"], []]), PassRow("a:x", "fsdp", [[""], [""]])]
+        [PassTrace("a:pipeline", "split", [["embed", "blocks.0"], []]), PassTrace("a:x", "fsdp", [[""], [""]])]
     )
 
     assert lines[0].split() == ["pass", "phase", "rank", "of", "pp", "modules", "touched"]
@@ -52,7 +55,7 @@ def test_ranks_of_a_pipeline_have_a_line_each():
 def test_long_lists_go_on_below_and_lose_nothing():
     names = [f"blocks.0.layer_with_a_long_name_{letter}" for letter in "abcdefghijklmnop"]
 
-    lines = pass_table([PassRow("acme:zoom", "shard", [names])])
+    lines = pass_table([PassTrace("acme:zoom", "shard", [names])])
 
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) > 3
