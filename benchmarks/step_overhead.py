@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.config.builder import ComponentBuilder
 from forge_core.contracts.callback import Callback, Requests, RunContext
 from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.phase_plan import PhasePlan
 from forge_core.contracts.scheduler import Schedule
 from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
@@ -34,7 +35,6 @@ from forge_core.train.build import Built, build_model, build_optimizer
 from forge_core.train.evaluation import Evaluations
 from forge_core.train.events import Events
 from forge_core.train.metrics import Metrics
-from forge_core.train.phases import Phases
 from forge_core.train.replication import Replicas
 from forge_core.train.run import Reports, Run
 from forge_core.train.step_guard import StepGuard
@@ -216,7 +216,7 @@ class Bench:
         metrics = Metrics(run, model, loader, modules, guard)
         return Trainer(
             run=run,
-            built=Built(model, optimizer, "the optimizer", Phases(self.job, model.parameters, model.known)),
+            built=Built(model, optimizer, "the optimizer", PhasePlan(model.known)),
             schedule=self.schedule(),
             loader=loader,
             step_modules=modules,

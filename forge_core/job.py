@@ -22,6 +22,7 @@ from forge_core.config.unstructure import plain
 from forge_core.contracts.component_ref import ComponentRef
 from forge_core.contracts.data_source import DataSourceConfig
 from forge_core.contracts.parametrization import MODEL_KEYS
+from forge_core.contracts.phase_plan import DEFAULT as PHASE_PLAN
 from forge_core.contracts.warm_start import DEFAULT as WARM_START
 from forge_core.errors import ConfigError, nearest
 from forge_core.passes.order import (
@@ -272,7 +273,7 @@ def _completed(job: Job, name: str, catalog: Catalog, world_size: int | None) ->
     job, found_in_passes = _with_passes(attrs.evolve(job, train=train), catalog, world_size)
     on_ranks = job if degrees is None else _with_degrees(job, degrees)
     problems += [*found, *found_in_passes, *_section_problems(on_ranks), *_data_phase_problems(job)]
-    problems += [*_base_problems(job, catalog), *_load_problems(job, catalog)]
+    problems += [*_base_problems(job, catalog), *_missing_problems(job, catalog)]
     for path, use in components(job):
         problems += _component_problems(path, use, on_ranks, catalog)
         problems += _factory_problems(path, use, catalog)
@@ -416,13 +417,17 @@ def _base_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         )
 
 
-def _load_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
-    """The component that loads tensors of other runs is not installed."""
-    if job.checkpoint.loads:
-        try:
-            catalog.lookup("warm_start", WARM_START)
-        except ConfigError as error:
-            yield Problem(("checkpoint", "load"), str(error))
+def _missing_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    """Components that a section takes without naming them, and that are not installed."""
+    for path, kind, name, is_taken in (
+        (("checkpoint", "load"), "warm_start", WARM_START, job.checkpoint.loads),
+        (("phases",), "phase_plan", PHASE_PLAN, job.phases),
+    ):
+        if is_taken:
+            try:
+                catalog.lookup(kind, name)
+            except ConfigError as error:
+                yield Problem(path, str(error))
 
 
 def _data_phase_problems(job: Job) -> Iterator[Problem]:

@@ -52,6 +52,7 @@ CORE_KINDS = (
     _kind("checkpoint_mirror", "CheckpointMirror", "a second place for checkpoints", _CONTRACT),
     _kind("weight_source", "WeightSource", "weights that are no checkpoint", _CONTRACT),
     _kind("warm_start", "WarmStart", "tensors of other runs to begin with", _CONTRACT),
+    _kind("phase_plan", "PhasePlan", "what is trained at each step, and how fast", _CONTRACT),
     _kind("evaluation", "Evaluation", "what is measured of the model", _CONTRACT, optional=("tokenizer", "seq_len")),
     _kind("callback", "Callback", "what else happens during a run", _CONTRACT),
     _kind("cluster_environment", "ClusterEnvironment", "a cluster's variables: ranks, job, end", _CONTRACT),

@@ -30,7 +30,7 @@ from forge_core.checkpoint.upgrading import (
     upgrade_optimizer,
 )
 from forge_core.config.diff import differences
-from forge_core.config.sections import Job, PhaseSection
+from forge_core.config.sections import Job, PhaseSection, TrainSection
 from forge_core.config.toml_text import parse_toml
 from forge_core.config.unstructure import plain
 from forge_core.contracts.builder import Builder
@@ -41,7 +41,6 @@ from forge_core.distributed.mesh import Mesh
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import job_table
 from forge_core.train.build import BuiltModel
-from forge_core.train.phases import begun
 
 
 @attrs.frozen
@@ -184,7 +183,7 @@ def _refuse_other_phases(job: Job, saved_job: Mapping[str, Any], checkpoint: Che
     keys = ("steps", "seq_len", "global_batch_size")
     saved_train = attrs.evolve(job.train, **{key: saved_job["train"].get(key) for key in keys})
     saved = [PhaseSection(**{**one, "train": tuple(one["train"])}) for one in saved_job.get("phases", ())]
-    before, now = begun(saved, saved_train, checkpoint.step), begun(job.phases, job.train, checkpoint.step)
+    before, now = _begun(saved, saved_train, checkpoint.step), _begun(job.phases, job.train, checkpoint.step)
     if before != now:
         was, is_now = (", ".join(f"step {start}" for start, *_ in one) or "none" for one in (before, now))
         raise ConfigError(
@@ -192,6 +191,12 @@ def _refuse_other_phases(job: Job, saved_job: Mapping[str, Any], checkpoint: Che
             f"{was}, and by this job at {is_now}, or say something else. Change only phases to come, or choose another "
             "run.name to start afresh"
         )
+
+
+def _begun(phases: Sequence[PhaseSection], train: TrainSection, step: int) -> list[tuple[int, object]]:
+    """The phases that hold for updates up to that of ``step``: the first step of each, and all that it says."""
+    found = ((one.first_step(train), (one.lr_scale, one.train, plain(one.data))) for one in phases)
+    return [(start, said) for start, said in found if start is not None and start <= step]
 
 
 def _with_new_keys(model: Mapping[str, Any], build: Builder) -> Mapping[str, Any]:

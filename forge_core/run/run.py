@@ -20,6 +20,8 @@ from forge_core.contracts.callback import PREEMPTIONS, Requests, RunContext
 from forge_core.contracts.data_source import CheckedSource
 from forge_core.contracts.observer import BadStep, Origin
 from forge_core.contracts.parallel_pass import PassContext
+from forge_core.contracts.phase_plan import DEFAULT as PHASE_PLAN
+from forge_core.contracts.phase_plan import PhasePlan
 from forge_core.contracts.replication import Replication
 from forge_core.contracts.supervisor import Supervisor
 from forge_core.distributed.collective_errors import run_on_all_ranks
@@ -46,7 +48,6 @@ from forge_core.train.evaluation import Evaluations
 from forge_core.train.evaluation_weights import EvaluationWeights
 from forge_core.train.metrics import Metrics
 from forge_core.train.model_evaluator import ModelEvaluator
-from forge_core.train.phases import Phases
 from forge_core.train.replication import JoinedReplicas, Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Reports, Run
@@ -144,7 +145,9 @@ def _build(setup: RunSetup) -> Built:
     context = PassContext(setup.mesh, job, setup.device, entries=setup.entries)
     model = build_model(context, setup.vocab_size, setup.passes, build)
     model.loss.refuse_entries(entries_of(setup.source))
-    phases = Phases(job, model.parameters, model.known)
+    phases = PhasePlan(model.known)
+    if job.phases:
+        phases = build(build.resolve("phase_plan", PHASE_PLAN), job=job, parameters=model.parameters, known=model.known)
     if job.checkpoint.frozen == "once" and not phases.always_frozen:
         raise ConfigError(
             'checkpoint.frozen: "once" has no effect, as the run trains all parameters at some time; remove it'

@@ -23,6 +23,7 @@ from forge_core.contracts.executor import Executor
 from forge_core.contracts.model import ParameterRole, canonical_name
 from forge_core.contracts.optimizer import NamedParameter
 from forge_core.contracts.parallel_pass import ParallelPass, PassContext, SplitPass
+from forge_core.contracts.phase_plan import KnownParameters, PhasePlan
 from forge_core.errors import ConfigError, PluginError, and_more
 from forge_core.ops.auxiliary_loss import LEDGER
 from forge_core.ops.sequence_sum import share_out_positions
@@ -30,7 +31,6 @@ from forge_core.train.component_checks import CheckedLoss
 from forge_core.train.executor import PlainExecutor
 from forge_core.train.initialisation import initialise
 from forge_core.train.parametrization import SizedParameters, with_multipliers
-from forge_core.train.phases import KnownParameters, Phases
 
 
 @attrs.frozen
@@ -80,7 +80,7 @@ class Built:
     optimizer: torch.optim.Optimizer
     optimizer_words: str
     """Names the optimizer in messages."""
-    phases: Phases
+    phases: PhasePlan
 
 
 def build_model(

@@ -17,7 +17,6 @@ from forge_core.train.evaluation import Evaluations
 from forge_core.train.executor import Batch
 from forge_core.train.gradients import Gradients
 from forge_core.train.metrics import Metrics
-from forge_core.train.phases import table_lines
 from forge_core.train.replication import Replicas
 from forge_core.train.rollback import Rollback
 from forge_core.train.run import Run
@@ -137,7 +136,7 @@ class Trainer:
         self.run.reports.clear()
         self.run.consensus.is_writing = self.saving.is_writing
         self.run.emit("step_start", step=self.step)
-        self._enter_phase()
+        self.built.phases.enter(self.run.context, self.step)
         self.run.emit("gradients_start")
         mesh, device = self.run.mesh, self.run.device
         number = self.replicas.share.index * mesh.world_size + mesh.noise_rank
@@ -148,14 +147,6 @@ class Trainer:
         elif device.type == "mps":
             torch.mps.manual_seed(seed)
         return self.step
-
-    def _enter_phase(self) -> None:
-        """Where one begins, or this start of the run: tell the model, and say what is trained."""
-        groups = self.built.phases.enter(self.step, self.built.model.parts)
-        if groups:
-            for line in table_lines(self.step, groups):
-                self.run.log(line)
-            self.run.directory.write_event("phase", step=self.step, groups=[attrs.asdict(one) for one in groups])
 
     def _sums_of_modules(self) -> list[torch.Tensor]:
         return [*self.step_modules.accumulators(), *LEDGER.sums()]

@@ -14,12 +14,13 @@ import fork_server
 from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.builder import ComponentBuilder
+from forge_core.contracts.phase_plan import KnownParameters
 from forge_core.errors import ExitCode
 from forge_core.job import load_job
 from forge_core.registry.discovery import discover
 from forge_core.run.run import run_job
 from forge_core.train.build import build_on_meta
-from forge_core.train.phases import KnownParameters, Phases
+from forge_plugins_optim.phases import Phases
 from forge_plugins_vlm.tasks.shapes import write_shapes
 
 JOB = """
@@ -152,7 +153,7 @@ def test_of_groups_and_patterns_the_one_of_fewest_parameters_counts(folder):
     scales = '{"@decoder"=0.1, "blocks.0.*"=0.5, "@vision"=2.0, "@connector"=3.0, "*"=7.0}'
     job = load_job(folder / "job.toml", [f"phases=[{{at=1, lr_scale={scales}}}]"], catalog=discover(), world_size=1)
     model = KnownParameters.of(build_on_meta(job, 31, ComponentBuilder(discover(()))))
-    found = Phases(job, {}, model).at(1).scales
+    found = Phases(job=job, parameters={}, known=model).at(1).scales
 
     assert found["blocks.0.attention.q.weight"] == 0.5
     assert found["blocks.1.attention.q.weight"] == found["embed.weight"] == 0.1

@@ -9,6 +9,9 @@ from forge_core.errors import ConfigError
 from forge_core.job import job_table, load_job
 from forge_core.registry.catalog import Catalog
 
+TAKEN = ("warm_start", "phase_plan")
+"""Kinds of which sections take a component that they do not name."""
+
 
 @pytest.mark.parametrize(
     ("settings", "said"),
@@ -53,17 +56,26 @@ def test_a_mirror_without_its_package_is_refused_with_what_to_install(complaint)
     assert "pip install forge-plugins-mirror" in said
 
 
-def test_a_warm_start_without_its_package_is_refused_with_what_to_install(write, catalog):
+@pytest.mark.parametrize(
+    ("setting", "why", "package"),
+    [
+        ("checkpoint.load.path=x", "checkpoint.load: warm start 'tensors'", "forge-plugins-weights"),
+        ("phases=[{at=2}]", "phases: phase plan 'phases'", "forge-plugins-optim"),
+    ],
+)
+def test_a_section_whose_component_is_not_installed_is_refused_with_what_to_install(
+    write, catalog, setting, why, package
+):
     plugins = [
-        attrs.evolve(plugin, components=tuple(one for one in plugin.components if one[0] != "warm_start"))
+        attrs.evolve(plugin, components=tuple(one for one in plugin.components if one[0] not in TAKEN))
         for plugin in catalog.plugins
+        if plugin.distribution != package
     ]
 
     with pytest.raises(ConfigError) as caught:
-        load_job(write(), ["checkpoint.load.path=x"], catalog=Catalog(plugins))
+        load_job(write(), [setting], catalog=Catalog(plugins))
 
-    why = "checkpoint.load: warm start 'tensors' is in forge-plugins-weights, which is not installed"
-    assert f"{why}: pip install forge-plugins-weights" in str(caught.value)
+    assert f"{why} is in {package}, which is not installed: pip install {package}" in str(caught.value)
 
 
 def test_a_section_that_uses_everything_is_valid_and_comes_back_from_its_table(load):

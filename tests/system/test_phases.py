@@ -7,9 +7,10 @@ from forge_core.checkpoint.store import open_checkpoint
 from forge_core.cli import main
 from forge_core.config.problems import ConfigProblems
 from forge_core.config.sections import PhaseSection, TrainSection
+from forge_core.contracts.phase_plan import KnownParameters
 from forge_core.job import dump_job, load_job
 from forge_core.registry.discovery import discover
-from forge_core.train.phases import KnownParameters, Phases
+from forge_plugins_optim.phases import Phases
 
 SAVE_ALL = "checkpoint.interval=1"
 FREEZE = 'phases=[{at=4, train=["blocks.1.*", "head.*", "norm.*"]}, {at=8}]'
@@ -98,7 +99,11 @@ def test_the_longest_pattern_counts_also_after_the_job_has_been_written(tiny, tm
     written.write_text(dump_job(job))
 
     for one in (job, load_job(written, catalog=discover(), world_size=1)):
-        assert Phases(one, {}, known).at(1).scales == {"blocks.0.q": 0.5, "blocks.1.q": 0.1, "head.w": 2.0}
+        assert Phases(job=one, parameters={}, known=known).at(1).scales == {
+            "blocks.0.q": 0.5,
+            "blocks.1.q": 0.1,
+            "head.w": 2.0,
+        }
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry.hookspecs import CORE_KINDS
 from forge_core.registry.suggestions import did_you_mean
 
-WITHOUT_PACKAGE = ("checkpoint_mirror", "observer", "supervisor", "warm_start", "weight_source")
+WITHOUT_PACKAGE = ("checkpoint_mirror", "observer", "phase_plan", "supervisor", "warm_start", "weight_source")
 """Kinds for which no package is written: their page among the hooks has a whole one."""
 HOOKS = {
     **{kind.name: kind.hook for kind in CORE_KINDS if kind.name not in WITHOUT_PACKAGE},

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from forge_core.api import Command, Component, hookimpl
 
-FORGE_API = "1.1"
+FORGE_API = "1.5"
 
 
 @hookimpl
@@ -150,6 +150,16 @@ def forge_parametrizations() -> Iterator[Component]:
         summary="CompleteP: µP, and rates found with few layers hold for many",
         factory="forge_plugins_optim.maximal_update:CompleteP",
         config="forge_plugins_optim.parametrization_config:CompletePConfig",
+    )
+
+
+@hookimpl
+def forge_phase_plans() -> Iterator[Component]:
+    """What ``[[phases]]`` asks for."""
+    yield Component(
+        name="phases",
+        summary="parameters are trained by patterns of their names, each with its factor on the rate",
+        factory="forge_plugins_optim.phases:Phases",
     )
 
 
