@@ -45,7 +45,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, sys/prctl.h
 _SECONDS = 250.0
 """In which a server answers, on the busiest machine."""
 
-_start_subprocess = subprocess.Popen._execute_child
+_Subprocess = subprocess.Popen
+"""As it is in this module, when a test has another one in its place."""
+_start_subprocess = _Subprocess._execute_child
 _PARAMETERS = inspect.signature(_start_subprocess)
 
 
@@ -224,7 +226,7 @@ def _program(command: Sequence[Any]) -> tuple[str, str, list[str]] | None:
 def _started(python: str, which: int) -> _Server:
     ours, its = socket.socketpair()
     with its:
-        process = subprocess.Popen(
+        process = _Subprocess(
             [python, __file__, str(its.fileno())],
             env=_ENVIRONMENT,
             stdin=subprocess.DEVNULL,
