@@ -124,8 +124,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "configs", folder / "configs")
     _write_downloaded_model(folder / "models/Qwen3-0.6B")
     demo = folder / "configs/demo.toml"
-    short = {"steps = 400": "steps = 60", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
-    short |= {"n_layers = 4": "n_layers = 3", "{stdlib}": "corpus", ".py": ".txt"}
+    short = {"steps = 400": "steps = 12", "seq_len = 256": "seq_len = 16", "batches = 16": "batches = 1"}
+    short |= {"warmup_steps = 20": "warmup_steps = 2", "n_layers = 4": "n_layers = 3"}
+    short |= {"{stdlib}": "corpus", ".py": ".txt"}
     text = demo.read_text()
     for long, brief in short.items():
         assert long in text, long
@@ -133,6 +134,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo.write_text(text.replace("validation = 0.03", "validation = 0.2"))
     chats = folder / "configs/chat/chat_demo.toml"
     chats.write_text(chats.read_text().replace("steps = 200", "steps = 24\nseq_len = 256\nbatch_size = 2"))
+    lens = folder / "configs/tuned_lens_demo.toml"
+    lens.write_text(lens.read_text().replace("steps = 100", "steps = 12"))
     dictionary = folder / "configs/sae_demo.toml"
     short = {"steps = 600": "steps = 20", "seq_len = 256": "seq_len = 16", "latents = 3072": "latents = 64"}
     text = dictionary.read_text()
@@ -212,6 +215,7 @@ def type_in(folder, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is ast.parse?\n"))
+    monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)  # for commands that start a run
 
     def run(command: str) -> tuple[int, str]:
         line, _, target = command.partition(" > ")

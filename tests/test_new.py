@@ -61,9 +61,10 @@ def installed_by_hand(package: Path) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(packages: Path, environment: dict[str, str]) -> dict[str, list[str]]:
     """What pytest says of each package's tests, all run in one process."""
-    options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(packages)]
+    options = ["-v", "-W", "error", "-W", fork_server.ALREADY, "-p", "no:cacheprovider", "--import-mode=importlib"]
+    options += ["--rootdir", str(packages)]
     forked = os.pathsep.join([environment["PYTHONPATH"], str(Path(fork_server.__file__).parent)])
-    run = subprocess.run(
+    run = fork_server.run(
         [sys.executable, "-m", "pytest", *options, "-p", "forked_ranks", *(name_of(kind) for kind in KINDS)],
         cwd=packages,
         env={**environment, "PYTHONPATH": forked},
@@ -225,8 +226,9 @@ def fork_pytest(tmp_path: Path):
         sources = [str(Path(fork_server.__file__).parent)]
         for project in tmp_path.glob("*/pyproject.toml"):
             sources.append(str(installed_by_hand(project.parent)))
-        options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "-p", "forked_ranks"]
-        done = subprocess.run(
+        options = ["-v", "-W", "error", "-W", fork_server.ALREADY, "-p", "no:cacheprovider"]
+        options += ["--import-mode=importlib", "-p", "forked_ranks"]
+        done = fork_server.run(
             [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), *paths],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"},

@@ -168,8 +168,7 @@ def run_python(packages_of_pages):
         path = [*sources, *([str(Path(fork_server.__file__).parent)] if "pytest" in arguments else [])]
         settings = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **settings, **variables}
-        start = subprocess.run if "pytest" in arguments else fork_server.run  # kits look at what is imported, and when
-        return start(
+        return fork_server.run(
             [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
         )
 
@@ -189,7 +188,8 @@ def test_the_packages_of_all_pages_keep_the_contracts(run_python, packages_of_pa
     root = f"--rootdir={packages_of_pages.parent}"
 
     done = run_python(
-        *("-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider"),
+        *("-m", "pytest", "-q", "-W", "error", "-W", fork_server.ALREADY, "--import-mode=importlib"),
+        *("-p", "no:cacheprovider"),
         *("-p", "forked_ranks", root, *chosen, *tests),
     )
 

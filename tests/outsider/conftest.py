@@ -83,11 +83,9 @@ class Installation:
 
     def tested(self, *tests: Path) -> str:
         """What pytest prints of tests of packages in it, which must pass; their ranks are forked."""
-        return self.succeed(
-            *("-m", "pytest", "-p", "no:cacheprovider", "-p", "forked_ranks", "-o", "pythonpath=tools"),
-            *("--import-mode=importlib", "--rootdir=.", *tests),
-            cwd=self.folder,
-        )
+        options = ["-p", "no:cacheprovider", "-p", "forked_ranks", "-o", "pythonpath=tools"]
+        options += ["--import-mode=importlib", "--rootdir=.", *map(str, tests)]
+        return succeed(self.python, "-m", "pytest", *options, cwd=self.folder, run=fork_server.run)
 
     def succeed(self, *arguments: str | Path, cwd: Path) -> str:
         """Python in it."""

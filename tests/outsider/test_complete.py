@@ -25,8 +25,11 @@ STANDARD = (
     "weights",
 )
 SMALL = ("model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=32", "train.batch_size=4")
-SHORT = ("train.steps=150", "checkpoint.interval=5", "metrics.interval=1", "eval.interval=150", "eval.batches=1")
+STEPS = 100
+SHORT = (f"train.steps={STEPS}", "metrics.interval=1", f"eval.interval={STEPS}", "eval.batches=1")
 RUN = ("run", "first.toml", *SMALL, *SHORT)
+OFTEN = "checkpoint.interval=5"
+"""In a run that is interrupted after its first checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def first(complete, tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
     complete.forge("new", "config", "first", cwd=folder)
     complete.forge("validate", "first.toml", cwd=folder)
-    assert complete.interrupted(*RUN, cwd=folder) == 3
+    assert complete.interrupted(*RUN, OFTEN, cwd=folder) == 3
     before = metrics(folder / "runs" / "first")
     complete.trained(*RUN, cwd=folder)
     return folder, before
@@ -78,10 +81,10 @@ def test_a_new_configuration_trains_is_interrupted_and_resumes(complete, first):
     complete.trained(*RUN, "run.name=straight", cwd=folder)
 
     resumed = metrics(folder / "runs" / "first")
-    assert 5 <= len(before) < 150
+    assert 5 <= len(before) < STEPS
     assert resumed[: len(before)] == before
     assert resumed == metrics(folder / "runs" / "straight")
-    assert [line["step"] for line in resumed] == list(range(1, 151))
+    assert [line["step"] for line in resumed] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from parity_matrix.selection import by_day_or_night, selected_cells
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
+STEPS = 3
 SHORT = [f"train.steps={STEPS}", f"eval.interval={STEPS}", "train.batch_size=2", "train.grad_accumulation=4"]
 JAY = ['model={name="acme-jay:jay",width=32,depth=4,looks=4}', *SHORT]
 _LINEAR = '{at="::2", mixer={name="acme-mixers:gated_linear", memory=4.0}}'
@@ -34,7 +34,7 @@ TRAININGS = {
     "streamed": [
         *JAY,
         'data={name="acme-recipes:tides",vocab_size=257,streams=4}',
-        'eval.data={name="text_files",path="long",pattern="*.txt"}',
+        *('eval.data={name="text_files",path="long",pattern="*.txt"}', "eval.batches=2"),
     ],
 }
 

@@ -27,7 +27,7 @@ DATA = (
     'data={name="image_text",path="pictures/data.json",format="llava",token_grid=[2,1],one_token_an_image=true,'
     'validation=0.1,processor={name="acme-vision:halves",size=16},prompt_template="{prompt}{answer}"}'
 )
-STEPS = 5
+STEPS = 3
 TRAINING = [MODEL, DATA, f"train.steps={STEPS}", f"eval.interval={STEPS}"]
 HALF = "train.batch_size=2"
 CELLS = {  # the ranks and the layout; a step always has four sequences

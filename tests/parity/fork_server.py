@@ -45,7 +45,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux, sys/prctl.h
 _SECONDS = 250.0
 """In which a server answers, on the busiest machine."""
 
-_start_subprocess = subprocess.Popen._execute_child
+Subprocess = subprocess.Popen
+"""As it is there, when ``Popen`` has been put in its place."""
+_start_subprocess = Subprocess._execute_child
 _PARAMETERS = inspect.signature(_start_subprocess)
 
 
@@ -224,7 +226,7 @@ def _program(command: Sequence[Any]) -> tuple[str, str, list[str]] | None:
 def _started(python: str, which: int) -> _Server:
     ours, its = socket.socketpair()
     with its:
-        process = subprocess.Popen(
+        process = Subprocess(
             [python, __file__, str(its.fileno())],
             env=_ENVIRONMENT,
             stdin=subprocess.DEVNULL,
@@ -326,9 +328,15 @@ def _serve(connection: socket.socket, path: Sequence[str]) -> dict[str, Any]:
             os.close(file)
 
 
+ALREADY = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+"""For ``-W`` of a forked pytest: its plugins are among what is imported."""
+_NAME = "fork_server"
+"""Of this module, for what is forked and imports it: it shall have the server that is there already."""
+
+
 def _imported() -> list[str]:
     assert len(os.listdir("/proc/self/task")) == 1, "no process of several threads may be forked"  # noqa: PTH208
-    return sorted({name.partition(".")[0] for name in sys.modules})
+    return sorted({name.partition(".")[0] for name in sys.modules} - {_NAME})
 
 
 def _become(order: Mapping[str, Any], files: Sequence[int], connection: socket.socket) -> socket.socket | None:
@@ -455,6 +463,7 @@ def _end(code: int) -> NoReturn:
 def _main() -> None:
     del sys.path[0]
     path = [*sys.path]
+    sys.modules[_NAME] = sys.modules["__main__"]
     given = socket.socket(fileno=int(sys.argv[1]))
     connection = socket.socket(fileno=fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
     given.close()

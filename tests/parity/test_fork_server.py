@@ -201,3 +201,25 @@ def test_it_ends_with_whoever_has_started_it():
 
     assert select.select([handle], [], [], 30)[0]
     os.close(handle)
+
+
+def test_a_test_session_is_forked_with_its_ranks_and_what_it_looks_into_is_not(tmp_path):
+    """Kits start ranks, and a process to see what it imports."""
+    (tmp_path / "test_it.py").write_text(
+        "import subprocess, sys\n"
+        "from forge_testing import several_ranks\n"
+        "def test_it(capfd):\n"
+        "    assert 'torch' in sys.modules\n"
+        f"    program = [sys.executable, '-c', {IS_FORKED!r}]\n"
+        "    for start in (several_ranks.Popen, subprocess.Popen):\n"
+        "        assert start(program).wait() == 0\n"
+        "    assert capfd.readouterr().out.split() == ['True', 'False']\n"
+        "    import fork_server\n"
+        "    assert [*fork_server._servers] == [(sys.executable, fork_server._INHERITED)]\n"
+    )
+    environment = {**plain_environment(), "PYTHONPATH": str(Path(fork_server.__file__).parent)}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "forked_ranks", "--rootdir=."]
+
+    done = python("-m", "pytest", *options, "test_it.py", cwd=tmp_path, env=environment)
+
+    assert done.returncode == 0, done.stdout

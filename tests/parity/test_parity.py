@@ -4,7 +4,6 @@ import pytest
 
 from parity_matrix.cells import CELLS, FAMILIES, TRAININGS
 from parity_matrix.matrix import EXCHANGES
-from parity_matrix.selection import by_day_or_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -30,15 +29,27 @@ BY_DAY = {
 }
 """Each pass, schedule, axis of the mesh and kind of training, and of two together those that meet in code of
 their own: a window and an axis that cuts sequences, say. Cells that put together what is here already are by night."""
-BY_NIGHT = CELLS.keys() - BY_DAY
 assert CELLS.keys() >= BY_DAY
+FEW, MANY = 5, 10
+"""Steps of a run by day, in which the rate of learning, phases and weights of a mixture change; and by night, as
+promised."""
 
 
-every_cell = pytest.mark.parametrize("cell", by_day_or_night(CELLS, BY_NIGHT))
+def by_day_and_night(day, night):
+    """For ``parametrize``, with a number of steps: what is there by day is there by night too, for longer."""
+    by_day = [pytest.param(*one, FEW, id="-".join([*one, "few"])) for one in night if one in day]
+    return by_day + [pytest.param(*one, MANY, marks=pytest.mark.nightly, id="-".join([*one, "many"])) for one in night]
+
+
+def by_name(day, night):
+    return by_day_and_night({(name,) for name in day}, [(name,) for name in night])
+
+
+every_cell = pytest.mark.parametrize(("cell", "steps"), by_name(BY_DAY, CELLS))
 
 
 @every_cell
-def test_ten_steps_and_their_evaluation_equal_one_process(matrix, cell):
+def test_steps_and_their_evaluation_equal_one_process(matrix, cell):
     assert list(matrix.curve_problems(cell)) == []
 
 
@@ -77,11 +88,7 @@ assert {*EXCHANGES} >= EXCHANGED_BY_DAY
 assert {*FAMILIES} <= {family for pair in EXCHANGED_BY_DAY for family in pair}
 
 
-def _exchange(writer, reader):
-    return pytest.param(writer, reader, marks=[] if (writer, reader) in EXCHANGED_BY_DAY else [pytest.mark.nightly])
-
-
-@pytest.mark.parametrize(("writer", "reader"), [_exchange(*pair) for pair in EXCHANGES])
+@pytest.mark.parametrize(("writer", "reader", "steps"), by_day_and_night(EXCHANGED_BY_DAY, EXCHANGES))
 def test_a_checkpoint_of_one_layout_is_held_by_another_bit_for_bit_and_goes_on(matrix, writer, reader):
     assert list(matrix.exchange_problems(writer, reader)) == []
 
@@ -90,13 +97,13 @@ TRAINED_BY_DAY = {CELLS[cell].training for cell in BY_DAY}
 NOT_PLAIN = [training for training in TRAININGS if training != "plain"]
 
 
-@pytest.mark.parametrize("training", by_day_or_night(NOT_PLAIN, {*NOT_PLAIN} - TRAINED_BY_DAY))
+@pytest.mark.parametrize(("training", "steps"), by_name(TRAINED_BY_DAY, NOT_PLAIN))
 def test_what_is_trained_makes_a_difference(matrix, training):
     """Its cells would also equal one process if the setting had been lost on the way."""
     assert matrix.distance(training) > 1e-4
 
 
-@pytest.mark.parametrize("cell", by_day_or_night([name for name in CELLS if "fp8" in name], BY_NIGHT))
+@pytest.mark.parametrize(("cell", "steps"), by_name(BY_DAY, [name for name in CELLS if "fp8" in name]))
 def test_float8_is_not_bf16(matrix, cell):
     """Its cells are compared with bf16, and would also be near it if no layer had been converted."""
     assert matrix.difference(cell, "loss") > 1e-4

@@ -21,7 +21,8 @@ EXACT = 1e-5
 """Relative, of losses; in fp32 only the order of sums differs, of which some are a hundred times the loss."""
 TRAINING = [
     'data={name="preference_pairs", path="pairs.jsonl", reference="reference.npz", validation=0.2}',
-    *("loss.name=dpo", "loss.beta=0.1", "loss.label_smoothing=0.1", "train.seq_len=64", "checkpoint.interval=4"),
+    *("loss.name=dpo", "loss.beta=0.1", "loss.label_smoothing=0.1"),
+    *("model.n_layers=2", "train.seq_len=64", "checkpoint.interval=4"),
 ]
 PP2 = ["parallel.pp=2", "parallel.passes.pipeline.schedule=1F1B", "train.batch_size=1", "train.grad_accumulation=4"]
 LAYOUTS = {  # a step always has four samples

@@ -18,7 +18,7 @@ from parity_matrix.probe import digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SAVED, STEPS = 3, 6
+SAVED, STEPS = 2, 4
 OPTIMIZERS = {
     "adamw": ["optimizer={name='adamw', lr=3e-3}"],
     "lion": ["optimizer={name='lion', lr=3e-4}"],

@@ -98,7 +98,7 @@ def test_predicted_peaks_are_within_five_percent_of_what_real_runs_take(only, jo
 
 
 def test_gradients_of_microbatches_are_whole_or_in_shards(alone, planned):
-    several = ("--world-size", "8", "--gpu", "h200", "train.grad_accumulation=4")
+    several = ("--world-size", "8", "--gpu", "h200", "train.grad_accumulation=4", "model.n_layers=2")
     plans = [planned(*several, f"parallel.passes.fsdp.accumulate={one}") for one in ("whole", "sharded", "auto")]
 
     whole, sharded, auto = (plan["stages"][0]["largest"]["temporary"] for plan in plans)
@@ -148,8 +148,9 @@ def test_an_embedding_is_not_whole_on_a_rank_while_the_logits_are(alone, planned
 
 
 def test_recomputation_is_compared_by_what_the_pass_itself_would_do(planned):
-    ways = {one["what"]: one for one in planned("--world-size", "2")["recomputation"]}
-    full = planned("--world-size", "2", "parallel.passes.activation_checkpointing.mode=full")
+    two = ("--world-size", "2", "model.n_layers=2")
+    ways = {one["what"]: one for one in planned(*two)["recomputation"]}
+    full = planned(*two, "parallel.passes.activation_checkpointing.mode=full")
 
     none, selective, all_blocks = ways.values()
     assert none["is_the_jobs"]
@@ -159,7 +160,7 @@ def test_recomputation_is_compared_by_what_the_pass_itself_would_do(planned):
 
 
 def test_a_way_to_recompute_that_is_not_among_the_compared_is_told_beside_them(planned):
-    arguments = ("--world-size", "2", "parallel.passes.activation_checkpointing.every=2")
+    arguments = ("--world-size", "2", "model.n_layers=2", "parallel.passes.activation_checkpointing.every=2")
 
     *compared, own = planned(*arguments)["recomputation"]
 

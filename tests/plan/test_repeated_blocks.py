@@ -126,8 +126,8 @@ def test_the_optimizers_step_serves_other_ways_to_recompute(catalog, job_of, lef
 
 
 def test_an_optimizers_step_over_other_parameters_is_run_anew(catalog, job_of):
-    optimizer = simulate(job_of(4), catalog, 300, 4, 0).optimizer
-    wider = job_of(4, "model.dim=64")
+    optimizer = simulate(job_of(4, "model.n_layers=1"), catalog, 300, 4, 0).optimizer
+    wider = job_of(4, "model.n_layers=1", "model.dim=64")
 
     assert simulate(wider, catalog, 300, 4, 0, like=optimizer).memory == simulate(wider, catalog, 300, 4, 0).memory
 

@@ -24,9 +24,9 @@ SCHEDULE_FREE = 'optimizer={name="schedule_free_adamw", lr=3e-3}'
 EMA = 'callbacks=[{name="parity_probe"}, {name="ema", decay=0.7, warm_up=true}]'
 """Of a decay with which averages and weights are far from each other after a few steps."""
 KINDS = {"schedule-free": SCHEDULE_FREE, "ema": EMA}
-STEPS, MORE = 6, 9
-"""Of a run, and of one that goes on with it; it is evaluated at every third."""
-OFTEN = ["scheduler.name=constant", "eval.interval=3", f"train.steps={STEPS}"]
+STEPS, MORE = 4, 6
+"""Of a run, and of one that goes on with it; it is evaluated at every second."""
+OFTEN = ["scheduler.name=constant", "eval.interval=2", f"train.steps={STEPS}", "model.n_layers=2"]
 LAYOUTS = ("fsdp2", "tp2", "pp2-1f1b")
 RESUMED = [("plain", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2", "fsdp2"), ("tp2", "pp2-1f1b")]
 BY_DAY = {
@@ -59,7 +59,7 @@ def said(request, launcher):
     """All runs of this file, or those of the day, in one launch; the words of rank 0."""
     works = []
     for kind in KINDS:
-        works += [work(kind, name, name, "checkpoint.interval=3") for name in ("plain", *LAYOUTS)]
+        works += [work(kind, name, name, "checkpoint.interval=2") for name in ("plain", *LAYOUTS)]
         works += [work(kind, f"{name}-unevaluated", name, "eval.interval=0") for name in ("plain", "fsdp2")]
         works += [
             work(kind, f"{writer}-to-{reader}", reader, f"train.steps={MORE}", resumes=writer)
@@ -90,7 +90,7 @@ def test_every_layout_evaluates_the_averages_of_one_process(launcher, said, name
     kind = next(kind for kind in KINDS if name.startswith(kind))
     found, expected = evaluated(launcher, name), evaluated(launcher, f"{kind}-plain")
 
-    assert [*found] == [3, STEPS]
+    assert [*found] == [2, STEPS]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -187,6 +187,7 @@ def test_a_run_may_begin_with_averages(launcher, said, monkeypatch, capsys):
     load = f'checkpoint.load={{path="{launcher.run_dir("schedule-free-fsdp2")}", include=["evaluation.*"]}}'
     settings = [
         "run.name=begun",
+        "model.n_layers=2",
         "callbacks=[]",
         load,
         "scheduler.warmup_steps=0",

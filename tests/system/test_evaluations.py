@@ -17,10 +17,11 @@ from parity_matrix.cells import CELLS, TRAININGS
 from parity_matrix.launch import Launcher, Work
 from parity_matrix.selection import by_day_or_night, selected_cells
 
-HELD_OUT = '{name="perplexity", interval=5}'
-SHORT = '{name="perplexity", label="short", data={name="text_files", path="short", pattern="*.txt"}}'
-ACCURACY = '{name="accuracy", samples=5, interval=10}'
-EVALUATIONS = [f'evaluations=[{HELD_OUT}, {SHORT}, {ACCURACY}, {{name="logits_loss"}}]', "eval.interval=10"]
+HELD_OUT = '{name="perplexity", interval=2}'
+SHORT = '{name="perplexity", label="short", samples=7, data={name="text_files", path="short", pattern="*.txt"}}'
+ACCURACY = '{name="accuracy", samples=5, interval=4}'
+EVALUATIONS = [f'evaluations=[{HELD_OUT}, {SHORT}, {ACCURACY}, {{name="logits_loss"}}]']
+EVALUATIONS += ["train.steps=4", "eval.interval=4"]
 LAYOUTS = ("fsdp2", "tp2", "tp2-whole-positions", "cp2", "cp2-ring", "pp2-1f1b", "pp2-dualpipe-v", "tp2-fsdp2")
 SPARSE = ("moe-ep2", "moe-cp2-packed")
 BY_NIGHT = {"fsdp2", "tp2", "tp2-whole-positions", "cp2-ring", "pp2-dualpipe-v", "tp2-fsdp2", "moe-cp2-packed"}
@@ -66,10 +67,10 @@ def test_each_is_logged_at_its_own_steps(launcher, said):
     lines = {line["step"]: line.keys() - {"step", "time"} for line in evaluated(launcher, "plain")}
 
     held_out = {f"eval/perplexity/{name}" for name in ("loss", "perplexity", "tokens")}
-    assert lines.keys() == {5, 10}
-    assert held_out <= lines[5]
-    assert "eval/short/loss" not in lines[5]
-    assert {"eval/loss", "eval/short/loss", "eval/accuracy/accuracy", "eval/logits_loss/loss"} <= lines[10]
+    assert lines.keys() == {2, 4}
+    assert held_out <= lines[2]
+    assert "eval/short/loss" not in lines[2]
+    assert {"eval/loss", "eval/short/loss", "eval/accuracy/accuracy", "eval/logits_loss/loss"} <= lines[4]
 
 
 def test_the_perplexity_of_the_held_out_data_is_that_of_eval(launcher, said):
@@ -84,7 +85,7 @@ def test_the_perplexity_of_the_held_out_data_is_that_of_eval(launcher, said):
 def test_every_layout_measures_what_one_process_does(launcher, said, cell):
     expected, found = evaluated(launcher, CELLS[cell].training), evaluated(launcher, cell)
 
-    assert [line["step"] for line in found] == [5, 10]
+    assert [line["step"] for line in found] == [2, 4]
     for line, of_one in zip(found, expected, strict=True):
         for key in (key for key in of_one if key.startswith("eval/")):
             # one process may take another of two all but equally likely tokens

@@ -10,7 +10,9 @@ from forge_core.cli import main
 from parity_matrix.launch import Launcher, Work
 
 FOUR = ["model.n_layers=4", "train.batch_size=1", "train.grad_accumulation=4"]
-HALVES = [*FOUR, "train.clip_norm=0", "scheduler.decay_steps=10"]  # a clipped gradient depends on how a norm is summed
+CALLBACKS = "callbacks=[{name='parity_probe'}, {name='weight_norm'}]"
+# a clipped gradient depends on how a norm is summed
+HALVES = [*FOUR, CALLBACKS, "train.clip_norm=0", "scheduler.decay_steps=10"]
 GROUPED = [*FOUR, 'optimizer.groups=[{pattern="embed.*", lr=1e-3}, {pattern="blocks.3.*", weight_decay=0.5}]']
 PP2 = "parallel.pp=2"
 

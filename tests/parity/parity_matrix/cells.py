@@ -66,13 +66,13 @@ _CHAT = (  # answers alone are learned from, documents packed and apart, chats t
     'data={name="chat", path="chats.jsonl", too_long="cut", validation=0.1, '
     'tokenizer={name="bytes", chat_template="chat.jinja"}}'
 )
-_MIXTURE = [  # with other weights from the sixth step on
+_MIXTURE = [  # with other weights from the fourth step on
     (
         'data={name="mixture", sources=[{name="long", weight=0.7, source={name="text_files", path="long", '
         'validation=0.1}}, {name="short", weight=0.3, loss_weight=2.5, source={name="text_files", path="short", '
         "validation=0.2}}]}"
     ),
-    "phases=[{at=6, data={weights={short=2.0}}}]",
+    "phases=[{at=4, data={weights={short=2.0}}}]",
 ]
 _MOE_BIASED = (  # with a limit that is reached; the bias of "down" is whole where tp cuts the rest
     'model.feed_forward={name="moe", n_experts=4, hidden_dim=32, activation="clamped_swiglu", activation_limit=0.1, '

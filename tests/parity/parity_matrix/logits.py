@@ -27,7 +27,7 @@ class LogitsProbe(Callback):
         logits = model(tokens)
         copies = run.world_size // run.job.parallel.tp  # whose gradients are summed, and who have the same tokens here
         logits.float().logsumexp(-1).square().sum().div(copies).backward()
-        seen = {"logits": whole(logits), **{name: whole(parameter.grad) for name, parameter in parameters.items()}}
+        seen = whole({"logits": logits, **{name: parameter.grad for name, parameter in parameters.items()}})
         run.optimizer.zero_grad()
         if run.rank == 0:
             torch.save(seen, run.run_dir / FILE)

@@ -52,8 +52,14 @@ class Matrix:
     Methods that compare return sentences about what is wrong: none if nothing is.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, steps: int = 10) -> None:
+        """
+        Args:
+            steps: of each run, before its evaluation.
+        """
         self._launcher = launcher
+        self._steps = steps
+        self._until = [f"train.steps={steps}", f"eval.interval={steps}"]
 
     def run(
         self, cells: Collection[str], exchanges: Collection[Exchange] = (), trainings: Collection[str] = ()
@@ -62,10 +68,11 @@ class Matrix:
         exchanged = [name for pair in exchanges for name in (*pair, _judge(pair[0]))]
         wanted = {*cells, *exchanged} - {"one process"}
         alone_too = {"plain", *trainings, *(CELLS[cell].training for cell in wanted)}
-        works = [Work(alone(training), 1, TRAININGS[training]) for training in TRAININGS if training in alone_too]
-        works += [Work(name, cell.ranks, settings(cell)) for name, cell in CELLS.items() if name in wanted]
+        chosen = {alone(training): Cell(1, [], training) for training in TRAININGS if training in alone_too}
+        chosen |= {name: cell for name, cell in CELLS.items() if name in wanted}
+        works = [Work(name, cell.ranks, [*settings(cell), *self._until]) for name, cell in chosen.items()]
         references = {(writer, _judge(writer)) for writer, _ in exchanges}
-        works += [_exchange(*pair) for pair in sorted({*exchanges, *references})]
+        works += [_exchange(*pair, self._steps) for pair in sorted({*exchanges, *references})]
         self._launcher.launch(works)
 
     def difference(self, cell: str, key: str) -> float:
@@ -109,7 +116,7 @@ class Matrix:
     def rank_problems(self, cell: str) -> Iterable[str]:
         """Every rank clips by the same norm, bit for bit, and holds the same bits of what it shares with others."""
         first, *others = seen = self._launcher.seen(cell)
-        if len(seen) != CELLS[cell].ranks or len(first.gradient_norms) != 10:
+        if len(seen) != CELLS[cell].ranks or len(first.gradient_norms) != self._steps:
             yield f"{len(seen)} ranks recorded {len(first.gradient_norms)} gradient norms"
         for rank, other in enumerate(others, start=1):
             for step in (step for step, norm in first.gradient_norms.items() if other.gradient_norms[step] != norm):
@@ -164,11 +171,11 @@ class Matrix:
 
     def exchange_problems(self, writer: str, reader: str) -> Iterable[str]:
         """What one layout has written, another holds, bit for bit; and it goes on as one process does."""
-        found = self._held(_exchange(writer, reader).name, "start")
+        found = self._held(_exchange_name(writer, reader), "start")
         if not any(key.startswith("optimizer.") for key in found):
             yield "no state of the optimizer was read"
         yield from _differences(found, self._held(_run_of(writer), "end"))
-        line, expected = (self._launcher.metrics(_exchange(writer, end).name)[-1] for end in (reader, _judge(writer)))
+        line, expected = (self._launcher.metrics(_exchange_name(writer, end))[-1] for end in (reader, _judge(writer)))
         for key in ("step", "loss", "grad_norm", "tokens"):
             tolerance = max(_tolerance(_cell(family), key) for family in (writer, reader))
             if not math.isclose(line[key], expected[key], rel_tol=tolerance):
@@ -177,7 +184,7 @@ class Matrix:
     def _lines(self, cell: str) -> list[tuple[dict[str, float], dict[str, float]]]:
         """Lines of the cell, each with that of one process."""
         lines, expected = self._launcher.metrics(cell), self._launcher.metrics(alone(CELLS[cell].training))
-        assert len(lines) == len(expected) == 11, "ten steps and an evaluation"
+        assert len(lines) == len(expected) == self._steps + 1, "all steps, and an evaluation"
         return list(zip(lines, expected, strict=True))
 
     def _held(self, name: str, moment: str) -> dict[str, str]:
@@ -215,11 +222,15 @@ def _cell(family: str) -> Cell:
     return Cell(1, []) if family == "one process" else CELLS[family]
 
 
-def _exchange(writer: str, reader: str) -> Work:
-    """One more step in another layout."""
+def _exchange(writer: str, reader: str, steps: int) -> Work:
+    """One more step, in another layout."""
     cell = _cell(reader)
-    more = [*settings(cell), "train.steps=11", "eval.interval=0"]
-    return Work(f"{_run_of(writer)}-by-{_run_of(reader)}", cell.ranks, more, resumes=_run_of(writer))
+    more = [*settings(cell), f"train.steps={steps + 1}", "eval.interval=0"]
+    return Work(_exchange_name(writer, reader), cell.ranks, more, resumes=_run_of(writer))
+
+
+def _exchange_name(writer: str, reader: str) -> str:
+    return f"{_run_of(writer)}-by-{_run_of(reader)}"
 
 
 def _tolerance(cell: Cell, key: str) -> float:

@@ -12,6 +12,12 @@ def forge_callbacks():
         config="parity_matrix.config:NothingToChoose",
     )
     yield Component(
+        name="weight_norm",
+        summary="logs the norm of all weights",
+        factory="parity_matrix.probe:WeightNorm",
+        config="parity_matrix.config:NothingToChoose",
+    )
+    yield Component(
         name="logits_probe",
         summary="records what the model gives without a loss, and the gradients of a loss that knows no layout",
         factory="parity_matrix.logits:LogitsProbe",
