@@ -53,10 +53,10 @@ def found(tmp_path, capfd):
 
 @pytest.fixture
 def planned(tmp_path, capfd):
-    """The plan of one layout of two ranks on one node, as data."""
+    """The plan of one layout, two ranks for each node, as data."""
 
-    def run(*words):
-        command = ["plan", str(tmp_path / "job.toml"), "--world-size", "2", "--ranks-per-node", "2", "--gpu", "h100"]
+    def run(*words, ranks="2"):
+        command = ["plan", str(tmp_path / "job.toml"), "--world-size", ranks, "--ranks-per-node", "2", "--gpu", "h100"]
         code = main([*command, "--json", *words])
         out, said = capfd.readouterr()
         assert code == 0, said
@@ -115,6 +115,22 @@ def test_a_pipeline_of_two_stages_takes_the_time_of_its_plan(found, planned, mon
         assert 0 < bubble < (seconds - bubble) / one["candidate"]["microbatches"]  # the other stage has no head
     time = planned(*job, *pipelines[0]["candidate"]["overrides"])["time"]
     assert pipelines[0]["parts"] == pytest.approx(time["parts"])
+
+
+@pytest.mark.nightly
+def test_a_pipeline_of_four_stages_takes_almost_the_time_of_its_plan(found, planned, monkeypatch):
+    """The search plays the first stage and the last, and takes those between to be as the faster of these."""
+    with_figures(monkeypatch)
+    job = ("train.batch_size=1", "train.grad_accumulation=17", "parallel.pp=4", "model.n_layers=4", *THREE_HEADS)
+
+    table = found(*job)
+
+    pipelines = [one for one in table["best"] if one["candidate"]["degrees"]["pp"] == 4]
+    assert pipelines
+    for one in pipelines:
+        time = planned(*job, *one["candidate"]["overrides"], ranks="4")["time"]
+        assert one["seconds"] == pytest.approx(time["seconds"], rel=0.05), one["candidate"]
+        assert one["parts"]["bubble"] == pytest.approx(time["parts"]["bubble"], rel=0.3), one["candidate"]
 
 
 @pytest.mark.nightly
