@@ -339,8 +339,8 @@ def test_the_packages_of_all_pages_load(catalog_of_pages):
 
 @pytest.fixture(scope="module")
 def catalog_of_jobs(catalog_of_pages) -> Catalog:
-    """Without the package whose component takes the place of one of ours, as a user has one of both."""
-    return discover(["numpy-start"])
+    """Without packages whose component takes the place of one of ours, as a user has one of both."""
+    return discover(["from-the-top", "numpy-start"])
 
 
 @pytest.mark.parametrize("block", configurations(PAGES), ids=str)
