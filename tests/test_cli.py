@@ -202,7 +202,7 @@ def test_version_names_core_python_torch_and_plugins(acme, capsys, option):
     assert main([option]) == 0
 
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("forge-core 0.1.0 (plugin API 1.4), Python 3.")
+    assert first.startswith("forge-core 0.1.0 (plugin API 1.5), Python 3.")
     assert "torch 2." in first
     assert second.startswith("plugins: ")
     assert "acme-0.3" in second
@@ -245,7 +245,7 @@ def test_plugins_as_json(acme, capsys):
 
     shown = json.loads(capsys.readouterr().out)
     found = next(plugin for plugin in shown["plugins"] if plugin["distribution"] == "acme")
-    assert (shown["api"], found["version"], found["status"]) == ("1.4", "0.3", "ok")
+    assert (shown["api"], found["version"], found["status"]) == ("1.5", "0.3", "ok")
     assert found["components"][0]["kind"] == "optimizer"
     assert found["components"][0]["aliases"] == ["plain"]
     assert found["commands"][0]["name"] == "acme"
