@@ -12,7 +12,7 @@ class GarbageCollection(Callback):
     """Collects in every ``interval``-th step, on all ranks the same, and never between.
 
     By itself, Python collects when it has counted enough new objects, on each rank at another moment, and in each step
-    all ranks wait for the one that collects. What is there when the run starts, the model among it, is not searched.
+    all ranks wait for the one that collects.
     """
 
     def __init__(self, config: GarbageCollectionConfig) -> None:
@@ -22,15 +22,12 @@ class GarbageCollection(Callback):
     def run_start(self, run: RunContext) -> None:
         self._was_enabled = gc.isenabled()
         gc.disable()
-        gc.collect()
-        gc.freeze()
 
     def step_end(self, run: RunContext, context: StepContext) -> None:
         if context.step % self._interval == 0:
             gc.collect()
 
     def run_end(self) -> None:
-        gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 
