@@ -16,7 +16,8 @@ from forge_core.config.describe import literal
 from forge_core.config.diff import leaves
 from forge_core.config.sections import Job
 from forge_core.distributed.collective_errors import any_rank
-from forge_core.distributed.supervision import chosen_supervisor, installed_observers
+from forge_core.distributed.observers import installed_observers
+from forge_core.distributed.supervision import chosen_supervisor
 from forge_core.errors import ConfigError, and_more
 from forge_core.job import components, job_table
 from forge_core.registry.catalog import Catalog

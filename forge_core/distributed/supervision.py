@@ -1,4 +1,4 @@
-"""Components of a run that its job need not name: the supervisor and the observers."""
+"""The supervisor of a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ def chosen_supervisor(catalog: Catalog, run: RunSection) -> ComponentRef | None:
     if run.supervisor is None and any(one.component.name == _DEFAULT for one in catalog.components("supervisor")):
         return ComponentBuilder(catalog).resolve("supervisor", _DEFAULT)
     return run.supervisor
-
-
-def installed_observers(catalog: Catalog) -> list[ComponentRef]:
-    """Return all that are installed, in the same order on all ranks."""
-    names = sorted(one.qualified_name for one in catalog.components("observer"))
-    return [ComponentBuilder(catalog).resolve("observer", name) for name in names]
 
 
 def build_supervisor(catalog: Catalog, run: RunSection, run_directory: Path) -> Supervisor:

@@ -27,7 +27,7 @@ from forge_core.data.loader import BatchLoader
 from forge_core.data.stream import SampleStream
 from forge_core.distributed.collective_errors import run_on_all_ranks, run_on_rank0, run_slowly_on_rank0
 from forge_core.distributed.mesh import Mesh, build_mesh
-from forge_core.distributed.supervision import installed_observers
+from forge_core.distributed.observers import installed_observers
 from forge_core.distributed.timeouts import Timeouts
 from forge_core.job import adding_passes, check_device, sort_passes
 from forge_core.registry.catalog import Catalog
