@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_core.contracts.optimizer import NamedParameter
-from forge_plugins_optim import foreach
+from forge_plugins_optim import foreach, stochastic_rounding
 from forge_plugins_optim.adafactor import Adafactor
 from forge_plugins_optim.adamw import adamw
 from forge_plugins_optim.adamw_8bit import AdamW8bit
@@ -289,6 +289,24 @@ def test_by_chance_weights_go_the_way_of_fp32_ones_that_the_nearest_lose(kind, r
     way, gone = (one["a"].detach().double() - started("a").double() for one in (in_fp32, parameters))
     part = float((gone * way).sum() / (way * way).sum())
     assert (part == pytest.approx(1, abs=0.2)) if rounding == "stochastic" else part < 0.7
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_a_weight_and_each_of_its_states_have_chance_of_their_own(kind, monkeypatch):
+    seen = []
+
+    def rounded(values, bits):
+        seen.append(tuple((bits & 0xFFFF).flatten()[:40].tolist()))
+        return original(values, bits)
+
+    original = stochastic_rounding.rounded
+    for module in (foreach, stochastic_rounding):
+        monkeypatch.setattr(module, "rounded", rounded)
+    optimizer, parameters = make(kind, rounding="stochastic")
+    trained(optimizer, parameters, 0, 2)
+
+    assert len(seen) >= 4  # two parameters in two steps
+    assert len({*seen}) == len(seen)
 
 
 def test_moments_by_chance_are_those_in_fp32_on_average():
