@@ -170,10 +170,10 @@ class Described:
 def write_shards(
     folder: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor], most_bytes: int = _MOST_BYTES
 ) -> None:
-    """Write files, and an index if there are several. One tensor is in memory at a time.
+    """Write files, and an index if there are several. Three tensors are in memory at most.
 
     Args:
-        make: gives the tensor of a name, on the CPU.
+        make: gives the tensor of a name, on the CPU. It is called in a thread of its own.
         most_bytes: of a file; a larger tensor has one of its own.
     """
     shards = [*_dealt(tensors, most_bytes)]
@@ -199,7 +199,7 @@ def _dealt(tensors: Sequence[Described], most_bytes: int) -> Iterator[list[Descr
 
 def write_safetensors(path: Path, tensors: Sequence[Described], make: Callable[[str], torch.Tensor]) -> None:
     """The format of safetensors, which its library writes only from memory: a length, a header in JSON, and bytes. Each
-    tensor is flushed while the next is made."""
+    tensor is made while the one before is written, and flushed while the next is."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for one in tensors:
@@ -211,14 +211,28 @@ def write_safetensors(path: Path, tensors: Sequence[Described], make: Callable[[
     with open_large(path) as file, ThreadPoolExecutor(1, "forge-flush") as beside:
         file.write(struct.pack("<Q", len(text)) + text)
         flushes = []
-        for one in tensors:
-            tensor = make(one.name).to(one.dtype).contiguous()
-            assert tensor.shape == one.shape, f"{one.name} is not what was described"
+        for tensor in _made_ahead(tensors, make):
             file.write(_bytes_of(tensor))
             file.flush()
             flushes.append(beside.submit(os.fsync, file.fileno()))
         for flush in flushes:
             flush.result()
+
+
+def _made_ahead(tensors: Sequence[Described], make: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in order, each begun when the one before is given out."""
+
+    def made(one: Described) -> torch.Tensor:
+        tensor = make(one.name).to(one.dtype).contiguous()
+        assert tensor.shape == one.shape, f"{one.name} is not what was described"
+        return tensor
+
+    with ThreadPoolExecutor(1, "forge-make") as beside:
+        following = beside.submit(made, tensors[0])
+        for one in tensors[1:]:
+            tensor, following = following.result(), beside.submit(made, one)
+            yield tensor
+        yield following.result()
 
 
 def on_meta(shapes: Mapping[str, torch.Size], names: Sequence[str]) -> list[torch.Tensor]:
