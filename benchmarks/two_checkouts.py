@@ -1,7 +1,8 @@
 """A step of a plain decoder in this checkout and in another one, in alternation.
 
 Options that are off must cost nothing. The other checkout is from before they were there, with a virtual environment of
-its own in ``.venv``. Each round starts a process in both, which times the bare loop of ``step_overhead.py`` there.
+its own in ``.venv``. Each round starts a process in both, which runs the bare loop of ``step_overhead.py`` there on the
+CPU, and counts the processor's time: what else runs on the machine changes it less than the clock's.
 Usage: ``python benchmarks/two_checkouts.py OTHER [--rounds 15] [--steps 60]``.
 """
 
@@ -13,13 +14,14 @@ import subprocess
 from pathlib import Path
 
 ONE_RUN = """
-import sys
+import sys, time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 sys.path.insert(0, "benchmarks")
 import torch, step_overhead
 torch.manual_seed(0)
-step_overhead.join_process_group(step_overhead.choose_device("auto"))
+step_overhead.join_process_group(step_overhead.choose_device("cpu"))
+time.perf_counter = time.process_time
 with TemporaryDirectory() as folder:
     for shape in step_overhead.SHAPES.values():
         bench = step_overhead.Bench(Path(folder), {steps}, **shape)
@@ -29,7 +31,7 @@ with TemporaryDirectory() as folder:
 
 
 def run(checkout: Path, steps: int) -> list[float]:
-    """Seconds a step of each shape of ``step_overhead.py``, in a process of the checkout."""
+    """Processor seconds per step of each shape of ``step_overhead.py``, in a process of the checkout."""
     command = [checkout / ".venv/bin/python", "-W", "ignore", "-c", ONE_RUN.format(steps=steps)]
     printed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
     return [float(line) for line in printed.splitlines()]

@@ -533,6 +533,15 @@ SIGMOID: dict[str, Any] = {"router": "sigmoid_topk", "shared_experts": 1}
         ({"qk_norm": True, "qk_norm_over": "all", "window": 5}, {}, "OlmoeForCausalLM: there must be no window"),
         ({"layers": [{"at": 0, "rope_theta": 5.0}]}, {}, "layers = .* has no Hugging Face form"),
         (
+            {
+                "yarn": {"factor": 4.0, "original_max_seq_len": 16},
+                "layers": [{"at": 0, "rope_stretched": False}],
+                **LATENT,
+            },
+            SIGMOID,
+            "layers = .* has no Hugging Face form",
+        ),
+        (
             {"window": 4, "layers": [{"at": 0, "window": 5}], "attention_bias": "qkv"},
             {"shared_experts": 1, "shared_gate": True},
             "layers have windows of 4 and 5 positions",

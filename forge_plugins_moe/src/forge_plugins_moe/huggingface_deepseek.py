@@ -121,7 +121,8 @@ def write_attention(config: TransformerConfig, table: dict[str, Any]) -> None:
     }
     if config.yarn is not None:
         sharper = math.log(config.yarn.factor)
-        mscale = (math.sqrt(config.logit_scale) - 1) / (0.1 * sharper) if sharper else 0.0
+        scale = config.logit_scale(config.layer(0))
+        mscale = (math.sqrt(scale) - 1) / (0.1 * sharper) if sharper else 0.0
         for rope in (table["rope_parameters"], table["rope_scaling"]):
             rope |= {"mscale": mscale, "mscale_all_dim": mscale, "attention_factor": 1.0}
 
@@ -163,7 +164,7 @@ def problems_of_attention(config: TransformerConfig) -> Iterator[str]:
     """What DeepSeek-V2 does not have either."""
     if config.norm_eps != LATENT_EPS:
         yield f"norm_eps must be {LATENT_EPS}"
-    if config.logit_scale < 1:
+    if config.logit_scale(config.layer(0)) < 1:
         yield "yarn.logit_scale must not be below 1"
 
 

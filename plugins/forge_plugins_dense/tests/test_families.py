@@ -62,6 +62,23 @@ FAMILIES = {
         transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     ),
     "olmo2": (weight_layouts.Olmo2Layout, transformers.Olmo2Config(**SHAPE, attention_bias=True)),
+    "olmo3": (
+        weight_layouts.Olmo3Layout,
+        transformers.Olmo3Config(
+            **SHAPE,
+            sliding_window=5,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        ),
+    ),
     "smollm3": (
         weight_layouts.SmolLM3Layout,
         transformers.SmolLM3Config(
@@ -364,3 +381,48 @@ def test_a_file_of_gpt2_that_does_not_say_drops_a_tenth():
     hf = {key: one for key, one in transformers.GPT2Config().to_dict().items() if not key.endswith("_pdrop")}
     table = gpt_layouts.GPT2Layout(None).model_table(hf)
     assert {key: table[key] for key in NOT_DROPPING} == dict.fromkeys(NOT_DROPPING, 0.1)
+
+
+STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
+
+
+def test_a_file_of_olmo3_that_transformers_4_wrote_is_read_as_transformers_reads_it(mlp):
+    layout, name = weight_layouts.Olmo3Layout(None), {"architectures": ["Olmo3ForCausalLM"]}
+    old = {**SHAPE, "rope_scaling": STRETCHED, "rope_theta": 5e5, "sliding_window": 5, "num_hidden_layers": 4}
+
+    table = layout.model_table(old | name)
+
+    assert table == layout.model_table(transformers.Olmo3Config.from_dict(copy.deepcopy(old)).to_dict() | name)
+    config = configured(table, mlp)
+    assert [config.layer(number).rope_stretched for number in range(4)] == [False, False, False, True]
+    assert [config.logit_scale(config.layer(number)) for number in range(4)] == [1, 1, 1, pytest.approx(1.44)]
+
+
+def test_a_file_of_olmo3_that_stretches_nothing_is_read(mlp):
+    layout, name = weight_layouts.Olmo3Layout(None), {"architectures": ["Olmo3ForCausalLM"]}
+    config = configured(layout.model_table({**SHAPE, "sliding_window": 5, "num_hidden_layers": 4} | name), mlp)
+    assert [config.layer(number).window for number in range(4)] == [5, 5, 5, 0]
+    assert not any(config.layer(number).rope_stretched for number in range(4))
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"sliding_attention": STRETCHED}, 'rope_type = "yarn" of sliding_attention is not supported; only "default"'),
+        (STRETCHED, "rope_parameters of 'rope_type' is not supported; full_attention and sliding_attention are"),
+    ],
+)
+def test_rotary_positions_that_olmo3_does_not_have_are_refused(rope, message):
+    with pytest.raises(ConfigError, match=message):
+        weight_layouts.Olmo3Layout(None).model_table(
+            {**SHAPE, "architectures": ["Olmo3ForCausalLM"], "rope_parameters": rope}
+        )
+
+
+def test_a_model_that_stretches_some_layers_has_no_form_of_a_family_that_stretches_all(tiny_config):
+    stretched = YarnScaling(factor=4.0, original_max_seq_len=16)
+    tables = {"attention_bias": "qkv", "vocab_size": 50, "yarn": stretched}
+    layout = weight_layouts.Qwen2Layout(None)
+    layout.config_json(tiny_config(**tables), 50)
+    with pytest.raises(ConfigError, match="has another attention_multiplier, rope_stretched"):
+        layout.config_json(tiny_config(**tables, layers=(LayerConfig(at=1, rope_stretched=False),)), 50)

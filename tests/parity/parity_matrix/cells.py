@@ -56,7 +56,8 @@ _GPT_DROPPING = [*_GPT, "model.residual_dropout=0.2", "model.embedding_dropout=0
 _GPT_OSS = [  # every second with a window, sinks in all but one, biases, a clamp; heads that tp2×fsdp2 leaves uneven
     *("model.n_heads=6", "model.n_kv_heads=2", "model.head_dim=8", "model.init_std=0.06"),
     *("model.qk_norm=false", "model.attention_bias=all", "model.window=8", "model.attention_sinks=true"),
-    "model.layers=[{at='1::2', window=0}, {at=2, attention_sinks=false}]",
+    "model.layers=[{at='1::2', window=0}, {at=2, attention_sinks=false, rope_stretched=false}]",
+    "model.yarn={factor=4.0, original_max_seq_len=8}",
     'model.feed_forward={name="mlp", hidden_dim=48, activation="clamped_swiglu", activation_limit=0.1, bias=true}',
 ]
 _LONG_ROPE = (

@@ -26,6 +26,7 @@ from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import AttentionBackend, TransformerConfig
 from forge_plugins_dense.dropout import drop_weights
 from forge_plugins_dense.initial_values import normal, zeros
+from forge_plugins_dense.layer_config import Layer
 from forge_plugins_dense.mask import causal_mask
 from forge_plugins_dense.norm import NormOverHeads, init_norm, make_norm, norm_roles
 from forge_plugins_dense.rope import rotate
@@ -70,22 +71,21 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
     Args:
-        window: how many positions each sees, for what it costs; ``BlockInputs`` says which. 0: all.
-        sinks: whether heads have sinks.
+        layer: its window is for what attention costs; ``BlockInputs`` says which positions are seen.
     """
 
-    def __init__(self, config: TransformerConfig, window: int = 0, *, sinks: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, layer: Layer) -> None:
         super().__init__()
         self.head_dim = config.head_size
-        self.n_heads, self.window = config.n_heads, window
+        self.n_heads, self.window = config.n_heads, layer.window
         has_bias = config.attention_bias != "none"
         self.q = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=has_bias)
         self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
         self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=has_bias)
         self.o = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=config.attention_bias == "all")
         self.core = AttentionCore(config.attention, config.attention_softcap, config.attention_dropout)
-        self.sinks = Sinks(config.n_heads) if sinks else None
-        self.logit_scale = config.logit_scale
+        self.sinks = Sinks(config.n_heads) if layer.attention_sinks else None
+        self.logit_scale = config.logit_scale(layer)
         self.qk_norm_over = config.qk_norm_over
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None

@@ -94,8 +94,9 @@ def _has_a_factor_for_each_pair(config: TransformerConfig, _: attrs.Attribute[An
     if value is None:
         return
     for number in range(config.n_layers):
-        pairs = config.rotary_size(config.layer(number)) // 2
-        if pairs not in (0, len(value.short_factor)):
+        layer = config.layer(number)
+        pairs = config.rotary_size(layer) // 2
+        if layer.rope_stretched and pairs not in (0, len(value.short_factor)):
             raise ValueError(
                 f"has {len(value.short_factor)} factors, and layer {number} rotates {pairs} pairs of features a head"
             )
@@ -120,6 +121,8 @@ def _selects_layers(config: TransformerConfig, _: attrs.Attribute[Any], value: t
         others = [one.name for one in attrs.fields(LayerConfig) if one.name != "at"]
         if all(getattr(layer, name) is None for name in others):
             raise ValueError(f"[{number}] changes nothing; give at least one of {', '.join(others)}")
+        if layer.rope_stretched is not None and not config.rope_stretched:
+            raise ValueError(f"[{number}].rope_stretched is given, and the model has none of {', '.join(_SCALINGS)}")
 
 
 def _has_a_capped_kernel(config: TransformerConfig, _: attrs.Attribute[float | None], value: float | None) -> None:
@@ -365,9 +368,13 @@ class TransformerConfig:
         return self.rope_scaling or self.yarn
 
     @property
-    def logit_scale(self) -> float:
+    def rope_stretched(self) -> bool:
+        """Same as ``LayerConfig.rope_stretched``, of layers that do not say."""
+        return any(getattr(self, key) is not None for key in _SCALINGS)
+
+    def logit_scale(self, layer: Layer) -> float:
         """What the logits of attention are multiplied by, beside ``1 / √head_dim``, by all that asks for it."""
-        if self.yarn is None:
+        if self.yarn is None or not layer.rope_stretched:
             return self.attention_multiplier
         sharper = self.yarn.logit_scale or (0.1 * math.log(self.yarn.factor) + 1) ** 2
         return self.attention_multiplier * sharper

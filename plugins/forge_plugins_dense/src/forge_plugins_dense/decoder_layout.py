@@ -286,17 +286,16 @@ def _computed(config: TransformerConfig) -> Table:
         "rope_scaling",
     )
     found: Table = {key: getattr(config, key) for key in keys}
-    found |= {"n_kv_heads": config.kv_heads, "head_dim": config.head_size, "attention_multiplier": config.logit_scale}
+    found |= {"n_kv_heads": config.kv_heads, "head_dim": config.head_size}
     found["long_rope"] = None if config.long_rope is None else config.frequency_scaling
     found["yarn"] = None if config.yarn is None else attrs.evolve(config.yarn, logit_scale=None)
     layers = [config.layer(number) for number in range(config.n_layers)]
+    found["attention_multiplier"] = [config.logit_scale(one) for one in layers]
     found["window"] = [one.window if one.window < config.max_seq_len else 0 for one in layers]
     found["attention_sinks"] = [one.attention_sinks for one in layers]
     found["rotary_fraction"] = [config.rotary_size(one) for one in layers]
     turned = [one for one in layers if config.rotary_size(one)]
-    found["rope_theta"], found["rope_factor"] = (
-        [getattr(one, key) for one in turned] for key in ("rope_theta", "rope_factor")
-    )
+    found |= {key: [getattr(one, key) for one in turned] for key in ("rope_theta", "rope_factor", "rope_stretched")}
     found["mixer"] = [getattr(one.mixer, "name", one.mixer) for one in layers]
     for number, one in enumerate(layers):
         mlp = one.feed_forward.config

@@ -345,7 +345,7 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
             "beta_slow": config.yarn.beta_slow,
             "beta_fast": config.yarn.beta_fast,
             **({} if config.yarn.truncate else {"truncate": False}),
-            "attention_factor": math.sqrt(config.logit_scale),
+            "attention_factor": math.sqrt(config.logit_scale(config.layer(config.n_layers))),
         }
     if config.long_rope is not None:
         rope = {

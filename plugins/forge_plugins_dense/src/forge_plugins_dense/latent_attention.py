@@ -16,6 +16,7 @@ from forge_plugins_dense.cache import LayerCache
 from forge_plugins_dense.config import TransformerConfig
 from forge_plugins_dense.initial_values import normal
 from forge_plugins_dense.latent_config import LatentAttentionConfig
+from forge_plugins_dense.layer_config import Layer
 from forge_plugins_dense.norm import init_norm, norm_roles
 from forge_plugins_dense.rope import rotate
 
@@ -25,12 +26,12 @@ class LatentAttention(nn.Module):
     of queries and keys, of which all heads share the keys. The cache keeps the latent and those shared keys.
     """
 
-    def __init__(self, config: TransformerConfig, latent: LatentAttentionConfig, window: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, latent: LatentAttentionConfig, layer: Layer) -> None:
         super().__init__()
-        self.n_heads, self.window = config.n_heads, window
+        self.n_heads, self.window = config.n_heads, layer.window
         self.plain_dim, self.rotary_dim, self.value_dim = latent.plain_dim, latent.rotary_dim, latent.value_dim
         self.kv_rank = latent.kv_rank
-        self.logit_scale = config.logit_scale
+        self.logit_scale = config.logit_scale(layer)
         self.q_down: nn.Linear | None = None
         if latent.q_rank is not None:
             self.q_down = nn.Linear(config.dim, latent.q_rank, bias=False)

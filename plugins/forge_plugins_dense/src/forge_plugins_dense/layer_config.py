@@ -37,6 +37,9 @@ class LayerConfig:
     """Same as ``model.rope_theta``."""
     rope_factor: float | None = attrs.field(default=None, validator=optional(ge(1)))
     """Same as ``model.rope_factor``."""
+    rope_stretched: bool | None = None
+    """Whether the model's ``rope_scaling``, ``yarn`` or ``long_rope`` counts; by default it does. OLMo 3 stretches the
+    layers without a window alone."""
     rotary_fraction: float | None = attrs.field(default=None, validator=optional([ge(0), le(1)]))
     """Same as ``model.rotary_fraction``; 0: no rotary positions."""
     feed_forward: Annotated[ComponentRef | None, Slot("feed_forward")] = None
@@ -60,6 +63,7 @@ class Layer:
     attention_sinks: bool
     rope_theta: float
     rope_factor: float
+    rope_stretched: bool
     rotary_fraction: float
     feed_forward: ComponentRef
     mixer: ComponentRef | None

@@ -79,10 +79,9 @@ class SequenceMixerFactory(Protocol):
 
 def attention(_: object, /, *, model: TransformerConfig, layer: int) -> Attention:
     """The mixer ``attention``: as the decoder's own keys describe it."""
-    own = model.layer(layer)
-    return Attention(model, own.window, sinks=own.attention_sinks)
+    return Attention(model, model.layer(layer))
 
 
 def latent(config: LatentAttentionConfig, /, *, model: TransformerConfig, layer: int) -> LatentAttention:
     """The mixer ``latent``."""
-    return LatentAttention(model, config, model.layer(layer).window)
+    return LatentAttention(model, config, model.layer(layer))

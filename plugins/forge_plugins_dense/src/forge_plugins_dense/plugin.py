@@ -79,6 +79,7 @@ def forge_weight_layouts() -> Iterator[Component]:
         ("mistral", "Mistral", "weight_layouts:MistralLayout"),
         ("qwen2", "Qwen2 and Qwen2.5", "weight_layouts:Qwen2Layout"),
         ("olmo2", "OLMo 2", "weight_layouts:Olmo2Layout"),
+        ("olmo3", "OLMo 3", "weight_layouts:Olmo3Layout"),
         ("smollm3", "SmolLM3", "weight_layouts:SmolLM3Layout"),
         ("granite", "Granite 3", "weight_layouts:GraniteLayout"),
         ("phi3", "Phi-3 and Phi-4", "weight_layouts:Phi3Layout"),

@@ -46,11 +46,13 @@ class LayerKind(NamedTuple):
     rotary_size: int
     rope_theta: float
     rope_factor: float
+    rope_stretched: bool
 
 
 def _kind(config: TransformerConfig, number: int) -> LayerKind:
     layer = config.layer(number)
-    return LayerKind(layer.window, config.rotary_size(layer), layer.rope_theta, layer.rope_factor)
+    size = config.rotary_size(layer)
+    return LayerKind(layer.window, size, layer.rope_theta, layer.rope_factor, layer.rope_stretched)
 
 
 class Transformer(nn.Module):
@@ -400,17 +402,18 @@ class Transformer(nn.Module):
         }
         if lengths is None:
             lengths = whole_length(tokens.shape[1]) if cache is None else cache.length
-        tables = functools.partial(rotary_tables, scaling=self.config.frequency_scaling, lengths=lengths)
         turned = {kind: self.rotary_positions(positions, facts, kind.rotary_size // 2) for kind in kinds}
         return {
-            kind: BlockInputs(
-                *tables(turned[kind], head_dim=kind.rotary_size, theta=kind.rope_theta, factor=kind.rope_factor),
-                *masks[kind.window],
-                valid,
-                facts,
-            )
+            kind: BlockInputs(*self._rotary_tables(kind, turned[kind], lengths), *masks[kind.window], valid, facts)
             for kind in kinds
         }
+
+    def _rotary_tables(
+        self, kind: LayerKind, positions: torch.Tensor, lengths: torch.Tensor | int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scaling = self.config.frequency_scaling if kind.rope_stretched else None
+        size, theta, factor = kind.rotary_size, kind.rope_theta, kind.rope_factor
+        return rotary_tables(positions, size, theta, scaling, factor=factor, lengths=lengths)
 
     def _mask_of_window(
         self,

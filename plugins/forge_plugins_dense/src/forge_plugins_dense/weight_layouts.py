@@ -23,6 +23,8 @@ from forge_plugins_dense.huggingface_layers import (
     tables_of_windows,
     used_windows_from_hf,
     used_windows_to_hf,
+    windows_from_hf,
+    windows_to_hf,
 )
 from forge_plugins_dense.rope_config import LongRope
 from forge_plugins_hf.weight_layout import Recipe, WeightLayout
@@ -150,6 +152,69 @@ class Olmo2Layout(RelativeLayout):
 
     def read(self, hf: Mapping[str, Any]) -> Table:
         return super().read(hf) | {"norm_placement": "output", "qk_norm": True, "qk_norm_over": "all"}
+
+
+class Olmo3Layout(Olmo2Layout):
+    """OLMo 3: three layers with a sliding window to one without, whose rotary frequencies alone are stretched."""
+
+    architectures = ("Olmo3ForCausalLM",)
+    model_type = "olmo3"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **Olmo2Layout.defaults,
+        "sliding_window": 4096,
+        "rope_theta": 500_000.0,
+    }
+
+    def read(self, hf: Mapping[str, Any]) -> Table:
+        windows = windows_from_hf(hf, lambda number: (number + 1) % 4 != 0)
+        full, local = self._rope_of_kinds(hf)
+        table = super().read(ChainMap({"rope_parameters": full}, cast("dict[str, Any]", hf)))
+        each = [
+            {
+                "window": window,
+                "rope_theta": float((local if window else full)["rope_theta"]),
+                "rope_factor": 1.0 if window else table.get("rope_factor", 1.0),
+                "rope_stretched": window == 0,
+            }
+            for window in windows
+        ]
+        usual, layers = tables_of_layers(each)
+        if not usual.pop("rope_stretched"):
+            layers.insert(0, {"at": ":", "rope_stretched": False})
+        if not any(key in table for key in ("rope_scaling", "yarn", "long_rope")):
+            layers = [one for one in layers if one.pop("rope_stretched", None) is None or len(one) > 1]
+        return table | {**usual, "layers": layers}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> Table:
+        table = super().write(config, vocab_size)
+        layers = [config.layer(number) for number in range(config.n_layers)]
+        full, local = (
+            next((layer.rope_theta for layer in layers if bool(layer.window) == slides), config.rope_theta)
+            for slides in (False, True)
+        )
+        kinds = {
+            "full_attention": table["rope_parameters"] | {"rope_theta": full},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+        return table | {**windows_to_hf(config), "rope_parameters": kinds, "rope_theta": full}
+
+    def _rope_of_kinds(self, hf: Mapping[str, Any]) -> tuple[Table, Table]:
+        """``rope_parameters`` of layers without a window and of those with one."""
+        scaling = hf.get("rope_scaling")  # as transformers 4 writes what layers without a window have
+        kinds = hf.get("rope_parameters") or {"full_attention": scaling}
+        known = ("full_attention", "sliding_attention")
+        for kind in kinds:
+            if kind not in known:
+                raise ConfigError(
+                    f"Olmo3ForCausalLM with rope_parameters of {kind!r} is not supported; {' and '.join(known)} are"
+                )
+        full, local = ({"rope_theta": hf["rope_theta"], **(kinds.get(kind) or {})} for kind in known)
+        if local.get("rope_type", "default") != "default":
+            raise ConfigError(
+                f'Olmo3ForCausalLM with rope_type = "{local["rope_type"]}" of sliding_attention is not supported; '
+                'only "default" is'
+            )
+        return full, local
 
 
 class SmolLM3Layout(RelativeLayout):
