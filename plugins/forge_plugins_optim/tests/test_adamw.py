@@ -1,6 +1,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.optimizer import NamedParameter
 from forge_plugins_optim.adamw import adamw
@@ -78,3 +81,37 @@ def test_a_small_gain_near_one_is_not_lost_in_fp32() -> None:
         optimizer.step()
 
     torch.testing.assert_close(entry.parameter.detach(), torch.full((4,), 0.94), rtol=1e-4, atol=0)
+
+
+class LooksUpLayouts(TorchDispatchMode):
+    """Whether an operation was given tensors that are cut over a mesh."""
+
+    found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found |= any(issubclass(one, DTensor) for one in types)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_cut_over_a_mesh_is_stepped_as_this_ranks_part() -> None:
+    whole = [parameter(f"w{i}") for i in range(2)]
+    mesh = init_device_mesh("cpu", (1,))
+    cut = [distribute_tensor(one.parameter.detach().clone(), mesh, [Shard(0)]) for one in whole]
+    parts = [NamedParameter(one.name, nn.Parameter(own), one.role) for one, own in zip(whole, cut, strict=True)]
+    optimizer, of_parts = (adamw(AdamWConfig(lr=0.01), parameters=some) for some in (whole, parts))
+
+    for step in range(3):
+        for one, own in zip(whole, parts, strict=True):
+            one.parameter.grad = torch.full_like(one.parameter, 1.0 + step)
+            own.parameter.grad = torch.full_like(own.parameter, 1.0 + step)
+        optimizer.step()
+        with LooksUpLayouts() as seen:
+            of_parts.step()
+        assert seen.found is (step == 0)  # where moments are made
+
+    for one, own in zip(whole, parts, strict=True):
+        assert torch.equal(own.parameter.detach().full_tensor(), one.parameter.detach())
+        moments = of_parts.state[own.parameter]
+        assert isinstance(moments["exp_avg"], DTensor)
+        assert torch.equal(moments["exp_avg"].full_tensor(), optimizer.state[one.parameter]["exp_avg"])

@@ -1,10 +1,7 @@
 """Both losses against ``F.cross_entropy`` in float64, and what only the chunked one promises: no full logits."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -296,13 +293,6 @@ def test_works_behind_a_compiled_block() -> None:
 
     for wanted, got in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

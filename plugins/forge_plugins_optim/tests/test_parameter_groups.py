@@ -1,8 +1,5 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -97,13 +94,6 @@ def test_a_group_with_a_pattern_only_keeps_what_it_takes_from_later_groups(param
 def test_a_group_that_changes_nothing_is_an_error(parameters) -> None:
     with pytest.raises(ConfigError, match=r"the group with the pattern '\*\.bias' has no effect"):
         settings(parameters, (ParameterGroup(pattern="*.bias"), ParameterGroup(pattern="head.*", lr=5.0)))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

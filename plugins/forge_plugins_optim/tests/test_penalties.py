@@ -1,7 +1,6 @@
 """``z_loss`` and ``label_smoothing`` around each loss, against formulas in float64."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -172,13 +171,6 @@ class InOnePart(nn.Linear):
 
     def vocabulary_part(self, hidden):
         return VocabularyPart(hidden, self.weight, self.bias, 0, dist.group.WORLD)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from forge_core.contracts.optimizer import NamedParameter
+from forge_core.ops.local_tensor import local_tensor
 from forge_plugins_optim.config import AdamWConfig
 from forge_plugins_optim.foreach import TAIL
 from forge_plugins_optim.parameter_groups import parameter_groups
@@ -29,10 +30,24 @@ def adamw(config: AdamWConfig, /, *, parameters: Sequence[NamedParameter]) -> to
         return RoundedAdamW(config, parameters=parameters)
     fusible = all(p.parameter.device.type in FUSED_DEVICES and p.parameter.is_floating_point() for p in parameters)
     groups = parameter_groups(parameters, config)
-    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)
+    optimizer = LocalAdamW(groups, betas=config.betas, eps=config.eps, fused=True if fusible else None)
     optimizer.update_size = "element"  # type: ignore[attr-defined]  # the contract of parametrizations
     optimizer.register_step_pre_hook(_drop_tails)
     return optimizer
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """Steps on this rank's parts of parameters, gradients and moments, as each element is updated by itself.
+
+    Given the ``DTensor`` that they are parts of, torch would look up in every step how each of them is laid out, and in
+    the first one work it out.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        is_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]  # torch's
+        for tensors in lists:
+            tensors[:] = map(local_tensor, tensors)
+        return is_complex
 
 
 def _drop_tails(optimizer: torch.optim.Optimizer, *_: Any) -> None:

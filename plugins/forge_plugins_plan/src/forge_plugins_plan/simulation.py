@@ -266,10 +266,15 @@ def _in_words(name: str, parameter: torch.Tensor) -> object:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """By a step, which is when optimizers make it."""
+    """By a step, which is when optimizers make it. Parameters of one form share a gradient, as each that is made takes
+    time."""
+    made: dict[object, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            form = parameter.shape, parameter.dtype, getattr(parameter, "_spec", None)  # of a DTensor
+            if form not in made:
+                made[form] = torch.zeros_like(parameter)
+            parameter.grad = made[form]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
